@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import cache, partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -11,25 +12,26 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from deployments.anthropic.routes import add_anthropic_routes
+from deployments.anthropic.routes import AnthropicRoutes
 from deployments.console.config import ConsoleConfig
-from deployments.console.routes import add_console_routes
+from deployments.console.routes import ConsoleRoutes
 from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
 from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.middleware import AuthConfig, AuthMiddleware, RootPathMiddleware
-from deployments.idempotency.answers import Answers
+from deployments.http.route import add_routes
+from deployments.jobs.jobs import Jobs
 from deployments.observability.telemetry import MetricsMiddleware, Telemetry
 from deployments.openai.batches.config import BatchConfig
-from deployments.openai.batches.routes import add_batch_routes
-from deployments.openai.responses.routes import add_responses_routes
+from deployments.openai.batches.routes import BatchRoutes
+from deployments.openai.responses.routes import ResponsesRoutes
 from deployments.openai.responses.store import ResponseStore
-from deployments.openai.routes import add_openai_routes
+from deployments.openai.routes import OpenAIRoutes
 from deployments.openai.served_model import ServedModel
 from deployments.openai.served_models import ServedModels
 from deployments.openapi import openapi_document
-from deployments.operator_routes import add_operator_routes
-from deployments.pooling.routes import add_pooling_routes
+from deployments.operator_routes import OperatorRoutes
+from deployments.pooling.routes import PoolingRoutes
 from deployments.storage.config import StoreConfig, open_store
 from engine.errors import ServingError
 
@@ -48,22 +50,26 @@ def http_app(
     """
     app = FastAPI(title="Manta", docs_url=None, redoc_url=None, redirect_slashes=False)
     api_keys = auth.keys()
-    document = openapi_document(VERSION, with_keys=api_keys is not None)
-    app.openapi = lambda: document  # type: ignore[method-assign]  # the way FastAPI's manual gives
     served, values = ServedModels(models), open_store(store)
     telemetry.stats.store_errors = values.errors
-    answers = Answers(values, store.idempotency_ttl_s)
-    idempotent = IdempotentRoutes(answers)
-    add_openai_routes(app, served, idempotent, auth.unknown_fields)
-    add_anthropic_routes(app, served, idempotent, auth.unknown_fields)
-    add_responses_routes(app, served, ResponseStore(values, store.response_ttl_s), idempotent, auth.unknown_fields)
-    idempotent.add_stream_route(app)
-    add_batch_routes(app, served, batches, auth.cors_origins, auth.unknown_fields)
-    app.router.lifespan_context = _then(app.router.lifespan_context, answers.close)
-    add_pooling_routes(app, served, auth.unknown_fields)
-    add_operator_routes(app, served, telemetry)
-    if console.enabled:
-        add_console_routes(app, served, telemetry, console)
+    jobs = Jobs(values, store.idempotency_ttl_s)
+    idempotent = IdempotentRoutes(jobs)
+    batch_routes = BatchRoutes(app, served, batches, auth)
+    app.router.lifespan_context = _then(app.router.lifespan_context, jobs.close)
+    stored = ResponseStore(values, store.response_ttl_s)
+    routes = [
+        *OpenAIRoutes(served, idempotent, auth.unknown_fields).routes(),
+        *PoolingRoutes(served, auth.unknown_fields).routes(),
+        *AnthropicRoutes(served, idempotent, auth.unknown_fields).routes(),
+        *ResponsesRoutes(served, stored, idempotent, auth.unknown_fields).routes(),
+        *idempotent.routes(),
+        *batch_routes.routes(),
+        *OperatorRoutes(served, telemetry).routes(),
+        *(ConsoleRoutes(served, telemetry, console).routes() if console.enabled else []),
+    ]
+    add_routes(app, routes)
+    document = partial(openapi_document, routes, VERSION, with_keys=api_keys is not None)
+    app.openapi = cache(document)  # type: ignore[method-assign]  # the way FastAPI's manual gives
 
     @app.exception_handler(ServingError)
     @app.exception_handler(HTTPException)

@@ -4,45 +4,58 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import FastAPI, Response
+from fastapi import Response
 
-from deployments.http.debug import ServerLoad, Version, live_handoffs
+from deployments.http.debug import LiveHandoffs, ServerLoad, Version, live_handoffs
 from deployments.http.json_body import json_response
+from deployments.http.route import Route
 from deployments.observability.prometheus import CONTENT_TYPE, render_metrics
 from deployments.observability.telemetry import Telemetry
+from deployments.observability.timeline import RequestTimeline
 from deployments.openai.served_models import ServedModels
 
 
-def add_operator_routes(app: FastAPI, models: ServedModels, telemetry: Telemetry) -> None:
-    @app.get("/version")
-    async def version() -> Response:
+class OperatorRoutes:
+    def __init__(self, models: ServedModels, telemetry: Telemetry):
+        self._models, self._telemetry = models, telemetry
+
+    def routes(self) -> list[Route]:
+        healthy = "200 if every model has an engine that makes progress."
+        forget = "Have all engines forget their cached prefixes."
+        explained = "What happened to a request; never its text."
+        return [
+            Route("GET", "/health", self.health, healthy),
+            Route("GET", "/ping", self.health, "The same."),
+            Route("POST", "/ping", self.health),
+            Route("GET", "/version", self.version, "The version of this server.", result=Version),
+            Route("GET", "/load", self.load, "Requests in work at this ingress.", result=ServerLoad),
+            Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, forget),
+            Route("GET", "/metrics", self.metrics, "Prometheus metrics.", result="text/plain"),
+            Route("GET", "/debug/handoffs", self.handoffs, "KV on its way between engines.", result=LiveHandoffs),
+            Route("GET", "/debug/requests/{name:path}", self.explain, explained, result=RequestTimeline),
+        ]
+
+    async def version(self) -> Response:
         return json_response(Version())
 
-    @app.get("/load")
-    async def load() -> Response:
-        admissions = [model.admission for model in models.values()]
+    async def load(self) -> Response:
+        admissions = [model.admission for model in self._models.values()]
         return json_response(ServerLoad(sum(a.num_waiting + a.num_running for a in admissions)))
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
-    @app.api_route("/ping", methods=["GET", "HEAD", "POST"])
-    async def health() -> Response:
-        """200 if every model has a replica that makes progress, or is scaled to zero."""
-        await asyncio.gather(*(model.check_health() for model in models.values()))
+    async def health(self) -> Response:
+        """Return 200 if every model has a replica that makes progress, or is scaled to zero."""
+        await asyncio.gather(*(model.check_health() for model in self._models.values()))
         return Response()
 
-    @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        await asyncio.gather(*(pool.reset_prefix_cache() for pool in models.pools().values()))
+    async def reset_prefix_cache(self) -> Response:
+        await asyncio.gather(*(pool.reset_prefix_cache() for pool in self._models.pools().values()))
         return Response()
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(await render_metrics(models.pools(), telemetry), media_type=CONTENT_TYPE)
+    async def metrics(self) -> Response:
+        return Response(await render_metrics(self._models.pools(), self._telemetry), media_type=CONTENT_TYPE)
 
-    @app.get("/debug/handoffs")
-    async def handoffs() -> Response:
-        return json_response(await live_handoffs(models.pools()))
+    async def handoffs(self) -> Response:
+        return json_response(await live_handoffs(self._models.pools()))
 
-    @app.get("/debug/requests/{name:path}")
-    async def explain(name: str) -> Response:
-        return json_response(await telemetry.explain(name))
+    async def explain(self, name: str) -> Response:
+        return json_response(await self._telemetry.explain(name))

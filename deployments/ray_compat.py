@@ -84,6 +84,7 @@ def end_serve_run(reason: str) -> None:
     if pid is None or _a_model_was_up():
         return
     _write_to_console_of(pid, f"\nmanta cannot start. {reason}\n")
+    internal_kv._internal_kv_put(_failed_key(), b"yes")
     os.kill(pid, signal.SIGTERM)
     time.sleep(DRIVER_EXIT_S)  # it takes this process with it; raising now would only add a traceback
 
@@ -121,6 +122,20 @@ def http_endpoint(application: str) -> HttpEndpoint:
         url = url.replace("http://", "https://", 1)  # Ray does not
     node = ray.get_runtime_context().get_node_id()
     return HttpEndpoint(url, node in details["proxies"], status["last_deployed_time_s"])
+
+
+def start_has_failed() -> bool:
+    """Return whether `end_serve_run` has ended this job. Blocks for a call to the GCS."""
+    failed: bool = internal_kv._internal_kv_exists(_failed_key())
+    return failed
+
+
+def serve_logs_to_console() -> bool:
+    """Return whether lines of Serve's loggers are seen on a console, and not in its files alone."""
+    from ray.serve._private.constants import RAY_SERVE_LOG_TO_STDERR
+
+    shown: bool = RAY_SERVE_LOG_TO_STDERR
+    return shown
 
 
 def remember_that_a_model_is_up() -> None:
@@ -199,6 +214,10 @@ def _a_model_was_up() -> bool:
 
 def _served_key() -> str:
     return f"manta_has_served_{ray.get_runtime_context().get_job_id()}"
+
+
+def _failed_key() -> str:
+    return f"manta_has_failed_{ray.get_runtime_context().get_job_id()}"
 
 
 def _write_to_console_of(pid: int, text: str) -> None:

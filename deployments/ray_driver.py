@@ -6,19 +6,28 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType, MappingProxyType
 from typing import Any, Protocol
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
+from ray._private import services
 from ray._private.node import Node
+from ray._private.parameter import RayParams
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray._private.worker import filter_autoscaler_events
-from ray.exceptions import ActorDiedError, RayError
+from ray._raylet import get_port_filename  # type: ignore[attr-defined]  # compiled
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
+from engine.errors import StartupError
 from placement.console_log import log_to_console
 
 logger = logging.getLogger(__name__)
@@ -26,6 +35,15 @@ logger = logging.getLogger(__name__)
 SERVE_NAMESPACE = "serve"
 STATUS_INTERVAL_S = 0.5
 IMPORT_LIMIT_S = 60.0
+PROXY_LIMIT_S = 60.0
+# Ray's own limits for parts of its start, of which one has no variable. On a busy machine they are longer.
+NODE_LIMIT_S = 30.0
+RAYS_LIMITS = {
+    "RAY_gcs_server_port_wait_time_s": 30,
+    "RAY_agent_register_timeout_ms": 30_000,
+    "RAY_worker_register_timeout_seconds": 60,
+}
+NODE_INTERVAL_S = 0.1
 DASHBOARD_LIMIT_S = 60.0  # models that take longer to load are not waited for
 STARTING = ("NOT_STARTED", "DEPLOYING")  # of Serve's ApplicationStatus
 
@@ -40,19 +58,27 @@ class ServeViewer(Protocol):
         """Called again and again while the server ends. states: replicas that still stop, by deployment."""
 
 
-def serve_until_interrupted(config: dict[str, Any], address: str | None, viewer: ServeViewer | None = None) -> None:
-    """Start Ray, or join one, deploy a Serve configuration, and return once Ctrl-C has ended it.
+def serve_until_interrupted(
+    config: dict[str, Any],
+    address: str | None,
+    viewer: ServeViewer | None = None,
+    *,
+    agent_ports: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Start Ray, or join one, deploy a Serve configuration, and return once Ctrl-C or SIGTERM has ended it.
 
     As `serve run FILE` does, which waits for its proxies before it deploys, and ends with 0 after an error. viewer: is
-    given all lines, which otherwise go to the console.
+    given all lines, which otherwise go to the console. agent_ports: of Ray's agents, by their names in RayParams.
+    Raises StartupError, and SystemExit if a process of the cluster has said why the application cannot start.
     """
     if viewer is None:
         log_to_console("manta-serve")
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with ThreadPoolExecutor(1) as beside, _dashboard_later() as start_dashboard:
+        with ThreadPoolExecutor(1) as beside, _changed_start(agent_ports) as start_dashboard:
             serve = beside.submit(importlib.import_module, "ray.serve")
-            ray.init(address=address, namespace=SERVE_NAMESPACE, configure_logging=viewer is None)
+            _start_ray(address, configure_logging=viewer is None)
             builders = [_import_builder.remote(application) for application in config.get("applications", ())]
             serve.result()
         if viewer is not None:
@@ -66,35 +92,98 @@ def serve_until_interrupted(config: dict[str, Any], address: str | None, viewer:
         start_dashboard()
         threading.Event().wait()
     except KeyboardInterrupt:
+        _end_if_the_start_failed()
         if viewer is not None:
             threading.Thread(target=_tell_what_stops, args=(viewer,), daemon=True).start()
         _shutdown()
+    except GetTimeoutError as error:
+        raise StartupError(f"the start took too long: {error}. {_load()}") from error
     except Exception:
         _shutdown()
         raise
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """SIGTERM is what Ctrl-C is."""
+    raise KeyboardInterrupt
+
+
+def _end_if_the_start_failed() -> None:
+    from deployments import ray_compat
+
+    if ray.is_initialized() and ray_compat.start_has_failed():
+        ray.shutdown()
+        raise SystemExit(1)
+
+
+def patience() -> float:
+    """Return how much longer than on an idle machine things take now: processes that want to run, for each CPU."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def _load() -> str:
+    load, logs = os.getloadavg()[0], f"{get_default_ray_temp_dir()}/session_latest/logs"
+    return f"The machine's load is {load:.0f} on {os.cpu_count()} CPUs; Ray's logs are in {logs}"
+
+
+def _start_ray(address: str | None, *, configure_logging: bool) -> None:
+    """Start or join Ray with as much patience as the machine's load asks for. Raises StartupError."""
+    for name, limit in RAYS_LIMITS.items():
+        os.environ.setdefault(name, str(int(limit * patience())))
+    try:
+        ray.init(address=address, namespace=SERVE_NAMESPACE, configure_logging=configure_logging)
+    except StartupError:
+        raise
+    except Exception as error:  # Ray raises it bare
+        raise StartupError(f"Ray does not start: {str(error).strip().partition(chr(10))[0]} {_load()}") from error
+    signal.signal(signal.SIGTERM, _interrupt)  # Ray has set its own, which ends this process with a stack trace
+
+
 @contextmanager
-def _dashboard_later() -> Iterator[Callable[[], None]]:
-    """Have `ray.init` leave out Ray's dashboard, which it would start, and wait for, before anything that models need.
-    Yields what starts it then; that does nothing if Ray was running already.
+def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None]]:
+    """Have `ray.init` leave out Ray's dashboard, which it would start, and wait for, before anything that models need;
+    give its agents ports, and say so where its raylet looks for them, since it ends if they have none after 15 s; and
+    wait for the node as long as the load asks for, in place of half a minute, but not for one that has ended.
+    Yields what starts the dashboard then; that does nothing if Ray was running already.
     """
     left_out: list[Callable[[], None]] = []
-    start = Node.start_api_server
+    nodes: list[Node] = []
+    start, get_node, select = Node.start_api_server, services.get_node, RayParams.update_pre_selected_port
+    began = time.monotonic()
 
     def leave_out(node: Node, **options: Any) -> None:
+        nodes.append(node)
+        for name, port in agent_ports.items():
+            Path(node.get_session_dir_path(), get_port_filename(node.node_id, name)).write_text(str(port))
         left_out.append(lambda: start(node, **options))
+
+    def wait_for_node(gcs_address: str, node_id: str) -> Any:
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:  # it is not registered yet
+                ended = [name for node in nodes for name, _ in node.dead_processes()]
+                if ended or time.monotonic() - began > NODE_LIMIT_S * patience():
+                    problem = f"{ended[0]} has ended" if ended else "its node takes too long"
+                    raise StartupError(f"Ray does not start: {problem}. {_load()}") from None
+            time.sleep(NODE_INTERVAL_S)
 
     def start_dashboard() -> None:
         for call in left_out:
             call()
             logger.info("Ray's dashboard is up at http://%s", ray._private.worker._global_node.webui_url)
 
-    Node.start_api_server = leave_out
+    def select_ports(params: RayParams) -> None:
+        vars(params).update(agent_ports)
+        select(params)
+
+    Node.start_api_server, services.get_node = leave_out, wait_for_node
+    RayParams.update_pre_selected_port = select_ports
     try:
         yield start_dashboard
     finally:
-        Node.start_api_server = start
+        Node.start_api_server, services.get_node = start, get_node
+        RayParams.update_pre_selected_port = select
 
 
 @ray.remote(num_cpus=0)
@@ -135,11 +224,16 @@ def _deploy(config: dict[str, Any], builders: list[ray.ObjectRef]) -> list[ray.O
 
 
 def _wait_for(proxies: list[ray.ObjectRef]) -> None:
-    from ray.serve._private.constants import HTTP_PROXY_TIMEOUT
-
-    for proxy in proxies:
-        with suppress(ActorDiedError):  # on a busy machine the controller may replace one that is slow
-            ray.get(proxy, timeout=HTTP_PROXY_TIMEOUT)
+    """Raises StartupError."""
+    began = time.monotonic()
+    while time.monotonic() - began < PROXY_LIMIT_S * patience():
+        ready, proxies = ray.wait(proxies, num_returns=len(proxies), timeout=STATUS_INTERVAL_S)
+        for proxy in ready:
+            with suppress(ActorDiedError):  # on a busy machine the controller may replace one that is slow
+                ray.get(proxy)
+        if not proxies:
+            return
+    raise StartupError(f"Serve's proxies are not up after {time.monotonic() - began:.0f} s. {_load()}")
 
 
 def _wait_while_models_load() -> None:
@@ -181,4 +275,5 @@ def _tell_what_stops(viewer: ServeViewer) -> None:
 def _shutdown() -> None:
     from ray import serve
 
-    serve.shutdown()
+    if ray.is_initialized():  # else Serve would start another Ray
+        serve.shutdown()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ from deployments.anthropic.response_bodies import (
     ToolUseContent,
     Usage,
 )
-from deployments.openai.chat_output import ChatOutput, ChatOutputChunk
+from deployments.openai.chat_output import ChatOutput, ChatOutputChunk, tool_call_id
 from deployments.openai.parsers import output_parser
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, OutputEvent, Reasoning
 
@@ -109,7 +109,7 @@ class MessageResponse:
                 yield ContentBlockDelta(self._index, ThinkingDelta(text))
             case CallStart(name, call_id):
                 self._called = True
-                yield from self._open(ToolUseContent(call_id or f"toolu_{uuid.uuid4().hex[:24]}", name))
+                yield from self._open(ToolUseContent(re.sub("^call_", "toolu_", call_id or tool_call_id()), name))
             case CallArguments(text):
                 yield ContentBlockDelta(self._index, InputJsonDelta(text))
 

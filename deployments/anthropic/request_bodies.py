@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from deployments.anthropic.conversation import Block, Text, Turn, chat_messages
 from deployments.http.body import RequestBody, StrictModel
 from deployments.http.validation import ForeignFields, validation_error
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import (
     FUNCTION_NAME,
     FunctionDefinition,
@@ -19,15 +20,8 @@ from deployments.openai.conversation import (
     Tool,
     ToolChoice,
 )
-from deployments.openai.request_bodies import (
-    INT32,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ChatBody,
-    JsonSchema,
-    ResponseFormat,
-    TokenizeBody,
-)
+from deployments.openai.sampling_body import INT32, JsonSchema, ResponseFormat
+from deployments.openai.template_body import MAX_MESSAGES, MAX_TOOLS, TokenizeBody
 from engine.errors import InvalidParameter
 from engine.wire.sampling_params import MAX_STOP_STRINGS
 
@@ -215,8 +209,8 @@ class MessagesBody(CountTokensBody):
             user=self.metadata.user_id if self.metadata else None,
         )
 
-    def add_ignored(self, chat: ChatBody) -> None:
-        """Warn of what had no effect in the chat, by the names that it has here."""
+    def all_ignored(self, chat: ChatBody, ignored: list[str]) -> list[str]:
+        """Return the fields that had no effect, those of the chat by the names that they have here."""
         effort = "thinking" if chat.reasoning_effort == "none" else "output_config.effort"
         names = {"reasoning_effort": effort, "thinking_token_budget": "thinking.budget_tokens"}
-        self._ignored += [names.get(name, name) for name in chat.ignored]
+        return [*self.ignored, *(names.get(name, name) for name in ignored)]

@@ -2,54 +2,59 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from starlette.types import Scope
 
 from deployments.anthropic.message import MessageResponse
 from deployments.anthropic.request_bodies import CountTokensBody, MessagesBody
-from deployments.anthropic.response_bodies import TokenCount
-from deployments.http.body import RequestBody
+from deployments.anthropic.response_bodies import AnthropicMessage, TokenCount
 from deployments.http.context import RequestContext
 from deployments.http.errors import anthropic_error_body, anthropic_headers
 from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.json_body import json_response, read_body, with_warning
+from deployments.http.route import Route
 from deployments.http.streaming import EventFormat, named_event, run_while_connected, stream
 from deployments.http.validation import UnknownFields
 from deployments.openai.served_models import ServedModels
 
 
-def add_anthropic_routes(
-    app: FastAPI, models: ServedModels, idempotent: IdempotentRoutes, unknown_fields: UnknownFields
-) -> None:
-    @app.post("/v1/messages")
-    @idempotent.once("/v1/messages")
-    async def messages(request: Request) -> Response:
-        body = await read_body(request, MessagesBody, unknown_fields)
-        model = models.find(body.model)
+class AnthropicRoutes:
+    def __init__(self, models: ServedModels, idempotent: IdempotentRoutes, unknown_fields: UnknownFields):
+        self._models, self._idempotent, self._unknown_fields = models, idempotent, unknown_fields
+
+    def routes(self) -> list[Route]:
+        path, summary = "/v1/messages", "Answer a conversation, by Anthropic's API."
+        messages, count = self._idempotent.once(path)(self.messages), "The length of its prompt."
+        return [
+            Route("POST", path, messages, summary, body=MessagesBody, result=AnthropicMessage, streams=True),
+            Route("POST", f"{path}/count_tokens", self.count_tokens, count, body=CountTokensBody, result=TokenCount),
+        ]
+
+    async def messages(self, request: Request) -> Response:
+        body = await read_body(request, MessagesBody, self._unknown_fields)
+        model = self._models.find(body.model)
         chat = body.for_chat(model.info.max_model_len)
         context = RequestContext.of(request, chat, "msg")
         output = await model.chat(chat, context)
         message = MessageResponse(context.response_id, output, body.max_tokens)
-        body.add_ignored(chat)
         response: Response
         if body.stream:
-            events = stream(message.events(), event_format(request.scope), context.event_ids)
+            events = stream(message.events(), event_format(request.scope), context.source.event_ids)
             response = await run_while_connected(request, events)
         else:
             response = json_response(await run_while_connected(request, message.full()))
-        return _answer(request, body, response)
+        return _answer(request, body.all_ignored(chat, output.ignored), response)
 
-    @app.post("/v1/messages/count_tokens")
-    async def count_tokens(request: Request) -> Response:
-        body = await read_body(request, CountTokensBody, unknown_fields)
-        tokens = await models.find(body.model).tokenize(body.for_tokenize())
-        return _answer(request, body, json_response(TokenCount(tokens.count)))
+    async def count_tokens(self, request: Request) -> Response:
+        body = await read_body(request, CountTokensBody, self._unknown_fields)
+        tokens = await self._models.find(body.model).tokenize(body.for_tokenize())
+        return _answer(request, body.ignored, json_response(TokenCount(tokens.count)))
 
 
 def event_format(scope: Scope) -> EventFormat:
     return EventFormat(encode=named_event, error=lambda error: anthropic_error_body(error, scope)[1], end=b"")
 
 
-def _answer(request: Request, body: RequestBody, response: Response) -> Response:
+def _answer(request: Request, ignored: list[str], response: Response) -> Response:
     response.headers.update(anthropic_headers(request.scope))
-    return with_warning(body, response)
+    return with_warning(ignored, response)

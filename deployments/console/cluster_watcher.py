@@ -1,4 +1,4 @@
-"""Looks at all replicas and ingresses, and tells what has changed between two looks. No HTTP, no Ray."""
+"""Polls all replicas and ingresses, and reports what changed between two polls. No HTTP, no Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deployments.replicas.pools import EnginePool, ModelReplicas, ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 
 MAX_EVENTS = 100
-MISSES = 2  # looks in a row that a replica has to miss: one that is busy may once be late
+MISSES = 2  # polls in a row that a replica has to miss, since a busy one may be late once
 
 EventKind = Literal["up", "gone", "replay"]
 
@@ -29,7 +29,7 @@ class ClusterEvent(msgspec.Struct, frozen=True):
     kind: EventKind
     model: str
     name: str
-    """Id of the replica, or of the request that goes on in another replica."""
+    """Id of the replica, or of the request that resumes in another replica."""
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,23 +43,23 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[SequenceTimeline]
     """The newest ones, newest first, without their events."""
     events: list[ClusterEvent]
-    """Newest last; those that happened since the first look."""
+    """Newest last; those that happened since the first poll."""
     scaling: list[ScalingChange]
     """Newest last."""
 
 
 class ClusterWatcher:
-    """Each look is compared with the one before it."""
+    """Each poll is compared with the one before it."""
 
     def __init__(self, pools: Mapping[str, EnginePool], telemetry: Telemetry):
         """pools: by model name."""
         self._pools, self._telemetry = pools, telemetry
         self._events: deque[ClusterEvent] = deque(maxlen=MAX_EVENTS)
-        self._replicas: dict[str, str] | None = None  # model by id of each replica; None before the first look
-        self._missed: dict[str, int] = {}  # looks in a row, by replica
+        self._replicas: dict[str, str] | None = None  # model by id of each replica; None before the first poll
+        self._missed: dict[str, int] = {}  # polls in a row, by replica
         self._replays: dict[str, int] = {}  # by request
 
-    async def look(self) -> ClusterState:
+    async def poll(self) -> ClusterState:
         """Return the state of all that answers within a few seconds."""
         models, overviews, scaling = await asyncio.gather(
             ModelReplicas.of_all(self._pools),
@@ -103,7 +103,7 @@ class ClusterWatcher:
 
 
 def _brief(model: ModelReplicas) -> ModelReplicas:
-    """Leave out what nobody sees: histograms, and the requests that ended since the status before."""
+    """Leave out what the console does not show: histograms, and the requests that ended since the status before."""
     brief = {role: [_brief_status(status) for status in statuses] for role, statuses in model.by_role.items()}
     return msgspec.structs.replace(model, **brief)
 

@@ -1,4 +1,4 @@
-"""The state of the cluster as server-sent events, made once for all who look."""
+"""The state of the cluster as server-sent events, made once for all viewers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from deployments.http.streaming import unnamed_event
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 2.0  # between two looks
+INTERVAL_S = 2.0  # between two polls
 STREAM_S = 10.0  # a viewer then asks again: an ingress that is to stop waits for all that it answers
-LINGER_S = 3.0  # that looks go on without a viewer: time to ask again
+LINGER_S = 3.0  # that polling continues without a viewer: time to reconnect
 
 
 class ClusterFeed:
@@ -22,7 +22,7 @@ class ClusterFeed:
     def __init__(self, watcher: ClusterWatcher):
         self._watcher = watcher
         self._viewers = 0
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._newest: bytes | None = None
         self._next: asyncio.Future[bytes] | None = None
 
@@ -32,9 +32,9 @@ class ClusterFeed:
         ends_at = loop.time() + STREAM_S
         self._viewers += 1
         try:
-            if self._looking is None:
+            if self._polling is None:
                 self._next = loop.create_future()
-                self._looking = asyncio.create_task(self._look())
+                self._polling = asyncio.create_task(self._poll())
             elif self._newest is not None:
                 yield self._newest
             while (left_s := ends_at - loop.time()) > 0:
@@ -46,13 +46,13 @@ class ClusterFeed:
         finally:
             self._viewers -= 1
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         loop = asyncio.get_running_loop()
         watched_at = loop.time()
         while self._viewers or loop.time() < watched_at + LINGER_S:
             try:
-                self._newest = unnamed_event(await self._watcher.look())
-            except Exception as error:  # noqa: BLE001  whatever it is, the next look may do better
+                self._newest = unnamed_event(await self._watcher.poll())
+            except Exception as error:  # noqa: BLE001  whatever it is, the next poll may succeed
                 logger.warning("the console cannot see the cluster: %r", error)
             else:
                 assert self._next is not None
@@ -61,4 +61,4 @@ class ClusterFeed:
             if self._viewers:
                 watched_at = loop.time()
             await asyncio.sleep(INTERVAL_S)
-        self._looking = self._newest = None
+        self._polling = self._newest = None

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 
 from deployments.console.cluster_watcher import ClusterWatcher
 from deployments.console.config import ConsoleConfig
 from deployments.console.feed import ClusterFeed
 from deployments.http.debug import VERSION
 from deployments.http.json_body import json_response
+from deployments.http.route import Route
 from deployments.http.streaming import EventStream
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served_models import ServedModels
@@ -48,7 +49,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class ConsoleFacts(msgspec.Struct, frozen=True):
-    """What stays as it is while the server runs."""
+    """Facts that do not change while the server runs."""
 
     version: str
     models: list[ModelFacts]
@@ -63,30 +64,31 @@ class PageFile:
         self._type = mimetypes.guess_type(path.name)[0]
         self._etag = f'"{hashlib.sha256(self._content).hexdigest()[:16]}"'
 
-    def response(self, request: Request) -> Response:
+    async def response(self, request: Request) -> Response:
         headers = {**HEADERS, "ETag": self._etag}
         if request.headers.get("if-none-match") == self._etag:
             return Response(status_code=304, headers=headers)
         return Response(self._content, media_type=self._type, headers=headers)
 
 
-def add_console_routes(app: FastAPI, models: ServedModels, telemetry: Telemetry, config: ConsoleConfig) -> None:
-    files = {path.name: PageFile(path) for path in sorted(PAGE.iterdir())}
-    feed = ClusterFeed(ClusterWatcher(models.pools(), telemetry))
+class ConsoleRoutes:
+    def __init__(self, models: ServedModels, telemetry: Telemetry, config: ConsoleConfig):
+        self._models, self._config = models, config
+        self._feed = ClusterFeed(ClusterWatcher(models.pools(), telemetry))
 
-    @app.get("/")
-    async def page(request: Request) -> Response:
-        return files["index.html"].response(request)
+    def routes(self) -> list[Route]:
+        files = {path.name: PageFile(path).response for path in sorted(PAGE.iterdir())}
+        return [
+            Route("GET", "/", files.pop("index.html")),
+            *(Route("GET", f"/console/page/{name}", response) for name, response in files.items()),
+            Route("GET", "/console/state", self.state),
+            Route("GET", "/console/facts", self.facts),
+        ]
 
-    for name in files.keys() - {"index.html"}:
-        app.add_api_route(f"/console/page/{name}", files[name].response, methods=["GET"])
+    async def state(self) -> Response:
+        return EventStream(self._feed.events())
 
-    @app.get("/console/state")
-    async def state() -> Response:
-        return EventStream(feed.events())
-
-    @app.get("/console/facts")
-    async def facts() -> Response:
+    async def facts(self) -> Response:
         found = [
             ModelFacts(
                 name=model.info.name,
@@ -98,6 +100,6 @@ def add_console_routes(app: FastAPI, models: ServedModels, telemetry: Telemetry,
                 input_modalities=model.input_modalities,
                 default_sampling=dict(model.info.default_sampling),
             )
-            for model in models.values()
+            for model in self._models.values()
         ]
-        return json_response(ConsoleFacts(VERSION, found, config.configuration))
+        return json_response(ConsoleFacts(VERSION, found, self._config.configuration))

@@ -1,9 +1,9 @@
 """The queue of one model in one ingress, in front of the engines' own queues.
 
 Engines get only as many sequences as they can run and a few more, so that they never idle and yet who is next is
-decided here, where clients are known (fair_queue.py). With several ingresses each gets a fraction of the engines'
-capacity and is fair among the clients that it serves itself: a client that reaches only one of them is limited to that
-one's fraction.
+decided here, by engine/fairness/fair_queue.py, where clients are known. With several ingresses each gets a fraction of
+the engines' capacity and is fair among the clients that it serves itself: a client that reaches only one of them is
+limited to that one's fraction.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from deployments.frontend.availability import Availability
-from deployments.frontend.fair_queue import FairQueue, QueuedRequest
 from deployments.observability.stats import ModelStats
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
+from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.messages import EngineStatus
 
 POLL_INTERVAL_S = 1.0  # between two polls of the engines, while they have work from here or are down

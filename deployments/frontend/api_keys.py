@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.errors import ConfigError, InvalidApiKey
+from engine.errors import ConfigError, Described, InvalidApiKey
 
 logger = logging.getLogger(__name__)
 
 OPTION = "ingress.api_keys_file"
-POLL_INTERVAL_S = 1.0  # between two looks at the file's modification time
+POLL_INTERVAL_S = 1.0  # between two checks of the file's modification time
 LINE = re.compile(r"(?P<name>[^\s:]+):(?P<digest>[0-9a-f]{64})")
 RULE = "lines of `name:sha256 of the key in hexadecimal`, as `manta hash-key` prints them"
 
@@ -103,6 +103,6 @@ def _names(source: str, lines: Iterable[str]) -> dict[str, str]:
             continue
         match = LINE.fullmatch(line.strip())
         if match is None:
-            raise ConfigError(source, f"line {number}", RULE)
+            raise ConfigError(source, Described(f"something else in line {number}"), RULE)
         names[match["digest"]] = match["name"]
     return names

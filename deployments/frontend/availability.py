@@ -1,4 +1,4 @@
-"""Whether a model has a healthy replica, as one ingress last heard."""
+"""Knows whether a model has a healthy replica, as one ingress last heard."""
 
 from __future__ import annotations
 

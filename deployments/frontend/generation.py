@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from deployments.frontend.sequence import Aborted, AttemptError, Frontend, Record, Sequence, Usage
+from deployments.frontend.sequence import Aborted, AttemptError, Record, Sequence, SequenceContext, Usage
 from deployments.frontend.sequence_metrics import Reason
 from deployments.frontend.token_channel import Inbox
 from deployments.observability.telemetry import current_request
@@ -21,11 +21,11 @@ TIMEOUT_GRACE_S = 10.0
 STARTED_AT_ONCE = 32
 
 
-class Generation:
-    """Runs the sequences of one HTTP request, once."""
+class LiveGeneration:
+    """Runs the sequences of one HTTP request in the engines, once."""
 
     def __init__(
-        self, frontend: Frontend, prompts: list[list[GenerateRequest]], client: str, record: Record | None = None
+        self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, record: Record | None = None
     ):
         """prompts: for each prompt the requests of its sequences. client: whose turn it takes in the admission."""
         self.prompts = [requests[0].prompt for requests in prompts]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import msgspec
 
 from deployments.observability.stats import REPLAY_REASONS
-from engine.core.request import seed_of
 from engine.errors import EngineError, EngineUnavailable, RequestTimeout, ServingError
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.model_identity import ModelIdentity
+from engine.wire.sampling_params import seed_of
 
 BACK_OFF_S = 0.25  # before the first replay: a replica whose engine broke is gone by then
 MAX_BACK_OFF_S = 2.0
@@ -119,7 +119,7 @@ class RetryState:
         return reason
 
     def failure(self, error: BaseException) -> BaseException:
-        """Return what the client is told when an attempt has failed for good. How an engine was lost is in the log."""
+        """Return the error for the client when an attempt has failed for good. How an engine was lost is in the log."""
         match error:
             case ServingError(code="request_timeout"):
                 return self.timeout()

@@ -16,9 +16,9 @@ from deployments.frontend.retry import signed
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import ModelStats
 from deployments.replicas.pools import EnginePool
-from engine.core.request import seed_of
 from engine.errors import EngineError, ServingError
 from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.sampling_params import seed_of
 
 logger = logging.getLogger(__name__)
 

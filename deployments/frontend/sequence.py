@@ -35,7 +35,7 @@ Record = Callable[[int, TokenDelta], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frontend:
+class SequenceContext:
     """State that all sequences of one model share in an ingress."""
 
     model: str
@@ -141,7 +141,7 @@ class Sequence:
         index: int,
         request: GenerateRequest,
         http: HttpRequest,
-        frontend: Frontend,
+        frontend: SequenceContext,
         usage: Usage,
         record: Record | None = None,
         *,

@@ -1,1 +1,1 @@
-"""What every route over HTTP shares, whichever API it belongs to."""
+"""Shared by the routes of all APIs over HTTP."""

@@ -78,7 +78,7 @@ class RequestBody(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Fields that the client has to be told to have had no effect; whoever ignores one adds it."""
+        """Fields that can have no effect in any model; the client has to be told."""
         return self._ignored
 
     def check(self) -> None:

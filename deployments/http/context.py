@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from deployments.http.body import EngineBody
-from deployments.idempotency.answers import AnswerReader
-from deployments.idempotency.position import EventIds
+from deployments.jobs.source import GenerationSource, LiveSource
 from engine.errors import InvalidParameter
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 SESSION_HEADER = "x-session-id"  # the header of Serve's HAProxy, which then also chooses the same ingress
 MAX_SESSION_ID = 256
 MAX_REQUEST_ID = 128
+API_KEY_NAME = "api_key_name"
+"""In the state of a request: the name of its API key, on a server with keys."""
 BACKGROUND_CLIENT = "background_client"
 """Key in the state of a request that this server sends to itself: the client, whose API key was checked before."""
 
-ANSWER = "answer"
-"""In the state of a request with an Idempotency-Key: its AnswerReader."""
+SOURCE = "source"
+"""In the state of a request: its GenerationSource, if it is not a LiveSource."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,8 @@ class RequestContext:
     """Requests with the same id should meet in one engine, which caches what they share; empty for none."""
     background: bool = False
     """The request can wait for all others."""
-    answer: AnswerReader | None = None
-    """Where the answer is kept, if the request has an Idempotency-Key."""
-
-    @property
-    def event_ids(self) -> EventIds | None:
-        """The ids of the events of the stream, if it has any."""
-        return None if self.answer is None else self.answer.ids
+    source: GenerationSource = field(default_factory=LiveSource)
+    """Where the tokens come from."""
 
     @classmethod
     def of(cls, request: Request, body: EngineBody, id_prefix: str) -> RequestContext:
@@ -59,21 +54,21 @@ class RequestContext:
         in_header = headers.get(SESSION_HEADER)
         session_id = in_header or body.session_id or ""
         _check_id(SESSION_HEADER if in_header else "session_id", session_id, MAX_SESSION_ID)
-        answer: AnswerReader | None = getattr(request.state, ANSWER, None)
+        source: GenerationSource = getattr(request.state, SOURCE, None) or LiveSource()
         return cls(
             response_id=f"{id_prefix}-{request_id or uuid.uuid4().hex}",
-            created=int(time.time()) if answer is None else answer.created,
+            created=source.created,
             client=_client(request, body),
             timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
             session_id=session_id,
             background=hasattr(request.state, BACKGROUND_CLIENT),
-            answer=answer,
+            source=source,
         )
 
 
 def key_name(request: Request) -> str | None:
     """Return the name of the request's API key; None on a server without keys."""
-    name: str | None = getattr(request.state, "api_key_name", None)
+    name: str | None = getattr(request.state, API_KEY_NAME, None)
     return name
 
 

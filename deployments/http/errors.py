@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from deployments.frontend.sequence import ReportedError
 from deployments.observability.telemetry import CLIENT_LEFT
-from engine.errors import BodyTimeout, Overloaded, PromptTooLong, ServingError
+from engine.errors import BodyTimeout, Overloaded, PromptTooLong, ServingError, UnsupportedMediaType
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,8 @@ def error_response(error: Exception, scope: Scope) -> Response:
         headers["X-Should-Retry"] = "false"
     if isinstance(error, BodyTimeout):
         headers["Connection"] = "close"
+    if isinstance(error, UnsupportedMediaType) and error.header == "Content-Encoding":
+        headers["Accept-Encoding"] = "identity"
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, HTTPException) and error.headers:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import wraps
 
-from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
-from deployments.http.context import ANSWER, SESSION_HEADER, TIMEOUT_HEADER, key_name
+from deployments.http.context import SESSION_HEADER, SOURCE, TIMEOUT_HEADER, key_name
 from deployments.http.json_body import read_json
-from deployments.idempotency.answers import AnswerReader, Answers
-from deployments.idempotency.errors import IdempotencyKeyInUse, IdempotencyKeyReused
-from deployments.idempotency.position import KNOWN_ID, LAST_EVENT_ID, Position, parse_event_id
-from deployments.idempotency.record import Record, stream_id_of
+from deployments.http.route import Route
+from deployments.jobs.errors import IdempotencyKeyInUse, IdempotencyKeyReused
+from deployments.jobs.event_ids import KNOWN_ID, LAST_EVENT_ID, Position, parse_event_id
+from deployments.jobs.jobs import Jobs
+from deployments.jobs.record import JobRecord, job_id_of
+from deployments.jobs.source import JobSource
 from engine.errors import InvalidParameter
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -30,8 +32,8 @@ FIXED_HEADERS = ("x-request-id", SESSION_HEADER, TIMEOUT_HEADER, "content-type")
 class IdempotentRoutes:
     """The routes whose answers are kept where a request asks for it."""
 
-    def __init__(self, answers: Answers):
-        self._answers = answers
+    def __init__(self, jobs: Jobs):
+        self.jobs = jobs
         self._handlers: dict[str, Handler] = {}
 
     def once(self, route: str) -> Callable[[Handler], Handler]:
@@ -50,26 +52,38 @@ class IdempotentRoutes:
                     stream_id, known = parse_event_id(last)
                 if key is not None:
                     _check_key(key)
-                    if last and stream_id != stream_id_of(owner, key):
+                    if last and stream_id != job_id_of(owner, key):
                         raise InvalidParameter(LAST_EVENT_ID, last, f"{KNOWN_ID}, whose {IDEMPOTENCY_KEY} is another")
-                    stream_id = stream_id_of(owner, key)
+                    stream_id = job_id_of(owner, key)
                 body = await read_json(request)
-                new = None if key is None else Record.new(owner, route, body, _fixed_headers(request))
+                new = None if key is None else JobRecord.new(owner, route, body, _fixed_headers(request))
                 return await self._respond(request, stream_id, owner, known, new, (route, body))
 
             return with_key
 
         return decorate
 
-    def add_stream_route(self, app: FastAPI) -> None:
-        @app.get("/v1/streams/{name}")
-        async def go_on(request: Request, name: str) -> Response:
-            last, known = request.headers.get(LAST_EVENT_ID), None
-            if last:
-                of, known = parse_event_id(last)
-                if of != name:
-                    raise InvalidParameter(LAST_EVENT_ID, last, KNOWN_ID)
-            return await self._respond(request, name, key_name(request) or "", known, None, None)
+    async def begin(self, request: Request, route: str) -> Response:
+        """Handle a request of a route as if it had a key, of which the server alone knows."""
+        owner, body = key_name(request) or "", await read_json(request)
+        new = JobRecord.new(owner, route, body, _fixed_headers(request))
+        return await self._respond(request, secrets.token_hex(16), owner, None, new, None)
+
+    async def resume(self, request: Request, job_id: str, known: Position | None = None) -> Response:
+        """Handle the request of a job again, for whoever sends this one. Raises StreamNotFound."""
+        return await self._respond(request, job_id, key_name(request) or "", known, None, None)
+
+    def routes(self) -> list[Route]:
+        summary = "Go on with the answer to an Idempotency-Key."
+        return [Route("GET", "/v1/streams/{name}", self.continue_stream, summary, result="text/event-stream")]
+
+    async def continue_stream(self, request: Request, name: str) -> Response:
+        last, known = request.headers.get(LAST_EVENT_ID), None
+        if last:
+            of, known = parse_event_id(last)
+            if of != name:
+                raise InvalidParameter(LAST_EVENT_ID, last, KNOWN_ID)
+        return await self.resume(request, name, known)
 
     async def _respond(
         self,
@@ -77,27 +91,27 @@ class IdempotentRoutes:
         stream_id: str,
         owner: str,
         known: Position | None,
-        new: Record | None,
+        new: JobRecord | None,
         sent: tuple[str, bytes] | None,
     ) -> Response:
         """sent: route and body of this request; None for those of the answer's own."""
         while True:
-            answer = await self._answers.open(stream_id, owner, new)
-            record = answer.record
-            answer.num_requests += 1
+            job = await self.jobs.open(stream_id, owner, new)
+            record = job.record
+            job.num_requests += 1
             try:
                 if sent is not None and sent != (record.route, record.body):
                     raise IdempotencyKeyReused
-                return await self._handlers[record.route](_first_request(request, record, AnswerReader(answer, known)))
+                return await self._handlers[record.route](_first_request(request, record, JobSource(job, known)))
             except IdempotencyKeyInUse:
-                self._answers.forget(answer)  # another ingress was faster, and the store has its record now
+                self.jobs.forget(job)  # another ingress was faster, and the store has its record now
             finally:
-                answer.num_requests -= 1
-                if not answer.started and not answer.num_requests:  # all were refused: the key is free
-                    self._answers.forget(answer)
+                job.num_requests -= 1
+                if not job.started and not job.num_requests:  # all were refused: the key is free
+                    self.jobs.forget(job)
 
 
-def _first_request(request: Request, record: Record, reader: AnswerReader) -> Request:
+def _first_request(request: Request, record: JobRecord, source: JobSource) -> Request:
     """Return a request with the route, the body and the headers of the first one, and this one's connection."""
     others = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in FIXED_HEADERS]
     scope = {
@@ -105,7 +119,7 @@ def _first_request(request: Request, record: Record, reader: AnswerReader) -> Re
         "method": "POST",
         "path": request.scope.get("root_path", "") + record.route,
         "headers": [*others, *Headers(dict(record.headers)).raw],
-        "state": {**request.scope.get("state", {}), ANSWER: reader},
+        "state": {**request.scope.get("state", {}), SOURCE: source},
     }
     return Request(scope, _with_body(record.body, request.receive))
 

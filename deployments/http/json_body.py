@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.http.body import Body, RequestBody, parse
+from deployments.http.body import Body, parse
 from deployments.http.validation import UnknownFields, check_json_size, warning
 from engine.errors import UnsupportedMediaType
 
@@ -33,8 +33,8 @@ def json_response(body: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-def with_warning(body: RequestBody, response: Response) -> Response:
+def with_warning(ignored: list[str], response: Response) -> Response:
     """Name the fields of the request that had no effect."""
-    if body.ignored:
-        response.headers["Warning"] = warning(body.ignored)
+    if ignored:
+        response.headers["Warning"] = warning(ignored)
     return response

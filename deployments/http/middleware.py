@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,18 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.api_keys import ApiKeys
-from deployments.http.context import BACKGROUND_CLIENT
+from deployments.http.context import API_KEY_NAME, BACKGROUND_CLIENT
 from deployments.http.errors import error_response, get_path
+from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
 from deployments.http.validation import UnknownFields
-from engine.errors import BodyTimeout, BodyTooLarge, InvalidParameter, ServingError
+from engine.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    EngineUnavailable,
+    InvalidParameter,
+    ServingError,
+    UnsupportedMediaType,
+)
 
 OPEN_PATHS = ("/health", "/")  # for probes, which have no key; and for browsers, whose page asks for it
 OPEN_PREFIX = "/console/page/"  # the other files of that page
@@ -54,23 +63,30 @@ def is_open(path: str) -> bool:
 def around_serve() -> list[Middleware]:
     """Return what Serve is to put around all that it does with a request itself; it is told by an environment variable
     (cluster/haproxy.py)."""
-    return [Middleware(HeadersMiddleware)]
+    return [Middleware(HeadersMiddleware, os.environ.get(SERVER_VARIABLE))]
 
 
 class HeadersMiddleware:
-    """ASGI middleware that refuses headers which are not UTF-8."""
+    """ASGI middleware that refuses headers which are not UTF-8, and what was sent to another server of the machine."""
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
+    def __init__(self, app: ASGIApp, server: str | None = None):
+        """server: the id of this one; None if it does not know."""
+        self._app, self._server = app, server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope.get("headers", ()):
-            if not value.isascii() and not _is_utf8(value):
-                header = name.decode("latin-1")
-                error = InvalidParameter(header, value.decode("utf-8", "replace"), "text in UTF-8")
+            if (error := self._problem(name, value)) is not None:
                 await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _problem(self, name: bytes, value: bytes) -> ServingError | None:
+        if not value.isascii() and not _is_utf8(value):
+            return InvalidParameter(name.decode("latin-1"), value.decode("utf-8", "replace"), "text in UTF-8")
+        # the HAProxy of a server that was killed may still have connections, and another server its ports
+        if self._server is not None and name == SERVER_HEADER.encode() and value.decode() != self._server:
+            return EngineUnavailable("the server that this request was sent to has ended; send it again")
+        return None
 
 
 class RootPathMiddleware:
@@ -92,7 +108,7 @@ class RootPathMiddleware:
 
 
 class AuthMiddleware:
-    """ASGI middleware that stores the name of the key as `api_key_name` in the request's state."""
+    """ASGI middleware that stores the name of the key in the request's state."""
 
     def __init__(self, app: ASGIApp, api_keys: ApiKeys | None, config: AuthConfig):
         self._app, self._api_keys, self._config = app, api_keys, config
@@ -111,10 +127,13 @@ class AuthMiddleware:
             await self._app(scope, _BodyLimit(receive, limit, timeout_s), send)
 
     def _check(self, scope: Scope) -> None:
-        """Raises InvalidApiKey or BodyTooLarge."""
+        """Raises InvalidApiKey, UnsupportedMediaType or BodyTooLarge."""
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
         if self._api_keys is not None and not is_open(get_path(scope)) and BACKGROUND_CLIENT not in state:
-            state["api_key_name"] = self._api_keys.name_of(_key(headers))
+            state[API_KEY_NAME] = self._api_keys.name_of(_key(headers))
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.strip().lower() not in ("identity", ""):
+            raise UnsupportedMediaType(encoding, "identity", "Content-Encoding")
         length = headers.get("content-length", "")
         limit = self._max_bytes(scope)
         if length.isdecimal() and len(length) < 20 and int(length) > limit:

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from deployments.http.errors import error_body
-from deployments.idempotency.position import EventIds
+from deployments.jobs.event_ids import NoEventIds
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
@@ -26,6 +26,11 @@ class EventStream(StreamingResponse):
     def __init__(self, events: AsyncGenerator[bytes]):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":  # nobody would read the events, which may go on for ever
+            await self._events.aclose()
+        await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self._events):
@@ -51,56 +56,52 @@ class EventFormat:
     end: bytes = b"data: [DONE]\n\n"
 
 
-OPENAI_EVENTS = EventFormat()
+OPENAI_EVENTS, NO_IDS = EventFormat(), NoEventIds()
 
 
 async def stream(
-    chunks: AsyncGenerator[msgspec.Struct], event_format: EventFormat = OPENAI_EVENTS, ids: EventIds | None = None
+    chunks: AsyncGenerator[msgspec.Struct], event_format: EventFormat = OPENAI_EVENTS, ids: NoEventIds = NO_IDS
 ) -> EventStream:
-    """Wait for the first chunk, so that a request refused by the engine gets its own HTTP status."""
-    first = await anext(chunks)
-    if ids is not None:
-        return EventStream(_numbered(first, chunks, event_format, ids))
-    return EventStream(_events(first, chunks, event_format))
+    """Wait for the first event that the client does not have, so that a request which is refused gets its own HTTP
+    status, as does one that resumes a stream from a position it never had."""
+    events = _encoded(chunks, event_format, ids)
+    try:
+        first = await anext(events, b"")
+        if ids.error is not None:
+            raise ids.error  # an API that makes events of errors has made one of it
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(_until_error(first, events, event_format, ids))
 
 
-async def _events(
-    first: msgspec.Struct, rest: AsyncGenerator[msgspec.Struct], event_format: EventFormat
+async def _encoded(
+    chunks: AsyncGenerator[msgspec.Struct], event_format: EventFormat, ids: NoEventIds
 ) -> AsyncGenerator[bytes]:
-    async with aclosing(rest):
-        try:
-            yield event_format.encode(first)
-            async for chunk in rest:
-                yield event_format.encode(chunk)
-        except Exception as error:  # noqa: BLE001  whatever it is, the client has to be told inside the stream
-            yield event_format.encode(event_format.error(error))
-    yield event_format.end
-
-
-async def _numbered(
-    first: msgspec.Struct, rest: AsyncGenerator[msgspec.Struct], event_format: EventFormat, ids: EventIds
-) -> AsyncGenerator[bytes]:
-    """Yield the same, each event with its id, from the first on that the client does not have."""
-
-    def encode(chunk: msgspec.Struct) -> bytes:
-        number, event_id = ids.number, ids.next()
-        if event_id is None:
-            return b""
-        if hasattr(chunk, "sequence_number"):
-            chunk.sequence_number = number
-        return event_id + event_format.encode(chunk)
-
-    def error_of(error: Exception) -> msgspec.Struct:
-        ids.fail()
-        return event_format.error(error)
-
-    events = _events(first, rest, EventFormat(encode=encode, error=error_of, end=b""))
-    async with aclosing(events):
-        async for event in events:
-            if event:
-                yield event
+    """Yield the events that the client does not have, each with its id if they have ids."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if (event_id := ids.next(chunk)) is not None:
+                yield event_id + event_format.encode(chunk)
     if event_format.end and (event_id := ids.next()) is not None:
         yield event_id + event_format.end
+
+
+async def _until_error(
+    first: bytes, rest: AsyncGenerator[bytes], event_format: EventFormat, ids: NoEventIds
+) -> AsyncGenerator[bytes]:
+    """Yield all events. An error in between becomes the last one but the end."""
+    async with aclosing(rest):
+        try:
+            if first:
+                yield first
+            async for event in rest:
+                yield event
+        except Exception as error:  # noqa: BLE001  whatever it is, the client has to be told inside the stream
+            ids.fail(error)
+            yield event_format.encode(event_format.error(error))
+            if event_format.end:
+                yield event_format.end
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

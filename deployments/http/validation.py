@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Container, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,8 +27,24 @@ MAX_VALUES = {
     b":": (65_536, "members of objects"),
     b",": (2**20, "values"),
 }
+PIECE_BYTES = 65_536
+_COUNTER = ThreadPoolExecutor(1, "body-size")  # one: several would share the GIL, and wait for one another
 
 MAX_ALTERNATIVES = 3
+# pydantic's messages in words that go after "must be", and without what was found instead
+WORDINGS = [
+    (re.compile(pattern, re.DOTALL), wording)
+    for pattern, wording in (
+        (r"^Input should be ", ""),
+        (r"^String should have ", "a text of "),
+        (r"^String should match ", "a text matching "),
+        (r"^List should have ", "a list of "),
+        (r"^Dictionary should have ", "an object of "),
+        (r"^Unable to extract tag using discriminator '(\w+)'$", r"an object with a \1"),
+        (r"^Input tag .* using '(\w+)' does not match any of the expected tags: ", r"an object whose \1 is one of "),
+        (r"( after validation, not \S+|, unable to .*|, got a number .*)$", ""),
+    )
+]
 UNION_NOISE = ("missing", "extra_forbidden")  # they add nothing to another problem of the same path
 
 
@@ -93,8 +110,7 @@ def validation_error(error: pydantic.ValidationError, foreign: ForeignFields) ->
         case _:
             # pydantic reports a problem for each branch of a union
             same = [p for p in problems if _path(p["loc"]) == path and p["type"] not in UNION_NOISE]
-            expected = [_expected(p["msg"]) for p in same]
-            limit = " or ".join(list(dict.fromkeys(expected))[:MAX_ALTERNATIVES])
+            limit = " or ".join(list(dict.fromkeys(expected(p["msg"]) for p in same))[:MAX_ALTERNATIVES])
             invalid = InvalidParameter(path, first["input"], limit)
             invalid.param = name
             return invalid
@@ -113,38 +129,31 @@ def _path(location: tuple[int | str, ...]) -> str:
     return path
 
 
-def _expected(message: str) -> str:
-    message = message.replace("Input should be ", "").replace("List should have ", "a list of ")
-    return re.sub(r" after validation, not \d+$", "", message)
+def expected(message: str) -> str:
+    """Return what a value should be, by a message of pydantic's."""
+    for pattern, wording in WORDINGS:
+        message = pattern.sub(wording, message)
+    return message
 
 
 async def check_json_size(body: bytes) -> None:
     """Raises RequestError for a body of too many values, whether it is valid JSON or not."""
     if any(body.count(byte) > limit for byte, (limit, _) in MAX_VALUES.items()):
-        await asyncio.to_thread(_check_outside_strings, body)
+        await asyncio.get_running_loop().run_in_executor(_COUNTER, _check_outside_strings, body)
 
 
 def _check_outside_strings(body: bytes) -> None:
+    """Count in pieces of about a millisecond, between which the event loop can turn. The counts are right up to the
+    first byte that is not JSON, where parsers stop."""
     counts = dict.fromkeys(MAX_VALUES, 0)
-    start = 0
-    while start < len(body):
-        quote = body.find(b'"', start)
-        end = len(body) if quote < 0 else quote
+    in_string, after_backslash = 0, False
+    for start in range(0, len(body), PIECE_BYTES):
+        piece = body[start + after_backslash : start + PIECE_BYTES].replace(b"\\\\", b"")
+        after_backslash = piece.endswith(b"\\")
+        parts = piece.replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[in_string::2])
+        in_string ^= (len(parts) - 1) % 2
         for byte, (limit, what) in MAX_VALUES.items():
-            counts[byte] += body.count(byte, start, end)
+            counts[byte] += outside.count(byte)
             if counts[byte] > limit:
                 raise RequestError(f"the body has more than {limit} {what}, the limit of this server")
-        start = _end_of_string(body, end)
-
-
-def _end_of_string(body: bytes, quote: int) -> int:
-    """Return the position after the string that begins at `quote`, or the end of a body that ends inside it."""
-    end = body.find(b'"', quote + 1)
-    while end > 0:
-        backslashes = end
-        while body[backslashes - 1] == ord("\\"):
-            backslashes -= 1
-        if (end - backslashes) % 2 == 0:
-            return end + 1
-        end = body.find(b'"', end + 1)
-    return len(body)

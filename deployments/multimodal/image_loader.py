@@ -1,4 +1,4 @@
-"""Loads and processes the images of a request, so many at a time that their memory is bounded."""
+"""Loads and processes the images of a request, at most as many at a time as their memory allows."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ class ImageLoader:
     async def load(self, images: Sequence[RequestedImage]) -> list[ProcessedImage]:
         """Return the images in their order. Raises RequestError for the first that fails, and then loads no others."""
         if len(images) > self._config.max_per_request:
-            limit = f"at most {self._config.max_per_request} images (ingress.images.max_per_request)"
-            raise InvalidParameter("messages", f"{len(images)} images", limit)
+            limit = (
+                f"a conversation with at most {self._config.max_per_request} images (ingress.images.max_per_request)"
+            )
+            raise InvalidParameter("messages", len(images), limit)
         async with self.memory.reserve(len(images) * self.processor.max_bytes):
             try:
                 async with asyncio.TaskGroup() as group:

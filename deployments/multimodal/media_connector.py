@@ -13,10 +13,10 @@ import aiohttp
 from yarl import URL
 
 from deployments.multimodal.config import ImageConfig
-from engine.errors import InvalidImage
+from deployments.multimodal.public_address import is_public, reached_address
+from engine.errors import Described, InvalidImage
 
 REDIRECTS = (301, 302, 303, 307, 308)
-NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 HEADERS = {"User-Agent": "manta", "Accept": "image/*", "Accept-Encoding": "identity"}
 CHUNK_BYTES = 2**16
 
@@ -99,18 +99,8 @@ class MediaConnector:
     def _check_size(self, size: int, field: str) -> None:
         if size > self._config.max_bytes:
             limit = f"an image of at most {self._config.max_bytes} bytes (ingress.images.max_bytes)"
-            raise InvalidImage(field, f"at least {size} bytes", limit)
+            raise InvalidImage(field, Described(f"{size} or more"), limit)
 
     def _may_connect(self, host: str) -> bool:
-        found = ipaddress.ip_address(host.partition("%")[0])
-        # what a gateway would make of it counts as well
-        inner = [found]
-        if isinstance(found, ipaddress.IPv6Address):
-            in_nat64 = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF) if found in NAT64 else None
-            embedded = (found.ipv4_mapped, found.sixtofour, *(found.teredo or ()), in_nat64)
-            inner += [address for address in embedded if address is not None]
-            if found.ipv4_mapped is not None:
-                inner = [found.ipv4_mapped]
-        if any(address in network for network in self._allowed for address in inner[-1:]):
-            return True
-        return all(address.is_global and not address.is_multicast for address in inner)
+        address = reached_address(host)
+        return is_public(address) or any(address in network for network in self._allowed)

@@ -23,7 +23,7 @@ class PixelMemory:
 
     @asynccontextmanager
     async def reserve(self, size: int) -> AsyncGenerator[None]:
-        """Wait for so many bytes, behind those who came before, and give them back at the end."""
+        """Wait for this many bytes, first come, first served, and give them back at the end."""
         if self._waiting or not self._fits(size):
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append((size, turn))

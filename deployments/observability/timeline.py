@@ -27,7 +27,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
     arrived_at: float  #: seconds since 1970
     state: State = "waiting"  #: `waiting` for admission or for its first token, `running` since then
     reason: str | None = None  #: how it ended for its client: stop, length, abort, error, or refused
-    error: str | None = None  #: what the client was told
+    error: str | None = None  #: the error sent to the client
     cached_tokens: int = 0  #: tokens of the prompt that were cached
     output_tokens: int = 0
     preemptions: int = 0
@@ -62,7 +62,7 @@ class RequestTimeline(msgspec.Struct):
 
 
 class IngressOverview(msgspec.Struct, frozen=True):
-    """What an ingress shows on the console."""
+    """The state of an ingress, for the console."""
 
     ingress_id: str
     waiting: dict[str, int]
@@ -77,7 +77,7 @@ class RequestTimelines:
     def __init__(self, ingress_id: str, *, keeps_texts: bool = False):
         self.ingress_id, self.keeps_texts = ingress_id, keeps_texts
         self.begun = asyncio.Event()
-        """Set when a sequence begins; whoever waits for it clears it."""
+        """Set when a sequence begins; the waiting task clears it."""
         self._live: dict[str, SequenceTimeline] = {}
         self._ended: deque[SequenceTimeline] = deque(maxlen=MAX_ENDED)
 

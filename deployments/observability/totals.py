@@ -43,18 +43,18 @@ class TotalsLog:
                 looked = False  # other ingresses may have had requests meanwhile, which do not count here
             try:
                 if not looked:
-                    self._before, _ = await self._look()
+                    self._before, _ = await self._poll()
                 await asyncio.sleep(INTERVAL_S)
                 timelines.begun.clear()
                 await self.log()
                 looked = True
-            except Exception as error:  # noqa: BLE001  whatever it is, the next look may do better
+            except Exception as error:  # noqa: BLE001  whatever it is, the next poll may succeed
                 logger.warning("the totals are unknown: %r", error)
                 looked = False
                 await asyncio.sleep(INTERVAL_S)
 
     async def log(self) -> None:
-        totals, stats = await self._look()
+        totals, stats = await self._poll()
         before, self._before = self._before, totals
         queried = max(0, totals.queried_tokens - before.queried_tokens)
         logger.info(
@@ -67,7 +67,7 @@ class TotalsLog:
             max(0, totals.hit_tokens - before.hit_tokens) / queried if queried else 0.0,
         )
 
-    async def _look(self) -> tuple[Totals, list[EngineStats]]:
+    async def _poll(self) -> tuple[Totals, list[EngineStats]]:
         """Return the totals of the decode engines, and what they were made from."""
         stats = [status.stats for model in await ModelReplicas.of_all(self._pools) for status in model.decode]
         totals = Totals(

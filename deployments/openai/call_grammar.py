@@ -1,4 +1,4 @@
-"""Grammars of tool calls as each family of models writes them, in llguidance's Lark."""
+"""Grammars of tool calls as a family of models writes them, in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -31,76 +31,6 @@ class CallSyntax:
     parameter: str = ""
     """Before a value between tags: {key} is its name, and {is_text} whether it is a text and not JSON."""
     value_end: str = ""
-
-
-_HERMES = CallSyntax("", "<tool_call>{gap}{object}{gap}</tool_call>")
-_DEEPSEEK_V32 = CallSyntax(
-    "<｜DSML｜function_calls>\n",
-    '<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>\n',
-    end="</｜DSML｜function_calls>",
-    parameter='<｜DSML｜parameter name="{key}" string="{is_text}">',
-    value_end="</｜DSML｜parameter>\n",
-)
-_GLM = CallSyntax(
-    "",
-    "<tool_call>{name}\n{parameters}</tool_call>",
-    parameter="<arg_key>{key}</arg_key>\n<arg_value>",
-    value_end="</arg_value>\n",
-)
-_QWEN3_CODER = CallSyntax(
-    "",
-    "<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
-    parameter="<parameter={key}>\n",
-    value_end="\n</parameter>\n",
-)
-SYNTAX = {
-    "hermes": _HERMES,
-    "qwen3_json": _HERMES,
-    "granite4": _HERMES,
-    "granite": CallSyntax("<|tool_call|>{gap}[", "{object}", ",{gap}", "]"),
-    "phi4_mini_json": CallSyntax("functools[", "{object}", ",{gap}", "]"),
-    "mistral": CallSyntax("", "[TOOL_CALLS]{name}[ARGS]{arguments}"),
-    "deepseek_v3": CallSyntax(
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
-        "\n",
-        "<｜tool▁calls▁end｜>",
-    ),
-    "deepseek_v31": CallSyntax(
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
-        end="<｜tool▁calls▁end｜>",
-    ),
-    "deepseek_v32": _DEEPSEEK_V32,
-    "kimi_k2": CallSyntax(
-        "<|tool_calls_section_begin|>",
-        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
-        end="<|tool_calls_section_end|>",
-    ),
-    "qwen3_coder": _QWEN3_CODER,
-    "qwen3_xml": _QWEN3_CODER,
-    "seed_oss": CallSyntax(
-        "",
-        "<seed:tool_call>\n<function={name}>\n{parameters}</function>\n</seed:tool_call>",
-        parameter="<parameter={key}>",
-        value_end="</parameter>\n",
-    ),
-    "glm45": _GLM,
-    "glm47": _GLM,
-    "minimax_m2": CallSyntax(
-        "<minimax:tool_call>\n",
-        '<invoke name="{name}">\n{parameters}</invoke>\n',
-        end="</minimax:tool_call>",
-        parameter='<parameter name="{key}">',
-        value_end="</parameter>\n",
-    ),
-}
-"""The syntax of calls, by the name of the parser. A grammar cannot enforce the calls of parsers that are missing."""
-OLD_MISTRAL = CallSyntax("[TOOL_CALLS]{gap}[", "{object}", ",{gap}", "]")  # without a token [ARGS]
-
-
-def syntax_of(parser: str, token_of: Callable[[str], int | None]) -> CallSyntax | None:
-    return OLD_MISTRAL if parser == "mistral" and token_of("[ARGS]") is None else SYNTAX.get(parser)
 
 
 @dataclass(slots=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from deployments.http.context import RequestContext
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.chat_output import ChatOutput, tool_call_id
 from deployments.openai.logprobs import prompt_logprobs
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, OutputEvent, Reasoning
-from deployments.openai.request_bodies import ChatBody
 from deployments.openai.response_bodies import (
     CalledFunction,
     CalledFunctionDelta,
@@ -38,6 +38,11 @@ class ChatResponse:
     context: RequestContext
     output: ChatOutput
 
+    @property
+    def ignored(self) -> list[str]:
+        """Fields of the request that had no effect."""
+        return self.output.ignored
+
     async def full(self) -> ChatCompletion:
         body = self.body
         choices = [ChatChoice(i, ChatMessage(body.echoed or None), None, None, None) for i in range(body.n)]
@@ -56,7 +61,7 @@ class ChatResponse:
         for choice in choices:
             if choice.message.content is None and not choice.message.tool_calls and not choice.message.reasoning:
                 choice.message.content = ""
-        context, tier = self.context, body.served_tier
+        context, tier = self.context, self.output.service_tier
         answer = ChatCompletion(context.response_id, context.created, self.output.model, choices, self._usage())
         answer.system_fingerprint, answer.service_tier = self.output.fingerprint, UNSET if tier is None else tier
         if body.prompt_logprobs is not None:
@@ -96,7 +101,7 @@ class ChatResponse:
         if with_usage or (options and options.continuous_usage_stats):
             chunk.usage = self._usage()
         if choices and choices[-1].finish_reason:
-            chunk.system_fingerprint, chunk.service_tier = self.output.fingerprint, self.body.served_tier
+            chunk.system_fingerprint, chunk.service_tier = self.output.fingerprint, self.output.service_tier
         return chunk
 
     def _usage(self) -> UsageBody:

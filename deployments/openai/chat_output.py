@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from deployments.frontend.generation import Generation
 from deployments.frontend.sequence import Usage
-from deployments.idempotency.tape import TapedGeneration
+from deployments.jobs.source import Generation
+from deployments.openai.formats.choice_parser import ChoiceParser, OutputFormat
 from deployments.openai.logprobs import token_name
-from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
 from deployments.openai.parsers.output_parser import OutputEvent
 from deployments.openai.response_bodies import ChatTokenLogprob, FinishReason, TopLogprob
 from engine.text.text_stream import TextChunk
@@ -46,16 +45,20 @@ class ChatOutput:
     model: str
     """The name under which the model is served."""
     fingerprint: str | None
-    generation: Generation | TapedGeneration
+    generation: Generation
     tokenizer: Tokenizer
     output_format: OutputFormat
     num_choices: int
     streaming: bool
     """See CallReader."""
+    hex_id: Callable[[str], str]
+    """Makes ids of tool calls."""
+    ignored: list[str]
+    """Fields of the request that had no effect."""
+    service_tier: str | None
+    """Tier by which the request is served; None if it names none."""
     tokens_as_ids: bool = False
     """Log-probabilities name tokens by their ids."""
-    hex_id: Callable[[str], str] | None = None
-    """Makes ids of tool calls that are the same whenever the answer is made again; None for random ones."""
     parsers: list[ChoiceParser] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +84,7 @@ class ChatOutput:
         return sum(parser.reasoning_tokens for parser in self.parsers)
 
     async def chunks(self) -> AsyncGenerator[ChatOutputChunk]:
-        """Yield the output of all choices as it comes. Raises what Generation.chunks raises."""
+        """Yield the output of all choices as it comes. Raises what those of the generation raise."""
         async with aclosing(self.generation.chunks()) as chunks:
             async for chunk in chunks:
                 parser = self.parsers[chunk.index]
@@ -98,9 +101,9 @@ class ChatOutput:
                     chunk.prompt_logprobs,
                 )
 
-    def _call_ids(self, index: int) -> Iterator[str] | None:
-        hex_id = self.hex_id
-        return None if hex_id is None else (hex_id(f"call {index} {i}") for i in itertools.count())
+    def _call_ids(self, index: int) -> Iterator[str]:
+        hex_id = self.hex_id  # not self: with a circle, the memory of images would wait for the garbage collector
+        return (hex_id(f"call {index} {i}") for i in itertools.count())
 
     def _logprobs(self, chunk: TextChunk) -> list[ChatTokenLogprob]:
         logprobs = []

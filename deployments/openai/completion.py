@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
-from deployments.frontend.generation import Generation
 from deployments.http.context import RequestContext
-from deployments.idempotency.tape import TapedGeneration
+from deployments.jobs.source import Generation
+from deployments.openai.completion_body import CompletionBody
 from deployments.openai.logprobs import prompt_logprobs, token_name
-from deployments.openai.request_bodies import CompletionBody
 from deployments.openai.response_bodies import (
     Completion,
     CompletionChoice,
@@ -33,12 +32,16 @@ class CompletionResponse:
     context: RequestContext
     model: str
     fingerprint: str | None
-    generation: Generation | TapedGeneration
+    generation: Generation
     tokenizer: Tokenizer
     prompts: list[list[int]]
     """Token ids."""
     texts: list[str]
     """The prompts as `echo` shows them."""
+    ignored: list[str]
+    """Fields of the request that had no effect."""
+    service_tier: str | None
+    """Tier by which the request is served; None if it names none."""
     started: set[int] = field(default_factory=set)
     """Choices that have had a chunk."""
 
@@ -123,7 +126,7 @@ class CompletionResponse:
         context = self.context
         completion = Completion(context.response_id, context.created, self.model, choices, "text_completion")
         if choices and choices[-1].finish_reason:
-            completion.system_fingerprint, completion.service_tier = self.fingerprint, self.body.served_tier
+            completion.system_fingerprint, completion.service_tier = self.fingerprint, self.service_tier
         if with_usage:
             completion.usage = UsageBody.of(self.generation.usage)
             if self.body.echo_only:  # a token had to be computed, but is not sequence_chunk of the response

@@ -7,10 +7,9 @@ from deployments.http.validation import ForeignFields
 FOREIGN_FIELDS = ForeignFields(
     unused={"metadata": "nothing is stored", "prompt_cache_key": "prefixes are cached by content, whatever the key"},
     ignored={
-        "best_of": "the first `n` answers are returned",
         "ec_transfer_params": "there are only texts",
         "guided_decoding_backend": "there is one",
-        "guided_whitespace_pattern": "JSON is written compactly",
+        "guided_whitespace_pattern": "between tokens of JSON stands at most a space, or a line break and 20 blanks",
         "kv_transfer_params": "the server decides where a prompt is computed",
         "length_penalty": "it is for beam search",
         "media_io_kwargs": "there are only texts",
@@ -46,7 +45,6 @@ FOREIGN_FIELDS = ForeignFields(
         "use_beam_search": "answers are sampled",
     },
     neutral={
-        "best_of": [1],
         "function_call": ["none", "auto"],
         "functions": [[]],
         "modalities": [["text"]],

@@ -4,69 +4,95 @@ from __future__ import annotations
 
 import time
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 
 from deployments.http.context import RequestContext
 from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.json_body import json_response, read_body, with_warning
+from deployments.http.route import Route
 from deployments.http.streaming import run_while_connected, stream
 from deployments.http.validation import UnknownFields
 from deployments.openai.chat import ChatResponse
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion import CompletionResponse
-from deployments.openai.request_bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
-from deployments.openai.response_bodies import ModelCard, ModelList
+from deployments.openai.completion_body import CompletionBody, DetokenizeBody
+from deployments.openai.response_bodies import ChatCompletion, Completion, DetokenizedText, ModelCard, ModelList, Tokens
+from deployments.openai.sampling_body import GenerationBody
 from deployments.openai.served_model import ServedModel
 from deployments.openai.served_models import ServedModels
+from deployments.openai.template_body import TokenizeBody
 
 
-def add_openai_routes(
-    app: FastAPI, models: ServedModels, idempotent: IdempotentRoutes, unknown_fields: UnknownFields
-) -> None:
-    started = int(time.time())
+class OpenAIRoutes:
+    def __init__(self, models: ServedModels, idempotent: IdempotentRoutes, unknown_fields: UnknownFields):
+        self._models, self._idempotent, self._unknown_fields = models, idempotent, unknown_fields
+        self._started = int(time.time())
 
-    @app.post("/v1/chat/completions")
-    @idempotent.once("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        body = await read_body(request, ChatBody, unknown_fields)
+    def routes(self) -> list[Route]:
+        once, chats, completions = self._idempotent.once, "/v1/chat/completions", "/v1/completions"
+        answer, continue_text = "Answer a conversation.", "Go on with a text."
+        tokens, text = "Text or messages to token ids.", "Token ids to text."
+        return [
+            Route("POST", chats, once(chats)(self.chat), answer, body=ChatBody, result=ChatCompletion, streams=True),
+            Route(
+                "POST",
+                completions,
+                once(completions)(self.completion),
+                continue_text,
+                body=CompletionBody,
+                result=Completion,
+                streams=True,
+            ),
+            Route("POST", "/tokenize", self.tokenize, tokens, body=TokenizeBody, result=Tokens),
+            Route(
+                "POST",
+                "/detokenize",
+                self.detokenize,
+                text,
+                body=DetokenizeBody,
+                result=DetokenizedText,
+            ),
+            Route("GET", "/v1/models", self.list_models, "The models that are served.", result=ModelList),
+            Route("GET", "/v1/models/{name:path}", self.retrieve_model, "One of them.", result=ModelCard),
+        ]
+
+    async def chat(self, request: Request) -> Response:
+        body = await read_body(request, ChatBody, self._unknown_fields)
         context = RequestContext.of(request, body, "chatcmpl")
-        output = await models.find(body.model).chat(body, context)
+        output = await self._models.find(body.model).chat(body, context)
         return await _respond(request, body, ChatResponse(body, context, output))
 
-    @app.post("/v1/completions")
-    @idempotent.once("/v1/completions")
-    async def completion(request: Request) -> Response:
-        body = await read_body(request, CompletionBody, unknown_fields)
-        response = await models.find(body.model).completion(body, RequestContext.of(request, body, "cmpl"))
+    async def completion(self, request: Request) -> Response:
+        body = await read_body(request, CompletionBody, self._unknown_fields)
+        response = await self._models.find(body.model).completion(body, RequestContext.of(request, body, "cmpl"))
         return await _respond(request, body, response)
 
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = await read_body(request, TokenizeBody, unknown_fields)
-        return with_warning(body, json_response(await models.find(body.model).tokenize(body)))
+    async def tokenize(self, request: Request) -> Response:
+        body = await read_body(request, TokenizeBody, self._unknown_fields)
+        return with_warning(body.ignored, json_response(await self._models.find(body.model).tokenize(body)))
 
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = await read_body(request, DetokenizeBody, unknown_fields)
-        return with_warning(body, json_response(await models.find(body.model).detokenize(body)))
+    async def detokenize(self, request: Request) -> Response:
+        body = await read_body(request, DetokenizeBody, self._unknown_fields)
+        return with_warning(body.ignored, json_response(await self._models.find(body.model).detokenize(body)))
 
-    @app.get("/v1/models")
-    async def list_models() -> Response:
-        named = [(name, model) for model in models.values() for name in (model.info.name, *model.info.aliases)]
-        return json_response(ModelList([card(name, model) for name, model in named]))
+    async def list_models(self) -> Response:
+        named = [(name, model) for model in self._models.values() for name in (model.info.name, *model.info.aliases)]
+        return json_response(ModelList([self._card(name, model) for name, model in named]))
 
-    @app.get("/v1/models/{name:path}")
-    async def retrieve_model(name: str) -> Response:
+    async def retrieve_model(self, name: str) -> Response:
         if not name:
-            return await list_models()
-        return json_response(card(name, models.find(name)))
+            return await self.list_models()
+        return json_response(self._card(name, self._models.find(name)))
 
-    def card(name: str, model: ServedModel) -> ModelCard:
-        return ModelCard(name, started, model.info.root, model.info.max_model_len, model.input_modalities)
+    def _card(self, name: str, model: ServedModel) -> ModelCard:
+        return ModelCard(name, self._started, model.info.root, model.info.max_model_len, model.input_modalities)
 
 
 async def _respond(request: Request, body: GenerationBody, response: ChatResponse | CompletionResponse) -> Response:
+    answer: Response
     if body.stream:
-        return with_warning(
-            body, await run_while_connected(request, stream(response.chunks(), ids=response.context.event_ids))
-        )
-    return with_warning(body, json_response(await run_while_connected(request, response.full())))
+        events = stream(response.chunks(), ids=response.context.source.event_ids)
+        answer = await run_while_connected(request, events)
+    else:
+        answer = json_response(await run_while_connected(request, response.full()))
+    return with_warning(response.ignored, answer)

@@ -4,42 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
-from deployments.frontend.generation import Generation
 from deployments.frontend.sdc_check import SdcCheck
-from deployments.frontend.sequence import Frontend
+from deployments.frontend.sequence import SequenceContext
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.context import RequestContext
-from deployments.idempotency.tape import TapedGeneration
 from deployments.multimodal.requested_image import RequestedImage
 from deployments.observability.telemetry import Telemetry
-from deployments.openai.chat_format import ChatFormat, VisibleMarkers
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.chat_output import ChatOutput
 from deployments.openai.completion import CompletionResponse
+from deployments.openai.completion_body import MAX_SEQUENCES, CompletionBody, DetokenizeBody
 from deployments.openai.conversation import Message, Tool, image_parts
-from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
-from deployments.openai.parsers.choice_parser import OutputFormat
-from deployments.openai.request_bodies import (
-    INT32,
-    MAX_SEQUENCES,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    TemplateBody,
-    TokenizeBody,
-)
+from deployments.openai.formats.chat_format import ChatFormat, VisibleMarkers
+from deployments.openai.formats.choice_parser import OutputFormat
+from deployments.openai.formats.families import ReasoningParserName, ToolCallParserName
 from deployments.openai.response_bodies import DetokenizedText, Tokens
+from deployments.openai.sampling_body import INT32, GenerationBody
+from deployments.openai.template_body import TemplateBody, TokenizeBody
 from deployments.replicas.pools import EnginePool
-from engine.errors import EngineUnavailable, InvalidImage, InvalidParameter, PromptTooLong, RequestTimeout
+from engine.errors import (
+    Described,
+    EngineUnavailable,
+    InvalidImage,
+    InvalidParameter,
+    PromptTooLong,
+    RequestTimeout,
+)
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GenerateRequest
 from engine.wire.model_identity import ModelIdentity
@@ -52,6 +54,10 @@ if TYPE_CHECKING:  # they import what only models with images need
     from engine.multimodal.processor import ProcessedImage
 
 logger = logging.getLogger(__name__)
+
+TOKENIZING_THREADS = (os.cpu_count() or 1) + 4
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +123,7 @@ class ServedModel:
         stats = telemetry.stats.model(info.name)
         self.admission = Admission(pool, info.admission, stats, Availability(info.name))
         self.tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(TOKENIZING_THREADS, "tokenizing")
         self._format = ChatFormat.of(tokenizer, info.tool_call_parser, info.reasoning_parser)
         self._tokens = VisibleMarkers(tokenizer, self._format.markers)
         _ = tokenizer.max_token_bytes  # computed now, not beside the first requests
@@ -127,7 +134,7 @@ class ServedModel:
             self._format.reasoning_parser,
             self._format.shows_tools,
         )
-        self.frontend = Frontend(
+        self.frontend = SequenceContext(
             model=info.name,
             tokenizer=self._tokens,
             channel=channel,
@@ -146,6 +153,11 @@ class ServedModel:
         """What prompts may have, in OpenRouter's words."""
         return ["text"] if self.images is None or self.images.refuses_all else ["text", "image"]
 
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of what makes tokens of texts, or texts of tokens. Its threads have nothing else to do, so
+        that no other work of an ingress, such as reading a file, waits for long texts."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
+
     def check_priority(self, priority: int) -> None:
         """Raise InvalidParameter for a priority that the engines would not heed."""
         if priority and not self.info.has_priorities:
@@ -162,6 +174,7 @@ class ServedModel:
             request_id=f"{context.response_id}-{secrets.token_hex(4)}",
             prompt=[],
             reply_to=self.frontend.channel.address,
+            client=context.client,
             timeout_s=min(context.timeout_s or limit_s, limit_s),
             priority=0 if not self.info.has_priorities else INT32 if context.background else priority,
             cache_salt=cache_salt,
@@ -184,8 +197,8 @@ class ServedModel:
         self._format.check(body)
         timeout_s = self.info.request_timeout_s if context.timeout_s is None else context.timeout_s
         images = await self._load_images(body.messages, context.response_id, timeout_s)
-        requests, output_format = await asyncio.to_thread(self._prepare_chat, body, context, images)
-        generation = await self._generation(requests, context)
+        requests, output_format, ignored = await self.in_thread(self._prepare_chat, body, context, images)
+        generation = await context.source.start(self.frontend, requests, context.client, self.info.fingerprint)
         info = self.info
         return ChatOutput(
             info.name,
@@ -195,8 +208,10 @@ class ServedModel:
             output_format,
             body.n,
             streaming=body.stream,
+            ignored=ignored,
+            service_tier=self._served_tier(body),
             tokens_as_ids=body.return_tokens_as_token_ids,
-            hex_id=None if context.answer is None else context.answer.hex_id,
+            hex_id=context.source.hex_id,
         )
 
     async def _load_images(self, messages: list[Message], request_id: str, timeout_s: float) -> list[ProcessedImage]:
@@ -205,7 +220,8 @@ class ServedModel:
         if not wanted:
             return []
         if self.images is None:
-            raise InvalidImage(wanted[0].field, "an image", f"text: model {self.info.name!r} reads no images")
+            limit = f"text: model {self.info.name!r} reads no images"
+            raise InvalidImage(wanted[0].field, Described("an image"), limit)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.images.load(wanted)
@@ -215,40 +231,42 @@ class ServedModel:
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
         """Raises RequestError, and Overloaded before any work is done."""
         self._check_admission(context)
-        requests, texts = await asyncio.to_thread(self._prepare_completion, body, context)
+        requests, texts = await self.in_thread(self._prepare_completion, body, context)
         prompts = [sequences[0].prompt for sequences in requests]
-        generation = await self._generation(requests, context)
+        generation = await context.source.start(self.frontend, requests, context.client, self.info.fingerprint)
         info = self.info
         return CompletionResponse(
-            body, context, info.name, info.fingerprint, generation, self.tokenizer, prompts, texts
+            body,
+            context,
+            info.name,
+            info.fingerprint,
+            generation,
+            self.tokenizer,
+            prompts,
+            texts,
+            ignored=self._ignored(body),
+            service_tier=self._served_tier(body),
         )
 
     def _check_admission(self, context: RequestContext) -> None:
         """Raises Overloaded, unless there is nothing to compute."""
-        if context.answer is None or not context.answer.started:
+        if not context.source.started:
             self.admission.check(context.client)
-
-    async def _generation(
-        self, requests: list[list[GenerateRequest]], context: RequestContext
-    ) -> Generation | TapedGeneration:
-        if context.answer is None:
-            return Generation(self.frontend, requests, context.client)
-        return await context.answer.read(self.frontend, requests, context.client, self.info.fingerprint)
 
     async def tokenize(self, body: TokenizeBody) -> Tokens:
         """Raises RequestError."""
         if body.messages is not None:
             images = await self._load_images(body.messages, "tokenize", self.info.request_timeout_s)
-            text, special = await asyncio.to_thread(self._render_chat, body.messages, body.tools or [], body), False
+            text, special = await self.in_thread(self._render_chat, body.messages, body.tools or [], body), False
             if self.images is not None:
                 text = self.images.processor.expand(text, images, self.info.max_model_len)
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
-        return await asyncio.to_thread(self._tokenize, text, special, body.return_token_strs)
+        return await self.in_thread(self._tokenize, text, special, body.return_token_strs)
 
     async def detokenize(self, body: DetokenizeBody) -> DetokenizedText:
         """Raises InvalidParameter for ids of no token."""
-        return DetokenizedText(await asyncio.to_thread(self._detokenize, body.tokens))
+        return DetokenizedText(await self.in_thread(self._detokenize, body.tokens))
 
     def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Tokens:
         """The text may be longer than the context, but not by orders of magnitude."""
@@ -273,27 +291,29 @@ class ServedModel:
 
     def _prepare_chat(
         self, body: ChatBody, context: RequestContext, images: list[ProcessedImage]
-    ) -> tuple[list[list[GenerateRequest]], OutputFormat]:
-        """Return the requests, with the grammar of the output, and the format to parse it by. For a thread."""
+    ) -> tuple[list[list[GenerateRequest]], OutputFormat, list[str]]:
+        """Return the requests, with the grammar of the output, the format to parse it by, and the fields that have no
+        effect. For a thread."""
         params = self._params(body)
         text = self._render_chat(body.messages, body.offered_tools, body)
         fields = body.field_variables.items()
-        body.ignored.extend(field for field, names in fields if not self.tokenizer.template_names(names))
+        ignored = [field for field, names in fields if not self.tokenizer.template_names(names)]
         prompt, mm_features = self._encode_with_images(text, body, images) if images else (self._encode(text, body), [])
         thinking = self._format.thinking(body, text)
         budget = self._format.thinking_budget(body, thinking, self._tokens)
         if body.thinking_token_budget is not None and budget is None:
-            body.ignored.append("thinking_token_budget")
+            ignored.append("thinking_token_budget")
         prediction: list[int] = []
         if body.prediction is not None:
             if not self.info.drafts:
-                body.ignored.append("prediction")
+                ignored.append("prediction")
             self.tokenizer.check_length(body.prediction.text, self.info.max_model_len, field="prediction")
             prediction = self.tokenizer.encode(body.prediction.text, add_special_tokens=False)
         grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
         params = msgspec.structs.replace(params, structured_outputs=grammar, thinking_budget=budget)
         requests = self._requests([prompt], params, body, context, prediction, mm_features)
-        return requests, self._format.output_format(body, thinking, self._tokens)
+        output_format = self._format.output_format(body, thinking, self._tokens)
+        return requests, output_format, [*self._ignored(body), *ignored]
 
     def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
         """Return the prompt."""
@@ -323,11 +343,11 @@ class ServedModel:
         return prompts, texts
 
     def _encode(self, text: str, body: ChatBody | CompletionBody) -> list[int]:
-        """Raises PromptTooLong; also for a text that is to be cut, if it is longer than any that could be needed."""
-        if body.truncate_prompt_tokens is None:
+        """Raises PromptTooLong for a text that is not to be cut."""
+        if (kept := self._kept(body)) is None:
             return self.tokenizer.encode_prompt(text, self.info.max_model_len, body.add_special_tokens)
-        self.tokenizer.check_length(text, self.info.max_model_len)
-        return self._truncate(self.tokenizer.encode(text, body.add_special_tokens), body)
+        kept = min(kept, self.info.max_model_len)
+        return self.tokenizer.encode_truncated(text, kept, body.truncation_side, body.add_special_tokens)
 
     def _encode_with_images(
         self, text: str, body: ChatBody, images: list[ProcessedImage]
@@ -339,12 +359,15 @@ class ServedModel:
         return self.images.processor.place(text, images, self.info.max_model_len, body.add_special_tokens)
 
     def _truncate(self, prompt: list[int], body: GenerationBody) -> list[int]:
-        kept = body.truncate_prompt_tokens
-        if kept is None:
+        if (kept := self._kept(body)) is None:
             return prompt
-        if kept == -1:
-            kept = max(1, self.info.max_model_len - (body.token_limit() or 1))
         return prompt[:kept] if body.truncation_side == "right" else prompt[-kept:]
+
+    def _kept(self, body: GenerationBody) -> int | None:
+        """Return how many tokens of a longer prompt are kept; None for all, which may be too many."""
+        if body.truncate_prompt_tokens == -1:
+            return max(1, self.info.max_model_len - (body.token_limit() or 1))
+        return body.truncate_prompt_tokens
 
     def _params(self, body: GenerationBody) -> SamplingParams:
         self.info.supported_tasks.check("generate", model=f"model {self.info.name!r}")
@@ -357,6 +380,16 @@ class ServedModel:
         self.check_priority(body.priority)
         bad_words = self.tokenizer.bad_words_token_ids(params.bad_words)
         return msgspec.structs.replace(params, bad_words_token_ids=bad_words)
+
+    def _ignored(self, body: GenerationBody) -> list[str]:
+        """Return the fields that have no effect, whatever is generated."""
+        no_tiers = body.tier_priority and not self.info.has_priorities
+        return [*body.ignored, *(["service_tier"] if no_tiers else [])]
+
+    def _served_tier(self, body: GenerationBody) -> str | None:
+        if "service_tier" not in body.model_fields_set:
+            return None
+        return body.service_tier if body.tier_priority and self.info.has_priorities else "default"
 
     def _requests(
         self,
@@ -374,8 +407,6 @@ class ServedModel:
                 raise PromptTooLong(len(prompt), self.info.max_model_len)
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise InvalidParameter("n", body.n, f"at most {MAX_SEQUENCES // len(prompts)} with {len(prompts)} prompts")
-        if body.tier_priority and not self.info.has_priorities:
-            body.ignored.append("service_tier")
         request = self.new_request(context, body.priority or body.tier_priority, body.cache_salt)
         request = msgspec.structs.replace(request, prediction=prediction or [], mm_features=mm_features or [])
         sequences = [params.sequence(j) for j in range(body.n)]

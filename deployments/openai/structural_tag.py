@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from deployments.openai.call_grammar import Lark, json_rule, regex_rule
-from engine.errors import InvalidParameter
+from engine.errors import Described, InvalidParameter
 
 MAX_DEPTH = 32
 
@@ -43,7 +43,7 @@ class _Builder:
 
     def rule(self, part: dict[str, Any], depth: int) -> str:
         if depth > MAX_DEPTH:
-            raise InvalidParameter(self._field, "...", f"nested at most {MAX_DEPTH} deep")
+            raise InvalidParameter(self._field, Described("a deeper one"), f"a format nested at most {MAX_DEPTH} deep")
         match part["type"]:
             case "const_string":
                 return json.dumps(part["value"])

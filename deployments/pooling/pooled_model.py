@@ -121,7 +121,7 @@ class PooledModel:
         for start in range(0, len(texts), TOKENIZED_AT_ONCE):
             some = texts[start : start + TOKENIZED_AT_ONCE]
             names = [name.format(i) for i in range(start, start + len(some))]
-            prompts += await asyncio.to_thread(self._tokenize_some, some, params, encode, names)
+            prompts += await self._model.in_thread(self._tokenize_some, some, params, encode, names)
         return prompts
 
     def _tokenize_some(

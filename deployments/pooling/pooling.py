@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from deployments.frontend.generation import Generation
-from deployments.frontend.sequence import Frontend
+from deployments.frontend.generation import LiveGeneration
+from deployments.frontend.sequence import SequenceContext
 from deployments.pooling.shared_call import SharedCall
 from engine.errors import RequestTimeout
 from engine.wire.messages import GenerateRequest
@@ -35,7 +35,7 @@ class PackedPrompt:
 class Pooling:
     """Computes the prompts in parts, each of which takes its own turn in the admission."""
 
-    def __init__(self, frontend: Frontend, request: GenerateRequest, client: str):
+    def __init__(self, frontend: SequenceContext, request: GenerateRequest, client: str):
         """request: what the requests of all prompts have in common. client: whose turns it takes."""
         self._frontend, self._request, self._client = frontend, request, client
         self._timeout_s = request.timeout_s or 0.0
@@ -54,7 +54,7 @@ class Pooling:
                     await slots.acquire()
                     requests = [[self._request_of(i, prompts[i])] for i in part]
                     frontend = replace(self._frontend, pool=SharedCall(self._frontend.pool, len(part)))
-                    generation = Generation(frontend, requests, self._client)
+                    generation = LiveGeneration(frontend, requests, self._client)
                     task = tasks.create_task(_collect(generation, part, results))
                     task.add_done_callback(lambda _: slots.release())
                     await generation.admitted.wait()  # so that no more than one part waits
@@ -78,7 +78,7 @@ class Pooling:
         )
 
 
-async def _collect(generation: Generation, part: Sequence[int], results: list[bytes]) -> None:
+async def _collect(generation: LiveGeneration, part: Sequence[int], results: list[bytes]) -> None:
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
             results[part[chunk.index]] = chunk.pooled

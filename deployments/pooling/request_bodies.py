@@ -125,8 +125,8 @@ class ScoreBody(PairsBody):
             raise RequestError(f"{name} must be left out beside queries and documents", name)
         queries, documents = self.texts()
         if len(queries) not in (1, len(documents)):
-            limit = f"as many as there are documents ({len(documents)}), or one"
-            raise InvalidParameter("text_1" if older else "queries", f"{len(queries)} texts", limit)
+            limit = f"a list of as many as there are documents ({len(documents)}), or one"
+            raise InvalidParameter("text_1" if older else "queries", len(queries), limit)
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Return the queries, which are one or as many as the documents, and the documents."""

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 
 from deployments.http.context import RequestContext
 from deployments.http.json_body import json_response, read_body, with_warning
+from deployments.http.route import Route
 from deployments.http.streaming import run_while_connected
 from deployments.http.validation import UnknownFields
 from deployments.openai.served_models import ServedModels
 from deployments.pooling.pooled_model import PooledModel
 from deployments.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
+from deployments.pooling.response_bodies import EmbeddingList, Ranking, ScoreList
+
+SCORE_PATHS = ("/v1/score", "/score")
+RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 
 
-def add_pooling_routes(app: FastAPI, models: ServedModels, unknown_fields: UnknownFields) -> None:
-    @app.post("/v1/embeddings")
-    async def embeddings(request: Request) -> Response:
-        body = await read_body(request, EmbeddingBody, unknown_fields)
-        work = PooledModel(models.find(body.model)).embed(body, RequestContext.of(request, body, "embd"))
-        return with_warning(body, json_response(await run_while_connected(request, work)))
+class PoolingRoutes:
+    def __init__(self, models: ServedModels, unknown_fields: UnknownFields):
+        self._models, self._unknown_fields = models, unknown_fields
 
-    @app.post("/v1/score")
-    @app.post("/score")
-    async def score(request: Request) -> Response:
-        body = await read_body(request, ScoreBody, unknown_fields)
-        work = PooledModel(models.find(body.model)).score(body, RequestContext.of(request, body, "score"))
-        return with_warning(body, json_response(await run_while_connected(request, work)))
+    def routes(self) -> list[Route]:
+        vectors, fit = "Texts to vectors.", "How well documents fit queries."
+        ranked = "Documents by how well they fit a query."
+        return [
+            Route("POST", "/v1/embeddings", self.embeddings, vectors, body=EmbeddingBody, result=EmbeddingList),
+            *(Route("POST", path, self.score, fit, body=ScoreBody, result=ScoreList) for path in SCORE_PATHS),
+            *(Route("POST", path, self.rerank, ranked, body=RerankBody, result=Ranking) for path in RERANK_PATHS),
+        ]
 
-    @app.post("/v1/rerank")
-    @app.post("/v2/rerank")
-    @app.post("/rerank")
-    async def rerank(request: Request) -> Response:
-        body = await read_body(request, RerankBody, unknown_fields)
-        work = PooledModel(models.find(body.model)).rerank(body, RequestContext.of(request, body, "rerank"))
-        return with_warning(body, json_response(await run_while_connected(request, work)))
+    async def embeddings(self, request: Request) -> Response:
+        body = await read_body(request, EmbeddingBody, self._unknown_fields)
+        model, context = PooledModel(self._models.find(body.model)), RequestContext.of(request, body, "embd")
+        answer = await run_while_connected(request, model.embed(body, context))
+        return with_warning(body.ignored, json_response(answer))
+
+    async def score(self, request: Request) -> Response:
+        body = await read_body(request, ScoreBody, self._unknown_fields)
+        model, context = PooledModel(self._models.find(body.model)), RequestContext.of(request, body, "score")
+        answer = await run_while_connected(request, model.score(body, context))
+        return with_warning(body.ignored, json_response(answer))
+
+    async def rerank(self, request: Request) -> Response:
+        body = await read_body(request, RerankBody, self._unknown_fields)
+        model, context = PooledModel(self._models.find(body.model)), RequestContext.of(request, body, "rerank")
+        answer = await run_while_connected(request, model.rerank(body, context))
+        return with_warning(body.ignored, json_response(answer))

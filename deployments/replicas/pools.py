@@ -40,7 +40,7 @@ class EnginePool(Protocol):
         """Return one status per healthy replica. Raises EngineUnavailable if there is none."""
 
     async def asleep(self) -> bool:
-        """Return whether there is no replica because nobody needs one: the next request starts one."""
+        """Return whether there is no replica because none is needed: the next request starts one."""
 
     async def reset_prefix_cache(self) -> None:
         """Have all replicas forget their cached prefixes, in all pools. Raises EngineUnavailable if one is silent."""

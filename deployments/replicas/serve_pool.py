@@ -43,7 +43,7 @@ class ServePool:
         note: Callable[[str, str], None] | None = None,
     ):
         """block_size: tokens per KV block of the replicas; None where they share no prefixes.
-        may_sleep: whether there may be no replicas while nobody needs one.
+        may_sleep: whether there may be no replicas while none is needed.
         note: called with each request id and where the request is sent; from any thread.
         """
         self._may_sleep = may_sleep

@@ -27,7 +27,7 @@ class Balancer:
     """One router's view of the engines of one pool.
 
     An engine that has just lost a request counts as unhealthy: it comes last until it reports again. Otherwise it would
-    look idle and draw all requests to itself.
+    appear idle and draw all requests to itself.
     """
 
     def __init__(self, config: RoutingConfig, role: Role, block_size: int, rng: random.Random | None = None):

@@ -65,14 +65,14 @@ class RoutingCost:
         return queued / self.block_size + self.running_weight * load.blocks_used
 
     def would_wait(self, prompt: PromptDigest, candidate: EngineCandidate) -> bool:
-        """Whether the request would wait for a slot or for blocks until another request has ended: longer than
+        """Return whether the request would wait for a slot or for blocks until another request has ended: longer than
         computing any prompt takes."""
         load = candidate.load
         no_slot = load.slots > 0 and load.sequences >= load.slots
         return no_slot or 0 < load.blocks_total < load.blocks_used + self.new_blocks(prompt, candidate)
 
     def overloaded(self, prompt: PromptDigest, candidate: EngineCandidate, others: Sequence[EngineCandidate]) -> bool:
-        """Whether the request is better off elsewhere even if all of its prompt is cached here and nothing of it there.
+        """Return whether the request is better off elsewhere, even with its whole prompt cached here and none there.
 
         It would have to wait here and not there, or more work is ahead of it here than its whole prompt is there.
         """

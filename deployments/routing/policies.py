@@ -14,7 +14,7 @@ from deployments.routing.routing_context import PromptDigest
 from deployments.routing.stats import RoutingReason
 
 Lookup = Callable[[str], EngineCandidate]
-"""Returns what is known of an engine. It takes time, so a policy looks up only the engines that it weighs."""
+"""Returns what is known of an engine. It takes time, so a policy asks only for the engines that it weighs."""
 
 
 class Policy(Protocol):

@@ -1,1 +1,1 @@
-"""What outlives a request, and maybe its ingress: values by key, in memory, in a file, or in Redis."""
+"""Values that outlive a request, and perhaps its ingress, by key, in memory, in a file, or in Redis."""

@@ -21,7 +21,7 @@ LOG_INTERVAL_S = 10.0  # between two lines about a store that cannot be used
 
 
 class StoreUnavailable(ServingError):
-    """The store does not answer, or has no room."""
+    """The store does not answer, or is full."""
 
     status, type, retryable = 503, "service_unavailable_error", True
 
@@ -33,7 +33,7 @@ class StoreUnavailable(ServingError):
 
 
 class StoredValueCorrupt(ServingError):
-    """What the store has is not what was put there."""
+    """The stored value is not the one that was put there."""
 
     def __init__(self, key: str):
         super().__init__(key)
@@ -88,6 +88,9 @@ class KeyValueStore(ABC):
 
     @abstractmethod
     async def delete(self, key: str) -> None: ...
+
+    async def settled(self) -> None:  # noqa: B027  most stores do not forget leases, nor end while others live
+        """Wait, after the store was away, until those who hold a lease in it have renewed that; before one is taken."""
 
     @abstractmethod
     async def close(self) -> None:

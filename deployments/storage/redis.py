@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from redis.asyncio import Redis
@@ -13,6 +14,8 @@ from redis.exceptions import RedisError
 from deployments.storage.key_value import KeyValueStore
 
 TIMEOUT_S = 2.0  # of each command, connecting included
+SETTLE_S = 3.0
+"""Between the first answer of a Redis that was away, maybe without its values, and the first lease that is taken."""
 EXTEND = "return redis.call('get', KEYS[1]) == ARGV[1] and redis.call('pexpire', KEYS[1], ARGV[2]) or 0"
 
 
@@ -23,6 +26,7 @@ class RedisStore(KeyValueStore):
         super().__init__()
         # one retry: a connection may have been closed while it was idle
         self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 1))
+        self._away, self._back_at = False, -SETTLE_S
 
     async def get(self, key: str) -> bytes | None:
         value: bytes | None = await self._run("get", key)
@@ -40,15 +44,22 @@ class RedisStore(KeyValueStore):
     async def delete(self, key: str) -> None:
         await self._run("delete", key)
 
+    async def settled(self) -> None:
+        await asyncio.sleep(max(0.0, self._back_at + SETTLE_S - time.monotonic()))
+
     async def close(self) -> None:
         await self._run("aclose")
 
     async def _run(self, command: str, *args: Any, **options: Any) -> Any:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await getattr(self._redis, command)(*args, **options)
+                result = await getattr(self._redis, command)(*args, **options)
         except (RedisError, OSError, TimeoutError) as error:
+            self._away = True
             raise self.unavailable(f"{type(error).__name__}: {error}") from error
+        if self._away:
+            self._away, self._back_at = False, time.monotonic()
+        return result
 
 
 def _ms(ttl_s: float) -> int:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 LOCK_TIMEOUT_S = 2.0  # how long another ingress may hold the file
 TIMEOUT_S = 10.0  # of each call; more than LOCK_TIMEOUT_S
 MAX_CALLS = 256  # in one commit
-CLEAN_UP_S = 60.0  # between two looks for expired values
+CLEAN_UP_S = 60.0  # between two removals of expired values
 Call = tuple[Callable[[sqlite3.Connection], Any], "asyncio.Future[Any]"]
 
 
@@ -92,7 +92,7 @@ class SqliteStore(KeyValueStore):
                 return
 
     def _clean_up(self) -> None:
-        """Make room, before what comes may need it."""
+        """Free space before new values need it."""
         if time.monotonic() > self._cleaned_up_at + CLEAN_UP_S:
             self._cleaned_up_at = time.monotonic()
             with suppress(sqlite3.Error):  # the calls that follow will say it

@@ -147,11 +147,13 @@ def _has_reported(replica: EngineReplica) -> bool:
 
 
 @asynccontextmanager
-async def real_api(folder: Path, tracing: Tracing | None = None) -> AsyncGenerator[RealApi]:
-    """folder: a model, served as `tiny`."""
+async def real_api(
+    folder: Path, tracing: Tracing | None = None, info: ModelInfo | None = None
+) -> AsyncGenerator[RealApi]:
+    """folder: a model, served as `tiny` or as `info` says."""
     async with (
         running_engine(folder, "decode-1") as (engine, replica),
-        serving(folder, engine, LocalPool(replica), tracing) as client,
+        serving(folder, engine, LocalPool(replica), tracing, info) as client,
     ):
         yield RealApi(client)
 
@@ -171,12 +173,12 @@ async def real_api_with_prefill(folder: Path, tracing: Tracing | None = None) ->
 
 @asynccontextmanager
 async def serving(
-    folder: Path, engine: EngineServer, pool: EnginePool, tracing: Tracing | None
+    folder: Path, engine: EngineServer, pool: EnginePool, tracing: Tracing | None, info: ModelInfo | None = None
 ) -> AsyncGenerator[httpx.AsyncClient]:
     """The API on a port of its own, and a client of it."""
     telemetry = Telemetry("ingress-1", tracing)
     channel = TokenChannel("127.0.0.1", telemetry.stats)
-    info = ModelInfo(
+    info = info or ModelInfo(
         name="tiny",
         root=str(folder),
         folder=str(folder),
@@ -190,7 +192,7 @@ async def serving(
     tokenizer = Tokenizer.from_folder(folder)
     images = ImageLoader.from_folder(folder, IMAGES, tokenizer) if has_image_processor(folder) else None
     model = ServedModel(info, tokenizer, pool, channel, telemetry, images)
-    app = http_app({"tiny": model}, telemetry)
+    app = http_app({info.name: model}, telemetry)
     web = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
     receiving, answering = asyncio.create_task(channel.run()), asyncio.create_task(web.serve())
     try:

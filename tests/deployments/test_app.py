@@ -11,7 +11,7 @@ import pytest
 from deployments.http.context import RequestContext
 from deployments.http.streaming import stream
 from deployments.openai.chat import ChatResponse
-from deployments.openai.request_bodies import ChatBody
+from deployments.openai.chat_body import ChatBody
 from engine.errors import Overloaded
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import fake_api, says, tokenizer, until
@@ -222,6 +222,22 @@ def test_fields_that_change_nothing_are_accepted():
             body = {"prompt": "a", "max_tokens": 1, "user": "me", "metadata": {}, "best_of": 1, "suffix": None}
             response = await api.post("completions", **body, repetition_penalty=1.0, logprobs=None, n=None)
             assert response.status_code == 200, response.text
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_best_of_below_n_is_refused_and_one_above_it_is_named_in_a_warning(route):
+    async def scenario() -> None:
+        async with fake_api() as api:
+            given = {"messages": HELLO} if route == "chat/completions" else {"prompt": "a"}
+            response = await api.post(route, **given, max_tokens=1, n=2, best_of=1)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+            assert response.json()["error"]["message"] == "best_of must be at least n (2), got 1"
+            assert not api.engine.added
+            for best_of, warning in ((2, None), (3, '299 manta "ignored: best_of"')):
+                response = await api.post(route, **given, max_tokens=1, n=2, best_of=best_of)
+                assert (len(response.json()["choices"]), response.headers.get("warning")) == (2, warning)
 
     run(scenario())
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 
+import httpx
 import pytest
 import schemathesis
 import uvicorn
@@ -76,3 +77,19 @@ def test_no_request_is_answered_with_a_5xx_or_against_the_document(document, mod
         case.call_and_validate(checks=CHECKS)
 
     check()
+
+
+def test_head_is_answered_like_get_without_the_body(url):
+    """Also where the body would never end."""
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    for path in [path.replace("{name}", "nothing") for path, methods in paths.items() if "get" in methods]:
+        get, head = httpx.get(url + path), httpx.head(url + path)
+        assert (head.status_code, head.headers.get("content-type")) == (
+            get.status_code,
+            get.headers.get("content-type"),
+        )
+        assert head.content == b"" and (path == "/metrics" or head.headers["content-length"] == str(len(get.content)))
+    for path in ("/console/state", "/", "/v1/models/fake"):
+        head = httpx.head(url + path, timeout=20)
+        assert (head.status_code, head.content) == (200, b"")
+    assert httpx.head(f"{url}/v1/chat/completions").status_code == 405

@@ -8,7 +8,7 @@ from ray._private.node import Node
 from ray._private.ray_logging import WorkerStandardStreamDispatcher
 
 from deployments import ray_driver
-from deployments.ray_driver import _dashboard_later
+from deployments.ray_driver import _changed_start
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def started(monkeypatch) -> list[dict[str, bool]]:
 
 
 def test_rays_dashboard_starts_as_ray_meant_it_but_only_when_told_to(started):
-    with _dashboard_later() as start_dashboard:
+    with _changed_start({}) as start_dashboard:
         Node.start_api_server(SimpleNamespace(), include_dashboard=None, raise_on_failure=False)
         assert not started
     start_dashboard()
@@ -29,14 +29,14 @@ def test_rays_dashboard_starts_as_ray_meant_it_but_only_when_told_to(started):
 
 
 def test_no_dashboard_is_started_for_a_ray_that_was_running(started):
-    with _dashboard_later() as start_dashboard:
+    with _changed_start({}) as start_dashboard:
         pass
     start_dashboard()
     assert not started
 
 
 def test_a_ray_that_starts_later_in_this_process_has_its_dashboard_at_once(started):
-    with pytest.raises(KeyboardInterrupt), _dashboard_later():
+    with pytest.raises(KeyboardInterrupt), _changed_start({}):
         raise KeyboardInterrupt
     Node.start_api_server(SimpleNamespace(), include_dashboard=True)
     assert started == [{"include_dashboard": True}]

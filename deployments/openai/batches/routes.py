@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args
 
@@ -18,10 +19,14 @@ from starlette.responses import FileResponse
 from deployments.http.body import validated
 from deployments.http.context import key_name
 from deployments.http.json_body import json_response, read_body, with_warning
-from deployments.http.validation import UnknownFields
+from deployments.http.middleware import AuthConfig
+from deployments.http.route import Route
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.errors import ForbiddenOrigin, NotConfigured, ObjectNotFound, StorageError
+from deployments.openai.batches.files import File
+from deployments.openai.batches.input_file import InputFile
 from deployments.openai.batches.objects import (
+    Batch,
     BatchBody,
     BatchList,
     BatchQuery,
@@ -44,28 +49,39 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def add_batch_routes(
-    app: FastAPI,
-    models: ServedModels,
-    config: BatchConfig,
-    cors_origins: tuple[str, ...],
-    unknown_fields: UnknownFields,
-) -> None:
+class BatchRoutes:
     """Each API key sees its own files and batches only; without keys they are everybody's."""
 
-    async def check_configured() -> None:
-        if config.folder is None:
+    def __init__(self, app: FastAPI, models: ServedModels, config: BatchConfig, auth: AuthConfig):
+        self._app, self._models, self._config, self._auth = app, models, config, auth
+        self._store = BatchStore(Path(os.path.expanduser(config.folder or "")))
+        self._files = self._store.files
+        self._worker = BatchWorker(app, self._store, models, config, auth.max_body_bytes)
+        if config.folder is not None:
+            app.router.lifespan_context = lambda _: self._worker.running()
+
+    def routes(self) -> list[Route]:
+        files, batches, needs = "/v1/files", "/v1/batches", [Depends(self._check_configured)]
+        store, download = "Store the requests of a batch.", "application/octet-stream"
+        found = [
+            Route("POST", files, self.upload, store, body=UploadForm, result=File, body_type=FORM),
+            Route("GET", files, self.list_files, "The files, newest first.", body=FileQuery, result=FileList),
+            Route("GET", f"{files}/{{name}}", self.retrieve_file, "One of them.", result=File),
+            Route("DELETE", f"{files}/{{name}}", self.delete_file, "Delete it.", result=DeletedFile),
+            Route("GET", f"{files}/{{name}}/content", self.content, "Its content.", result=download),
+            Route("POST", batches, self.create, "Answer the requests of a file.", body=BatchBody, result=Batch),
+            Route("GET", batches, self.list_batches, "The batches, newest first.", body=BatchQuery, result=BatchList),
+            Route("GET", f"{batches}/{{name}}", self.retrieve, "One of them.", result=Batch),
+            Route("POST", f"{batches}/{{name}}/cancel", self.cancel, "Give it up.", result=Batch),
+        ]
+        return [replace(route, dependencies=needs) for route in found]
+
+    async def _check_configured(self) -> None:
+        if self._config.folder is None:
             raise NotConfigured("files and batches", "ingress.batch_dir")
 
-    needs = [Depends(check_configured)]
-    store = BatchStore(Path(os.path.expanduser(config.folder or "")))
-    files, worker = store.files, BatchWorker(app, store, models, config)
-    if config.folder is not None:
-        app.router.lifespan_context = lambda _: worker.running()
-
-    @app.post("/v1/files", dependencies=needs)
-    async def upload(request: Request) -> Response:
-        check_origin(request, cors_origins)
+    async def upload(self, request: Request) -> Response:
+        check_origin(request, self._auth.cors_origins)
         content_type = request.headers.get("content-type")
         if not (content_type or "").lower().startswith(FORM):
             raise UnsupportedMediaType(content_type, FORM)
@@ -76,60 +92,65 @@ def add_batch_routes(
                     raise InvalidParameter("file", form.file, "a file with a name")
                 content, name = form.file.file, form.file.filename or "upload"
                 seconds = form.expires_after.seconds
-                return json_response(await asyncio.to_thread(files.upload, content, key_name(request), name, seconds))
+                return json_response(
+                    await asyncio.to_thread(self._files.upload, content, key_name(request), name, seconds)
+                )
         except OSError as error:  # also of the temporary file that a form is kept in
             raise storage_error(error) from None
 
-    @app.get("/v1/files", dependencies=needs)
-    async def list_files(request: Request) -> Response:
+    async def list_files(self, request: Request) -> Response:
         query = validated(FileQuery, dict(request.query_params))
         found, has_more = await in_thread(
-            files.page, key_name(request), query.limit, query.after, query.purpose, newest_first=query.order == "desc"
+            self._files.page,
+            key_name(request),
+            query.limit,
+            query.after,
+            query.purpose,
+            newest_first=query.order == "desc",
         )
         return json_response(FileList.of(found, has_more))
 
-    @app.get("/v1/files/{name}", dependencies=needs)
-    async def retrieve_file(request: Request, name: str) -> Response:
-        return json_response(await in_thread(files.get, name, key_name(request)))
+    async def retrieve_file(self, request: Request, name: str) -> Response:
+        return json_response(await in_thread(self._files.get, name, key_name(request)))
 
-    @app.get("/v1/files/{name}/content", dependencies=needs)
-    async def content(request: Request, name: str) -> Response:
-        file, path = await in_thread(files.content, name, key_name(request))
+    async def content(self, request: Request, name: str) -> Response:
+        file, path = await in_thread(self._files.content, name, key_name(request))
         return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
 
-    @app.delete("/v1/files/{name}", dependencies=needs)
-    async def delete_file(request: Request, name: str) -> Response:
-        await in_thread(files.delete, name, key_name(request))
+    async def delete_file(self, request: Request, name: str) -> Response:
+        await in_thread(self._files.delete, name, key_name(request))
         return json_response(DeletedFile(name))
 
-    @app.post("/v1/batches", dependencies=needs)
-    async def create(request: Request) -> Response:
-        body = await read_body(request, BatchBody, unknown_fields)
-        endpoints = {route.path for route in app.routes if isinstance(route, APIRoute)}
+    async def create(self, request: Request) -> Response:
+        body = await read_body(request, BatchBody, self._auth.unknown_fields)
+        endpoints = {route.path for route in self._app.routes if isinstance(route, APIRoute)}
         if body.endpoint not in endpoints:
             served = ", ".join(sorted(endpoints.intersection(get_args(Endpoint))))
             raise InvalidParameter("endpoint", body.endpoint, f"one of those that are served here: {served}")
         try:
-            batch = await in_thread(store.create, body, key_name(request), models)
+            _, content = await in_thread(self._files.content, body.input_file_id, key_name(request))
+            model = await InputFile(content, self._auth.max_body_bytes).model()
+            batch = await in_thread(
+                self._store.create, body, key_name(request), model if model in self._models else None
+            )
         except ObjectNotFound as error:
             error.param = "input_file_id"
             raise
-        worker.wake()
-        return with_warning(body, json_response(batch))
+        except OSError as error:
+            raise storage_error(error) from None
+        self._worker.wake()
+        return with_warning(body.ignored, json_response(batch))
 
-    @app.get("/v1/batches", dependencies=needs)
-    async def list_batches(request: Request) -> Response:
+    async def list_batches(self, request: Request) -> Response:
         query = validated(BatchQuery, dict(request.query_params))
-        found, has_more = await in_thread(store.page, key_name(request), query.limit, query.after)
+        found, has_more = await in_thread(self._store.page, key_name(request), query.limit, query.after)
         return json_response(BatchList.of(found, has_more))
 
-    @app.get("/v1/batches/{name}", dependencies=needs)
-    async def retrieve(request: Request, name: str) -> Response:
-        return json_response(await in_thread(store.get, name, key_name(request)))
+    async def retrieve(self, request: Request, name: str) -> Response:
+        return json_response(await in_thread(self._store.get, name, key_name(request)))
 
-    @app.post("/v1/batches/{name}/cancel", dependencies=needs)
-    async def cancel(request: Request, name: str) -> Response:
-        return json_response(await in_thread(store.cancel, name, key_name(request)))
+    async def cancel(self, request: Request, name: str) -> Response:
+        return json_response(await in_thread(self._store.cancel, name, key_name(request)))
 
 
 def check_origin(request: Request, allowed: tuple[str, ...]) -> None:

@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
-from collections.abc import Callable, Container, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from itertools import islice
-from pathlib import Path
+from itertools import chain
 
 import msgspec
 
 from deployments.http.in_process import InProcessResponse
 from deployments.openai.batches.files import PREFIX as FILE_PREFIX
 from deployments.openai.batches.files import check_space
-from deployments.openai.batches.input_file import BatchRequest, InputUnreadable, check_requests, read_requests
+from deployments.openai.batches.input_file import BatchRequest, InputFile, InputUnreadable
 from deployments.openai.batches.objects import Batch, BatchError, BatchErrors, RequestCounts
 from deployments.openai.batches.output_file import LineError, LineResponse, OutputFile, OutputLine
 from deployments.openai.batches.records import Record, new_id
 from deployments.openai.batches.store import ERRORS, INPUT, OUTPUT, BatchStore
 from deployments.openai.batches.store import PREFIX as BATCH_PREFIX
+from deployments.openai.batches.threads import in_thread
 
-LOOK_S = 0.5  # between two looks at whether the batch is to end
+POLL_S = 0.5  # between two looks at whether the batch is to end
 SAVE_S = 1.0  # between two notes of how far it is
+MAX_CRASHES = 2  # of servers, while they worked on the same line
+MAX_IN_FLIGHT_BYTES = 32 * 2**20  # of the bodies of one batch; a single one may have more
+CRASHED = "The server has ended twice while it worked on line {line} of this batch, or on one that ran beside it."
 UNANSWERED = {
     "batch_cancelled": "This request was not executed, because the batch was cancelled.",
     "batch_expired": "This request could not be executed before the completion window expired.",
+    "batch_failed": "This request was not executed, because the batch failed.",
 }
-Send = Callable[[Record[Batch], BatchRequest], "Future[InProcessResponse]"]
-
-
-class Stopped(Exception):
-    """The server stops; another one goes on with the batch."""
+Send = Callable[[Record[Batch], BatchRequest], Awaitable[InProcessResponse]]
 
 
 @dataclass(slots=True)
 class BatchRun:
-    """Works on a batch that is claimed, from wherever somebody else has left it. For a thread: it takes long.
+    """Works on a batch that is claimed, from wherever somebody else has left it.
 
     Each answer is appended to the output file, or to the error file, and only there is it known which requests are
     answered. A batch that is seen as `finalizing` or `cancelling` has an answer to every request.
@@ -48,58 +49,132 @@ class BatchRun:
     record: Record[Batch]
     models: Container[str]
     """That are served here."""
+    max_body_bytes: int
     send: Send
     max_in_flight: Callable[[Batch], int]
     """Requests of the batch that may be in the engines now."""
-    stopping: Callable[[], bool]
     _saved_at: float = 0.0
+    _line: int = 0
+    """The first line that is being worked on."""
 
-    def run(self) -> None:
-        """Raises Stopped, and OSError for a disk that is full or fails; the batch can be gone on with later."""
+    async def run(self) -> None:
+        """Raises OSError for a disk that is full or fails. The batch can be resumed later, also after a cancellation of
+        this task."""
         batch, work = self.record.object, self.store.work(self.record.object.id)
+        file = InputFile(work / INPUT, self.max_body_bytes)
         try:
             if batch.status == "validating":
-                self._validate(batch, work / INPUT)
+                await self._validate(batch, file)
             if batch.status == "in_progress":
-                with OutputFile(work / OUTPUT) as output, OutputFile(work / ERRORS) as errors:
-                    self._answer(batch, work / INPUT, output, errors)
+                output, errors = await in_thread(lambda: (OutputFile(work / OUTPUT), OutputFile(work / ERRORS)))
+                with output, errors:
+                    await self._answer(batch, file, output, errors)
             if batch.status in ("finalizing", "cancelling"):
-                self._publish(batch)
+                await in_thread(self._publish, batch)
         except InputUnreadable as error:
-            self._fail(
-                batch, [BatchError("input_file_unreadable", f"The input file cannot be read: {error.strerror}.")]
-            )
-        shutil.rmtree(work, ignore_errors=True)
+            message = f"The input file cannot be read: {error.strerror}."
+            await in_thread(self._fail, batch, [BatchError("input_file_unreadable", message)])
+        await in_thread(shutil.rmtree, work, ignore_errors=True)
 
-    def _validate(self, batch: Batch, file: Path) -> None:
-        count, errors = check_requests(file, batch.endpoint, self.models)
-        batch.request_counts = RequestCounts(total=count)
-        if errors:
-            self._fail(batch, errors)
-            return
-        batch.status, batch.in_progress_at = "in_progress", int(time.time())
-        self.store.save(self.record)
+    async def _validate(self, batch: Batch, file: InputFile) -> None:
+        async with self._attempt(0) as crashes:
+            if crashes >= MAX_CRASHES:
+                batch.request_counts, errors = RequestCounts(), [BatchError("server_error", CRASHED.format(line=1))]
+            else:
+                count, errors = await file.check(batch.endpoint, self.models)
+                batch.request_counts = RequestCounts(total=count)
+            if errors:
+                await in_thread(self._fail, batch, errors)
+                return
+            batch.status, batch.in_progress_at = "in_progress", int(time.time())
+            await in_thread(self.store.save, self.record)
+
+    @asynccontextmanager
+    async def _attempt(self, line: int) -> AsyncGenerator[int]:
+        """Yield how often a server has ended in here while the batch was at this line."""
+        batch_id, self._line = self.record.object.id, line
+        crashes = await in_thread(self.store.begin_attempt, batch_id, line)
+        try:
+            yield crashes
+        except (Exception, asyncio.CancelledError):
+            await in_thread(self.store.end_attempt, batch_id)
+            raise
+        await in_thread(self.store.end_attempt, batch_id)
 
     def _fail(self, batch: Batch, errors: list[BatchError]) -> None:
         batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), BatchErrors(errors)
         self.store.save(self.record)
 
-    def _answer(self, batch: Batch, file: Path, output: OutputFile, errors: OutputFile) -> None:
-        in_flight: dict[Future[InProcessResponse], BatchRequest] = {}
+    async def _answer(self, batch: Batch, file: InputFile, output: OutputFile, errors: OutputFile) -> None:
         left = _unanswered(file, output, errors)
+        first = await in_thread(next, left, None)
+        number = 0 if first is None else first.number
+        async with self._attempt(number) as crashes:
+            if first is None or crashes < MAX_CRASHES:
+                reason = await self._send_all(batch, chain([] if first is None else [first], left), output, errors)
+            else:
+                reason = "batch_failed"
+                batch.errors = BatchErrors([BatchError("server_error", CRASHED.format(line=number), None, number)])
+        await in_thread(self._finish, batch, reason, file, output, errors)
+
+    async def _send_all(
+        self, batch: Batch, left: Iterator[BatchRequest], output: OutputFile, errors: OutputFile
+    ) -> str | None:
+        """Return why the batch ends before all requests have an answer; None if they have. Raises OSError if the disk
+        is about to be full."""
+        in_flight: dict[asyncio.Future[InProcessResponse], BatchRequest] = {}
+        done: set[asyncio.Future[InProcessResponse]] = set()
         try:
-            while (reason := self._reason_to_end(batch)) is None:
-                for request in islice(left, max(0, self.max_in_flight(batch) - len(in_flight))):
-                    in_flight[self.send(self.record, request)] = request
+            while True:
+                answers = [(in_flight.pop(future), future.result()) for future in done]
+                reason = await in_thread(self._write, batch, answers, output, errors)
+                if reason is not None:
+                    return reason
+                for request in await in_thread(self._take, left, list(in_flight.values())):
+                    in_flight[asyncio.ensure_future(self.send(self.record, request))] = request
                 if not in_flight:
-                    break
-                for future in wait(in_flight, LOOK_S, FIRST_COMPLETED).done:
-                    _write(batch, in_flight.pop(future), future.result(), output, errors)
-                if time.monotonic() > self._saved_at + SAVE_S:
-                    self._save(batch, output, errors)
+                    return None
+                done, _ = await asyncio.wait(in_flight, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for future in in_flight:
                 future.cancel()
+            await asyncio.gather(*in_flight, return_exceptions=True)
+
+    def _take(self, left: Iterator[BatchRequest], in_flight: list[BatchRequest]) -> list[BatchRequest]:
+        """Return the requests to be sent now, and note the line where the batch is."""
+        count, size = self.max_in_flight(self.record.object) - len(in_flight), sum(len(r.body) for r in in_flight)
+        taken: list[BatchRequest] = []
+        while len(taken) < count and size < MAX_IN_FLIGHT_BYTES and (request := next(left, None)) is not None:
+            taken.append(request)
+            size += len(request.body)
+        line = min((request.number for request in [*in_flight, *taken]), default=0)
+        if line > self._line:
+            self.store.begin_attempt(self.record.object.id, line)
+            self._line = line
+        return taken
+
+    def _write(
+        self,
+        batch: Batch,
+        answers: list[tuple[BatchRequest, InProcessResponse]],
+        output: OutputFile,
+        errors: OutputFile,
+    ) -> str | None:
+        """Append answers, and return the reason if the batch is to end now. Raises OSError if the disk is about to be
+        full."""
+        for request, response in answers:
+            _append(batch, request, response, output, errors)
+        if time.monotonic() > self._saved_at + SAVE_S:
+            self._save(batch, output, errors)
+        check_space(self.store.work(batch.id))
+        if self.store.cancelled_at(batch.id) is not None:
+            return "batch_cancelled"
+        return "batch_expired" if time.time() >= batch.expires_at else None
+
+    def _finish(
+        self, batch: Batch, reason: str | None, file: InputFile, output: OutputFile, errors: OutputFile
+    ) -> None:
+        """Give every request an answer. reason: the error of those that have none."""
         if reason is not None:
             error = LineError(reason, UNANSWERED[reason])
             for request in _unanswered(file, output, errors):
@@ -115,16 +190,6 @@ class BatchRun:
         output.sync()
         errors.sync()
         self._save(batch, output, errors)
-
-    def _reason_to_end(self, batch: Batch) -> str | None:
-        """Return the error of all requests without an answer if the batch is to end now. Raises Stopped, and OSError if
-        the disk is about to be full."""
-        if self.stopping():
-            raise Stopped
-        check_space(self.store.work(batch.id))
-        if self.store.cancelled_at(batch.id) is not None:
-            return "batch_cancelled"
-        return "batch_expired" if time.time() >= batch.expires_at else None
 
     def _save(self, batch: Batch, output: OutputFile, errors: OutputFile) -> None:
         batch.request_counts.completed, batch.request_counts.failed = len(output.custom_ids), len(errors.custom_ids)
@@ -143,6 +208,8 @@ class BatchRun:
             batch.status, batch.cancelled_at = "cancelled", now
         elif batch.expired_at is not None:
             batch.status = "expired"
+        elif batch.errors is not None:
+            batch.status, batch.failed_at = "failed", now
         else:
             batch.status, batch.completed_at = "completed", now
         self.store.save(self.record)
@@ -153,11 +220,11 @@ def line_id(batch: Batch, request: BatchRequest) -> str:
     return f"batch_req_{batch.id.removeprefix(BATCH_PREFIX)}_{request.number}"
 
 
-def _unanswered(file: Path, *answers: OutputFile) -> Iterator[BatchRequest]:
-    return (r for r in read_requests(file) if not any(r.custom_id in answered.custom_ids for answered in answers))
+def _unanswered(file: InputFile, *answers: OutputFile) -> Iterator[BatchRequest]:
+    return (r for r in file.requests() if not any(r.custom_id in answered.custom_ids for answered in answers))
 
 
-def _write(
+def _append(
     batch: Batch, request: BatchRequest, response: InProcessResponse, output: OutputFile, errors: OutputFile
 ) -> None:
     line = OutputLine(line_id(batch, request), request.custom_id, None, None)

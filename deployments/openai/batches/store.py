@@ -6,13 +6,12 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deployments.openai.batches.errors import Conflict
 from deployments.openai.batches.files import DAY_S, MAX_AGE_S, Files
-from deployments.openai.batches.input_file import first_model
 from deployments.openai.batches.objects import ENDED, HOUR_S, Batch, BatchBody, RequestCounts
 from deployments.openai.batches.records import Record, Records, age_s, new_id, sync_folder
 
@@ -22,6 +21,7 @@ INPUT = "input.jsonl"  # the upload, under a name of its own: it may be deleted 
 OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
 CANCEL = "cancel"  # exists if the batch is to be cancelled
 LOCK = "lock"
+ATTEMPT = "attempt"  # what is tried now, and how often that has ended the process
 
 
 class BatchStore:
@@ -36,18 +36,17 @@ class BatchStore:
         self._records: Records[Batch] = Records(folder / "batches", PREFIX, Record[Batch])
         self._work = folder / "work"
 
-    def create(self, body: BatchBody, owner: str | None, models: Container[str]) -> Batch:
+    def create(self, body: BatchBody, owner: str | None, model: str | None) -> Batch:
         """Raises ObjectNotFound if there is no such input file.
 
-        models: that are served here. The batch waits for a server with its model; if none is known to have it, any
-        server may say so.
+        model: for which the batch waits, if some server is known to have it; None lets any server say what is wrong.
         """
         _, content = self.files.content(body.input_file_id, owner)
-        model, now = first_model(content), int(time.time())
+        now = int(time.time())
         batch = Batch(
             id=new_id(PREFIX),
             endpoint=body.endpoint,
-            model=model if model in models else None,
+            model=model,
             input_file_id=body.input_file_id,
             completion_window=body.completion_window,
             created_at=now,
@@ -97,6 +96,10 @@ class BatchStore:
         """Return the ids of batches that have not ended, the oldest first."""
         return sorted(os.listdir(self._work)) if self._work.exists() else []
 
+    def owner(self, batch_id: str) -> str | None:
+        record = self._records.find(batch_id)
+        return None if record is None else record.owner
+
     @contextmanager
     def claim(self, batch_id: str) -> Iterator[Record[Batch] | None]:
         """Yield a batch for the time that nobody else works on it; None if somebody does, or if it has ended."""
@@ -117,6 +120,21 @@ class BatchStore:
                 shutil.rmtree(work, ignore_errors=True)
                 record = None
             yield record
+
+    def begin_attempt(self, batch_id: str, line: int) -> int:
+        """Note that a batch is worked on from a line on, until `end_attempt`, and return how many processes have ended
+        in between while it was at this line. The claim is held."""
+        path = self.work(batch_id) / ATTEMPT
+        try:
+            begun_at, ended = map(int, path.read_text().split())
+        except (FileNotFoundError, ValueError):  # ValueError: a power cut
+            begun_at = ended = -1
+        ended = ended if begun_at == line else 0
+        path.write_text(f"{line} {ended + 1}")  # it outlives the process, and need not outlive a power cut
+        return ended
+
+    def end_attempt(self, batch_id: str) -> None:
+        (self.work(batch_id) / ATTEMPT).unlink(missing_ok=True)
 
     def remove_expired(self) -> None:
         """Remove files that have expired, batches that ended long ago, and what was left while one was created."""

@@ -1,117 +1,148 @@
-"""The threads of an ingress that work on batches."""
+"""Works on the batches of all owners, in an ingress."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
-import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 from starlette.types import ASGIApp
 
-from deployments.http.context import BACKGROUND_CLIENT
+from deployments.http.context import API_KEY_NAME, BACKGROUND_CLIENT, SOURCE
 from deployments.http.in_process import InProcessResponse, post
+from deployments.jobs.record import JobRecord
+from deployments.jobs.source import DerivedSource
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.input_file import BatchRequest
 from deployments.openai.batches.objects import Batch
 from deployments.openai.batches.records import Record
-from deployments.openai.batches.run import BatchRun, Stopped, line_id
+from deployments.openai.batches.run import BatchRun, line_id
 from deployments.openai.batches.store import BatchStore
+from deployments.openai.batches.threads import in_thread
 from deployments.openai.served_models import ServedModels
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 4  # batches that one ingress works on at a time
+MAX_RUNNING = 4  # batches of one owner that an ingress works on at a time
 POLL_S = 2.0  # between two looks for a batch whose ingress has died
 PAUSE_S = 10.0  # after a failure of the disk
 CLEAN_UP_S = 600.0
-MAX_STOP_S = 10.0
 RETRIED = (429, 503)  # the engines are busy or gone: the request can wait
 
 
 class BatchWorker:
-    """Sends the requests of batches to the application's own routes."""
+    """Sends the requests of batches to the application's own routes.
 
-    def __init__(self, app: ASGIApp, store: BatchStore, models: ServedModels, config: BatchConfig):
+    Batches of every owner run beside each other, at most MAX_RUNNING of each; their requests take turns in the queue of
+    their model, where each owner's batches are one client.
+    """
+
+    def __init__(self, app: ASGIApp, store: BatchStore, models: ServedModels, config: BatchConfig, max_body_bytes: int):
         self._app, self._store, self._models, self._config = app, store, models, config
-        self._new_batches, self._stopping = threading.Semaphore(0), threading.Event()
+        self._max_body_bytes = max_body_bytes
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._owners: dict[str, str | None] = {}  # of unfinished batches
+        self._woken = asyncio.Event()
         self._cleaned_up_at = -CLEAN_UP_S
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        self._loop = asyncio.get_running_loop()
-        threads = [threading.Thread(target=self._work, daemon=True, name=f"batches-{i}") for i in range(NUM_THREADS)]
-        for thread in threads:
-            thread.start()
+        task = asyncio.create_task(self._work())
         try:
             yield
         finally:
-            self._stopping.set()
-            self._new_batches.release(NUM_THREADS)
-            for thread in threads:
-                await asyncio.to_thread(thread.join, MAX_STOP_S)
+            tasks = [task, *self._running.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def wake(self) -> None:
-        """Let one thread look for a new batch."""
-        self._new_batches.release()
+        """Look for a new batch now."""
+        self._woken.set()
 
-    def _work(self) -> None:
-        while not self._stopping.is_set():
+    async def _work(self) -> None:
+        while True:
+            self._woken.clear()
+            pause_s = POLL_S
             try:
-                self._clean_up()
-                pause_s = POLL_S if self._run_all() else PAUSE_S
-            except Exception:  # the thread has to go on
+                await self._clean_up()
+                await self._start_batches()
+            except Exception:  # this task has to go on
                 logger.exception("the folder of batches cannot be read")
                 pause_s = PAUSE_S
-            self._new_batches.acquire(timeout=pause_s)
-
-    def _run_all(self) -> bool:
-        """Work on each batch that nobody works on. Return whether none failed."""
-        fine = True
-        for batch_id in self._store.unfinished():
             try:
-                with self._store.claim(batch_id) as record:
-                    if record is not None and self._is_ours(record.object):
-                        logger.info("batch begins batch_id=%s status=%s", batch_id, record.object.status)
-                        self._run(record)
-                        logger.info("batch ended batch_id=%s status=%s", batch_id, record.object.status)
-            except Stopped:
-                return True
-            except Exception:  # one batch must not keep the others from running
-                logger.exception("batch pauses batch_id=%s", batch_id)
-                fine = False
-        return fine
+                async with asyncio.timeout(pause_s):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
 
-    def _run(self, record: Record[Batch]) -> None:
-        BatchRun(self._store, record, self._models, self._send, self._max_in_flight, self._stopping.is_set).run()
+    async def _start_batches(self) -> None:
+        """Start those that nobody works on, the oldest first, as far as their owners may have more."""
+        unfinished = await in_thread(self._store.unfinished)
+        self._owners = {
+            batch_id: self._owners[batch_id]
+            if batch_id in self._owners
+            else await in_thread(self._store.owner, batch_id)
+            for batch_id in unfinished
+        }
+        num_running = Counter(self._owners.get(batch_id) for batch_id in self._running)
+        for batch_id, owner in self._owners.items():
+            if batch_id in self._running or num_running[owner] >= MAX_RUNNING:
+                continue
+            with ExitStack() as claim:
+                record = await in_thread(claim.enter_context, self._store.claim(batch_id))
+                if record is not None and self._is_ours(record.object):
+                    self._running[batch_id] = asyncio.create_task(self._run(record, claim.pop_all()))
+                    num_running[owner] += 1
+
+    async def _run(self, record: Record[Batch], claim: ExitStack) -> None:
+        batch = record.object
+        run = BatchRun(self._store, record, self._models, self._max_body_bytes, self._answer, self._max_in_flight)
+        try:
+            with claim:
+                logger.info("batch begins batch_id=%s status=%s", batch.id, batch.status)
+                await run.run()
+                logger.info("batch ended batch_id=%s status=%s", batch.id, batch.status)
+        except Exception:  # one batch must not keep the others from running
+            logger.exception("batch pauses batch_id=%s", batch.id)
+            await asyncio.sleep(PAUSE_S)
+        finally:
+            del self._running[batch.id]
+            self.wake()
 
     def _is_ours(self, batch: Batch) -> bool:
-        """Whether its model is served here, or is no longer needed."""
+        """Return whether its model is served here, or is no longer needed."""
         return batch.model is None or batch.model in self._models or time.time() >= batch.expires_at
 
     def _max_in_flight(self, batch: Batch) -> int:
-        """While requests wait for its model, a batch goes on with a single one."""
+        """Return the configured number, or 1 while requests wait for the batch's model."""
         model = self._models.get(batch.model or "")
         waiting = any(model.admission.num_waiting for model in ([model] if model else self._models.values()))
         return 1 if waiting else self._config.max_in_flight
 
-    def _send(self, record: Record[Batch], request: BatchRequest) -> Future[InProcessResponse]:
-        return asyncio.run_coroutine_threadsafe(self._answer(record, request), self._loop)
-
     async def _answer(self, record: Record[Batch], request: BatchRequest) -> InProcessResponse:
         batch = record.object
         headers = {"x-request-id": line_id(batch, request)}
+        state: dict[str, object] = {BACKGROUND_CLIENT: f"batch:{record.owner or ''}", SOURCE: source_of(batch, request)}
+        if record.owner is not None:  # what the request stores is its owner's, and so is what it may read
+            state[API_KEY_NAME] = record.owner
         while True:
-            state = {BACKGROUND_CLIENT: f"batch:{record.owner or ''}"}
-            response = await post(self._app, batch.endpoint, request.body, headers, state)
+            response = await post(self._app, batch.endpoint, request.body, headers, dict(state))
             if response.status not in RETRIED:
                 return response
             await asyncio.sleep(int(response.headers["retry-after"]))
 
-    def _clean_up(self) -> None:
+    async def _clean_up(self) -> None:
         if time.monotonic() > self._cleaned_up_at + CLEAN_UP_S:
             self._cleaned_up_at = time.monotonic()
-            self._store.remove_expired()
+            await in_thread(self._store.remove_expired)
+
+
+def source_of(batch: Batch, request: BatchRequest) -> DerivedSource:
+    """Return where the answer to a line comes from: its key is that of its batch and its number."""
+    secret = hashlib.sha256(line_id(batch, request).encode()).hexdigest()[:32]
+    return DerivedSource(JobRecord("", batch.endpoint, b"", [], batch.created_at, secret))

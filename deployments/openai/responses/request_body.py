@@ -12,10 +12,12 @@ from pydantic import BaseModel, Field, PrivateAttr, StringConstraints
 from deployments.frontend.sequence import ReportedError
 from deployments.http.body import MAX_FIELDS, StrictModel, Whole, validated
 from deployments.http.validation import ForeignFields
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import FunctionDefinition, TemplateModel
 from deployments.openai.foreign_fields import FOREIGN_FIELDS
-from deployments.openai.request_bodies import MAX_MESSAGES, MAX_TOOLS, ChatBody, SamplingBody
 from deployments.openai.responses.items import Item, function_name, invalid, parsed, to_messages
+from deployments.openai.sampling_body import SamplingBody
+from deployments.openai.template_body import MAX_MESSAGES, MAX_TOOLS
 from engine.errors import InvalidImage, InvalidParameter, RequestError, ServingError
 from engine.wire.sampling_params import MAX_LOGPROBS
 
@@ -178,12 +180,12 @@ class ResponsesBody(SamplingBody):
         if not self.input:
             raise InvalidParameter("input", self.input, "a text or a list of items that is not empty")
         if len(self.items) > MAX_MESSAGES:
-            raise InvalidParameter("input", f"{len(self.items)} items", f"at most {MAX_MESSAGES} items")
+            raise InvalidParameter("input", len(self.items), f"a list of at most {MAX_MESSAGES} items")
         if self.background and not self.store:
             raise InvalidParameter("background", True, "false with store=false: it could never be retrieved")
         unknown = self.reasoning.model_extra or {}
         if len(unknown) > MAX_FIELDS:
-            raise InvalidParameter("reasoning", f"{len(unknown)} unknown fields", f"at most {MAX_FIELDS} of them")
+            raise InvalidParameter("reasoning", len(unknown), f"an object of at most {MAX_FIELDS} unknown fields")
         self._functions = list(self._find_functions(self.tools, "tools"))
         settings = {
             "request_id": self.request_id is not None,
@@ -217,9 +219,9 @@ class ResponsesBody(SamplingBody):
         chat.check()
         return chat
 
-    def ignore(self, fields: list[str]) -> None:
-        """Warn of fields of the chat request that had no effect."""
-        self.ignored.extend(name for name in (RENAMED.get(name, name) for name in fields) if name not in self.ignored)
+    def all_ignored(self, ignored: list[str]) -> list[str]:
+        """Return the fields that had no effect, those of the chat request by the names that they have here."""
+        return list(dict.fromkeys([*self.ignored, *(RENAMED.get(name, name) for name in ignored)]))
 
     def renamed(self, error: RequestError | ReportedError) -> ServingError:
         """Return an error of the chat request with the names that fields have here."""

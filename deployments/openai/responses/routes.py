@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi import Response as HttpResponse
 
 from deployments.frontend.sequence import ReportedError
@@ -17,11 +16,11 @@ from deployments.http.body import validated
 from deployments.http.context import RequestContext, key_name
 from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.json_body import json_response, read_body, with_warning
+from deployments.http.route import Route
 from deployments.http.streaming import EventFormat, EventStream, named_event, run_while_connected, stream
 from deployments.http.validation import UnknownFields
-from deployments.openai.request_bodies import ChatBody
+from deployments.openai.chat_output import ChatOutput
 from deployments.openai.responses.background import BackgroundResponses
-from deployments.openai.responses.errors import ResponseNotFound
 from deployments.openai.responses.items import Item
 from deployments.openai.responses.request_body import InputItemsQuery, ResponsesBody, RetrieveQuery, TextFormat
 from deployments.openai.responses.response_body import (
@@ -30,6 +29,7 @@ from deployments.openai.responses.response_body import (
     InputItems,
     Response,
     ResponseEnd,
+    ResponseError,
     StreamEvent,
 )
 from deployments.openai.responses.response_builder import ResponseBuilder
@@ -44,106 +44,130 @@ logger = logging.getLogger(__name__)
 NAMED_EVENTS = EventFormat(encode=named_event, end=b"")
 
 
-def add_responses_routes(
-    app: FastAPI,
-    models: ServedModels,
-    store: ResponseStore,
-    idempotent: IdempotentRoutes,
-    unknown_fields: UnknownFields,
-) -> None:
-    background = BackgroundResponses(store)
+class ResponsesRoutes:
+    def __init__(
+        self, models: ServedModels, store: ResponseStore, idempotent: IdempotentRoutes, unknown_fields: UnknownFields
+    ):
+        self._models, self._store, self._idempotent = models, store, idempotent
+        self._unknown_fields = unknown_fields
+        self._background = BackgroundResponses(store, idempotent.jobs)
 
-    @app.post("/v1/responses")
-    @idempotent.once("/v1/responses")
-    async def create(request: Request) -> HttpResponse:
-        body = await read_body(request, ResponsesBody, unknown_fields)
-        model, owner = models.find(body.model), owner_of(request)
+    def routes(self) -> list[Route]:
+        path = "/v1/responses"
+        create, respond = self._idempotent.once(path)(self.create), "Respond to items of a conversation."
+        one, items = f"{path}/{{name}}", "What its request brought."
+        return [
+            Route("POST", path, create, respond, body=ResponsesBody, result=Response, streams=True),
+            Route("GET", one, self.retrieve, "A stored response.", body=RetrieveQuery, result=Response, streams=True),
+            Route("DELETE", one, self.delete, "Delete it.", result=DeletedResponse),
+            Route("GET", f"{one}/input_items", self.list_input_items, items, body=InputItemsQuery, result=InputItems),
+            Route("POST", f"{one}/cancel", self.cancel, "End it, if it runs in the background.", result=Response),
+        ]
+
+    async def create(self, request: Request) -> HttpResponse:
+        body = await read_body(request, ResponsesBody, self._unknown_fields)
+        model, owner = self._models.find(body.model), owner_of(request)
         context = RequestContext.of(request, body, "resp")
-        secret = secrets.token_hex(16) if context.answer is None else context.answer.hex_id("response")
-        context = replace(context, response_id=f"resp_{secret}")  # nobody is to guess it
-        earlier = await earlier_items(owner, body.previous_response_id)
-        items = await store.resolve(owner, body.items)
-        if body.background and context.answer is not None and await begun(owner, context.response_id):
-            return await found(owner, context.response_id, RetrieveQuery(stream=body.stream))
+        if body.background and context.background:
+            raise InvalidParameter("background", body.background, "false in a batch, which is in the background itself")
+        context = replace(context, response_id=f"resp_{context.source.hex_id('response')}")  # nobody is to guess it
+        if body.background and context.source.job_id is None:
+            return await self._idempotent.begin(request, "/v1/responses")
+        begun = await self._store.find(owner, context.response_id) if body.background else None
+        if begun is not None and begun.response.status not in (*LIVE, "failed"):
+            return self._answer_of(owner, begun, RetrieveQuery(stream=body.stream))
+        if begun is None:
+            earlier = await self._earlier_items(owner, body.previous_response_id)
+            items = await self._store.resolve(owner, body.items)
+        else:  # what it refers to may be gone
+            earlier, items = begun.earlier, begun.input
         try:
             chat = body.to_chat([*earlier, *items], len(earlier))
             output = await model.chat(chat, context)
-            body.ignore(chat.ignored)
-            response = new_response(body, chat, model, context)
+            ignored = body.all_ignored(output.ignored)
+            response = new_response(body, output, model, context)
             builder = ResponseBuilder(body, response, output)
             stored = StoredResponse(response, earlier, with_ids(items, response.id))
-            if body.background:
-                started = await background.start(builder, owner, stored, context.answer)
+            if context.source.job_id is not None and body.background:
+                stored.job_id = context.source.job_id
+                if begun is None or begun.response.status == "failed":
+                    await self._store.put(owner, stored)
+                started = self._background.start(builder, owner, stored)
                 answer = EventStream(started.events(-1)) if body.stream else json_response(response)
             elif body.stream:
-                events = recorded(builder, owner, stored)
-                answer = await run_while_connected(request, stream(events, NAMED_EVENTS, context.event_ids))
+                events = self._recorded(builder, owner, stored)
+                answer = await run_while_connected(request, stream(events, NAMED_EVENTS, context.source.event_ids))
             else:
-                answer = json_response(await run_while_connected(request, full(builder, owner, stored, body)))
+                answer = json_response(await run_while_connected(request, self._full(builder, owner, stored)))
+                if body.store and not builder.response.store:
+                    ignored.append("store")
         except (RequestError, ReportedError) as error:
             raise body.renamed(error) from None
-        return with_warning(body, answer)
+        return with_warning(ignored, answer)
 
-    async def earlier_items(owner: str, response_id: str | None) -> list[Item]:
+    async def _earlier_items(self, owner: str, response_id: str | None) -> list[Item]:
         """Return the conversation that a request goes on from. Raises RequestError, StoreUnavailable."""
         if response_id is None:
             return []
-        stored = await store.get(owner, response_id)
+        stored = await self._store.get(owner, response_id)
         if stored.response.status not in ("completed", "incomplete"):
             limit = f"the id of a completed response, not of one that is {stored.response.status}"
             raise InvalidParameter("previous_response_id", response_id, limit)
         return stored.conversation
 
-    async def full(builder: ResponseBuilder, owner: str, stored: StoredResponse, body: ResponsesBody) -> Response:
-        async with aclosing(recorded(builder, owner, stored)) as events:
+    async def _full(self, builder: ResponseBuilder, owner: str, stored: StoredResponse) -> Response:
+        async with aclosing(self._recorded(builder, owner, stored)) as events:
             async for _ in events:
                 pass
         if builder.error is not None:
             raise builder.error
-        if body.store and not builder.response.store:
-            body.ignored.append("store")
         return builder.response
 
-    async def recorded(builder: ResponseBuilder, owner: str, stored: StoredResponse) -> AsyncGenerator[StreamEvent]:
+    async def _recorded(
+        self, builder: ResponseBuilder, owner: str, stored: StoredResponse
+    ) -> AsyncGenerator[StreamEvent]:
         """Yield the events; the response is stored before the last one. If that fails, its `store` is false."""
         async with aclosing(builder.events()) as events:
             async for event in events:
                 if isinstance(event, ResponseEnd) and builder.response.store:
                     try:
-                        await store.put(owner, stored)
+                        await self._store.put(owner, stored)
                     except StoreUnavailable as error:
                         logger.warning("response not stored response_id=%s error=%s", builder.response.id, error)
                         builder.response.store = False
                 yield event
 
-    async def begun(owner: str, response_id: str) -> bool:
-        """Return whether the response of an earlier request with the same key runs or has ended."""
+    async def retrieve(self, request: Request, name: str) -> HttpResponse:
+        owner, query = owner_of(request), validated(RetrieveQuery, dict(request.query_params))
+        stored = await self._store.get(owner, name)
+        if self._background.find(owner, name) is None and (
+            await self._background.is_abandoned(stored) or (query.stream and stored.response.status in LIVE)
+        ):
+            stored = await self._resumed(request, owner, stored)
+        return self._answer_of(owner, stored, query)
+
+    async def _resumed(self, request: Request, owner: str, stored: StoredResponse) -> StoredResponse:
+        """Go on with a response whose ingress has ended, or follow one that another ingress computes."""
         try:
-            return (await store.get(owner, response_id)).response.status != "failed"
-        except ResponseNotFound:
-            return False
+            await self._idempotent.resume(request, stored.job_id)
+        except (RequestError, ReportedError) as error:
+            stored.response.status, stored.response.error = "failed", ResponseError("server_error", str(error))
+            await self._store.put(owner, stored)
+        return await self._store.get(owner, stored.response.id)
 
-    @app.get("/v1/responses/{name}")
-    async def retrieve(request: Request, name: str) -> HttpResponse:
-        return await found(owner_of(request), name, validated(RetrieveQuery, dict(request.query_params)))
-
-    async def found(owner: str, name: str, query: RetrieveQuery) -> HttpResponse:
-        running = background.find(owner, name)
-        stored = await store.get(owner, name)
+    def _answer_of(self, owner: str, stored: StoredResponse, query: RetrieveQuery) -> HttpResponse:
+        running = self._background.find(owner, stored.response.id)
         if not query.stream:
             return json_response(stored.response)
         if running is not None:
             return EventStream(running.events(query.starting_after))
-        if stored.response.status in LIVE:
-            raise RequestError("another ingress computes this response; retrieve it without stream", "stream")
         if not stored.events:
             raise RequestError("only a response created with background=true can be retrieved as a stream", "stream")
         return EventStream(replay(stored.events[query.starting_after + 1 :]))
 
-    @app.get("/v1/responses/{name}/input_items")
-    async def list_input_items(request: Request, name: str) -> HttpResponse:
+    async def list_input_items(self, request: Request, name: str) -> HttpResponse:
         query = validated(InputItemsQuery, dict(request.query_params))
-        items = (await store.get(owner_of(request), name)).input
+        items = (await self._store.get(owner_of(request), name)).input
         if query.order == "desc":
             items = items[::-1]
         if query.after is not None:
@@ -155,18 +179,15 @@ def add_responses_routes(
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         return json_response(InputItems(page, first, last, has_more=len(items) > len(page)))
 
-    @app.post("/v1/responses/{name}/cancel")
-    async def cancel(request: Request, name: str) -> HttpResponse:
+    async def cancel(self, request: Request, name: str) -> HttpResponse:
         owner = owner_of(request)
-        if not (await store.get(owner, name)).response.background:
+        if not (await self._store.get(owner, name)).response.background:
             raise RequestError("only a response created with background=true can be cancelled", "response_id")
-        return json_response(await background.cancel(owner, name))
+        return json_response(await self._background.cancel(owner, name))
 
-    @app.delete("/v1/responses/{name}")
-    async def delete(request: Request, name: str) -> HttpResponse:
+    async def delete(self, request: Request, name: str) -> HttpResponse:
         owner = owner_of(request)
-        await background.cancel(owner, name)
-        await store.delete(owner, name)
+        await self._background.cancel(owner, name, delete=True)
         return json_response(DeletedResponse(name))
 
 
@@ -189,7 +210,7 @@ def with_ids(items: list[Item], response_id: str) -> list[Item]:
     return listed
 
 
-def new_response(body: ResponsesBody, chat: ChatBody, model: ServedModel, context: RequestContext) -> Response:
+def new_response(body: ResponsesBody, output: ChatOutput, model: ServedModel, context: RequestContext) -> Response:
     def setting(name: Literal["temperature", "top_p"]) -> Any:
         value = getattr(body, name)
         return model.info.default_sampling.get(name, 1.0) if value is None else value
@@ -215,7 +236,7 @@ def new_response(body: ResponsesBody, chat: ChatBody, model: ServedModel, contex
         background=body.background,
         store=body.store,
         metadata=body.metadata,
-        service_tier=chat.served_tier,
+        service_tier=output.service_tier,
         user=body.user,
         safety_identifier=body.safety_identifier,
     )

@@ -65,10 +65,10 @@ def test_a_replica_that_comes_is_told_of_once_and_those_of_the_first_look_never(
     async def scenario() -> None:
         pool = FakePool(["a"])
         watcher = ClusterWatcher({"m": pool}, Telemetry("i"))
-        assert (await watcher.look()).events == []
+        assert (await watcher.poll()).events == []
         pool.up = ["a", "b"]
         for _ in range(2):
-            (event,) = (await watcher.look()).events
+            (event,) = (await watcher.poll()).events
             assert (event.kind, event.model, event.name) == ("up", "m", "b")
 
     run(scenario())
@@ -80,7 +80,7 @@ def test_a_replica_counts_as_gone_only_when_it_misses_two_looks_in_a_row():
         watcher = ClusterWatcher({"m": pool}, Telemetry("i"))
         for up, gone in ((["a", "b"], []), (["a"], []), (["a", "b"], []), (["a"], []), ([], ["b"]), ([], ["b", "a"])):
             pool.up = up
-            events = (await watcher.look()).events
+            events = (await watcher.poll()).events
             assert [event.name for event in events if event.kind == "gone"] == gone
         assert [event.kind for event in events] == ["gone", "gone"]
 
@@ -96,7 +96,7 @@ def test_each_replay_of_a_request_is_an_event():
         kinds = []
         for replays in (0, 1, 1, 2):
             request.replays = replays
-            kinds.append([event.name for event in (await watcher.look()).events if event.kind == "replay"])
+            kinds.append([event.name for event in (await watcher.poll()).events if event.kind == "replay"])
         assert kinds == [[], ["r-0"], ["r-0"], ["r-0", "r-0"]]
 
     run(scenario())
@@ -109,7 +109,7 @@ def test_requests_and_queues_of_all_ingresses_are_in_one_state():
         telemetry = Telemetry("i", peers=FakePeers(theirs, [change]))  # type: ignore[arg-type]  as much as is asked
         telemetry.stats.model("m").waiting = 3
         telemetry.timelines.begin(timeline("ours"))
-        state = await ClusterWatcher({"m": FakePool(["a"])}, telemetry).look()
+        state = await ClusterWatcher({"m": FakePool(["a"])}, telemetry).poll()
         assert state.waiting == {"m": 7}
         assert [request.request_id for request in state.requests] == ["theirs", "ours"]
         assert state.scaling == [change]
@@ -121,7 +121,7 @@ def test_nobody_is_sent_histograms_or_events_of_requests():
     async def scenario() -> None:
         telemetry = Telemetry("i")
         telemetry.timelines.begin(timeline("r", events=[TimelineEvent.now("queued")]))
-        state = await ClusterWatcher({"m": FakePool(["a"])}, telemetry).look()
+        state = await ClusterWatcher({"m": FakePool(["a"])}, telemetry).poll()
         (replica,) = state.models[0].decode
         assert (replica.stats.histograms, replica.ended, state.requests[0].events) == ({}, [], [])
 

@@ -1,4 +1,4 @@
-"""One look for all viewers, and none without a viewer."""
+"""One poll for all viewers, and none without a viewer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 class FakeWatcher:
-    """Counts its looks. fails: looks, counted from 1, that raise."""
+    """Counts its polls. fails: polls, counted from 1, that raise."""
 
     def __init__(self, fails: tuple[int, ...] = ()):
-        self.looks, self._fails = 0, fails
+        self.polls, self._fails = 0, fails
 
-    async def look(self) -> ClusterState:
-        self.looks += 1
-        if self.looks in self._fails:
+    async def poll(self) -> ClusterState:
+        self.polls += 1
+        if self.polls in self._fails:
             raise RuntimeError("a bug")
-        return ClusterState(at=self.looks, models=[], waiting={}, requests=[], events=[], scaling=[])
+        return ClusterState(at=self.polls, models=[], waiting={}, requests=[], events=[], scaling=[])
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def number_of(event: bytes) -> float:
 
 
 async def watch(shared: ClusterFeed, count: int) -> list[float]:
-    """The numbers of the first looks that a viewer sees."""
+    """The numbers of the first polls that a viewer sees."""
     seen = []
     async with aclosing(shared.events()) as events:
         async for event in events:
@@ -54,31 +54,31 @@ async def watch(shared: ClusterFeed, count: int) -> list[float]:
     return seen
 
 
-def test_ten_viewers_share_each_look():
+def test_ten_viewers_share_each_poll():
     async def scenario() -> None:
         watcher = FakeWatcher()
         shared = ClusterFeed(watcher)  # type: ignore[arg-type]
         assert await asyncio.gather(*(watch(shared, 3) for _ in range(10))) == [[1, 2, 3]] * 10
-        assert watcher.looks == 3
+        assert watcher.polls == 3
 
     run(scenario())
 
 
-def test_nobody_looks_before_the_first_viewer_and_some_time_after_the_last():
+def test_the_cluster_is_not_polled_before_the_first_viewer_nor_long_after_the_last():
     async def scenario() -> None:
         watcher = FakeWatcher()
         shared = ClusterFeed(watcher)  # type: ignore[arg-type]
         await asyncio.sleep(0)
-        assert watcher.looks == 0
+        assert watcher.polls == 0
         assert await watch(shared, 1) == [1]
-        await until(lambda: shared._looking is None)
-        looks = watcher.looks
-        assert await watch(shared, 1) == [looks + 1], "the next viewer gets no old state"
+        await until(lambda: shared._polling is None)
+        polls = watcher.polls
+        assert await watch(shared, 1) == [polls + 1], "the next viewer gets no old state"
 
     run(scenario())
 
 
-def test_a_look_that_fails_costs_a_viewer_nothing_but_time():
+def test_a_poll_that_fails_costs_a_viewer_nothing_but_time():
     async def scenario() -> None:
         assert await watch(ClusterFeed(FakeWatcher(fails=(1, 3))), 2) == [2, 4]  # type: ignore[arg-type]
 
@@ -94,7 +94,7 @@ def test_a_stream_ends_by_itself_so_that_a_server_can_stop(monkeypatch):
     run(scenario())
 
 
-def test_a_viewer_that_comes_just_before_the_looks_end_is_shown_the_next_one(monkeypatch):
+def test_a_viewer_that_comes_just_before_polling_ends_is_shown_the_next_one(monkeypatch):
     async def scenario() -> None:
         monkeypatch.setattr(feed, "LINGER_S", 0.0)
         watcher = FakeWatcher()

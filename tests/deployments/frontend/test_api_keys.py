@@ -77,7 +77,7 @@ def test_keys_of_the_configuration_are_valid_beside_those_of_the_file_and_withou
     assert ApiKeys(file, [line]).name_of("sk-a") == "alice"
     with pytest.raises(InvalidApiKey):
         ApiKeys(None, [line]).name_of("sk-a")
-    with pytest.raises(ConfigError, match=r"ingress\.api_keys must be lines of .* got 'line 1'"):
+    with pytest.raises(ConfigError, match=r"ingress\.api_keys must be lines of .* got something else in line 1"):
         ApiKeys(None, ["sk-c"])
 
 

@@ -15,9 +15,9 @@ import torch
 from deployments.frontend import sdc_check
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
-from deployments.frontend.generation import Generation
+from deployments.frontend.generation import LiveGeneration
 from deployments.frontend.sdc_check import SdcCheck
-from deployments.frontend.sequence import Frontend
+from deployments.frontend.sequence import SequenceContext
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.telemetry import Telemetry
 from deployments.replicas.encoded_request import EncodedRequest
@@ -61,7 +61,7 @@ class Replicas:
 
 
 class Serving:
-    def __init__(self, pool: Replicas, frontend: Frontend):
+    def __init__(self, pool: Replicas, frontend: SequenceContext):
         self.pool, self.frontend = pool, frontend
         self._number = 0
 
@@ -73,7 +73,7 @@ class Serving:
             params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params),
             reply_to=self.frontend.channel.address,
         )
-        async for chunk in Generation(self.frontend, [[request]], "client").chunks():
+        async for chunk in LiveGeneration(self.frontend, [[request]], "client").chunks():
             assert (chunk.logprobs is None) == ("logprobs" not in params)
 
     @property
@@ -103,7 +103,7 @@ async def serving(folder: Path, names: tuple[str, ...] = ("one", "two")) -> Asyn
     limits = AdmissionLimits(max_num_seqs=4, num_engines=2, num_ingresses=1, max_waiting=8, max_waiting_tokens=1000)
     admission = Admission(pool, limits, stats, Availability("tiny"))
     check = SdcCheck(EVERY, pool, channel, admission, stats)
-    frontend = Frontend(
+    frontend = SequenceContext(
         model="tiny",
         tokenizer=tokenizer(),
         channel=channel,

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import replace
 from importlib import import_module
@@ -10,11 +12,12 @@ from typing import Any
 import pytest
 from httpx import ASGITransport, AsyncClient
 
-from cluster import haproxy
+from cluster import ray_environment
 from deployments.app import http_app
 from deployments.console.config import ConsoleConfig
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig, around_serve
+from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
 from deployments.observability.telemetry import Telemetry
 from engine.errors import ConfigError
 from tests.deployments.fake_api import fake_api, until
@@ -254,6 +257,51 @@ def test_header_that_is_no_text_is_refused_before_serve_would_decode_it(header):
     run(scenario())
 
 
+def test_request_that_was_sent_to_another_server_is_to_be_sent_again(monkeypatch):
+    """The HAProxy of one that was killed may still have connections, and this one its ports."""
+    monkeypatch.setenv(SERVER_VARIABLE, "ours")
+
+    async def scenario() -> None:
+        async with fake_api() as api:
+            (around,) = around_serve()
+            app = around.cls(http_app({"fake": api.model}, api.telemetry), *around.args, **around.kwargs)
+            async with AsyncClient(transport=ASGITransport(app), base_url="http://fake") as client:
+                response = await client.get("/version", headers={SERVER_HEADER: "another"})
+                Bad("/version", b"", status=503).check(response)
+                assert response.headers["retry-after"] == "1"
+                for headers in ({SERVER_HEADER: "ours"}, {}):
+                    assert (await client.get("/version", headers=headers)).status_code == 200
+
+    run(scenario())
+
+
 def test_the_middleware_around_serve_is_found_under_the_name_that_serve_is_given():
-    module, _, name = haproxy.FRONT["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"].partition(":")
+    module, _, name = ray_environment.FRONT["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"].partition(":")
     assert getattr(import_module(module), name) is around_serve
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/files", "/v1/embeddings"])
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "gzip, identity"])
+def test_a_compressed_body_is_a_415_that_says_which_would_be_read(path, encoding):
+    body = gzip.compress(json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode())
+
+    async def scenario() -> None:
+        async with fake_api() as api:
+            response = await api.client.post(path, content=body, headers={**JSON, "Content-Encoding": encoding})
+            assert (response.status_code, response.headers["accept-encoding"]) == (415, "identity")
+            message = f"Content-Encoding must be identity, got {encoding!r}"
+            assert response.json()["error"]["message"] == message
+            response = await api.post("completions", prompt="a", max_tokens=1)
+            assert response.status_code == 200
+
+    run(scenario())
+
+
+def test_a_body_that_says_it_is_not_compressed_is_read():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            headers = {**JSON, "Content-Encoding": "Identity"}
+            response = await api.client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+            assert response.status_code == 200, response.text
+
+    run(scenario())

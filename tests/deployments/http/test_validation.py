@@ -16,8 +16,9 @@ from openai.types.chat import completion_create_params as chat_params
 
 from deployments.http.body import parse
 from deployments.http.middleware import AuthConfig
+from deployments.openai.chat_body import ChatBody
+from deployments.openai.completion_body import CompletionBody
 from deployments.openai.foreign_fields import FOREIGN_FIELDS as FOREIGN
-from deployments.openai.request_bodies import ChatBody, CompletionBody
 from engine.errors import InvalidParameter
 from tests.deployments.fake_api import fake_api, says, tokenizer
 from tests.deployments.openai.bad_requests import Bad

@@ -55,17 +55,17 @@ class ImageServer:
 
 
 @asynccontextmanager
-async def image_server() -> AsyncGenerator[ImageServer]:
+async def image_server(address: str = "127.0.0.1") -> AsyncGenerator[ImageServer]:
     server = ImageServer()
     app = web.Application()
     app.router.add_get("/{path:.*}", server.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.01)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, address, 0)
         await site.start()
-        host, port = runner.addresses[0]
-        server.url = f"http://{host}:{port}"
+        host, port = runner.addresses[0][:2]
+        server.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         yield server
     finally:
         await runner.cleanup()

@@ -11,11 +11,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
-from deployments.openai.call_grammar import SYNTAX, Lark, syntax_of
-from deployments.openai.chat_format import ChatFormat, VisibleMarkers
+from deployments.openai.call_grammar import Lark
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import NamedToolChoice, Tool
-from deployments.openai.request_bodies import ChatBody
-from deployments.openai.tool_grammar import ToolGrammar, forced_natively
+from deployments.openai.formats.chat_format import ChatFormat, VisibleMarkers
+from deployments.openai.formats.families import CALL_FORMATS
+from deployments.openai.formats.tool_grammar import ToolGrammar
 from engine.errors import InvalidParameter
 from engine.text.grammar import source
 from engine.text.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ from tests.models import make_tokenizer
 
 SCHEMAS = {**TOOLS, "get_weather": {**TOOLS["get_weather"], "required": ["city"]}}
 CONTENT = StructuredOutputsParams(choice=["yes", "no"])
-NATIVE = [family for family in FAMILIES if family.parser in SYNTAX or family.parser == "openai"]
+NATIVE = [family for family in FAMILIES if CALL_FORMATS[family.parser].syntax or family.parser == "openai"]
 by_family = pytest.mark.parametrize("family", NATIVE, ids=lambda family: family.parser)
 kinds = pytest.mark.parametrize("kind", ["special", "text"])
 V11 = "[ARGS]"  # in examples of Mistral's newer format, for which this has to be a token
@@ -99,7 +100,7 @@ def test_published_calls_are_what_a_forced_or_strict_output_is_made_of(family: F
     if parser != "openai":
         assert matches(auto, parser, kind, "just text")
         assert matches(auto, parser, kind, f"text{calls}")
-    if forced_natively(parser, tokenizers(parser, kind)[0].ids.get):
+    if CALL_FORMATS[parser].forced_natively(tokenizers(parser, kind)[0].ids.get):
         forced = grammar(parser, kind, strict=False, choice="required")
         assert matches(forced, parser, kind, calls)
         for bad in (wrong, "", "just text", f"text{calls}", calls.replace("get_weather", "other")):
@@ -124,11 +125,11 @@ def test_answer_of_a_given_form_or_calls(family: Family, kind: str):
 @by_family
 def test_named_function_is_the_only_one_and_is_called_once(family: Family, kind: str):
     parser, ids = family.parser, tokenizers(family.parser, kind)[0].ids
-    if parser == "openai" or not forced_natively(parser, ids.get):
+    if parser == "openai" or not CALL_FORMATS[parser].forced_natively(ids.get):
         pytest.skip("the grammar knows no other")
     choice = NamedToolChoice.model_validate({"type": "function", "function": {"name": "now"}})
     params = grammar(parser, kind, choice=choice, strict=False)
-    syntax = syntax_of(parser, ids.get)
+    syntax = CALL_FORMATS[parser].syntax_for(ids.get)
     assert syntax is not None
     call = syntax.call.format(name="now", arguments="{}", parameters="", number=0)
     assert matches(params, parser, kind, f"{syntax.begin}{call}{syntax.end}")
@@ -150,7 +151,8 @@ def test_named_function_is_the_only_one_and_is_called_once(family: Family, kind:
 def test_values_between_tags_follow_their_schema(parser, schema, good, bad):
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"n": {"type": "integer"}}}
     params = grammar(parser, "text", functions=[{"name": "f", "parameters": parameters}], choice="required")
-    syntax = SYNTAX[parser]
+    syntax = CALL_FORMATS[parser].syntax
+    assert syntax is not None
     before = syntax.parameter.format(key="a", is_text=str("string" in str(schema) or "enum" in schema).lower())
     for value in good + bad:
         arguments = f"{before}{value}{syntax.value_end}"

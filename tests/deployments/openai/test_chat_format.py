@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.openai.chat_format import ChatFormat, VisibleMarkers
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import Message
-from deployments.openai.request_bodies import ChatBody
+from deployments.openai.formats.chat_format import ChatFormat, VisibleMarkers
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, MARKERS, QWEN, chat_tokenizer
 from tests.models import CHAT_TEMPLATE
 

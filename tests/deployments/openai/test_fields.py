@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from deployments.http.body import parse
-from deployments.openai.request_bodies import ChatBody, CompletionBody
+from deployments.openai.chat_body import ChatBody
+from deployments.openai.completion_body import CompletionBody
+from engine.text.tokenizer import Tokenizer
 from tests.deployments.fake_api import MAX_MODEL_LEN, FakeApi, fake_api, says, tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -119,6 +121,36 @@ def test_prompt_that_is_too_long_is_cut_if_the_request_says_so(route):
             assert len(api.engine.added[-1].prompt) == MAX_MODEL_LEN - 9
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("route", BOTH)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_of_any_length_can_be_cut_and_costs_no_more_than_what_is_kept(route, side, monkeypatch):
+    words = " ".join(f"word{i}" for i in range(40_000))
+    body = {"messages": [{"role": "user", "content": words}]} if "chat" in route else {"prompt": words}
+    encode, sizes = Tokenizer._encode, list[int]()
+
+    def counted(self: Tokenizer, text: str, add_special_tokens: bool) -> Any:
+        sizes.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    async def scenario() -> None:
+        async with fake_api(says("ok")) as api:
+            for kept in (-1, 100):
+                cut = {"truncate_prompt_tokens": kept, "truncation_side": side, "max_tokens": 9}
+                answer = await api.post(route, **body, **cut)
+                assert answer.status_code == 200, answer.text
+                prompt, num_kept = api.engine.added[-1].prompt, MAX_MODEL_LEN - 9 if kept == -1 else kept
+                assert answer.json()["usage"]["prompt_tokens"] == len(prompt) == num_kept
+                text = tokenizer().decode(prompt, skip_special_tokens=False)
+                if "chat" not in route:
+                    whole = tokenizer().encode(words)
+                    assert prompt == (whole[-num_kept:] if side == "left" else whole[:num_kept])
+                assert ("word39999" if side == "left" else "word0 word1 ") in text
+
+    monkeypatch.setattr(Tokenizer, "_encode", counted)
+    asyncio.run(scenario())
+    assert sum(size > 100_000 for size in sizes) == (0 if "chat" in route else 2)
 
 
 def test_echo_of_a_cut_prompt_is_what_is_left_of_it():

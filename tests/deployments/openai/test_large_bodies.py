@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from deployments.http import validation
 from deployments.http.body import MAX_FIELDS, Number, RequestBody, Whole, parse
 from deployments.http.validation import check_json_size
-from deployments.openai.request_bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    SamplingBody,
-    TokenizeBody,
-)
+from deployments.openai.chat_body import ChatBody
+from deployments.openai.completion_body import CompletionBody, DetokenizeBody
 from deployments.openai.responses.request_body import ResponsesBody
+from deployments.openai.sampling_body import GenerationBody, SamplingBody
+from deployments.openai.template_body import TokenizeBody
 from deployments.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
 from engine.errors import RequestError
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, says, tokenizer
 from tests.deployments.loop_time import longest_turn, slowness
 from tests.deployments.openai.bad_requests import Bad
+from tests.examples import examples
 
 TEXT = "The quick brown fox. " * 20_000
 
@@ -292,6 +296,78 @@ def test_texts_may_have_any_number_of_the_signs_that_values_are_counted_by():
         asyncio.run(check_json_size(json.dumps({"prompt": text, "user": "a"}).encode()))
     with pytest.raises(RequestError, match="lists"):
         asyncio.run(check_json_size(json.dumps({"prompt": texts, "more": [[]] * 20_000}).encode()))
+
+
+TEXTS = st.text('"\\{}[]:, a', max_size=12)
+DOCUMENTS = st.recursive(
+    TEXTS | st.none(), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4)
+)
+
+
+@settings(max_examples=examples(300))
+@given(DOCUMENTS, st.integers(1, 5))
+def test_values_are_counted_outside_strings_wherever_a_piece_ends(document, piece):
+    def count(value: Any) -> list[int]:
+        """Objects, lists, members and commas."""
+        if not isinstance(value, list | dict):
+            return [0, 0, 0, 0]
+        members = list(value.values()) if isinstance(value, dict) else value
+        own = [isinstance(value, dict), isinstance(value, list), len(value) * isinstance(value, dict)]
+        return [sum(each) for each in zip([*own, max(0, len(value) - 1)], *map(count, members), strict=True)]
+
+    for byte, number in zip(validation.MAX_VALUES, count(document), strict=True):
+        for limit in {number, number - 1}:
+            with (
+                mock.patch.object(validation, "PIECE_BYTES", piece),
+                mock.patch.dict(validation.MAX_VALUES, {byte: (limit, "values")}, clear=True),
+                pytest.raises(RequestError) if number > limit else nullcontext(),
+            ):
+                asyncio.run(check_json_size(json.dumps(document).encode()))
+
+
+@pytest.mark.parametrize("text", ['"', '\\"', "\\", '"a\\\\":', '",{["'])
+def test_no_text_makes_counting_values_a_loop_over_its_signs(text):
+    body = b'["' + text.encode() * (2**20 // len(text))
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "c_call"
+
+    sys.setprofile(count)
+    try:
+        with suppress(RequestError):
+            validation._check_outside_strings(body)
+    finally:
+        sys.setprofile(None)
+    assert 0 < calls <= 16 * len(body) / validation.PIECE_BYTES + 16
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [HELLO], "max_tokens": 1}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/v1/completions", {"prompt": "{" * 10_000, "truncate_prompt_tokens": 5, "max_tokens": 1}),
+    ],
+)
+def test_tokenizing_waits_for_no_other_work_of_the_ingress(path, body):
+    """Threads that wait for files, say, or for Ray: here for good."""
+
+    async def scenario() -> None:
+        held, loop = threading.Event(), asyncio.get_running_loop()
+        with ThreadPoolExecutor(1) as others:
+            loop.set_default_executor(others)
+            others.submit(held.wait)
+            try:
+                async with fake_api(says("ok")) as api, asyncio.timeout(20):
+                    response = await api.client.post(path, json=body)
+                    assert response.status_code == 200, response.text
+            finally:
+                held.set()
+
+    asyncio.run(scenario())
 
 
 def test_words_are_not_tokenized_on_the_event_loop(monkeypatch):

@@ -9,10 +9,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from deployments.openai.chat_format import ChatFormat, VisibleMarkers
-from deployments.openai.parsers.choice_parser import ChoiceParser
+from deployments.openai.chat_body import ChatBody
+from deployments.openai.formats.chat_format import ChatFormat, VisibleMarkers
+from deployments.openai.formats.choice_parser import ChoiceParser
 from deployments.openai.parsers.output_parser import CallArguments, CallStart
-from deployments.openai.request_bodies import ChatBody
 from engine import LLM, SamplingParams
 from engine.model.checkpoint.folder import resolve
 from engine.text.text_stream import TextChunk

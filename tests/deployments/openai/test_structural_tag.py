@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from deployments.openai.request_bodies import CompletionBody
+from deployments.openai.completion_body import CompletionBody
+from deployments.openai.foreign_fields import FOREIGN_FIELDS
 from deployments.openai.structural_tag import structural_tag_grammar
 from engine.errors import InvalidParameter, RequestError
 from engine.text.grammar import source
@@ -94,3 +95,17 @@ def test_only_one_form_is_taken():
     body = {"prompt": "a", "structured_outputs": {"structural_tag": OLD, "grammar": 'start: "a"'}}
     with pytest.raises(RequestError, match="exactly one form"):
         CompletionBody.model_validate(body).sampling_params({})
+
+
+@pytest.mark.parametrize(
+    ("between", "allowed"),
+    [
+        *((blanks, True) for blanks in ("", " ", "\n", "\n" + " " * 20, "\n\t\t")),
+        *((blanks, False) for blanks in ("  ", "\n" + " " * 21, "\t", " \n", "\n\n", "\r\n")),
+    ],
+)
+def test_as_many_blanks_may_stand_between_two_tokens_of_json_as_the_documentation_says(between, allowed):
+    schema = {"type": "object", "properties": {"n": {"const": 1}}, "required": ["n"], "additionalProperties": False}
+    assert matches({"structured_outputs": {"json": schema}}, f'{{{between}"n":{between}1}}') == allowed
+    reason = "between tokens of JSON stands at most a space, or a line break and 20 blanks"
+    assert FOREIGN_FIELDS.ignored["guided_whitespace_pattern"] == reason

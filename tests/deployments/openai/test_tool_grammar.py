@@ -9,11 +9,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from deployments.openai.call_grammar import Lark
-from deployments.openai.chat_format import VisibleMarkers
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import NamedToolChoice, Tool
+from deployments.openai.formats.chat_format import VisibleMarkers
+from deployments.openai.formats.tool_grammar import ToolGrammar
 from deployments.openai.parsers.reasoning.think import ReasoningTags
-from deployments.openai.request_bodies import ChatBody
-from deployments.openai.tool_grammar import ToolGrammar
 from engine.errors import InvalidParameter
 from engine.text.grammar import source
 from engine.wire.structured_outputs import StructuredOutputsParams

@@ -253,3 +253,33 @@ def test_a_client_that_leaves_ends_what_runs_for_it():
             assert api.engine.num_live == api.model.admission.num_running == 0
 
     run(scenario())
+
+
+class Counted:
+    """A `tokenizers` tokenizer that counts the characters it is given."""
+
+    def __init__(self, backend: Any):
+        self.chars, self._backend = 0, backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def encode_batch_fast(self, texts: list[Any], **options: Any) -> Any:
+        self.chars += sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts)
+        return self._backend.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("cut", [{}, {"truncate_prompt_tokens": -1}])
+def test_the_query_of_a_ranking_is_tokenized_once_however_many_documents_there_are(cut, monkeypatch):
+    counted = Counted(tokenizer()._backend)
+    monkeypatch.setattr(tokenizer(), "_backend", counted)
+    query, documents = "fox " * (2_000 if cut else 100), [f"dog {i}" for i in range(200)]
+
+    async def scenario() -> None:
+        async with fake_api(supported_tasks=SupportedTasks(names=("score",))) as api:
+            answer = await api.post("rerank", query=query, documents=documents, **cut)
+            assert answer.status_code == 200, answer.text
+            assert len(answer.json()["results"]) == 200 == len(api.engine.added)
+
+    run(scenario())
+    assert counted.chars < 2 * (len(query) + sum(map(len, documents)))

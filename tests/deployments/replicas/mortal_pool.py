@@ -15,8 +15,8 @@ import zmq.asyncio
 
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
-from deployments.frontend.generation import Generation
-from deployments.frontend.sequence import Frontend, Usage
+from deployments.frontend.generation import LiveGeneration
+from deployments.frontend.sequence import SequenceContext, Usage
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import IngressStats, ModelStats
 from deployments.observability.timeline import RequestTimelines
@@ -177,9 +177,9 @@ class Ingress:
 
     def generation(
         self, requests: Sequence[GenerateRequest], pool: EnginePool, *, n: int = 1, max_replays: int = 3
-    ) -> Generation:
+    ) -> LiveGeneration:
         """n: sequences per prompt."""
-        frontend = Frontend(
+        frontend = SequenceContext(
             model="mortal",
             tokenizer=tokenizer(),
             channel=self.channel,
@@ -190,7 +190,7 @@ class Ingress:
             max_replays=max_replays,
         )
         sent = [msgspec.structs.replace(request, reply_to=self.channel.address) for request in requests]
-        return Generation(frontend, [sent[i : i + n] for i in range(0, len(sent), n)], "test")
+        return LiveGeneration(frontend, [sent[i : i + n] for i in range(0, len(sent), n)], "test")
 
 
 @asynccontextmanager
@@ -212,7 +212,7 @@ class Outcome:
     usage: Usage
 
 
-async def listen(generation: Generation, requests: Sequence[GenerateRequest], so_far: dict[str, Heard]) -> Outcome:
+async def listen(generation: LiveGeneration, requests: Sequence[GenerateRequest], so_far: dict[str, Heard]) -> Outcome:
     """All that comes; `so_far` shows it while it does, by request id."""
     heard = [Heard() for _ in requests]
     so_far.update({request.request_id: one for request, one in zip(requests, heard, strict=True)})

@@ -22,28 +22,13 @@ class ReasoningTags:
         return [*self.opens, *self.closes]
 
 
-_THINK = ReasoningTags()
-TAGS: dict[str, ReasoningTags] = {
-    **dict.fromkeys(["think", "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4"], _THINK),
-    **dict.fromkeys(["glm45", "glm47", "kimi_k2", "minimax_m2"], _THINK),
-    "mistral": ReasoningTags(("[THINK]",), ("[/THINK]",)),
-    "seed_oss": ReasoningTags(("<seed:think>",), ("</seed:think>",)),
-    "gemma4": ReasoningTags(("<|channel>thought",), ("<channel|>",)),
-    "granite": ReasoningTags(
-        ("Here is my thought process:", "Here's my thought process:"),
-        ("Here is my response:", "Here's my response:"),
-    ),
-}
-"""Tags by the names of the parsers."""
-
-
 class ThinkParser(OutputParser):
     """Text up to a closing tag is reasoning if it begins with an opening tag, or if the prompt ended with one.
 
     Line breaks around both tags are dropped: templates write them, and would add them once more.
     """
 
-    def __init__(self, tags: ReasoningTags = _THINK, *, opened: bool, calls: tuple[str, ...] = ()):
+    def __init__(self, tags: ReasoningTags, *, opened: bool, calls: tuple[str, ...] = ()):
         """opened: the prompt ends inside the reasoning. calls: markers of tool calls, which end it too."""
         super().__init__()
         self._tags = tags

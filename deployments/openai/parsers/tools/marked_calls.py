@@ -33,14 +33,8 @@ class CallMarkup:
     """Characters that may stand before a call, beside white space."""
     reader: Callable[[str, ToolSchemas, bool], CallReader]
     """Makes the reader of a call, from what its text begins with, the tools, and whether it is streamed."""
-    example: str
-    """Regular expression of a call of `example_function` as chat templates write it."""
     inner: tuple[str, ...] = ()
     """Markers inside of a call that may be special tokens."""
-    ends_reasoning: bool = False
-    """The markers are tokens of their own, so that they also end reasoning that has no end."""
-    id_length: int | None = None
-    """Length of the ids of calls, if the chat template asks for one."""
 
     @property
     def markers(self) -> list[str]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from deployments.openai.batches.config import BatchConfig
 from engine.errors import EngineUnavailable
-from engine.wire.messages import ErrorInfo
-from tests.deployments.fake_api import FakeApi, fake_api, until
+from engine.wire.messages import ErrorInfo, GenerateRequest
+from tests.deployments.fake_api import FakeApi, fake_api, tokenizer, until
 from tests.deployments.openai.batches.batches import answers, client_of, ended, jsonl, line, start
 
 
@@ -158,6 +159,38 @@ def test_what_is_not_answered_in_the_window_has_expired(batches, monkeypatch):
     run(scenario())
 
 
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+def test_a_line_that_is_computed_again_after_its_server_was_killed_has_the_same_answer(tmp_path, endpoint):
+    def drawn(request: GenerateRequest) -> list[int]:
+        assert request.params.seed is not None
+        return tokenizer().encode("".join(chr(97 + (request.params.seed >> i) % 26) for i in range(20)))
+
+    async def scenario() -> None:
+        prompt = {"messages": [{"role": "user", "content": "a"}]} if "chat" in endpoint else {"prompt": "a"}
+        lines = [
+            {"custom_id": str(i), "method": "POST", "url": endpoint, "body": {**prompt, "max_tokens": 9, "n": 2}}
+            for i in range(3)
+        ]
+        killed, other = tmp_path / "killed", tmp_path / "other"
+        found = []
+        async with fake_api(drawn, batches=BatchConfig(folder=str(other))) as api:
+            api.engine.paused.set()
+            batch_id = (await start(client_of(api), jsonl(*lines), endpoint)).id
+            await until(lambda: len(api.engine.added) == 6)
+            shutil.copytree(other, killed)  # as it is found after a SIGKILL
+            api.engine.paused.clear()
+            batch = await ended(client_of(api), batch_id)
+            found.append(await answers(client_of(api), batch.output_file_id))
+        await asyncio.sleep(1.1)  # the times of answers are in seconds
+        async with fake_api(drawn, batches=BatchConfig(folder=str(killed))) as api:
+            batch = await ended(client_of(api), batch_id)
+            found.append(await answers(client_of(api), batch.output_file_id))
+            assert len(api.engine.added) == 6
+        assert found[0] == found[1] and len(found[0]) == 3
+
+    run(scenario())
+
+
 def test_a_batch_waits_for_engines_that_are_busy_or_gone(batches):
     async def scenario() -> None:
         async with fake_api(batches=batches, max_replays=0) as api:
@@ -199,6 +232,46 @@ def test_while_requests_wait_a_batch_runs_one_line_at_a_time(batches):
             assert (await ended(client, batch.id)).request_counts.completed == 40
             order = [request.priority for request in api.engine.added]
             assert len(order) == 60
+
+    run(scenario())
+
+
+def test_many_large_batches_of_one_key_do_not_hold_the_single_line_of_another(tmp_path, batches):
+    async def scenario() -> None:
+        keys = tuple(f"{name}:{hash_key(name)}" for name in "ab")
+        limits = {"max_num_seqs": 4, "max_waiting": 1000}
+        async with fake_api(batches=batches, auth=AuthConfig(api_keys=keys), **limits) as api:
+            one, other = client_of(api, "a"), client_of(api, "b")
+            large = [
+                await start(one, jsonl(*(line(f"line {i}", max_tokens=100) for i in range(2_000)))) for _ in range(6)
+            ]
+            await until(lambda: api.model.admission.num_waiting)
+            small = await ended(other, (await start(other, jsonl(line("a")))).id)
+            assert small.request_counts.completed == 1
+            statuses = [(await one.batches.retrieve(batch.id)).status for batch in large]
+            assert statuses == ["in_progress"] * 4 + ["validating"] * 2
+            for batch in large:
+                await one.batches.cancel(batch.id)
+
+    run(scenario())
+
+
+def test_many_background_responses_of_one_key_do_not_hold_that_of_another():
+    async def scenario() -> None:
+        keys = tuple(f"{name}:{hash_key(name)}" for name in "ab")
+        async with fake_api(auth=AuthConfig(api_keys=keys), max_num_seqs=4) as api:
+            api.engine.paused.set()
+            body = {"input": "hello", "background": True, "max_output_tokens": 20}
+            one, other = ({"Authorization": f"Bearer {key}"} for key in "ab")
+            for _ in range(50):
+                await api.client.post("/v1/responses", json=body, headers=one)
+            await until(lambda: api.model.admission.num_waiting > 40)
+            made = (await api.client.post("/v1/responses", json=body, headers=other)).json()["id"]
+            num_running = len(api.engine.added)
+            api.engine.paused.clear()
+            await until(lambda: len(api.engine.added) == 51)
+            (turn,) = [i for i, request in enumerate(api.engine.added) if made in request.request_id]
+            assert turn <= num_running + 1
 
     run(scenario())
 

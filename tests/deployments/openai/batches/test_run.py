@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import asyncio
 import shutil
-from concurrent.futures import Future
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +11,16 @@ import pytest
 
 from deployments.http.in_process import InProcessResponse
 from deployments.openai.batches.files import MAX_AGE_S
-from deployments.openai.batches.input_file import BatchRequest
+from deployments.openai.batches.input_file import BatchRequest, InputFile
 from deployments.openai.batches.objects import Batch, BatchBody
 from deployments.openai.batches.output_file import OutputLine
 from deployments.openai.batches.records import Record
-from deployments.openai.batches.run import BatchRun, Stopped
+from deployments.openai.batches.run import BatchRun
 from deployments.openai.batches.store import INPUT, BatchStore
+from tests.deployments.fake_api import until
 from tests.deployments.openai.batches.batches import jsonl, line
 
+MAX_BODY_BYTES = 2**20
 FULL, ROOMY = SimpleNamespace(free=0), SimpleNamespace(free=2**40)
 
 
@@ -29,26 +31,26 @@ class World:
         self.store = BatchStore(folder)
         file = self.store.files.upload(BytesIO(jsonl(*map(line, "abc"))), None, "in.jsonl", MAX_AGE_S)
         body = BatchBody(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-        self.batch_id = self.store.create(body, None, ()).id
+        self.batch_id = self.store.create(body, None, None).id
         self.answers = {"a": 200, "b": 200, "c": 200}
-        self.stopping = False
         self.sent: list[str] = []
-        self.in_flight: list[Future[InProcessResponse]] = []
+        self.in_flight: list[asyncio.Future[InProcessResponse]] = []
 
-    def send(self, _: Record[Batch], request: BatchRequest) -> Future[InProcessResponse]:
-        future: Future[InProcessResponse] = Future()
+    def send(self, _: Record[Batch], request: BatchRequest) -> asyncio.Future[InProcessResponse]:
+        future: asyncio.Future[InProcessResponse] = asyncio.Future()
         self.sent.append(request.custom_id)
         self.in_flight.append(future)
         if request.custom_id in self.answers:
             future.set_result(InProcessResponse(self.answers[request.custom_id], body=b"{}"))
-        else:
-            self.stopping = True
         return future
 
-    def work(self) -> None:
+    async def begin(self) -> None:
         with self.store.claim(self.batch_id) as record:
             assert record is not None
-            BatchRun(self.store, record, (), self.send, lambda _: 1, lambda: self.stopping).run()
+            await BatchRun(self.store, record, (), MAX_BODY_BYTES, self.send, lambda _: 1).run()
+
+    def work(self) -> None:
+        asyncio.run(asyncio.wait_for(self.begin(), 30))
 
     @property
     def batch(self) -> Batch:
@@ -61,11 +63,16 @@ def world(tmp_path: Path) -> World:
 
 
 def test_a_server_that_stops_gives_up_what_is_in_flight_and_the_next_one_sends_only_that(world):
+    async def stop() -> None:
+        working = asyncio.create_task(world.begin())
+        await until(lambda: world.sent == ["a", "b"])
+        working.cancel()
+        await asyncio.wait([working])
+        assert world.in_flight[-1].cancelled()
+
     del world.answers["b"]
-    with pytest.raises(Stopped):
-        world.work()
-    assert world.in_flight[-1].cancelled()
-    world.stopping, world.answers["b"] = False, 200
+    asyncio.run(stop())
+    world.answers["b"] = 200
     world.work()
     assert world.sent == ["a", "b", "b", "c"]
     assert world.batch.request_counts.completed == 3
@@ -111,3 +118,55 @@ def test_what_was_left_while_a_batch_was_created_is_removed_after_a_day(world):
     folder.mkdir()
     world.store.remove_expired()
     assert not folder.exists() and world.store.unfinished() == [world.batch_id]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of errors sees it."""
+
+
+@pytest.mark.parametrize("killer", ["b", "a line that is decoded"])
+def test_a_batch_that_ended_its_server_twice_has_failed_and_is_not_tried_a_third_time(world, monkeypatch, killer):
+    def kill(*_: object) -> None:
+        raise Killed
+
+    real_send = world.send
+
+    def send(record: Record[Batch], request: BatchRequest) -> asyncio.Future[InProcessResponse]:
+        answer = real_send(record, request)
+        if request.custom_id == killer:
+            kill()
+        return answer
+
+    world.send = send
+    if killer != "b":
+        monkeypatch.setattr(InputFile, "check", kill)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            world.work()
+    num_sent = len(world.sent)
+    world.work()
+    batch = world.batch
+    assert (batch.status, len(world.sent)) == ("failed", num_sent) and batch.errors is not None
+    assert "ended twice while it worked on line" in batch.errors.data[0].message
+    if killer == "b":  # what was answered stays
+        assert batch.request_counts.completed == 1 and batch.request_counts.failed == 2
+        assert batch.errors.data[0].line == 2 and batch.output_file_id is not None
+
+
+def test_a_batch_goes_on_however_often_its_server_ends_as_long_as_it_gets_further(world):
+    real_send = world.send
+
+    killers = {"a", "b", "c"}
+
+    def send(record: Record[Batch], request: BatchRequest) -> asyncio.Future[InProcessResponse]:
+        if request.custom_id in killers:
+            killers.remove(request.custom_id)
+            raise Killed
+        return real_send(record, request)
+
+    world.send = send
+    for _ in range(3):
+        with pytest.raises(Killed):
+            world.work()
+    world.work()
+    assert world.batch.status == "completed" and world.sent == ["a", "b", "c"]

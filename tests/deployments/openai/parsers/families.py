@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.openai.parsers.choice_parser import OutputFormat
+from deployments.openai.formats.choice_parser import OutputFormat
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, OutputEvent, Reasoning
 
 TOOLS: dict[str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
+from deployments.openai.formats.choice_parser import ChoiceParser, OutputFormat
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, OutputEvent
 from engine.text.text_stream import TextChunk
 

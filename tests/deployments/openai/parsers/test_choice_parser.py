@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
+from deployments.openai.formats.choice_parser import ChoiceParser, OutputFormat
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, Reasoning
 from engine.text.text_stream import TextChunk
 from tests.deployments.openai.parsers.reading import call, cut, joined, read, whole

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from random import Random
 from typing import get_args
 
@@ -10,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.openai.parsers import ReasoningParserName, ToolCallParserName, harmony
-from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
+from deployments.openai.formats.choice_parser import ChoiceParser, OutputFormat
+from deployments.openai.formats.families import CALL_FORMATS, REASONING_FORMATS, ReasoningParserName, ToolCallParserName
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, OutputEvent, Reasoning
-from deployments.openai.parsers.reasoning.think import TAGS
-from deployments.openai.parsers.tools.families import FAMILIES as MARKUP
 from engine.text.text_stream import TextChunk
 from tests.deployments.openai.parsers.families import FAMILIES, HARD, HARD_JSON, TOOLS, Family, weather
 from tests.deployments.openai.parsers.reading import call, cut, read, whole
@@ -24,10 +24,16 @@ by_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: famil
 XML = [family for family in FAMILIES if family.parser in ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32")]
 
 
-def test_every_configured_name_has_a_parser():
-    whole_outputs = {"llama3_json", "llama4_json", "pythonic", "llama4_pythonic"}
-    assert set(get_args(ToolCallParserName)) == {"auto", "none", "openai", *whole_outputs, *MARKUP}
-    assert set(get_args(ReasoningParserName)) == {"auto", "none", "openai_gptoss", *TAGS}
+def test_every_configured_name_has_a_parser_and_stands_in_the_documentation():
+    page = (Path(__file__).parents[4] / "docs" / "tool_calls.md").read_text()
+    for key, names, formats in (
+        ("tool_call_parser", get_args(ToolCallParserName), CALL_FORMATS),
+        ("reasoning_parser", get_args(ReasoningParserName), REASONING_FORMATS),
+    ):
+        assert set(names) == {"auto", "none", *formats}
+        table = page.partition(f"| `{key}` | ")[2].partition("\n\n")[0]
+        rows = [row.split(" | ")[0] for row in table.splitlines()[2:]]
+        assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(formats)
 
 
 @by_family
@@ -106,7 +112,7 @@ def check_cuts(data: st.DataObject, num_cuttings: int) -> None:
     """Cut an output of fragments of a family's markup and text at random places."""
     family = data.draw(st.sampled_from(FAMILIES))
     texts = [family.text, family.hard, *family.malformed]
-    markup = MARKUP[family.parser].markers if family.parser in MARKUP else [*harmony.MARKERS, "[", "now(", ")"]
+    markup = [*CALL_FORMATS[family.parser].markers, "[", "now(", ")"]
     pieces = st.one_of(
         st.sampled_from(texts),
         st.builds(lambda text, ends: text[min(ends) : max(ends)], st.sampled_from(texts), st.tuples(*[ends] * 2)),

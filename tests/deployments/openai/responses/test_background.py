@@ -1,4 +1,4 @@
-"""Responses in the background: they outlast their clients, not their ingress."""
+"""Responses in the background: they outlast their clients, and with a store their ingress."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.openai.responses import background as background_module
-from deployments.openai.responses import store as store_module
+from deployments.jobs import lease as lease_module
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineError
 from engine.wire.messages import ErrorInfo
@@ -126,7 +125,7 @@ def test_a_failure_in_the_background_is_found_in_the_response():
 
 @pytest.mark.parametrize("action", ["cancel", "delete"])
 def test_another_ingress_ends_a_response_that_it_does_not_run(action, monkeypatch):
-    monkeypatch.setattr(background_module, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(lease_module, "RENEW_S", 0.01)
 
     async def scenario() -> None:
         with redis_server() as redis:
@@ -136,35 +135,76 @@ def test_another_ingress_ends_a_response_that_it_does_not_run(action, monkeypatc
                 made = await ask(one, background=True)
                 await until(lambda: len(one.engine.added) == 1)
                 path = f"/v1/responses/{made['id']}"
-                answer = await two.client.get(f"{path}?stream=true")
-                assert answer.status_code == 400 and "another ingress" in answer.text
+                assert (await two.client.get(path)).json()["status"] == "queued" and not two.engine.added
                 if action == "cancel":
                     assert (await two.client.post(f"{path}/cancel")).json()["status"] == "cancelled"
                 else:
                     assert (await two.client.delete(path)).status_code == 200
                 await until(lambda: len(one.engine.aborted) == 1)
+                if action == "cancel":
+                    assert (await one.client.get(path)).json()["status"] == "cancelled"
 
     run(scenario())
 
 
-def test_a_response_whose_ingress_has_ended_is_found_failed(monkeypatch):
-    monkeypatch.setattr(store_module, "LEASE_S", 0.05)
-
+@pytest.mark.parametrize("query", ["", "?stream=true", "?stream=true&starting_after=3"])
+def test_a_response_whose_ingress_has_ended_is_computed_by_the_one_that_is_asked_for_it(query):
     async def scenario() -> None:
         with redis_server() as redis:
             config = StoreConfig(url=redis.url)
             async with serving("Good day.", store=config) as one:
+                earlier = await ask(one)
+                one.engine.paused.set()
+                made = await ask(one, background=True, previous_response_id=earlier["id"])
+                await until(lambda: len(one.engine.added) == 2)
+                await one.client.delete(f"/v1/responses/{earlier['id']}")
+            async with serving("Good day.", store=config) as two:
+                answer = await two.client.get(f"/v1/responses/{made['id']}{query}")
+                assert answer.status_code == 200, answer.text
+                found = await ended(two, made["id"])
+                assert (found["status"], found["created_at"]) == ("completed", made["created_at"])
+                assert found["output"][0]["content"][0]["text"] == "Good day."
+                assert [request.prompt for request in two.engine.added] == [one.engine.added[1].prompt]
+                if query:
+                    assert '"type":"response.completed"' in answer.text
+                    assert f'"sequence_number":{4 if "after" in query else 0},' in answer.text.split("\n\n")[0]
+                again = await two.client.get(f"/v1/responses/{made['id']}{query}")
+                assert not query or again.text == answer.text
+
+    run(scenario())
+
+
+def test_a_response_that_another_ingress_computes_is_followed_and_computed_once():
+    async def scenario() -> None:
+        with redis_server() as redis:
+            config = StoreConfig(url=redis.url)
+            async with serving("Good day.", store=config) as one, serving("a", store=config) as two:
                 one.engine.paused.set()
                 made = await ask(one, background=True)
-                (task,) = [task for task in asyncio.all_tasks() if "BackgroundResponse._run" in repr(task)]
-                task.cancel()  # as the end of a process does
-                await asyncio.wait([task])
-            async with serving("a", store=config) as two:
+                await until(lambda: len(one.engine.added) == 1)
+                path = f"/v1/responses/{made['id']}?stream=true"
+                following = [asyncio.create_task(api.client.get(path)) for api in (one, two)]
+                await asyncio.sleep(0)
+                one.engine.paused.clear()
+                texts = [(await task).text for task in following]
+                assert all(parse_events(text)[-1]["type"] == "response.completed" for text in texts)
+                assert not two.engine.added
+
+    run(scenario())
+
+
+def test_a_response_whose_model_has_changed_meanwhile_has_failed_and_says_why():
+    async def scenario() -> None:
+        with redis_server() as redis:
+            config = StoreConfig(url=redis.url)
+            async with serving("Good day.", store=config, fingerprint="fp_1") as one:
+                one.engine.paused.set()
+                made = await ask(one, background=True)
+                await until(lambda: len(one.engine.added) == 1)
+            async with serving("a", store=config, fingerprint="fp_2") as two:
                 found = await ended(two, made["id"])
-                assert (found["status"], found["error"]["message"]) == (
-                    "failed",
-                    "its ingress has ended, or could not store the result",
-                )
+                assert found["status"] == "failed" and "fp_2" in found["error"]["message"]
+                assert not two.engine.added
 
     run(scenario())
 

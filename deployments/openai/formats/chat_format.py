@@ -6,16 +6,16 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from deployments.openai.call_grammar import Lark
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import Message, NamedToolChoice
-from deployments.openai.parsers import ReasoningParserName, ToolCallParserName, harmony
-from deployments.openai.parsers.choice_parser import OutputFormat
-from deployments.openai.parsers.reasoning.think import TAGS, ReasoningTags
-from deployments.openai.parsers.tools.families import FAMILIES
-from deployments.openai.request_bodies import ChatBody
-from deployments.openai.tool_grammar import Thinking, ToolGrammar, forced_natively
+from deployments.openai.formats.call_format import CallFormat
+from deployments.openai.formats.choice_parser import OutputFormat
+from deployments.openai.formats.families import CALL_FORMATS, FORMATS, HARMONY, HARMONY_REASONING, REASONING_FORMATS
+from deployments.openai.formats.tool_grammar import Thinking, ToolGrammar
+from deployments.openai.parsers.reasoning.think import ReasoningTags
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from engine.wire.sampling_params import ThinkingBudget
@@ -38,28 +38,13 @@ _CALL = {
         {"id": "call00001", "type": "function", "function": {"name": "example_function", "arguments": _ARGUMENTS}}
     ],
 }
-# _CALL as the templates of other families than FAMILIES write it
-_OTHER_EXAMPLES = {
-    "openai": harmony.EXAMPLE,
-    "pythonic": r"""\[example_function\(key=["']value["']\)]""",
-    "llama3_json": r'\s\{"name": ?"example_function", ?"parameters": ?\{"key": ?"value"}',
-}
-# what a template of a model that reasons in some way has in it
-_REASONING_MARKERS: dict[str, ReasoningParserName] = {
-    "<|channel|>analysis": "openai_gptoss",
-    "</seed:think>": "seed_oss",
-    "[/THINK]": "mistral",
-    "<|channel>thought": "gemma4",
-    "</think>": "think",
-    "my thought process:": "granite",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    tool_call_parser: ToolCallParserName
+    tool_call_parser: str
     """Format of tool calls; `none` if it is not known."""
-    reasoning_parser: ReasoningParserName
+    reasoning_parser: str
     """Format of reasoning; `none` if the model does not write it."""
     shows_tools: bool
     """The chat template puts tools into the prompt."""
@@ -70,8 +55,8 @@ class ChatFormat:
     def of(
         cls,
         tokenizer: Tokenizer,
-        tool_call_parser: ToolCallParserName = "auto",
-        reasoning_parser: ReasoningParserName = "auto",
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> ChatFormat:
         example, as_text = _render(tokenizer, [_QUESTION, _CALL]), False
         if not example or str(_ARGUMENTS) in example:  # refused, or written as Python does
@@ -79,32 +64,36 @@ class ChatFormat:
             example, as_text = text or example, text != ""
         template = tokenizer.chat_template or ""
         if tool_call_parser == "auto":
-            tool_call_parser = _detect_tool_call_parser(example)
+            # as the template writes a call of an earlier turn, so the model will write its own
+            calls = (found.names[0] for found in FORMATS if re.search(found.example, example))
+            tool_call_parser = next(calls, "none")
         if reasoning_parser == "auto":
-            found = [name for marker, name in _REASONING_MARKERS.items() if marker in template]
-            reasoning_parser = found[0] if found else "none"
-        if "openai" in (tool_call_parser, reasoning_parser.removesuffix("_gptoss")):
-            tool_call_parser, reasoning_parser = "openai", "openai_gptoss"  # one format for both
+            reasoning = (found.names[0] for found in REASONING_FORMATS.values() if found.marker in template)
+            reasoning_parser = next(reasoning, "none")
+        if tool_call_parser in HARMONY.names or reasoning_parser in HARMONY_REASONING.names:  # one format for both
+            tool_call_parser, reasoning_parser = HARMONY.names[0], HARMONY_REASONING.names[0]
         shows_tools = "example_function" in _render(tokenizer, [_QUESTION])
         return cls(tool_call_parser, reasoning_parser, shows_tools, as_text)
 
     @property
     def markers(self) -> list[str]:
         """Tags that the parsers look for in the text."""
-        if self.reasoning_parser == "openai_gptoss":
-            return harmony.MARKERS
         markers = [] if self.reasoning_tags is None else self.reasoning_tags.markers
-        family = FAMILIES.get(self.tool_call_parser)
-        return markers + ([] if family is None else family.markers)
+        return markers + ([] if self._calls is None else self._calls.markers)
 
     @property
     def reasoning_tags(self) -> ReasoningTags | None:
-        return TAGS.get(self.reasoning_parser)
+        reasoning = REASONING_FORMATS.get(self.reasoning_parser)
+        return None if reasoning is None else reasoning.tags
+
+    @property
+    def _calls(self) -> CallFormat | None:
+        return CALL_FORMATS.get(self.tool_call_parser)
 
     def for_template(self, messages: list[Message]) -> list[dict[str, Any]]:
         """Return the messages as the chat template expects them."""
         found = [message.for_template() for message in messages]
-        if self.reasoning_parser == "openai_gptoss":  # whose template knows the reasoning before a call as this
+        if self._calls is HARMONY:  # whose template knows the reasoning before a call as this
             for message in found:
                 if message.get("tool_calls") and message.get("reasoning") and not message["content"]:
                     message["thinking"] = message["reasoning"]
@@ -138,13 +127,13 @@ class ChatFormat:
 
     def output_format(self, body: ChatBody, thinking: Thinking, tokens: VisibleMarkers) -> OutputFormat:
         tools = {tool.function.name: tool.arguments_schema for tool in body.offered_tools}
-        calls: str = self.tool_call_parser if tools else "none"
+        calls = self.tool_call_parser if tools else "none"
         named = isinstance(body.tool_choice, NamedToolChoice)
         if isinstance(body.tool_choice, NamedToolChoice):
             tools = {body.tool_choice.function.name: tools[body.tool_choice.function.name]}
-        if (named or body.tool_choice == "required") and not forced_natively(calls, tokens.ids.get):
+        natively = self._calls is not None and bool(tools) and self._calls.forced_natively(tokens.ids.get)
+        if (named or body.tool_choice == "required") and not natively:
             calls = "arguments" if named else "json"
-        family = FAMILIES.get(self.tool_call_parser)
         return OutputFormat(
             tool_calls=calls,
             tools=tools,
@@ -153,7 +142,7 @@ class ChatFormat:
             reasoning=self.reasoning_parser,
             reasoning_begun=thinking == "begun",
             include_reasoning=body.include_reasoning,
-            id_length=None if family is None else family.id_length,
+            id_length=None if self._calls is None else self._calls.id_length,
         )
 
     def structured_outputs(
@@ -173,11 +162,11 @@ class ChatFormat:
     def thinking_budget(self, body: ChatBody, thinking: Thinking, tokens: VisibleMarkers) -> ThinkingBudget | None:
         """Return the budget for the engine, or None if it cannot be held: the tags are not one token each, or the
         reasoning may end without one."""
-        tags, family = self.reasoning_tags, FAMILIES.get(self.tool_call_parser)
+        tags, calls = self.reasoning_tags, self._calls
         if body.thinking_token_budget is None or tags is None:
             return None
         opening, closing = tokens.ids.get(tags.opens[0]), tokens.ids.get(tags.closes[0])
-        ends_at_calls = bool(body.offered_tools) and family is not None and family.ends_reasoning
+        ends_at_calls = bool(body.offered_tools) and calls is not None and calls.ends_reasoning
         if opening is None or closing is None or ends_at_calls:
             return None
         return ThinkingBudget(body.thinking_token_budget, closing, None if thinking == "begun" else opening)
@@ -198,12 +187,6 @@ class VisibleMarkers:
 
     def is_special(self, token_id: int) -> bool:
         return token_id not in self._visible and self._is_special(token_id)
-
-
-def _detect_tool_call_parser(example: str) -> ToolCallParserName:
-    """Detect it from how the template writes a call of an earlier turn: the model will write its own alike."""
-    examples = [(name, family.example) for name, family in FAMILIES.items()] + list(_OTHER_EXAMPLES.items())
-    return cast(ToolCallParserName, next((name for name, pattern in examples if re.search(pattern, example)), "none"))
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.deployments.idempotency.server import NUM_TOKENS
+from tests.deployments.jobs.server import NUM_TOKENS
 from tests.redis_server import redis_server
 from tests.resuming_client import ResumingClient
 from tests.served_app import served_app
 
 pytestmark = pytest.mark.slow
-SERVER = "tests.deployments.idempotency.server"
+SERVER = "tests.deployments.jobs.server"
 NUM_CLIENTS = 12
 BODY = {"prompt": "a", "max_tokens": NUM_TOKENS}
+LIVE = ("queued", "in_progress")
 RUNNING = 10  # events after which a stream counts as running
 
 
@@ -35,7 +38,7 @@ async def read_until(
     base_url: str, clients: list[ResumingClient], enough: Callable[[], bool], then: Callable[[], None] = lambda: None
 ) -> None:
     async with httpx.AsyncClient(base_url=base_url, timeout=60, limits=httpx.Limits(max_connections=None)) as http:
-        reading = [asyncio.create_task(client.read(http)) for client in clients if not client.done]
+        reading = [asyncio.create_task(client.read(http, base_url)) for client in clients if not client.done]
         async with asyncio.timeout(120):
             while not enough():
                 await asyncio.sleep(0.01)
@@ -62,3 +65,40 @@ def test_every_client_has_the_whole_text_once_although_one_server_after_the_othe
             asyncio.run(read_until(base_url, [whole], partial(getattr, whole, "done")))
             assert client.text == whole.text and len(whole.text) == NUM_TOKENS
     assert len({client.text for client in clients}) > 1
+
+
+RESPONSE = {"input": "a", "max_output_tokens": NUM_TOKENS, "background": True}
+
+
+def test_background_responses_are_answered_although_one_server_after_the_other_is_killed(url):
+    """By whichever server is asked for them: with the seed, the id and the time of their first one."""
+    found: dict[str, list[dict[str, Any]]] = {}
+
+    def ask(base_url: str, *, to_the_end: bool) -> None:
+        with httpx.Client(base_url=base_url, timeout=60) as http:
+            if not found:
+                for _ in range(NUM_CLIENTS):
+                    made = http.post("/v1/responses", json=RESPONSE).raise_for_status().json()
+                    found[made["id"]] = []
+            deadline = time.monotonic() + 120
+            for response_id, answers in found.items():
+                while (answer := http.get(f"/v1/responses/{response_id}").raise_for_status().json())["status"] in LIVE:
+                    if not to_the_end:
+                        break
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+                if answer["status"] not in LIVE:
+                    answers.append(answer)
+
+    for _ in range(2):
+        with served_app(SERVER, url) as (process, base_url):
+            ask(base_url, to_the_end=False)
+            process.kill()
+    with served_app(SERVER, url) as (_, base_url):
+        ask(base_url, to_the_end=True)
+    with served_app(SERVER, url) as (_, base_url):
+        ask(base_url, to_the_end=True)
+    for answers in found.values():
+        assert len(answers) >= 2 and all(answer == answers[0] for answer in answers)
+        assert answers[0]["status"] == "incomplete"  # max_output_tokens
+    assert len({answers[0]["output"][0]["content"][0]["text"] for answers in found.values()}) > 1

@@ -14,12 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from deployments.idempotency import answer as answer_module
-from deployments.idempotency.answer import LEASE_S, RENEW_S
-from deployments.idempotency.answers import AnswerReader, Answers
-from deployments.idempotency.errors import IdempotencyKeyInUse
-from deployments.idempotency.position import Position, parse_event_id
-from deployments.idempotency.record import Record, stream_id_of
+from deployments.jobs import job as job_module
+from deployments.jobs.errors import IdempotencyKeyInUse
+from deployments.jobs.event_ids import Position, parse_event_id
+from deployments.jobs.jobs import Jobs
+from deployments.jobs.lease import LEASE_S, RENEW_S
+from deployments.jobs.record import JobRecord, job_id_of
+from deployments.jobs.source import JobSource
 from deployments.storage import memory
 from deployments.storage.memory import MemoryStore
 from engine.errors import ServingError
@@ -48,7 +49,7 @@ class Ingress:
     shared = True
 
     def __init__(self, store: MemoryStore):
-        self.answers = Answers(cast(Any, self), 1e9)
+        self.jobs = Jobs(cast(Any, self), 1e9)
         self.frontend = SimpleNamespace(
             ingress=self,
             tokenizer=SimpleNamespace(token_bytes=lambda i: bytes([i]), is_special=lambda i: False),
@@ -73,7 +74,7 @@ class Ingress:
 
 
 class Computation:
-    """In place of a Generation: its tokens are made of the seed, and come when the machine says so."""
+    """In place of a LiveGeneration: its tokens are made of the seed, and come when the machine says so."""
 
     log: ClassVar[list[Computation]] = []
 
@@ -112,16 +113,15 @@ class Client:
     task: asyncio.Task[None] | None = None
 
     async def ask(self, ingress: Ingress) -> None:
-        stream_id = stream_id_of("", self.key)
+        stream_id = job_id_of("", self.key)
         try:
-            answer = await ingress.answers.open(stream_id, "", Record.new("", "/", b"", {}))
-            reader = AnswerReader(answer, self.known)
+            job = await ingress.jobs.open(stream_id, "", JobRecord.new("", "/", b"", {}))
+            source = JobSource(job, self.known)
             prompts = [[GenerateRequest(request_id="", prompt=[1])]]
-            generation = await reader.read(cast(Any, ingress.frontend), prompts, self.key, "fp")
-            assert reader.ids is not None
+            generation = await source.start(cast(Any, ingress.frontend), prompts, self.key, "fp")
             async for chunk in generation.chunks():
                 await ingress.moves.wait()
-                if (line := reader.ids.next()) is not None:
+                if (line := source.event_ids.next()) is not None:
                     self.tokens.append(chunk.text)
                     _, self.known = parse_event_id(line.decode()[4:-1])
             self.done = True
@@ -136,7 +136,7 @@ class IdempotencyMachine(RuleBasedStateMachine):
         asyncio.set_event_loop(self.loop)
         Computation.log = []
         self.patches = [
-            mock.patch.object(answer_module, "Generation", Computation),
+            mock.patch.object(job_module, "LiveGeneration", Computation),
             mock.patch.object(memory, "time", SimpleNamespace(monotonic=self.loop.time)),
         ]
         for patch in self.patches:
@@ -191,9 +191,9 @@ class IdempotencyMachine(RuleBasedStateMachine):
         for client in self.clients:
             if client.ingress is ingress:
                 self._leave(client)
-        for answer in list(ingress.answers._live.values()):
-            if answer._task is not None:
-                answer._task.cancel()
+        for job in list(ingress.jobs._live.values()):
+            if job._task is not None:
+                job._task.cancel()
         ingress.computing.clear()
         self.ingresses[at] = Ingress(self.store)
         self.turn()

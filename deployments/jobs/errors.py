@@ -1,8 +1,8 @@
-"""Errors of requests with an Idempotency-Key, beside those of engine/errors.py."""
+"""Errors of jobs, beside those of engine/errors.py."""
 
 from __future__ import annotations
 
-from engine.errors import EngineError, RequestError, ServingError
+from engine.errors import RequestError, ServingError
 
 
 class IdempotencyKeyReused(RequestError):
@@ -46,18 +46,19 @@ class AnswerNotReproducible(RequestError):
         )
 
 
-class AnswerDiverged(EngineError):
-    """Computed again, an answer differs from what its client has of it."""
+class AnswerDiverged(RequestError):
+    """The answer differs from what its client has of it, or says that it has."""
+
+    status = 409
 
     def __init__(self, index: int, tokens: int):
         Exception.__init__(self, index, tokens)
-
-    def __str__(self) -> str:
-        index, tokens = self.args
-        return (
-            f"computed again, choice {index} of this answer differs from the first {tokens} tokens that were sent, so "
-            "that it cannot be gone on with; send the request again with a new Idempotency-Key"
+        self.message = (
+            f"choice {index} of this answer differs from the first {tokens} tokens that Last-Event-ID stands for: they "
+            "were computed again and came out otherwise, or the id is not from this stream; begin the stream from its "
+            "start, or send the request again with a new Idempotency-Key"
         )
+        self.param = "Last-Event-ID"
 
 
 class LeaseLost(ServingError):

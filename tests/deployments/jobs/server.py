@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from string import ascii_lowercase
 
@@ -15,14 +16,21 @@ from tests.served_app import serve_app
 NUM_TOKENS = 120
 
 
+def letters_of(seed: int, count: int) -> str:
+    return "".join(ascii_lowercase[(seed * (i + 1) + i * i) % 26] for i in range(count))
+
+
 def text_of_seed(request: GenerateRequest) -> list[int]:
-    seed = request.params.seed or 0
-    letters = [tokenizer().encode(letter)[0] for letter in ascii_lowercase]
-    return [letters[(seed * (i + 1) + i * i) % 26] for i in range(NUM_TOKENS)]
+    tokens = {letter: tokenizer().encode(letter)[0] for letter in ascii_lowercase}
+    return [tokens[letter] for letter in letters_of(request.params.seed or 0, request.params.max_tokens or NUM_TOKENS)]
 
 
 async def serve(url: str) -> None:
-    async with fake_api(text_of_seed) as api:
+    """SIGUSR1 halts the engine, and SIGUSR2 lets it go on."""
+    async with fake_api(text_of_seed, request_timeout_s=600.0) as api:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, api.engine.paused.set)
+        loop.add_signal_handler(signal.SIGUSR2, api.engine.paused.clear)
         app = http_app({"fake": api.model}, api.telemetry, store=StoreConfig(url=url))
         await serve_app(app)
 

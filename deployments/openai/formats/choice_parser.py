@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.openai.formats.families import CALL_FORMATS, REASONING_FORMATS
 from deployments.openai.parsers.harmony import HarmonyParser
 from deployments.openai.parsers.output_parser import (
     CallArguments,
@@ -16,10 +17,8 @@ from deployments.openai.parsers.output_parser import (
     OutputParser,
     Reasoning,
 )
-from deployments.openai.parsers.reasoning.think import TAGS, ThinkParser
-from deployments.openai.parsers.tools.families import FAMILIES
-from deployments.openai.parsers.tools.marked_calls import MarkedCallsParser
-from deployments.openai.parsers.tools.whole_calls import JsonCallsParser, NamedCallParser, PythonicCallsParser
+from deployments.openai.parsers.reasoning.think import ThinkParser
+from deployments.openai.parsers.tools.whole_calls import JsonCallsParser, NamedCallParser
 from deployments.openai.response_bodies import FinishReason
 from engine.text.text_stream import TextChunk
 
@@ -46,26 +45,24 @@ class OutputFormat:
     """Length of the ids of tool calls, if the model's chat template asks for one."""
 
     def reasoning_parser(self, *, streaming: bool) -> ThinkParser | HarmonyParser | None:
-        if self.reasoning == "openai_gptoss":
-            return HarmonyParser(self.tools, streaming=streaming)
         if self.reasoning == "none":
             return None
-        family = FAMILIES.get(self.tool_calls)
-        calls = family.opens if family is not None and family.ends_reasoning else ()
-        return ThinkParser(TAGS[self.reasoning], opened=self.reasoning_begun, calls=calls)
+        tags, calls = REASONING_FORMATS[self.reasoning].tags, CALL_FORMATS.get(self.tool_calls)
+        if tags is None:
+            return HarmonyParser(self.tools, streaming=streaming)
+        ends = calls.markup.opens if calls is not None and calls.markup is not None and calls.ends_reasoning else ()
+        return ThinkParser(tags, opened=self.reasoning_begun, calls=ends)
 
     def call_parser(self, *, streaming: bool) -> OutputParser | None:
         match self.tool_calls:
-            case "none" | "openai":
-                return None  # the parser of gpt-oss's reasoning finds the calls, too
+            case "none":
+                return None
             case "arguments":
                 return NamedCallParser(next(iter(self.tools)))
-            case "json" | "llama3_json" | "llama4_json":
-                return JsonCallsParser(self.tools, streaming=streaming, forced=self.tool_calls == "json")
-            case "pythonic" | "llama4_pythonic":
-                return PythonicCallsParser(self.tools, streaming=streaming)
+            case "json":
+                return JsonCallsParser(self.tools, streaming=streaming, forced=True)
             case _:
-                return MarkedCallsParser(FAMILIES[self.tool_calls], self.tools, streaming=streaming)
+                return CALL_FORMATS[self.tool_calls].parser(self.tools, streaming=streaming)
 
 
 class ChoiceParser:

@@ -6,7 +6,6 @@ It is written in llguidance's Lark, see its docs/syntax.md. `<[7]>` is the token
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,12 +18,13 @@ from deployments.openai.call_grammar import (
     calls_schema,
     json_rule,
     regex_rule,
-    syntax_of,
 )
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import NamedToolChoice, Tool
-from deployments.openai.parsers import ToolCallParserName, harmony
+from deployments.openai.formats.call_format import CallFormat
+from deployments.openai.formats.families import CALL_FORMATS, HARMONY
+from deployments.openai.parsers import harmony
 from deployments.openai.parsers.reasoning.think import ReasoningTags
-from deployments.openai.request_bodies import ChatBody
 from engine.errors import InvalidParameter
 from engine.text.grammar import limits, one_line
 from engine.text.json_schema import without_annotations
@@ -41,7 +41,7 @@ class ToolGrammar:
     body: ChatBody
     content: StructuredOutputsParams | None
     """Structure that the request asks of the content; None for any text."""
-    tool_call_parser: ToolCallParserName
+    tool_call_parser: str
     """Format of calls that are not forced."""
     tags: ReasoningTags | None
     """Tags around reasoning."""
@@ -56,12 +56,12 @@ class ToolGrammar:
                 check_schema(tool.arguments_schema, f"tools[{i}].function.parameters")
         enforced = self._forced or (tools and any(tool.function.strict for tool in tools))
         field = "tools" if self._forced or self.content is None else self.content.field
-        if self.tool_call_parser == "openai":
+        if self._format is HARMONY:
             if self.body.continue_final_message or not (enforced or self.content):
                 return self.content
             return self._grammar(self._harmony(), field)
         if self._forced:
-            if forced_natively(self.tool_call_parser, self.lark.token_of):
+            if self._format is not None and self._format.forced_natively(self.lark.token_of):
                 return self._grammar(self._native(strict_only=False).calls(parallel=self._parallel), field)
             schema = self._forced_schema()
             if self.thinking == "never":
@@ -72,6 +72,10 @@ class ToolGrammar:
         if self.content is None or self.thinking == "never":
             return self.content
         return self._grammar(_content_rule(self.content), field)
+
+    @property
+    def _format(self) -> CallFormat | None:
+        return CALL_FORMATS.get(self.tool_call_parser)
 
     @property
     def _forced(self) -> bool:
@@ -89,7 +93,7 @@ class ToolGrammar:
         return [tool for tool in self.body.offered_tools if name in (None, tool.function.name)]
 
     def _native(self, *, strict_only: bool) -> CallGrammar:
-        syntax = syntax_of(self.tool_call_parser, self.lark.token_of)
+        syntax = None if self._format is None else self._format.syntax_for(self.lark.token_of)
         if syntax is None:
             names = [tool.function.name for tool in self._tools]
             limit = f"neither strict nor beside a response format: calls that {self.tool_call_parser} parses"
@@ -105,8 +109,8 @@ class ToolGrammar:
 
     def _content_or_calls(self) -> str:
         """Return the rule for calls that the model may write of its own accord."""
-        if self.tool_call_parser in ("llama3_json", "llama4_json"):
-            call = json_rule(calls_schema(self._tools, "parameters", "#", strict_only=True))
+        if self._format is not None and self._format.whole_key:
+            call = json_rule(calls_schema(self._tools, self._format.whole_key, "#", strict_only=True))
             calls = f'{call} (";" GAP {call})*' if self._parallel else call
             return f"{'OTHER_TEXT?' if self.content is None else _content_rule(self.content)} | {calls}"
         grammar = self._native(strict_only=True)
@@ -156,12 +160,6 @@ class ToolGrammar:
             r"GAP: /[ \n]{0,4}/",
         ]
         return StructuredOutputsParams(grammar="\n".join(lines), field=field)
-
-
-def forced_natively(parser: str, token_of: Callable[[str], int | None]) -> bool:
-    """Return whether forced calls are written as the model writes its own. Others are a JSON array, as in vLLM."""
-    syntax = syntax_of(parser, token_of)
-    return parser == "openai" or (syntax is not None and "{object}" not in syntax.call)
 
 
 def _content_rule(content: StructuredOutputsParams) -> str:

@@ -1,0 +1,153 @@
+"""What a job has generated so far, for any number of readers that follow it from the start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+
+from deployments.frontend.sequence import SequenceContext, Usage
+from deployments.frontend.token_channel import joined
+from deployments.jobs.event_ids import NoEventIds
+from engine.text.text_stream import TextChunk, TextStream
+from engine.wire.messages import GenerateRequest, TokenDelta
+
+T = TypeVar("T")
+
+
+class Log(Generic[T]):
+    """Grows at its end, until it ends."""
+
+    def __init__(self) -> None:
+        self.entries: list[T] = []
+        self.ended = False
+        self.error: BaseException | None = None
+        """Why no more will come."""
+        self._grown = asyncio.Event()  # another one after each entry that somebody waits for
+
+    def add(self, entry: T) -> None:
+        self.entries.append(entry)
+        self._wake()
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.ended, self.error = True, error
+        self._wake()
+
+    async def follow(self, start: int = 0) -> AsyncGenerator[T]:
+        """Yield the entries from one on, until the log has ended. Raises its error."""
+        while True:
+            while start < len(self.entries):
+                start += 1
+                yield self.entries[start - 1]
+            if self.ended:
+                break
+            await self._grown.wait()
+        if self.error is not None:
+            raise self.error
+
+    def _wake(self) -> None:
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+
+class DeltaLog(Log[tuple[int, TokenDelta]]):
+    """The deltas of all choices, each with the number of its choice, in the order in which they came."""
+
+    def outputs(self) -> list[TokenDelta]:
+        """Return one delta for each choice, with all that a client may see."""
+        parts: dict[int, list[TokenDelta]] = {}
+        for choice, delta in self.entries:
+            parts.setdefault(choice, []).append(delta)
+        return [
+            msgspec.structs.replace(joined(parts[choice]), request_id="", times=None, num_preemptions=0, timeline=[])
+            for choice in sorted(parts)
+        ]
+
+
+class LoggedGeneration:
+    """A Generation that a job computes, or has computed: reads its log, one token to a chunk.
+
+    So a chunk, and what an API makes of it, depends on the tokens alone and not on how they came.
+    """
+
+    def __init__(
+        self,
+        frontend: SequenceContext,
+        prompts: list[list[GenerateRequest]],
+        log: DeltaLog,
+        ids: NoEventIds,
+    ):
+        """ids: of the events that are made of the chunks."""
+        self.prompts = [requests[0].prompt for requests in prompts]
+        self.usage = Usage(prompt_tokens=sum(map(len, self.prompts)), has_prediction=bool(prompts[0][0].prediction))
+        self._requests = [request for requests in prompts for request in requests]
+        self._firsts = {id(requests[0]) for requests in prompts}
+        self._frontend, self._log, self._ids = frontend, log, ids
+
+    async def chunks(self) -> AsyncGenerator[TextChunk]:
+        """Raises what ended the log, and AnswerDiverged."""
+        texts = {i: TextStream(request.params, self._frontend.tokenizer, i) for i, request in enumerate(self._requests)}
+        try:
+            async for choice, delta in self._log.follow():
+                for part in single_tokens(delta):
+                    chunk = self._add(part, texts, choice)
+                    if chunk is not None:
+                        for ordered in self._ids.ordered(chunk):
+                            yield ordered
+                if not texts:
+                    return
+        except Exception as error:
+            self._ids.fail(error)
+            raise
+
+    def _add(self, delta: TokenDelta, texts: dict[int, TextStream], choice: int) -> TextChunk | None:
+        """Count a token, and return its text; None if its choice has ended at a stop string."""
+        chunk, num_tokens = None, 0
+        if choice in texts:
+            chunk = texts[choice].add(delta)
+            num_tokens = len(chunk.token_ids)
+            if id(self._requests[choice]) in self._firsts:
+                self.usage.cached_tokens += delta.num_cached_tokens
+            self.usage.completion_tokens += num_tokens
+            if chunk.finish_reason is not None:
+                del texts[choice]
+        if delta.prediction_tokens is not None:
+            self.usage.count_prediction(delta.prediction_tokens, num_tokens)
+        return chunk
+
+
+def single_tokens(delta: TokenDelta) -> Iterator[TokenDelta]:
+    """Yield a delta token by token, and then its end. A stop token, whose text is hidden, comes with the end."""
+    tokens, replace = delta.token_ids, msgspec.structs.replace
+    hides_last = delta.finish_reason == "stop" and not delta.text_complete
+    num_apart = len(tokens) - hides_last if delta.finish_reason is not None else len(tokens)
+    accepted, rejected = delta.prediction_tokens or (0, 0)
+    for i in range(max(num_apart, 0)):
+        yield replace(
+            delta,
+            position=delta.position + i,
+            token_ids=tokens[i : i + 1],
+            logprobs=None if delta.logprobs is None else delta.logprobs[i : i + 1],
+            prompt_logprobs=None if i else delta.prompt_logprobs,
+            num_cached_tokens=0 if i else delta.num_cached_tokens,
+            prediction_tokens=None if delta.prediction_tokens is None else (int(i < accepted), 0 if i else rejected),
+            finish_reason=None,
+            stop_reason=None,
+            text_complete=False,
+        )
+    if delta.finish_reason is None:
+        return
+    if num_apart <= 0:
+        yield delta
+        return
+    yield replace(
+        delta,
+        position=delta.position + num_apart,
+        token_ids=tokens[num_apart:],
+        logprobs=None if delta.logprobs is None else delta.logprobs[num_apart:],
+        prompt_logprobs=None,
+        num_cached_tokens=0,
+        prediction_tokens=None if delta.prediction_tokens is None else (int(num_apart < accepted), 0),
+    )

@@ -1,0 +1,167 @@
+"""One job: an answer that is found in the store, or computed here by a task that no client can break off."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+
+from deployments.frontend.generation import LiveGeneration
+from deployments.frontend.sequence import SequenceContext
+from deployments.jobs.delta_log import DeltaLog, LoggedGeneration
+from deployments.jobs.errors import AnswerNotReproducible, IdempotencyKeyInUse, LeaseLost
+from deployments.jobs.event_ids import NoEventIds
+from deployments.jobs.lease import Lease
+from deployments.jobs.record import JobRecord, record_key
+from deployments.storage.key_value import KeyValueStore, StoreUnavailable
+from engine.wire.messages import GenerateRequest, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25  # between two looks at a job that another ingress has
+
+
+class Job:
+    """An answer that this ingress works with."""
+
+    def __init__(
+        self,
+        job_id: str,
+        record: JobRecord,
+        store: KeyValueStore,
+        ttl_s: float,
+        on_end: Callable[[Job], None],
+        *,
+        stored: bool,
+    ):
+        """on_end: called once nothing more is to be computed. stored: the record comes from the store."""
+        self.job_id, self.record, self._on_end = job_id, record, on_end
+        self.num_requests = 0  #: that are being handled
+        self._store, self._ttl_s, self._stored = store, ttl_s, stored
+        self._key, self._lease = record_key(job_id), Lease(store, job_id, self._restore)
+        self._starting = asyncio.Lock()
+        self._log = DeltaLog()
+        for choice, delta in enumerate(record.outputs or []):
+            self._log.add((choice, delta))
+        if record.outputs is not None:
+            self._log.end()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def started(self) -> bool:
+        """It is computed, or was."""
+        return self._task is not None or self._log.ended
+
+    async def read(
+        self,
+        frontend: SequenceContext,
+        prompts: list[list[GenerateRequest]],
+        client: str,
+        fingerprint: str | None,
+        ids: NoEventIds,
+    ) -> LoggedGeneration:
+        """Return the answer from its start on, and begin to compute it if nobody did.
+
+        fingerprint: of the model that would compute it. ids: of the stream of whoever reads. Raises StoreUnavailable,
+        IdempotencyKeyInUse, AnswerNotReproducible.
+        """
+        async with self._starting:
+            if not self.started:
+                leased = False
+                if not self._stored:
+                    leased = await self._add(fingerprint)
+                elif self.record.fingerprint != fingerprint:
+                    raise AnswerNotReproducible(self.record.fingerprint, fingerprint)
+                self._task = asyncio.create_task(self._run(frontend, self.record.seeded(prompts), client, leased))
+        return LoggedGeneration(frontend, prompts, self._log, ids)
+
+    async def close(self) -> None:
+        """Stop computing, so that another ingress may go on; what is complete is stored first."""
+        self.cancel()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def cancel(self) -> None:
+        """Stop computing, unless the answer is complete."""
+        if self._task is not None and not self._log.ended:
+            self._task.cancel()
+
+    async def _add(self, fingerprint: str | None) -> bool:
+        """Store the record: from now on this answer is promised. Returns whether the lease is this ingress's."""
+        self.record.fingerprint = fingerprint
+        await self._store.settled()
+        added, leased = await asyncio.gather(
+            self._store.add(self._key, self.record.encode(), self._ttl_s),
+            self._lease.take(),
+        )
+        if not added:
+            if leased:
+                await self._lease.release()
+            raise IdempotencyKeyInUse
+        self._stored = True
+        return leased
+
+    async def _run(
+        self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, leased: bool
+    ) -> None:
+        try:
+            leased = leased or await self._take_over()
+            if leased:
+                await self._compute(LiveGeneration(frontend, prompts, client, self._note))
+            self._log.end()
+            if leased:
+                await self._save()
+        except asyncio.CancelledError:
+            await self._fail(LeaseLost())
+        except Exception as error:  # noqa: BLE001  whoever reads is told
+            await self._fail(error)
+        finally:
+            self._on_end(self)
+
+    async def _take_over(self) -> bool:
+        """Wait until no other ingress computes the answer. Returns False if it is complete then.
+
+        Raises StoreUnavailable, StoredValueCorrupt.
+        """
+        while True:
+            await self._store.settled()
+            leased = await self._lease.take()
+            record = await JobRecord.load(self._store, self.job_id) or self.record
+            for choice, delta in enumerate(record.outputs or []):
+                self._note(choice, delta)
+            if leased or record.outputs is not None:
+                return leased and record.outputs is None
+            await asyncio.sleep(POLL_S)
+
+    async def _compute(self, generation: LiveGeneration) -> None:
+        async with self._lease.kept(), aclosing(generation.chunks()) as chunks:
+            async for _ in chunks:
+                pass
+
+    async def _restore(self) -> None:
+        await self._store.add(self._key, self.record.encode(), self._ttl_s)
+
+    def _note(self, choice: int, delta: TokenDelta) -> None:
+        self._log.add((choice, delta))
+
+    async def _save(self) -> None:
+        if await self._lease.renew():
+            self.record.outputs = self._log.outputs()
+            await self._store.set(self._key, self.record.encode(), self._ttl_s)
+            await self._lease.release()
+
+    async def _fail(self, error: Exception) -> None:
+        """Let the readers know, and other ingresses go on. An answer that has failed before its first token is
+        forgotten, so that its key is free."""
+        if self._log.ended:
+            logger.warning("job not stored job_id=%s error=%s", self.job_id, error)
+        else:
+            self._log.end(error)
+        try:
+            if await self._lease.holds():
+                if not self._log.entries and not isinstance(error, LeaseLost):
+                    await self._store.delete(self._key)
+                await self._lease.release()
+        except StoreUnavailable as unavailable:
+            logger.warning("lease not given back job_id=%s error=%s", self.job_id, unavailable)

@@ -1,0 +1,73 @@
+"""What a store has of a job: its request, and the tokens once it is complete."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from deployments.frontend.retry import signed
+from deployments.storage.key_value import KeyValueStore, sealed
+from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.sampling_params import seed_of
+
+
+class JobRecord(msgspec.Struct):
+    """One job. Whatever differs between two computations of a request is fixed here: ids, time and seed."""
+
+    owner: str
+    """Name of the API key, or empty."""
+    route: str
+    body: bytes
+    headers: list[tuple[str, str]]
+    """Those that count: of the first request, for all that follow."""
+    created: int
+    """Seconds since 1970."""
+    secret: str
+    """32 random hex digits, of which seeds and ids are made."""
+    fingerprint: str | None = None
+    """The model that began it; see ModelInfo."""
+    outputs: list[TokenDelta] | None = None
+    """What each choice generated, once all have ended."""
+
+    @classmethod
+    def new(cls, owner: str, route: str, body: bytes, headers: Mapping[str, str]) -> JobRecord:
+        return cls(owner, route, body, [*headers.items()], int(time.time()), secrets.token_hex(16))
+
+    def hex_id(self, name: str) -> str:
+        """Return 32 hex digits for something that the request has, the same in each computation."""
+        return hashlib.sha256(f"{self.secret} {name}".encode()).hexdigest()[:32]
+
+    def seeded(self, prompts: list[list[GenerateRequest]]) -> list[list[GenerateRequest]]:
+        """Return the requests of each prompt with seeds that are the same in each computation. Their ids are not."""
+        numbers = iter(range(sum(map(len, prompts))))
+
+        def seeded(request: GenerateRequest) -> GenerateRequest:
+            seed = signed(seed_of(f"{self.secret}-{next(numbers)}"))
+            if request.params.seed is not None:
+                return request
+            return msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, seed=seed))
+
+        return [[seeded(request) for request in requests] for requests in prompts]
+
+    def encode(self) -> bytes:
+        return sealed(msgspec.msgpack.encode(self))
+
+    @classmethod
+    async def load(cls, store: KeyValueStore, job_id: str) -> JobRecord | None:
+        """Raises StoreUnavailable, StoredValueCorrupt."""
+        value = await store.get(key := record_key(job_id))
+        return None if value is None else store.unsealed(key, value, msgspec.msgpack.Decoder(cls).decode)
+
+
+def job_id_of(owner: str, key: str) -> str:
+    """Return the id of the job of a key, the same in every ingress. Whoever has not the key cannot guess it."""
+    return hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()[:32]
+
+
+def record_key(job_id: str) -> str:
+    """Return the key of a job's record in the store."""
+    return f"manta:job:{job_id}"

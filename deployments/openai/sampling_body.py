@@ -1,0 +1,223 @@
+"""What every request for text may ask for, whichever its route, with OpenAI's field names and vLLM's additions.
+
+What becomes of fields of theirs that are not here stands in foreign_fields.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from deployments.http.body import EngineBody, Number, StrictModel, Whole
+from deployments.openai.foreign_fields import FOREIGN_FIELDS
+from deployments.openai.structural_tag import structural_tag_grammar
+from engine.errors import InvalidParameter, RequestError
+from engine.wire.sampling_params import MAX_BAD_WORDS, SamplingParams
+from engine.wire.structured_outputs import StructuredOutputsParams
+
+INT32 = 2**31 - 1
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False
+    """Padding of chunks, which this server does not do."""
+
+
+class JsonSchema(StrictModel):
+    name: str
+    content: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+    """Makes no difference: a response always follows its schema."""
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    """Given with the type `json_schema`, and only then."""
+    format: dict[str, Any] | None = None
+    """The format of a structural tag, as in vLLM."""
+    structures: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
+    """The structures of a structural tag in its older form, which has `triggers` as well."""
+    triggers: list[str] | None = Field(default=None, fail_fast=True)
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's alternative to `response_format`, which can do more; see StructuredOutputsParams."""
+
+    schema_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, fail_fast=True)
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text in which parts between tags follow a grammar; see structural_tag.py."""
+
+
+class SamplingBody(EngineBody):
+    """Fields of every request for text, whichever its route."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    min_tokens: Whole = Field(default=0, le=INT32)
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Whole | None = Field(default=None, le=INT32)
+    min_p: Number | None = None
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+    repetition_penalty: Number | None = None
+    seed: Whole | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default=[])
+    stop_token_ids: list[int] = Field(default=[], max_length=1024, fail_fast=True)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=10_000)
+    allowed_token_ids: list[int] | None = Field(default=None, max_length=2**18, fail_fast=True)
+    bad_words: list[str] = Field(default=[], max_length=MAX_BAD_WORDS, fail_fast=True)
+    cache_salt: str = Field(default="", max_length=1024)
+    truncate_prompt_tokens: Whole | None = Field(default=None, ge=-1, le=INT32)
+    """Tokens that are kept of a longer prompt; -1 for as many as leave room for `max_tokens`."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Where a prompt that is too long is cut off: `left` keeps its end."""
+    structured_outputs: StructuredOutputs | None = None
+    priority: Whole = Field(default=0, ge=-INT32, le=INT32)
+    """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
+    """`priority` runs before all others and `flex` after them, if the engine's `scheduling_policy` is `priority`."""
+
+    def check(self) -> None:
+        super().check()
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidParameter("truncate_prompt_tokens", 0, "-1 or at least 1")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed with stream=true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            self.ignored.append("stream_options.include_obfuscation")
+
+
+class GenerationBody(SamplingBody):
+    """Fields that chat and text completions have in common."""
+
+    foreign_fields = FOREIGN_FIELDS
+
+    n: Whole = 1
+    best_of: Whole | None = None
+    """Sampled answers, of which the best `n` are to be returned; the first `n` are."""
+    max_tokens: Whole | None = None
+    echo: bool = False
+    """Begins the response with what it continues: the prompt of a completion, the last message of a chat if that is the
+    assistant's."""
+    prompt_logprobs: Whole | None = None
+    """Alternatives to report per token of the prompt; only without `stream`."""
+    return_token_ids: bool = False
+    """Adds the token ids of the prompt and of the output to the response."""
+    return_tokens_as_token_ids: bool = False
+    """Names tokens in log-probabilities `token_id:7` in place of their text, which several may share."""
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | None = None
+    """vLLM's older name for `structured_outputs.json`."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, fail_fast=True)
+    guided_grammar: str | None = None
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """Return the parameters for the engine. Raises InvalidParameter.
+
+        defaults: values that the model's authors recommend for the fields that the request leaves open.
+        """
+        given = {name: value for name in ENGINE_FIELDS if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **{
+                **defaults,
+                **given,
+                "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
+                "logit_bias": self._token_biases(),
+                "max_tokens": self.token_limit(),
+                "logprobs": self.num_logprobs(),
+                "prompt_logprobs": self.num_prompt_logprobs(),
+                "structured_outputs": self._structured_outputs(),
+            }
+        )
+
+    def token_limit(self) -> int | None:
+        raise NotImplementedError
+
+    def num_logprobs(self) -> int | None:
+        """Return how many alternatives to report per token; None for no log-probabilities at all."""
+        raise NotImplementedError
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Return the same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidParameter("best_of", self.best_of, f"at least n ({self.n})")
+        if self.best_of is not None and self.best_of > self.n:
+            self.ignored.append("best_of")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs is only allowed without stream", "prompt_logprobs")
+
+    @property
+    def tier_priority(self) -> int:
+        """Priority that the service tier stands for."""
+        return TIER_PRIORITIES.get(self.service_tier, 0)
+
+    def _token_biases(self) -> dict[int, float] | None:
+        if not self.logit_bias:
+            return None
+        for key in self.logit_bias:
+            if not (key.isascii() and key.isdecimal() and len(key) < 10):
+                raise InvalidParameter("logit_bias", key, "an object whose keys are token ids")
+        return {int(key): bias for key, bias in self.logit_bias.items()}
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        """Raises RequestError if both forms are given, or if one could never be enforced."""
+        response_format, outputs = self.response_format, self.structured_outputs
+        guided = {kind: value for kind in GUIDED if (value := getattr(self, f"guided_{kind}")) is not None}
+        if guided:
+            field = f"guided_{next(iter(guided))}"
+            if outputs is not None or response_format is not None or len(guided) > 1:
+                raise RequestError(f"{field} must be the only form that the answer is to have", field)
+            return StructuredOutputsParams(**guided, field=field)
+        if response_format is not None and response_format.type != "text":
+            if outputs is not None:
+                raise RequestError("response_format and structured_outputs do not go together", "structured_outputs")
+            if response_format.type == "structural_tag":
+                tag = response_format.model_dump(exclude={"type"}, exclude_none=True)
+                return StructuredOutputsParams(
+                    grammar=structural_tag_grammar(tag, "response_format"), field="response_format"
+                )
+            schema = response_format.json_schema
+            if (schema is not None) != (response_format.type == "json_schema"):
+                raise RequestError('response_format.json_schema goes with the type "json_schema"', "response_format")
+            if schema is None:
+                return StructuredOutputsParams(json_object=True, field="response_format")
+            return StructuredOutputsParams(json=schema.content, field="response_format.json_schema.schema")
+        if outputs is None:
+            return None
+        grammar = outputs.grammar
+        if outputs.structural_tag is not None:
+            field = "structured_outputs.structural_tag"
+            if grammar is not None:
+                raise RequestError("structured_outputs must have exactly one form", field)
+            grammar = structural_tag_grammar(outputs.structural_tag, field)
+        return StructuredOutputsParams(
+            json=outputs.schema_,
+            regex=outputs.regex,
+            choice=outputs.choice,
+            grammar=grammar,
+            json_object=bool(outputs.json_object),
+        )
+
+
+GUIDED = ("json", "regex", "choice", "grammar")
+TIER_PRIORITIES = {"priority": -1, "flex": 1}
+ENGINE_FIELDS = GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fields__)
+"""Fields that SamplingParams has under the same name."""

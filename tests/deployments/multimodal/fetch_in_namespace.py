@@ -1,0 +1,47 @@
+"""Fetches images in a network namespace of its own, whose loopback has public and other addresses. Prints what came.
+
+python -m tests.deployments.multimodal.fetch_in_namespace PUBLIC OTHER...: adds these addresses, serves images at each,
+and for each OTHER asks for it directly and by a redirect of PUBLIC's server. The output is one JSON line for each:
+[address, how, the refusal or "loaded", whether its server was reached].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import subprocess
+import sys
+
+from deployments.multimodal.config import ImageConfig
+from deployments.multimodal.media_connector import MediaConnector
+from engine.errors import InvalidImage
+from tests.deployments.multimodal.image_server import image_server
+
+
+async def fetch(url: str, allowed: tuple[str, ...]) -> str:
+    connector = MediaConnector(ImageConfig(allowed_private_networks=allowed, fetch_timeout_s=5.0))
+    try:
+        await connector.load(url, "image")
+    except InvalidImage as error:
+        return error.limit
+    return "loaded"
+
+
+async def main(public: str, others: list[str]) -> None:
+    for command in ("link set lo up", *(f"addr add {address} dev lo nodad" for address in (public, *others))):
+        subprocess.run(["ip", *command.split()], check=True)
+    async with image_server(public) as server:
+        for address in (public, *others):
+            async with image_server(address) as other:
+                direct, redirect = f"{other.url}/image.png", f"{server.url}/redirect?to={other.url}/image.png"
+                asked = [("direct", direct, ()), ("redirect", redirect, ()), ("allowed", redirect, (address,))]
+                for how, url, allowed in asked:
+                    other.paths.clear()
+                    found = await fetch(url, allowed)
+                    print(json.dumps([address, how, found, "/image.png" in other.paths]))
+
+
+if __name__ == "__main__":
+    given = [str(ipaddress.ip_address(address)) for address in sys.argv[1:]]
+    asyncio.run(main(given[0], given[1:]))
