@@ -23,6 +23,7 @@ from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.step import Decoder, config_for, parse_numbers
 from cluster.cli.bench.prompts import random_ids
 from cluster.cli.bench.tables import figure, make_table, show
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
 from engine.model import families
@@ -88,9 +89,9 @@ def measure(
             raise InvalidParameter("model", model, "of a native family")
         options = {"dtype": dtype, "load_format": load_format, "num_threads": threads or None}
         config = config_for(str(folder), shape, max(batch_sizes), context_len, steps, options)
-        cores = {"native": EngineCore.build(config)}
+        cores = {"native": build_engine(config)}
         with without_native_code(shape.architecture):
-            cores["transformers"] = EngineCore.build(config)
+            cores["transformers"] = build_engine(config)
     decoders = {name: Decoder(core, shape.vocab_size, context_len, seed=0) for name, core in cores.items()}
     report = FallbackReport(
         model=model,

@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks.command import JsonOption, print_json, run
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.device import Device, PinnedCopy, Run, StagedCopy
 from engine.wire.messages import GenerateRequest
@@ -71,10 +72,10 @@ def measure(sampling: str, sequences: int, steps: int) -> HostTime:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
-        device = mock.patch("engine.runner.model_runner.open_device", return_value=IdleDevice(torch.device("cpu")))
+        device = mock.patch("engine.runner.rank_setup.open_device", return_value=IdleDevice(torch.device("cpu")))
         plain = mock.patch("engine.model.ops.dispatch.cpu_kernels", return_value=False)  # they know no padding
         with device, plain:
-            core = EngineCore.build(EngineConfig(
+            core = build_engine(EngineConfig(
                 model=folder, load_format="dummy", max_num_seqs=sequences, num_blocks=16 * sequences, block_size=64,
                 max_num_batched_tokens=max(1024, sequences), num_threads=1, enable_prefix_caching=True,
             ))  # fmt: skip

@@ -24,7 +24,7 @@ import yaml
 from rich.progress import Progress
 
 from benchmarks.command import JsonOption, print_report, run
-from cluster import haproxy
+from cluster import ray_environment
 from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.errors import EngineUnavailable
@@ -48,7 +48,7 @@ WAYS = [
     Way("uvicorn alone", "bare", {}),
     Way("Serve: proxy and streaming handle", "plain", {}),
     Way("Manta behind Serve's proxy", "manta", {}),
-    Way("Manta behind HAProxy (make serve)", "manta", haproxy.environment()),
+    Way("Manta behind HAProxy (make serve)", "manta", ray_environment.environment()),
 ]
 
 

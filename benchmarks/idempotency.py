@@ -16,9 +16,9 @@ from typing import Annotated, Any, cast
 import typer
 
 from benchmarks.command import run
-from deployments.idempotency.answer import Answer
-from deployments.idempotency.position import EventIds
-from deployments.idempotency.record import Record, stream_id_of
+from deployments.jobs.event_ids import EventIds
+from deployments.jobs.job import Job
+from deployments.jobs.record import JobRecord, job_id_of
 from deployments.storage.config import StoreConfig, open_store
 from deployments.storage.key_value import KeyValueStore
 from engine.text.text_stream import TextChunk
@@ -50,8 +50,8 @@ def event_us() -> float:
     ids, chunk = EventIds("0" * 32, 1, None), TextChunk("a", [17], [0], None, None)
     started = time.process_time()
     for _ in range(NUM_EVENTS):
-        ids.advance(chunk)
-        ids.next()
+        for _ in ids.ordered(chunk):
+            ids.next()
     return (time.process_time() - started) / NUM_EVENTS * 1e6
 
 
@@ -65,7 +65,7 @@ async def measure(url: str | None, rate: float, seconds: float, body_bytes: int,
         tasks.append(asyncio.create_task(one(store, body, tokens, taken)))
     await asyncio.gather(*tasks)
     cpu_us = (time.process_time() - cpu_started) / count * 1e6
-    record = Record.new("", "/v1/completions", body, {"x-request-id": "0" * 32, "content-type": "application/json"})
+    record = JobRecord.new("", "/v1/completions", body, {"x-request-id": "0" * 32, "content-type": "application/json"})
     record.outputs = [TokenDelta(request_id="", token_ids=[30_000] * tokens, finish_reason="length")]
     await store.close()
     p99 = statistics.quantiles(taken, n=100)[-1]
@@ -75,14 +75,14 @@ async def measure(url: str | None, rate: float, seconds: float, body_bytes: int,
 async def one(store: KeyValueStore, body: bytes, tokens: int, taken: list[float]) -> None:
     """One request. taken: gets the milliseconds until it is promised to be answered."""
     headers = {"x-request-id": "0" * 32, "content-type": "application/json"}
-    record = Record.new("", "/v1/completions", body, headers)
-    answer = Answer(stream_id_of("", record.secret), record, store, 60.0, lambda _: None, stored=False)
+    record = JobRecord.new("", "/v1/completions", body, headers)
+    job = Job(job_id_of("", record.secret), record, store, 60.0, lambda _: None, stored=False)
     started = time.perf_counter()
-    await answer._add("fp")
+    await job._add("fp")
     taken.append((time.perf_counter() - started) * 1e3)
     for i in range(tokens):
-        answer._tape.add(0, cast(Any, TokenDelta)(request_id="", position=i, token_ids=[30_000]))
-    await answer._save()
+        job._note(0, cast(Any, TokenDelta)(request_id="", position=i, token_ids=[30_000]))
+    await job._save()
 
 
 if __name__ == "__main__":

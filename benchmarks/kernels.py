@@ -26,7 +26,7 @@ from benchmarks.command import JsonOption, ModelOption, print_report, run
 from benchmarks.memory_floor import measure_bandwidth
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
-from engine.core.engine import EngineCore
+from engine.core.build import build_engine
 from engine.model.batch import Batch, split
 from engine.model.ops import cpu, linear
 from engine.model.ops.cpu.attention import ATTEND
@@ -162,7 +162,7 @@ def main(
     """Measure each kernel of a step on a CPU."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     config = EngineConfig(model=model, dtype="bfloat16", device="cpu", num_threads=threads, kv_cache_memory_gib=2.0)
-    runner = EngineCore.build(config).runner
+    runner = build_engine(config).runner
     runner.kv_cache.fill_(0.01)  # until it is written, all of it is one page of zeros, which every cache holds
     report = KernelsReport(model, threads, peak_flops(clock) / 1e9, measure_bandwidth(torch.device("cpu")) / 1e9)
     watch = Watch(clock)

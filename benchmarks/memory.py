@@ -20,6 +20,7 @@ from benchmarks.command import JsonOption, print_json, run
 from cluster.cli.bench.tables import make_table, show
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
+from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
@@ -60,7 +61,7 @@ def measure(
     """
     config = EngineConfig(block_size=block_size, max_num_seqs=256, max_num_batched_tokens=8192, max_waiting=requests)
     pool = BlockPool(kv_tokens // block_size, block_size, enable_prefix_caching=False)
-    scheduler = Scheduler(config, pool, max_model_len=max_model_len, vocab_size=2)
+    scheduler = Scheduler(config, pool, limits=ModelLimits(max_model_len, vocab_size=2))
     rng = random.Random(seed)
     lengths = [draw_lengths(rng, mean_prompt, mean_output, max_model_len) for _ in range(requests)]
     for number, (prompt, output) in enumerate(lengths):

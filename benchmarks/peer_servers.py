@@ -17,7 +17,7 @@ from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.openai_client import OpenAIClient
 from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.serve import measure
-from tests.serve.serve_run import ServeRun, free_port, haproxy_ports, wait_until
+from tests.serve.serve_run import ServeRun, free_port, wait_until
 
 if TYPE_CHECKING:
     from benchmarks.peers import Load
@@ -56,7 +56,7 @@ class MantaServer(Server):
         folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="peers", dir="/tmp")))
         engine = {"dtype": "bfloat16", "max_model_len": CONTEXT, "kv_cache_memory_gib": float(KV_GIB)}
         args: dict[str, Any] = {"models": [{"name": MODEL, "model": str(Path(model).absolute()), "engine": engine}]}
-        server = ServeRun(folder, args, environment=haproxy_ports(), manta=True)
+        server = ServeRun(folder, args, manta=True)
         running.callback(server.stop)
         self.url = server.url
         server.wait_until_healthy()

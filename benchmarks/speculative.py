@@ -23,6 +23,7 @@ from benchmarks.command import DtypeOption, JsonOption, ModelOption, SeedOption,
 from cluster.cli.bench.tables import figure, make_table, show
 from cluster.flags import json_object
 from engine.config import EngineConfig, SpeculativeConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.model.checkpoint.folder import resolve
 from engine.text.tokenizer import Tokenizer
@@ -111,7 +112,7 @@ class Bench:
     """Two engines of one model, one of them with speculative decoding."""
 
     def __init__(self, config: EngineConfig, speculative: SpeculativeConfig):
-        self.cores = [EngineCore.build(replace(config, speculative=chosen)) for chosen in (None, speculative)]
+        self.cores = [build_engine(replace(config, speculative=chosen)) for chosen in (None, speculative)]
 
     def close(self) -> None:
         for core in self.cores:

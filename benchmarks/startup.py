@@ -26,7 +26,7 @@ import typer
 
 from benchmarks.command import JsonOption, print_report, run
 from cluster.cli.bench.tables import make_table, show
-from tests.serve.serve_run import ServeRun, haproxy_ports
+from tests.serve.serve_run import ServeRun
 
 ROOT = Path(__file__).parent.parent
 PHASES = {  # by the line of the log that ends each, in the order of most starts; the last three go on side by side
@@ -88,7 +88,7 @@ def measure(folder: Path, compiled: bool) -> Startup:
         subprocess.run([sys.executable, "-m", *module.split()], cwd=clone, env=environment, check=True)
     model = {"name": "pocket", "model": "pocket"}
     started, found = time.monotonic(), dict[str, float]()
-    server = ServeRun(folder, {"models": [model]}, environment=environment | haproxy_ports(), manta=True)
+    server = ServeRun(folder, {"models": [model]}, environment=environment, manta=True)
     try:
         with ThreadPoolExecutor(1) as client:
             answer = client.submit(ask_until_answered, server.url)

@@ -27,6 +27,7 @@ from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.prompts import random_ids
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import BLOCK_SIZES, EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.device import is_gpu, open_device
 from engine.errors import EngineError, InvalidParameter
@@ -168,7 +169,7 @@ def measure(
     if min(batch_sizes) < 1:
         raise InvalidParameter("batch_sizes", min(batch_sizes), "at least 1")
     model_config = ModelConfig.from_folder(resolve(model))
-    core = EngineCore.build(config_for(model, model_config, max(batch_sizes), context_len, steps, options))
+    core = build_engine(config_for(model, model_config, max(batch_sizes), context_len, steps, options))
     device, dtype = core.runner.device.torch_device, core.runner.dtype
     bandwidth = measure_bandwidth(device)
     watch = Stopwatch(device)

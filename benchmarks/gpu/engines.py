@@ -16,7 +16,7 @@ import torch
 
 from cluster.cli.bench.prompts import FIRST_ID
 from engine.config import EngineConfig
-from engine.core.engine import EngineCore
+from engine.core.build import build_engine
 from engine.model.config import ModelConfig
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -68,7 +68,7 @@ class Decoding:
     def __init__(self, shape: str, **options: Any):
         with tempfile.TemporaryDirectory() as folder:
             write_shape(shape, Path(folder))
-            self.core = EngineCore.build(EngineConfig(model=folder, device="cuda", load_format="dummy", **options))
+            self.core = build_engine(EngineConfig(model=folder, device="cuda", load_format="dummy", **options))
         self.config: ModelConfig = self.core.model_config
         self.waited_s = 0.0
         self.steps = 0

@@ -33,7 +33,7 @@ from engine import pocket
 from engine.config import EngineConfig
 from tests.models import make_model
 from tests.scrape import Scrape
-from tests.serve.serve_run import ServeRun, haproxy_ports, wait_until
+from tests.serve.serve_run import ServeRun, wait_until
 
 LOADS = (0.4, 0.65)  # share of the time in which the busier pool computes, as simulated
 REPEATS, REQUESTS = 3, 100
@@ -134,7 +134,7 @@ def compare(layouts: Iterable[Layout]) -> None:
 @contextmanager
 def serving(layout: Layout) -> Iterator[ServeRun]:
     with tempfile.TemporaryDirectory() as folder:
-        server = ServeRun(Path(folder), {"models": [layout.section]}, environment=haproxy_ports(), manta=True)
+        server = ServeRun(Path(folder), {"models": [layout.section]}, manta=True)
         try:
             for _ in range(layout.decode):
                 server.wait_for_line("fits this decode engine" if layout.prefill else "replica ready", START_S)

@@ -18,6 +18,7 @@ from cluster.simulator.results import Latencies, Report
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import Trace
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 
 ENGINES = 2
@@ -36,7 +37,7 @@ class TimedEngine:
     """A real engine on a clock of its own, which is `now`: it moves by the CPU time of each step."""
 
     def __init__(self) -> None:
-        self.core = EngineCore.build(CONFIG)
+        self.core = build_engine(CONFIG)
         self.now = 0.0
         self.itl_s: list[float] = []
         self._last: dict[str, float] = {}

@@ -22,8 +22,9 @@ from benchmarks.command import DtypeOption, JsonOption, ModelOption, print_json,
 from cluster.cli.bench.prompts import random_ids
 from cluster.simulator.cost_model import LinearCostModel, Work
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.core.scheduler import Event
+from engine.core.output import Event
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import StepPlan
 from engine.wire.sampling_params import SamplingParams
@@ -160,7 +161,7 @@ def main(
         model=model, dtype=dtype, num_threads=threads, max_num_batched_tokens=max_num_batched_tokens,  # type: ignore[arg-type]
         max_num_seqs=max_num_seqs, max_model_len=max_model_len, overlap=False, enable_prefix_caching=False,
     )  # fmt: skip
-    core = EngineCore.build(config)
+    core = build_engine(config)
     try:
         found = fit_cost(*measure_steps(core))
     finally:

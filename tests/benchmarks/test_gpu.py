@@ -63,7 +63,7 @@ def rehearsal(monkeypatch) -> None:
     for name in ("MAX_DECODE_SIZE", "MAX_MIXED_SIZE"):  # few graphs
         monkeypatch.setattr(cuda_graphs, name, 8)
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
-    monkeypatch.setattr("engine.runner.model_runner.open_device", lambda name: LateDevice())
+    monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: LateDevice())
     monkeypatch.setattr("engine.model.torch_compile.compile_layers", lambda *args: None)
     build = engines.EngineConfig
     monkeypatch.setattr(engines, "EngineConfig", lambda **options: build(**options, num_blocks=2000, num_threads=1))
@@ -74,7 +74,17 @@ def rehearsal(monkeypatch) -> None:
         monkeypatch.setattr(torch.cuda, name, stand_in)
 
 
-@pytest.mark.parametrize("part", MEASURED, ids=[part.name for part in MEASURED])
+#: Parts that call the same function as one before them, with other numbers.
+LIKE_OTHERS = ("decode 8B, batch 64", "profile 8B, batch 64", "top_k", "fp8", "30B-A3B, batch 64", "without graphs")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(part, marks=[pytest.mark.slow] if part.name.endswith(LIKE_OTHERS) else [], id=part.name)
+        for part in MEASURED
+    ],
+)
 def test_a_part_runs_from_its_first_line_to_its_last(part, rehearsal):
     numbers = part.measure(Card(1e12, 1e14))
     assert numbers and all(isinstance(value, int | float) for value in numbers.values())

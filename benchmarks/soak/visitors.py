@@ -1,0 +1,183 @@
+"""Clients that ask for answers in all ways and leave many of them, for as long as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.resuming_client import NOBODY_THERE, ResumingClient
+
+LIMIT_S = 300.0  # for each request: longer is hanging
+PAUSE_S = 1.0  # before a client comes again that was turned away
+WORDS = ["ocean", "lamp", "winter", "dog", "music", "river", "stone", "letter"]
+LONG = " and ".join(WORDS) * 12
+BODIES: list[dict[str, Any]] = [
+    {"prompt": f"The {word} {'is' if i % 2 else LONG}", "max_tokens": 60 + 20 * i, "ignore_eos": True}
+    | ({"temperature": 0} if i < 4 else {"temperature": 1.0, "seed": i})
+    for i, word in enumerate(WORDS)
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"enum": WORDS}},
+    "required": ["word"],
+    "additionalProperties": False,
+}
+CHAT = {"messages": [{"role": "user", "content": "Which word?"}], "temperature": 0, "max_tokens": 40}
+FORMED = {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "word", "schema": SCHEMA}}}
+
+
+class Broken(Exception):
+    """A request that did not get its answer, and that its client may send again."""
+
+
+@dataclass(slots=True)
+class Visits:
+    """answered, left: requests by way. broken: by what was struck last. texts: that came to each body; more than one
+    is wrong, and `wrong` says so, as it does of every error that a client could not help with by asking again."""
+
+    answered: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    broken: Counter[str] = field(default_factory=Counter)
+    texts: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    def take(self, way: str, name: str, text: str) -> None:
+        if text != self.texts.setdefault(name, text):
+            self.wrong.append(f"{way}: another text of {name}: {text!r}, before {self.texts[name]!r}")
+        self.answered[way] += 1
+
+
+class Visitors:
+    """Enter it in an event loop: so many clients then ask until it is left, and end the requests under way."""
+
+    def __init__(self, url: str, clients: int, visits: Visits, struck: Callable[[], str]):
+        """struck: what was struck last."""
+        self._url, self._clients, self.visits, self._struck = url, clients, visits, struck
+        self._done = asyncio.Event()
+        self._ways: list[Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]] = [
+            self._stream, self._leave_stream, self._whole, self._leave_whole, self._keyed, self._formed, self._response,
+        ]  # fmt: skip
+
+    async def __aenter__(self) -> Visitors:
+        self._http = httpx.AsyncClient(base_url=self._url, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None))
+        self._tasks = [asyncio.create_task(self._visit(random.Random(i))) for i in range(self._clients)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._done.set()
+        await asyncio.gather(*self._tasks)
+        await self._http.aclose()
+
+    async def _visit(self, rng: random.Random) -> None:
+        while not self._done.is_set():
+            way = rng.choice(self._ways)
+            try:
+                await asyncio.wait_for(way(self._http, rng), 2 * LIMIT_S)
+            except (Broken, httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError):
+                self.visits.broken[self._struck()] += 1
+                await asyncio.sleep(PAUSE_S)
+            except Exception as error:  # noqa: BLE001  what a client could not help is what is looked for
+                self.visits.wrong.append(f"{way.__name__} after {self._struck()}: {error!r}")
+
+    async def _stream(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        name, body = _some(rng)
+        text = ""
+        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            await _check(response)
+            async for line in response.aiter_lines():
+                text += _text_of(line)
+                if line == "data: [DONE]":
+                    return self.visits.take("a stream", name, text)
+        raise Broken("it just stopped")
+
+    async def _leave_stream(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        _, body = _some(rng)
+        events = rng.randrange(30)
+        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            await _check(response)
+            async for line in response.aiter_lines():
+                _text_of(line)
+                events -= line.startswith("data: {")
+                if events < 0:
+                    break
+        self.visits.left["a stream"] += 1
+
+    async def _whole(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        name, body = _some(rng)
+        answer = await _post(http, "/v1/completions", body)
+        self.visits.take("an answer as a whole", name, answer["choices"][0]["text"])
+
+    async def _leave_whole(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        """Sometimes in the midst of a handoff."""
+        name, body = _some(rng)
+        try:
+            async with asyncio.timeout(rng.choice([0.05, 0.3, 2.0])):
+                answer = await _post(http, "/v1/completions", body)
+        except TimeoutError:
+            self.visits.left["an answer as a whole"] += 1
+        else:
+            self.visits.take("an answer as a whole", name, answer["choices"][0]["text"])
+
+    async def _keyed(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        """Goes on where its connection broke."""
+        name, body = _some(rng)
+        client = ResumingClient(f"soak-{rng.getrandbits(64):x}", body)
+        async with asyncio.timeout(LIMIT_S):
+            while not client.done:
+                await client.read(http, self._url)
+                await asyncio.sleep(0 if client.done else PAUSE_S)
+        self.visits.take("with an Idempotency-Key", name, client.text)
+
+    async def _formed(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        answer = await _post(http, "/v1/chat/completions", FORMED)
+        self.visits.take("a form", "a form", answer["choices"][0]["message"]["content"])
+
+    async def _response(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        """Stored, and gone on with."""
+        body = {"input": "What is an ocean?", "temperature": 0, "max_output_tokens": 30}
+        first = await _post(http, "/v1/responses", body)
+        second = await _post(http, "/v1/responses", {**body, "previous_response_id": first["id"]})
+        for name, answer in (("a response", first), ("a second response", second)):
+            self.visits.take("a response", name, json.dumps([item["content"][0]["text"] for item in answer["output"]]))
+
+
+def _some(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Return a body and its name. Every other time no cache has its prompt."""
+    number = rng.randrange(len(BODIES))
+    salt = {"cache_salt": f"{rng.getrandbits(64):x}"} if rng.random() < 0.5 else {}
+    return f"body {number}", BODIES[number] | salt
+
+
+async def _post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = await http.post(path, json=body)
+    await _check(response)
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def _check(response: httpx.Response) -> None:
+    if response.status_code != 200:
+        text = (await response.aread()).decode()
+        if response.status_code in NOBODY_THERE:
+            raise Broken(text)
+        raise AssertionError(f"{response.status_code}: {text}")
+
+
+def _text_of(line: str) -> str:
+    """Return what an event adds to a text. Raises Broken for an error that may be asked again."""
+    if not line.startswith("data: {"):
+        return ""
+    event = json.loads(line.removeprefix("data: "))
+    if "error" in event:
+        if event["error"]["type"] == "service_unavailable_error":
+            raise Broken(line)
+        raise AssertionError(line)
+    text: str = event["choices"][0]["text"]
+    return text
