@@ -16,12 +16,14 @@ INSTALLED := $(VENV)/.installed
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
 
-# two processes, since half of the time of a test is waiting for others to start; a file's fixtures stay together, and
-# what takes longest comes first (tests/conftest.py)
-TEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A process for each core; a file's fixtures stay together, and what takes longest comes first (tests/conftest.py). The
+# slowest tests are printed, so that everybody sees where the time goes. pytest keeps the bytecode of tests: to rewrite
+# their assertions takes as long as a hundred of them.
+TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 25
 
+# What tests kernels is skipped as long as nothing that it imports has changed since it last passed (tests/unchanged.py)
 test: $(INSTALLED)
-	$(TEST)
+	$(TEST) --skip-unchanged
 
 # in another order every time; `make test-all TEST_SEED=...` repeats one. What kills nodes and replicas against the clock
 # has the machine to itself.

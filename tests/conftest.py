@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.left_behind"]
+pytest_plugins = ["tests.left_behind", "tests.unchanged"]
 
 # what hypothesis tries is the same in every run but those of `make test-all`, and no test fails because it was slow
 settings.register_profile(
@@ -19,6 +19,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("manta")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give a process of `pytest -n`, and what it starts, one thread for each operation: there are no more cores."""
+    if hasattr(config, "workerinput"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -31,6 +37,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(optionalhook=True)  # there may be no xdist
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of processes of `pytest -n auto`: one for each core, and even on a single core two, since half
+    of the time of a test is waiting for others to start. Each takes a GiB, and imports and collects everything."""
+    return min(max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2), 8)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.by_server import ByServer
 

@@ -49,7 +49,7 @@ class WildDrafter:
         def rest_of(tokens: list[int]) -> list[int]:
             (request,) = (r for r in harness.scheduler.queue.live.values() if r.tokens is tokens)
             prompt = tokens[: request.num_prompt]
-            output = expected_output(prompt, harness.params[request.request_id], harness.scheduler.max_model_len)
+            output = expected_output(prompt, harness.params[request.request_id], harness.scheduler.limits.max_model_len)
             assert output[: request.num_output] == tokens[request.num_prompt :]
             return output[request.num_output :]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.config import HandoffConfig
-from engine.core.handoffs import HandoffManager
-from engine.core.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.features.handoffs import HandoffManager
+from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.step_cost import StepCost
 from engine.kv_transfer.protocol.actions import CancelHandoff, FinishPrefill, OpenHandoff, RefusePrefill, ReportProgress
 from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
@@ -122,7 +122,7 @@ class PrefillHarness(Harness):
             decode=Peer("decode", "", 1),
             timeout_s=timeout_s,
         )
-        request = self.scheduler.add_remote_prefill(prefill_request, now=0.0)
+        request = self.scheduler.add_remote(prefill_request, now=0.0)
         if prefill_request.params.structured_outputs is not None:
             self.scheduler.set_grammar(request, FakeGrammar())
         self.prefill_requests[name] = prefill_request

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.block_pool import BlockPool
-from engine.core.handoffs import HandoffManager
-from engine.core.scheduler import Event, Scheduler
-from engine.core.speculator import Speculator
+from engine.core.features.handoffs import HandoffManager
+from engine.core.features.speculator import Speculator
+from engine.core.output import Event
+from engine.core.request_checks import ModelLimits
+from engine.core.scheduler import Scheduler
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import NewSequence, StepPlan, StepResult
@@ -38,6 +40,8 @@ class FakeGrammar:
     """Every token of the output is larger than the one before it, by 9 at most; 40 or more is the end. After a multiple
     of 10 it is larger by 1."""
 
+    constrains = True
+
     def __init__(self, output: list[int] | None = None):
         self.is_done, self.error, self.is_ready = False, None, True
         self.drafts: list[int] = []
@@ -46,8 +50,8 @@ class FakeGrammar:
         for token in output or []:
             self.accept(token)
 
-    def ready(self) -> bool:
-        return self.is_ready
+    def waits(self, in_flight: int) -> bool:
+        return in_flight > 0 or not self.is_ready
 
     def masks(self, num_drafts: int = 0) -> bytes:
         assert num_drafts <= len(self.drafts)
@@ -196,11 +200,9 @@ class Harness:
         self.scheduler = Scheduler(
             self.config,
             self.pool,
-            max_model_len=max_model_len,
-            vocab_size=VOCAB,
-            eos_token_ids=frozenset({EOS}),
+            limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
             handoffs=handoffs,
-            speculator=speculator,
+            speculation=speculator,
         )
         self.runner = FakeRunner(self.config, max_model_len, propose)
         self.depth = depth
@@ -310,7 +312,7 @@ class Harness:
                 assert self.outputs[name] == []
                 assert reason == "abort" or self.finished[name].delta.pooled == pooled_of(prompt)
                 continue
-            expected = expected_output(prompt, self.params[name], self.scheduler.max_model_len)
+            expected = expected_output(prompt, self.params[name], self.scheduler.limits.max_model_len)
             if reason == "abort":
                 assert self.outputs[name] == expected[: len(self.outputs[name])]
             else:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.model.ops import dispatch
 from engine.wire.messages import GenerateRequest, TokenLogprob
@@ -42,12 +43,12 @@ def generate(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)  # they know no padding
         if device is not None:
-            patch.setattr("engine.runner.model_runner.open_device", lambda name: device)
+            patch.setattr("engine.runner.rank_setup.open_device", lambda name: device)
             forbid_waits(patch)
             tape_kernels(patch)
         defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 64, "num_threads": 1, "dtype": "float32",
                     "max_num_batched_tokens": 20}  # fmt: skip
-        core = EngineCore.build(EngineConfig(model=str(folder), **{**defaults, **options}))
+        core = build_engine(EngineConfig(model=str(folder), **{**defaults, **options}))
         if cores is not None:
             cores.append(core)
         answers: Answers = {request.request_id: ([], []) for request in wanted}

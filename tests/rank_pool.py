@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ServingError
@@ -33,7 +34,7 @@ class RankPool:
         """An engine of `config.tensor_parallel` ranks. options: of TPGroup.connect."""
         size = config.tensor_parallel
         if size == 1:
-            core = EngineCore.build(config)
+            core = build_engine(config)
             yield core
             core.close()
             return
@@ -41,7 +42,7 @@ class RankPool:
         for rank in range(1, size):
             self.call(rank, run_worker, config, rank, group.address, options)
         group.join(TIMEOUT_S)
-        core = EngineCore.build(config, group)
+        core = build_engine(config, group)
         try:
             yield core
         finally:

@@ -43,11 +43,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Cohere2ForCausalLM": {"layer_types": LAYERS},
     "GPT2LMHeadModel": {"n_inner": 80},
     "GPTBigCodeForCausalLM": {"n_inner": 80},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 3, "mamba_n_heads": 4},
     "HeliumForCausalLM": {"head_dim": 12},
     "Llama4ForCausalLM": LLAMA4,
     "MiniMaxM2ForCausalLM": {"intermediate_size": 32},
     "OPTForCausalLM": {"ffn_dim": 80, "word_embed_proj_dim": 48},
+    "ModernBertDecoderForCausalLM with a tied head": {"tie_word_embeddings": True},
     "Olmo3ForCausalLM": {"layer_types": LAYERS},
+    "SmolLM3ForCausalLM with a dynamic rope": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    },
     "VaultGemmaForCausalLM": {"layer_types": LAYERS, "attn_logit_softcapping": 2.0},
 }
 TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -57,6 +62,15 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
                            "num_attention_heads": 2, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
     ),
+    **{
+        f"{name}ForConditionalGeneration": (
+            "LlamaConfig",
+            {},
+            {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                               "num_attention_heads": 2, "image_size": 28, "patch_size": 14}, "scale_factor": 2},
+        )
+        for name in ("Idefics3", "SmolVLM")
+    },
     "InternVLForConditionalGeneration": (
         "Qwen3Config",
         {},
@@ -70,6 +84,16 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                            "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 16,
                            "projector_input_dim": 16, "projector_output_dim": 16}},
     ),
+    **{
+        f"LlavaNextForConditionalGeneration with {name}": (
+            f"{name}Config",
+            {"sliding_window": None},
+            {"vision_config": {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16,
+                               "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+                               "projection_dim": 16}},
+        )
+        for name in ("Llama", "Mistral", "Qwen2")
+    },
     "Mistral3ForConditionalGeneration": (
         "Ministral3Config",
         {},
@@ -83,6 +107,11 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16,
                            "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
                            "head_dim": 8}},
+    ),
+    "Qwen2VLForConditionalGeneration": (
+        "Qwen2VLTextConfig",
+        {"head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}},
+        {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2}},
     ),
     "Qwen2_5_VLForConditionalGeneration": (
         "Qwen2_5_VLTextConfig",
@@ -107,7 +136,7 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def make_transformers_model(folder: Path, architecture: str, **overrides: Any) -> Path:
-    """Write a model of `architecture` (of engine/model/families.py, or a key of TEXT_PARTS) and return its folder."""
+    """Write a model of `architecture` (of engine/model/families.py, SPECIAL or TEXT_PARTS) and return its folder."""
     cls = getattr(transformers, architecture.split()[0])
     if architecture in TEXT_PARTS:
         text_class, text, rest = TEXT_PARTS[architecture]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.wire.messages import GenerateRequest, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
@@ -38,7 +39,7 @@ def requests(count: int, vocab_size: int, **params: Any) -> list[GenerateRequest
 
 def make_core(folder: Path, device: str, **options: Any) -> EngineCore:
     defaults = {"num_blocks": 256, "max_num_seqs": 16, "dtype": "float32", "max_num_batched_tokens": 256}
-    return EngineCore.build(EngineConfig(model=str(folder), device=device, **{**defaults, **options}))
+    return build_engine(EngineConfig(model=str(folder), device=device, **{**defaults, **options}))
 
 
 def run(core: EngineCore, wanted: list[GenerateRequest]) -> dict[str, Answer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster import haproxy
+from cluster.ray_environment import environment
 from tests.serve.serve_run import free_port
 
 RAY_ENV = Path(__file__).parents[2] / "k8s" / "base" / "ray.env"
@@ -25,5 +26,5 @@ def pod_environment(folder: Path) -> dict[str, str]:
         "SERVER_STATE_BASE": str(folder),
         "SERVER_STATE_FILE": str(folder / "server-state"),
     }
-    program = {haproxy.BINARY_PATH: haproxy.environment()[haproxy.BINARY_PATH]}  # the pods' path is the image's
+    program = {haproxy.BINARY_PATH: environment()[haproxy.BINARY_PATH]}  # the pods' path is the image's
     return pod | program | {f"RAY_SERVE_HAPROXY_{name}": value for name, value in proxy.items()}

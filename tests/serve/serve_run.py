@@ -93,7 +93,7 @@ class ServeRun:
 
     @property
     def _applications(self) -> str:
-        (dashboard,) = re.findall(r"View the dashboard at .*?(http://[\d.]+:\d+)", "".join(self.log))
+        (dashboard,) = re.findall(r"dashboard (?:is up )?at .*?(http://[\d.]+:\d+)", "".join(self.log))
         return f"{dashboard}/api/serve/applications/"
 
     def wait(self, timeout_s: float) -> int:
@@ -103,6 +103,10 @@ class ServeRun:
     def interrupt(self) -> None:
         """Ctrl-C."""
         self._process.send_signal(signal.SIGINT)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._process.send_signal(signal.SIGTERM)
 
     def processes(self) -> list[psutil.Process]:
         parent = psutil.Process(self._process.pid)
@@ -156,11 +160,6 @@ def ray_environment(folder: str) -> dict[str, str]:
         "RAY_TMPDIR": folder,
     }
     return {**{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}, **ours}
-
-
-def haproxy_ports() -> dict[str, str]:
-    """Environment in which a HAProxy of Ray's takes none of the fixed ports that it likes."""
-    return {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
 
 
 def free_port() -> int:

@@ -17,11 +17,11 @@ import msgspec
 import psutil
 import pytest
 
-from deployments.idempotency.record import Record
+from deployments.jobs.record import JobRecord
 from deployments.storage.key_value import CHECKSUM_BYTES
 from tests.resuming_client import ResumingClient, read_all
 from tests.scrape import Scrape
-from tests.serve.serve_run import ServeRun, haproxy_ports, wait_until
+from tests.serve.serve_run import ServeRun, wait_until
 
 pytestmark = [
     pytest.mark.serve,
@@ -57,7 +57,7 @@ class Serving:
         }
         ingress = {"store": f"sqlite://{self.store}", "num_replicas": 2}
         args = {"models": [model], "ingress": ingress}
-        server = ServeRun(self._folder, args, environment=haproxy_ports(), manta=True)
+        server = ServeRun(self._folder, args, manta=True)
         self.server = server  # also if it does not come up: it has to be stopped
         for _ in range(REPLICAS):
             server.wait_for_line("replica ready", STARTUP_S)
@@ -196,7 +196,7 @@ def test_after_everything_was_killed_each_answer_that_was_left_is_computed_once(
         serving.stop()
         with sqlite3.connect(serving.store) as database:
             rows = database.execute("select value from stored where key like 'manta:answer:%'").fetchall()
-        records = (msgspec.msgpack.decode(value[CHECKSUM_BYTES:], type=Record) for (value,) in rows)
+        records = (msgspec.msgpack.decode(value[CHECKSUM_BYTES:], type=JobRecord) for (value,) in rows)
         left.append(sum(record.outputs is None for record in records))
         serving.start()
 

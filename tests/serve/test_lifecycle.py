@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cluster.autoscaling.slo import POLICY
-from tests.serve.serve_run import ServeRun, haproxy_ports, wait_until
+from tests.serve.serve_run import ServeRun, wait_until
 
 pytestmark = pytest.mark.serve
 
@@ -52,7 +52,7 @@ def test_mistake_in_the_configuration_ends_the_server_with_one_clear_line(
     tmp_path, model_folder, manta, model, message
 ):
     args = {"models": [{"name": "tiny", "model": str(model_folder), **model}]}
-    server = ServeRun(tmp_path, args, environment=haproxy_ports(), manta=manta)
+    server = ServeRun(tmp_path, args, manta=manta)
     try:
         server.wait_for_line("manta cannot start. ", timeout_s=120)
         assert server.wait(timeout_s=30) != 0

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.certificate import Certificate
-from tests.serve.serve_run import ServeRun, haproxy_ports
+from tests.serve.serve_run import ServeRun
 
 pytestmark = pytest.mark.serve
 
@@ -22,7 +22,7 @@ def test_client_that_trusts_the_certificate_is_answered_over_https_and_nobody_wi
     made = Certificate.make(tmp_path)
     options = {"ssl_certfile": str(made.certfile), "ssl_keyfile": str(made.keyfile)}
     args = {"models": [{"name": "tiny", "model": str(model_folder)}]}
-    server = ServeRun(tmp_path, args, environment=haproxy_ports(), manta=True, http_options=options)
+    server = ServeRun(tmp_path, args, manta=True, http_options=options)
     try:
         assert f"address=https://127.0.0.1:{server.port}" in server.wait_for_line("ready address=")
         trusting = httpx.Client(verify=ssl.create_default_context(cafile=str(made.certfile)))

@@ -17,7 +17,7 @@ import pytest
 from deployments.frontend.api_keys import hash_key
 from tests.models import make_model
 from tests.serve.haproxy.clients import KEYS, MAX_NUM_SEQS, MAX_WAITING
-from tests.serve.serve_run import ServeRun, haproxy_ports, wait_until
+from tests.serve.serve_run import ServeRun, wait_until
 
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
 DECODE = {"num_cpus": 0.2}
@@ -52,7 +52,7 @@ def server(tmp_path_factory) -> Iterator[ServeRun]:
         {"name": "apart", "model": model, **APART},
     ]
     args = {"models": models, "ingress": {"max_waiting": MAX_WAITING, "api_keys_file": str(keys)}}
-    server = ServeRun(folder, args, environment=haproxy_ports(), manta=True)
+    server = ServeRun(folder, args, manta=True)
     try:
         server.wait_for_line("prefill engines: prefill-apart-", timeout_s=240)  # the dispatcher knows it
         wait_until(lambda: httpx.get(f"{server.url}/health", timeout=5).status_code == 200, timeout_s=60)

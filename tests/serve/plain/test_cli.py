@@ -75,10 +75,9 @@ def test_manta_serve_serves_a_model_folder_behind_haproxy_and_ctrl_c_ends_all_of
     port = free_port()
     flags = ["--port", str(port), "--served-model-name", "mine", "--num-threads", "1", "--max-model-len", "128"]
     with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as ray_folder:  # socket paths must be short
-        ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
         process = subprocess.Popen(
             [MANTA, "serve", str(model_folder), "--address", "local", *flags],
-            env=ray_environment(ray_folder) | ports,
+            env=ray_environment(ray_folder),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it

@@ -1,0 +1,223 @@
+"""Thirty faults: ten in the engine's core, ten in deployments, ten in KV transfer, routing and jobs."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+CORE = [
+    Fault(
+        "a prefix match goes on behind a block that is not cached",
+        "engine/core/block_pool.py",
+        "            if block is None:\n                break\n            blocks.append(block)",
+        "            if block is not None:\n                blocks.append(block)",
+        ("tests/engine/core/test_block_pool.py",),
+    ),
+    Fault(
+        "blocks are released head first, so that shared prefixes are evicted before their ends",
+        "engine/core/block_pool.py",
+        "for block in reversed(blocks):",
+        "for block in blocks:",
+        ("tests/engine/core/test_block_pool.py",),
+    ),
+    Fault(
+        "a block that another request computed too is not freed",
+        "engine/core/block_pool.py",
+        "            self._ref_counts[duplicate] += 1\n            self.release([block])",
+        "            self._ref_counts[duplicate] += 1",
+        ("tests/engine/core/test_block_pool.py", "tests/engine/core/test_scheduler.py"),
+    ),
+    Fault(
+        "a prompt that is cached as a whole has no token left to compute",
+        "engine/core/kv_cache_manager.py",
+        "full = (len(request.tokens) - 1) // self._pool.block_size",
+        "full = len(request.tokens) // self._pool.block_size",
+        ("tests/engine/core/test_scheduler.py",),
+    ),
+    Fault(
+        "blocks are entered into the prefix cache before they are computed",
+        "engine/core/kv_cache_manager.py",
+        "full = max(first, min(computed, len(request.tokens)) // size)",
+        "full = max(first, len(request.tokens) // size)",
+        ("tests/engine/core/test_scheduler.py", "tests/engine/core/test_scheduler_machine.py"),
+    ),
+    Fault(
+        "a preempted request waits behind all others",
+        "engine/core/request_queue.py",
+        "        insort(self.waiting, request, key=lambda r: r.order)",
+        "        self.waiting.append(request)",
+        ("tests/engine/core/test_scheduler.py",),
+    ),
+    Fault(
+        "a request whose blocks another engine reads is preempted",
+        "engine/core/block_allocator.py",
+        "victims = [r for r in behind if not r.asked_by and num_unshared(r)]",
+        "victims = [r for r in behind if num_unshared(r)]",
+        ("tests/engine/core/test_scheduler_handoffs.py",),
+    ),
+    Fault(
+        "an answer has one token more than max_tokens",
+        "engine/core/output.py",
+        'return "length" if num_output >= request.max_tokens else None',
+        'return "length" if num_output > request.max_tokens else None',
+        ("tests/engine/core/test_scheduler.py",),
+    ),
+    Fault(
+        "a new request takes the blocks that running ones are about to need",
+        "engine/core/block_allocator.py",
+        "watermark = growing + len(with_kv) + len(self._handoffs.receiving)",
+        "watermark = 0",
+        ("tests/engine/core/test_scheduler.py", "tests/engine/core/test_scheduler_handoffs.py"),
+    ),
+    Fault(
+        "a request that leaves keeps its slot",
+        "engine/core/request_queue.py",
+        "            self.running.remove(request)\n            self._free_slots.append(request.slot)",
+        "            self.running.remove(request)",
+        ("tests/engine/core/test_scheduler.py",),
+    ),
+]
+DEPLOYMENTS = [
+    Fault(
+        "a client that comes back has saved up turns",
+        "engine/fairness/fair_queue.py",
+        "            client.served = max(client.served, self._floor)",
+        "            client.served = min(client.served, self._floor)",
+        ("tests/engine/fairness/test_fair_queue.py",),
+    ),
+    Fault(
+        "a full queue drops the oldest request of the client that fills it",
+        "engine/fairness/fair_queue.py",
+        "victim = self._clients[largest].waiting[kept[largest]]",
+        "victim = self._clients[largest].waiting[-1 - kept[largest]]",
+        ("tests/engine/fairness/test_fair_queue.py",),
+    ),
+    Fault(
+        "a request that goes on in another engine draws with another seed",
+        "deployments/frontend/retry.py",
+        "params = msgspec.structs.replace(params, seed=signed(seed_of(request.request_id)))",
+        "params = msgspec.structs.replace(params, seed=signed(seed_of(self.request_id)))",
+        ("tests/deployments/frontend/test_retry.py",),
+    ),
+    Fault(
+        "tokens that were lost on the way are not missed",
+        "deployments/frontend/retry.py",
+        "if delta.position != len(self.output):",
+        "if delta.position < len(self.output):",
+        ("tests/deployments/frontend/test_retry.py",),
+    ),
+    Fault(
+        "a request that kills its engines is tried once more than allowed",
+        "deployments/frontend/retry.py",
+        "self.num_replays >= self._max_replays",
+        "self.num_replays > self._max_replays",
+        ("tests/deployments/frontend/test_retry.py",),
+    ),
+    Fault(
+        "a slow call counts as failed before its last tokens are there",
+        "deployments/frontend/sequence.py",
+        "delay_s = FINAL_DELTA_S if error is None else 0.0",
+        "delay_s = 0.0",
+        ("tests/deployments/frontend/test_sequence.py", "tests/deployments/frontend/test_retry_engine.py"),
+    ),
+    Fault(
+        "an engine is given twice the sequences that it may run",
+        "deployments/frontend/admission.py",
+        "return max(1, math.ceil(sequences / limits.num_ingresses))",
+        "return max(1, sequences)",
+        ("tests/deployments/frontend/test_admission.py",),
+    ),
+    Fault(
+        "an API key that was taken out of the file stays valid",
+        "deployments/frontend/api_keys.py",
+        "if _version(self._path) == self._version:",
+        "if self._version is not None:",
+        ("tests/deployments/frontend/test_api_keys.py",),
+    ),
+    Fault(
+        "a stream ends without the event that says so",
+        "deployments/http/streaming.py",
+        'end: bytes = b"data: [DONE]\\n\\n"',
+        'end: bytes = b""',
+        ("tests/deployments/openai/test_server_routes.py", "tests/deployments/test_app.py"),
+    ),
+    Fault(
+        "what an unexpected error says is shown to the client",
+        "deployments/http/errors.py",
+        '_body("the server failed; its log says why", "internal_error", None, "internal_error")',
+        '_body(str(error), "internal_error", None, "internal_error")',
+        ("tests/deployments/openai/test_server_routes.py",),
+    ),
+]
+TRANSFER_ROUTING_JOBS = [
+    Fault(
+        "KV whose lease ended before it was released is taken for good",
+        "engine/kv_transfer/protocol/decode_side.py",
+        "        if not message.held:\n",
+        "        if False:\n",
+        ("tests/engine/kv_transfer/test_handoff.py",),
+    ),
+    Fault(
+        "a handoff ends while a rank still writes into its blocks",
+        "engine/kv_transfer/protocol/decode_side.py",
+        "        if self.reading is None:\n            self._end(now)",
+        "        if True:\n            self._end(now)",
+        ("tests/engine/kv_transfer/test_handoff.py",),
+    ),
+    Fault(
+        "blocks of a prefill engine that contradicts itself are kept",
+        "engine/kv_transfer/protocol/decode_side.py",
+        "verified = self.prefill_request.skip if reason in DOUBTFUL else self.receive_state.verified",
+        "verified = self.receive_state.verified",
+        ("tests/engine/kv_transfer/test_handoff.py",),
+    ),
+    Fault(
+        "blocks count as validated by a heartbeat that was sent before they were read",
+        "engine/kv_transfer/protocol/receive_state.py",
+        "while self._unvalidated and self._unvalidated[0][0] <= heartbeat:",
+        "while self._unvalidated and self._unvalidated[0][0] <= heartbeat + 1:",
+        ("tests/engine/kv_transfer/test_handoff.py", "tests/engine/kv_transfer/test_handoff_machine.py"),
+    ),
+    Fault(
+        "a refused handoff's lease is extended for ever",
+        "engine/kv_transfer/protocol/prefill_side.py",
+        "            if self._refused is None:\n                self.lease_until",
+        "            if True:\n                self.lease_until",
+        ("tests/engine/kv_transfer/test_handoff.py", "tests/engine/kv_transfer/test_handoff_machine.py"),
+    ),
+    Fault(
+        "a rank reads the heads of its neighbour",
+        "engine/kv_transfer/transport/head_map.py",
+        "return self.rank * self.num_kv_heads // self.size",
+        "return (self.rank + 1) % self.size * self.num_kv_heads // self.size",
+        ("tests/engine/kv_transfer/test_head_map.py",),
+    ),
+    Fault(
+        "a request that another engine took is still expected at the first",
+        "deployments/routing/placements.py",
+        "            self.records[placement.engine].prefixes.unexpect(placement.keys)",
+        "            pass",
+        ("tests/deployments/routing/test_balancer.py", "tests/deployments/routing/test_routing_machine.py"),
+    ),
+    Fault(
+        "an engine that has just lost a request draws all others",
+        "deployments/routing/balancer.py",
+        "        if healthy:\n            ranked += unhealthy",
+        "        if healthy:\n            ranked = [*unhealthy, *ranked]",
+        ("tests/deployments/routing/test_balancer.py",),
+    ),
+    Fault(
+        "another client's key opens the answer",
+        "deployments/jobs/jobs.py",
+        "if job is None or job.record.owner != owner:",
+        "if job is None:",
+        ("tests/deployments/jobs/test_jobs.py",),
+    ),
+    Fault(
+        "an ingress does not wait for the answer that another one computes",
+        "deployments/jobs/job.py",
+        "            if leased or record.outputs is not None:",
+        "            if True:",
+        ("tests/deployments/jobs/test_jobs.py", "tests/deployments/jobs/test_machine.py"),
+    ),
+]
+FAULTS = [*CORE, *DEPLOYMENTS, *TRANSFER_ROUTING_JOBS]

@@ -1,0 +1,57 @@
+"""Start and end of `manta serve` where the machine is slow, and by SIGTERM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deployments.ray_driver import patience
+from tests.serve.serve_run import ServeRun
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
+
+SLOW_AGENTS = """
+import sys, time
+if any(arg.endswith(("dashboard/agent.py", "agent/main.py")) for arg in sys.orig_argv):
+    time.sleep(20)
+"""
+
+
+def args(model_folder: Path) -> dict[str, object]:
+    return {"models": [{"name": "tiny", "model": str(model_folder), "engine": {"num_threads": 1}}]}
+
+
+def test_agents_of_ray_that_take_longer_than_it_waits_for_them_end_no_start_and_sigterm_ends_it_with_0(
+    tmp_path, model_folder, monkeypatch
+):
+    """On a very busy machine they do."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    server = ServeRun(tmp_path, args(model_folder), manta=True)
+    try:
+        server.wait_for_line(f"ready address={server.url}", timeout_s=270)
+        server.terminate()
+        assert server.wait(timeout_s=120) == 0
+        assert "Traceback" not in "".join(server.log) and "SIGTERM" not in "".join(server.log)
+    finally:
+        server.stop()
+
+
+def test_a_ray_that_does_not_start_is_told_in_one_line(tmp_path, model_folder):
+    folder = {"RAY_TMPDIR": str(tmp_path / ("x" * 100))}  # too long for paths of sockets
+    server = ServeRun(tmp_path, args(model_folder), manta=True, environment=folder)
+    try:
+        assert server.wait(timeout_s=120) == 1
+        (line,) = [line for line in server.log if "Ray does not start" in line]
+        assert line.startswith("manta: ") and "The machine's load is " in line
+        assert "Traceback" not in "".join(server.log)
+    finally:
+        server.stop()
+
+
+def test_patience_grows_with_the_load_and_is_never_less_than_on_an_idle_machine(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for load, expected in ((0.0, 1.0), (2.0, 1.0), (9.0, 4.5)):
+        monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))  # noqa: B023
+        assert patience() == expected
