@@ -54,6 +54,7 @@ def repository(tmp_path) -> Path:
 def outcome(repository: Path, *options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", repository, "tests", *options]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(repository)}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # it is told from the source by size and second, and both may stay
     done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=120)
     found = re.search(r"^(.*) in .*s$", done.stdout, re.MULTILINE)
     assert found, done.stdout + done.stderr
