@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray._common.utils import get_default_ray_temp_dir
@@ -29,6 +29,9 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from engine.errors import StartupError
 from placement.console_log import log_to_console
+
+if TYPE_CHECKING:
+    from ray.serve._private.client import ServeControllerClient
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ RAYS_LIMITS = {
     "RAY_worker_register_timeout_seconds": 60,
 }
 NODE_INTERVAL_S = 0.1
+KILL_LIMIT_S = 30.0
 DASHBOARD_LIMIT_S = 60.0  # models that take longer to load are not waited for
 STARTING = ("NOT_STARTED", "DEPLOYING")  # of Serve's ApplicationStatus
 
@@ -273,7 +277,28 @@ def _tell_what_stops(viewer: ServeViewer) -> None:
 
 
 def _shutdown() -> None:
+    """End the applications, once their running requests have ended, and then Serve. Its own shutdown begins with the
+    proxies, through which those requests are answered.
+    """
     from ray import serve
 
-    if ray.is_initialized():  # else Serve would start another Ray
-        serve.shutdown()
+    if not ray.is_initialized():  # else Serve would start another Ray
+        return
+    client = serve.context._get_global_client(raise_if_no_controller_running=False)
+    if client is not None:
+        client.delete_apps(list(serve.status().applications), blocking=False)
+        deadline = time.monotonic() + _drain_limit(client)
+        while serve.status().applications and time.monotonic() < deadline:
+            time.sleep(STATUS_INTERVAL_S)
+    serve.shutdown()
+
+
+def _drain_limit(client: ServeControllerClient) -> float:
+    """Return after how many seconds Serve has killed every replica that does not end by itself."""
+    applications = client.get_serve_details()["applications"].values()
+    drains = [
+        deployment["deployment_config"]["graceful_shutdown_timeout_s"]
+        for application in applications
+        for deployment in application["deployments"].values()
+    ]
+    return max(drains, default=0.0) + KILL_LIMIT_S * patience()

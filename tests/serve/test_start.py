@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from deployments.ray_driver import patience
-from tests.serve.serve_run import ServeRun
+from tests.models import make_model
+from tests.serve.serve_run import ServeRun, wait_until
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
@@ -36,6 +39,31 @@ def test_agents_of_ray_that_take_longer_than_it_waits_for_them_end_no_start_and_
         assert "Traceback" not in "".join(server.log) and "SIGTERM" not in "".join(server.log)
     finally:
         server.stop()
+
+
+def test_sigterm_lets_a_stream_that_runs_end_and_takes_no_new_request(tmp_path):
+    sizes = {"num_hidden_layers": 12, "max_position_embeddings": 2048}  # slow enough to be met in the middle
+    model = make_model(tmp_path / "model", "llama", tokenizer=True, **sizes)
+    server = ServeRun(tmp_path, args(model), manta=True)
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    try:
+        server.wait_for_line(f"ready address={server.url}", timeout_s=270)
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.terminate()
+            wait_until(lambda: _status(f"{server.url}/v1/models") == 503)
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["usage"]["completion_tokens"] == 2000
+        assert server.wait(timeout_s=120) == 0
+    finally:
+        server.stop()
+
+
+def _status(url: str) -> int:
+    return httpx.get(url, timeout=60).status_code
 
 
 def test_a_ray_that_does_not_start_is_told_in_one_line(tmp_path, model_folder):
