@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+CHUNK = 128  # ids
 
 
 def top_ids(logits: Tensor, count: int) -> Tensor:
     """Return the ids [rows, count] int64 of the largest of logits [rows, vocab] float32, the lower of equals first.
 
-    So a shorter list is always the beginning of a longer one, and begins with what `argmax` finds.
+    So a shorter list is always the beginning of a longer one, and begins with what `argmax` finds. The first `count`
+    lie in the `count` chunks of the vocabulary whose largest come first in the same order: before any other chunk's
+    largest come those of all these.
     """
+    rows, vocab = logits.shape
+    count = min(count, vocab)
+    chunks = -(-vocab // CHUNK)
+    if not 0 < count < chunks:
+        return top_ids_plain(logits, count)
+    chunked = pad(logits, (0, chunks * CHUNK - vocab), value=float("-inf")).view(rows, chunks, CHUNK)
+    first = top_ids_plain(chunked.amax(-1), count).sort(-1).values  # [rows, count], chunks in the order of their ids
+    values = chunked.gather(1, first[:, :, None].expand(-1, -1, CHUNK))
+    found = top_ids_plain(values.view(rows, count * CHUNK), count)
+    return first.gather(1, found // CHUNK) * CHUNK + found % CHUNK
+
+
+def top_ids_plain(logits: Tensor, count: int) -> Tensor:
+    """What `top_ids` returns, by a key for each token of which no two in a row are equal."""
     if not count:
         return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
     bits = (logits + 0.0).view(torch.int32)  # which makes -0.0 the 0.0 that it equals
     bits ^= (bits >> 31) & 0x7FFFFFFF  # negative floats are ordered by magnitude
-    keys = bits.long() << 32  # of a row no two are equal once the ids are part of them
+    keys = bits.long() << 32
     keys += torch.arange(logits.shape[-1] - 1, -1, -1, device=logits.device)
     return keys.topk(min(count, logits.shape[-1]), dim=-1).indices
