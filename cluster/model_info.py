@@ -24,19 +24,8 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     folder, tokenizer = engine_folder(model.engine_config()), model.engine_config().tokenizer
     text_folder = model_folder.resolve(model.model) if tokenizer is None else model_folder.resolve_tokenizer(tokenizer)
     config = ModelConfig.from_folder(folder, language_model_only=model.engine_config().language_model_only)
-    generates = "generate" in config.supported_tasks
-    if model.prefill is not None and not generates:
-        tasks = " or ".join(config.supported_tasks.names)
-        limit = f"left out: {model.model} can only {tasks}, so there is nothing to do after the prompt"
-        raise ConfigError(f"prefill of model {model.name!r}", Described("a pool"), limit)
-    if model.encode is not None and config.vision is None:
-        limit = f"left out: {model.model} reads text only"
-        raise ConfigError(f"encode of model {model.name!r}", Described("a pool"), limit)
-    for role in model.pools:
-        engine = model.engine_config(role)
-        config.kv_heads_per_rank(engine.tensor_parallel)
-        config.longest_sequence(engine.max_model_len)
-    Tokenizer.from_folder(folder, decodes=generates)
+    _check_pools(model, config)
+    Tokenizer.from_folder(folder, decodes="generate" in config.supported_tasks)
     identity = ModelIdentity.of(folder)
     template, sampling = _chat_template(model.chat_template), _default_sampling(model, folder)
     max_model_len = config.longest_sequence(model.engine_config().max_model_len)
@@ -84,6 +73,21 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,
     )
+
+
+def _check_pools(model: ModelSection, config: ModelConfig) -> None:
+    """Raise StartupError for a pool that the model has no use for, or whose engines could not hold it."""
+    if model.prefill is not None and "generate" not in config.supported_tasks:
+        tasks = " or ".join(config.supported_tasks.names)
+        limit = f"left out: {model.model} can only {tasks}, so there is nothing to do after the prompt"
+        raise ConfigError(f"prefill of model {model.name!r}", Described("a pool"), limit)
+    if model.encode is not None and config.vision is None:
+        limit = f"left out: {model.model} reads text only"
+        raise ConfigError(f"encode of model {model.name!r}", Described("a pool"), limit)
+    for role in model.pools:
+        engine = model.engine_config(role)
+        config.kv_heads_per_rank(engine.tensor_parallel)
+        config.longest_sequence(engine.max_model_len)
 
 
 def _chat_template(given: str | None) -> str | None:

@@ -115,20 +115,11 @@ def serve(
       manta serve serve_config.yaml
     """
     given = given_keys(api, replicas, engine) | dict(map(_key_and_value, sets or ()))
-    if model.endswith(YAML):
-        if api.api_key:
-            raise InvalidParameter(
-                "--api-key", "a key", "left out, also MANTA_API_KEY, where a file says all by itself"
-            )
-        if given or print_config or http_options(api) or api.revision:
-            raise InvalidParameter("MODEL", model, "a model where flags are given; a file says all by itself")
-        from cluster.cli.check.serve_config import load  # `manta --help` does without
-
-        serve_config = load(Path(model))
-    else:
-        if api.revision is not None:
-            model = f"{model}@{api.revision}"
+    if not model.endswith(YAML):
+        model = model if api.revision is None else f"{model}@{api.revision}"
         serve_config = configuration(model, given, {"host": HOST, "port": PORT, **http_options(api)})
+    else:
+        serve_config = written_configuration(Path(model), api, flags=bool(given) or print_config)
     if print_config:
         print(yaml.safe_dump(serve_config, sort_keys=False), end="")
         return
@@ -173,6 +164,17 @@ def given_keys(api: ApiFlags, replicas: ReplicaFlags, engine: dict[str, Any]) ->
         for key in ("num_cpus", "num_gpus", "accelerator_type"):
             keys[f"{pool}.{key}"] = getattr(replicas, key)
     return {key: value for key, value in keys.items() if value is not None}
+
+
+def written_configuration(file: Path, api: ApiFlags, *, flags: bool) -> dict[str, Any]:
+    """Return the Serve configuration in a file. Raises InvalidParameter if flags say more, in `api` or elsewhere."""
+    if api.api_key:
+        raise InvalidParameter("--api-key", "a key", "left out, also MANTA_API_KEY, where a file says all by itself")
+    if flags or http_options(api) or api.revision:
+        raise InvalidParameter("MODEL", str(file), "a model where flags are given; a file says all by itself")
+    from cluster.cli.check.serve_config import load  # `manta --help` does without
+
+    return load(file)
 
 
 def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> dict[str, Any]:
