@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:  # torch takes seconds, and the processes that start ranks do 
     from engine.runner.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+RAYLET_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class RankActor:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._group: ConnectedGroup | None = None
         self._process: EngineServer | Worker
+        threading.Thread(target=_end_with_raylet, args=(os.getppid(),), daemon=True).start()
 
     def location(self) -> RankLocation:
         """Return where Ray has put this actor."""
@@ -113,3 +118,11 @@ class RankActor:
             rank, size, rank_0, task.timeout_s, device=config.device, shared_memory=shared, key=task.key
         )
         self._process = Worker(config, group, host)
+
+
+def _end_with_raylet(raylet: int) -> None:
+    """End this process, and free its GPU, once the raylet that started it has died. Ray itself would wait for `run`."""
+    while os.getppid() == raylet:
+        time.sleep(RAYLET_INTERVAL_S)
+    logger.error("the raylet of this node has died, and this rank ends with it")
+    os._exit(1)

@@ -135,7 +135,8 @@ def test_two_servers_of_one_machine_never_answer_each_others_requests(tmp_path, 
             wait_until(lambda: b.status() == "DEPLOYING", timeout_s=WHOLE_S)
             wait_until(lambda: b.status() == "RUNNING", timeout_s=WHOLE_S)
             assert not of_b.wrong, "while it is built again"
-            print([(at - changed, answer) for at, answer in of_b.unavailable if at > changed])
+            rebuilt = [answer for at, answer in of_b.unavailable if at > changed]
+            assert all(answer.startswith("503 ") for answer in rebuilt), rebuilt
             kill_all(b.processes())
             c = ServeRun(folders[2], args(model_folder, "c"), manta=True)  # may get the ports that b had
             servers.append(c)
