@@ -119,7 +119,10 @@ def count_parameters(model: Loadable) -> int:
 
 
 def load_tensor(parts: list[tuple[Shard, Tensor]], source: TensorSlice, name: str, folder: Path) -> None:
-    """parts: the weights that the checkpoint keeps in this tensor, one after the other, or that share it."""
+    """Copy this rank's slice of a checkpoint's tensor into the weights that come from it.
+
+    parts: the weights that the checkpoint keeps in this tensor, one after the other along `shard.dim`, or that share
+    it; each target is [*shard.local_shape]. Weights of three dimensions may be stored with the last two exchanged."""
     shape, first = tuple(source.get_shape()) or (1,), parts[0][0]
     sizes = [shard.shape[first.dim] for shard, _ in parts]
     whole = (*first.shape[: first.dim], sum(sizes), *first.shape[first.dim + 1 :])

@@ -77,7 +77,9 @@ class BlockMemory:
         return out.reshape(-1)
 
     def scatter(self, blocks: list[int], start: int, count: int, data: Bytes | Tensor) -> None:
-        """Write to the cache what `gather` reads. data: uint8, in host memory or on the device of the cache."""
+        """Write to the cache what `gather` reads.
+
+        data: [len(blocks) * slabs * count * head_bytes] uint8, in host memory or on the device of the cache."""
         heads = slice(start, start + count)
         shape = (len(blocks), self.layout.slabs, count, self.layout.head_bytes)
         if self._stream is None:

@@ -23,8 +23,9 @@ def start_kv_worker(
 ) -> tuple[KVTransferWorker, list[KVWorkerInfo]]:
     """Start this rank's KV worker; return it with what is known of those of all ranks.
 
-    Every rank has to call this, in `group.starting()`. num_kv_heads: all heads of the model. host: IP address at which
-    others reach this rank. Raises StartupError.
+    Every rank has to call this, in `group.starting()`. cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim],
+    contiguous. num_kv_heads: all heads of the model. host: IP address at which others reach this rank. Raises
+    StartupError.
     """
     shard = HeadShard(num_kv_heads, group.rank, group.size)
     worker = KVTransferWorker(

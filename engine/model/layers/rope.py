@@ -48,7 +48,9 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 def _yarn(wavelengths: Tensor, rope: RopeConfig, rotary_dim: int) -> Tensor:
     """Interpolate dimensions that turn fewer than `beta_slow` times over the original context, keep those that turn
-    more than `beta_fast` times, with a ramp between: arXiv:2309.00071, section 3.2."""
+    more than `beta_fast` times, with a ramp between: arXiv:2309.00071, section 3.2.
+
+    wavelengths: [rotary_dim / 2] float32 -> frequencies, [rotary_dim / 2] float32, radians per token."""
 
     def dimension(turns: float) -> float:
         context = rope.original_max_position_embeddings

@@ -35,6 +35,10 @@ def paged_attention(
     q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
     *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
+    """Attend one sequence after the other: q [tokens, heads, head_dim] -> the same shape and dtype. sinks: [heads].
+
+    `batch.kv_cache` [num_blocks, layers, 2, kv_heads, block_size, head_dim] holds K and V, of this step too. Query head
+    h reads KV head h // (heads / kv_heads); which positions a row sees is defined in attention.py."""
     out = torch.empty_like(q)
     starts = batch.query_start.tolist()
     for seq, kv_len in enumerate(batch.kv_len.tolist()):
@@ -93,7 +97,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Te
 def attend_by_scores(
     q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """The same with scores in float32 that are capped, or that share their softmax with the sinks."""
+    """Dense attention as in `attend`, with scores in float32 that are capped, or share their softmax with the sinks.
+
+    q: [heads, queries, head_dim]; k, v: [kv_heads, length, head_dim]; visible: [queries, length] bool; sinks: [heads].
+    Returns [heads, queries, head_dim] of q's dtype."""
     group = q.shape[0] // k.shape[0]
     k, v = (x.float().repeat_interleave(group, dim=0) for x in (k, v))
     scores = q.float() @ k.mT * scale

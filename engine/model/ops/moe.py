@@ -102,6 +102,8 @@ def select_top_k_sigmoid(device: torch.device) -> TopKOfGroups:
 def top_k_sigmoid_plain(
     logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool
 ) -> tuple[Tensor, Tensor]:
+    """logits [tokens, num_experts] float32, correction [num_experts] -> experts [tokens, k] int64, weights [tokens, k]
+    float32, the best choice first."""
     scores, (num_groups, topk_groups) = logits.sigmoid(), groups
     choice = scores + correction
     if num_groups > 1:
@@ -115,15 +117,13 @@ def top_k_sigmoid_plain(
 
 
 def mix_experts_plain(
-    x: Tensor,
-    gate_up: Tensor | list[Weight],
-    down: Tensor | list[Weight],
-    activation: Activation,
-    experts: Tensor,
-    weights: Tensor,
-    biases: Biases = None,
-) -> Tensor:
-    """Compute one expert after the other, each over the tokens routed to it."""
+    x: Tensor, gate_up: Tensor | list[Weight], down: Tensor | list[Weight], activation: Activation,
+    experts: Tensor, weights: Tensor, biases: Biases = None,
+) -> Tensor:  # fmt: skip
+    """Compute one expert after the other, each over the tokens routed to it.
+
+    x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
+    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden]."""
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # groups the tokens of each expert
     counts = experts.flatten().bincount(minlength=len(gate_up)).tolist()

@@ -172,7 +172,9 @@ def record_rotation(
 def record(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention in a trial: check what it is asked for, and return a result of the right shape."""
+    """Attention in a trial: check what it is asked for, and return a result of the right shape without values.
+
+    query: [1, heads, tokens, head_dim]; key, value: [1, kv_heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
     for name, given in kwargs.items():
         if given is not None and name not in USED + WITHOUT_EFFECT and (name, given) != ("is_causal", True):
             raise Unsupported(f"its attention has the keyword {name!r}, which is not known here")
@@ -206,7 +208,8 @@ class WithValues(TorchFunctionMode):
 def find_mask(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: object) -> Mask | None:
     """transformers' interface of masks, in a trial: try out what a token at some distance from the start sees.
 
-    None stands for anything unknown, which only counts if a layer uses it.
+    mask_function: (sequence, head, query [], keys [n]) -> [n] bool, or [] if all keys are alike. None stands for any
+    unknown mask, which only counts if a layer uses it.
     """
     size = local_size or 8
     row = 2 * size

@@ -93,6 +93,8 @@ ROTATE_AND_WRITE = Kernel({torch.bfloat16: rotate_and_write_bf16, torch.float32:
 def rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int, norms: HeadNorms | None = None
 ) -> Tensor:
+    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> q rotated. table: [positions, rotary_dim].
+    The memory of q and k may be overwritten."""
     if norms is not None:
         q, k = norms.apply(rms_norm, q, k)
     if batch.kv_scales is not None:
@@ -216,6 +218,8 @@ def paged_attention(
     q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
     *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
+    """q [tokens, heads, head_dim] -> the same shape and dtype. sinks: [heads] of q's dtype. By the plain version where
+    head_dim is no multiple of LANES, or the cache is in float8."""
     cache = batch.kv_cache
     _, _, _, kv_heads, block_size, head_dim = cache.shape
     if head_dim % LANES or batch.kv_scales is not None:

@@ -93,6 +93,8 @@ ATTEND = Kernel({torch.bfloat16: attend_bf16, torch.float32: attend_f32})
 
 
 def encoder_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim], contiguous. Heads
+    are padded with zeros to a multiple of LANES."""
     if rest := -q.shape[2] % LANES:
         q, k, v = (F.pad(x, (0, rest)) for x in (q, k, v))  # zeros change no score
         return encoder_attention(q, k, v, batch, scale, window)[..., :-rest].contiguous()

@@ -184,22 +184,15 @@ class Integers:
         return padded.view(-1, PANEL, self.groups).transpose(1, 2).contiguous()
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [tokens, inputs], bias [outputs] -> [tokens, outputs] of x's dtype, bfloat16 or float32. Each row of x is
+        rounded to int8, with a float32 scale for each of its groups."""
         tokens, groups, size = len(x), self.groups, self.size
         values, scale = empty((tokens, groups * size), torch.int8), empty((tokens, groups), torch.float32)
         sums, out = empty((tokens, groups), torch.int32), empty((tokens, self.outputs), x.dtype)
         ROUND.launch(
-            x.dtype,
-            -(-tokens // TOKENS),
-            x,
-            values,
-            scale,
-            sums,
-            TokenCount(tokens),
-            x.stride(0),
-            self.inputs,
-            groups,
+            x.dtype, -(-tokens // TOKENS), x, values, scale, sums, TokenCount(tokens), x.stride(0), self.inputs, groups,
             size,
-        )
+        )  # fmt: skip
         items = -(-tokens // BLOCK_ROWS) * len(self.values)
         self.multiply.launch(
             x.dtype, items, out, values, scale, sums, self.values, self.scale, self.zero, 0 if bias is None else bias,

@@ -88,7 +88,9 @@ class StepGraph:
         return torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8))  # also where a model gives NaN
 
     def _example(self, counts: Sequence[int]) -> tuple[Tensor, Batch]:
-        """Return a step of sequences that begin with so many tokens, one or two. They share the first block."""
+        """Return a step of sequences that begin with so many tokens, one or two. They share the first block.
+
+        Its hidden states are random, [tokens, hidden], tokens = sum(counts)."""
         rows, lengths = torch.arange(sum(counts)), torch.tensor(counts, dtype=torch.int32)
         single, chunks = split(counts, counts)
         batch = Batch(

@@ -290,6 +290,7 @@ def paged_attention(
     q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
     *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
+    """q [tokens, heads, head_dim] -> the same shape and dtype, contiguous. sinks: [heads] of q's dtype."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = q.shape[1] // batch.kv_cache.shape[3]
     if len(batch.single):
@@ -307,7 +308,10 @@ def launch(
     q: Tensor, out: Tensor, batch: Batch, layer: int, scale: float, window: int | None,
     softcap: float | None, sinks: Tensor | None, chunk: int | None, tiles: int, block_m: int, *, decode: bool,
 ) -> None:  # fmt: skip
-    """Attend from the rows that decode, or from all chunks."""
+    """Attend from the rows that decode, or from all chunks, and write their rows of `out`.
+
+    q, out: [tokens, heads, head_dim]. tiles: their number; block_m: rows * heads / kv_heads of one. If keys
+    are split there are partial results in float32, [slots, kv_heads, slot_rows, head_dim]."""
     kv_cache = batch.kv_cache
     _, _, _, kv_heads, page, head_dim = kv_cache.shape
     group, head_pad = q.shape[1] // kv_heads, max(16, triton.next_power_of_2(head_dim))
@@ -346,7 +350,9 @@ def launch(
 
 
 def plan(batch: Batch, tiles: int, wanted: int, window: int, chunk: int, block_n: int, *, decode: bool) -> Tensor:
-    """The division of the keys over programs, made by the first layer with this window for all such layers."""
+    """The division of the keys over programs, made by the first layer with this window for all such layers.
+
+    Returns [tiles + wanted, 9] int32: see `plan_kernel`."""
     key, image_ends = (decode, window, chunk), batch.image_ends
     items = batch.plans.get(key)
     if items is None:

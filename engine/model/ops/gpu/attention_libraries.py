@@ -202,6 +202,7 @@ def compare(found: Tensor, q: Tensor, batch: Batch, window: int | None) -> None:
 def small_batch(
     counts: list[int], kv_lens: tuple[int, ...], shape: Shape, device: torch.device
 ) -> tuple[Tensor, Batch]:
+    """Return q, [sum(counts), heads, head_dim] of `shape.dtype`, and a step whose cache has two layers, both random."""
     width = -(-max(kv_lens) // shape.block_size)
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randperm(len(counts) * width, generator=generator, device="cpu").int()

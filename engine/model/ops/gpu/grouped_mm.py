@@ -27,15 +27,13 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def mix_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: Callable[[Tensor], Tensor],
-    experts: Tensor,
-    weights: Tensor,
-    biases: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Sum a token's experts in the order of `experts`, whatever else is in the batch."""
+    x: Tensor, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor],
+    experts: Tensor, weights: Tensor, biases: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Sum a token's experts in the order of `experts`, whatever else is in the batch.
+
+    x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
+    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden]."""
     order, places, ends, _ = sort_pairs(experts, len(gate_up), len(experts))
     hidden = F.grouped_mm(x[order // experts.shape[1]], gate_up.mT, offs=ends)
     if biases is None:

@@ -84,6 +84,7 @@ class Int4:
         self.values, self.scale, self.offset = pack(weight)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [tokens, inputs], bias [outputs] -> [tokens, outputs] of x's dtype."""
         (outputs, inputs), rows = self.size, len(x)
         packed, blocks = (self.values, self.scale, self.offset), {"GROUP": self.group_size, "BLOCK_N": BLOCK_N}
         block_k = min(self.group_size, BLOCK_K)

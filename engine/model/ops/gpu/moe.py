@@ -98,15 +98,13 @@ def grouped_linear(
 
 
 def mix_experts(
-    x: Tensor,
-    gate_up: Tensor | PackedExperts,
-    down: Tensor | PackedExperts,
-    activation: Callable[[Tensor], Tensor],
-    experts: Tensor,
-    weights: Tensor,
-    biases: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Sum a token's experts in the order of `experts`, whatever else is in the batch."""
+    x: Tensor, gate_up: Tensor | PackedExperts, down: Tensor | PackedExperts, activation: Callable[[Tensor], Tensor],
+    experts: Tensor, weights: Tensor, biases: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Sum a token's experts in the order of `experts`, whatever else is in the batch.
+
+    x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
+    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden]."""
     tile_rows = FEW if experts.numel() <= FEW * gate_up.shape[0] else MANY
     order, _, _, tiles = sort_pairs(experts, gate_up.shape[0], tile_rows)
     first, second = biases or (None, None)

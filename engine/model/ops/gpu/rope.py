@@ -114,7 +114,9 @@ def rotate_and_write_kernel(
 def rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int, norms: HeadNorms | None = None
 ) -> Tensor:
-    """The result is contiguous, as libraries want it."""
+    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> q rotated, contiguous, as libraries want it.
+
+    table: [positions, rotary_dim]."""
     cache = batch.kv_cache
     _, _, _, kv_heads, page, head_dim = cache.shape
     rotary_dim = table.shape[1]

@@ -92,6 +92,8 @@ def top_k_sigmoid_kernel(
 def top_k_sigmoid(
     logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool
 ) -> tuple[Tensor, Tensor]:
+    """logits [tokens, num_experts] float32, correction [num_experts] -> experts [tokens, k] int64, weights [tokens, k]
+    float32, the best choice first."""
     (tokens, num), (num_groups, topk_groups) = logits.shape, groups
     size = num // num_groups
     experts = torch.empty(tokens, k, dtype=torch.int64, device=logits.device)
