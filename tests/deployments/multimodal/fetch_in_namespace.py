@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import socket
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from deployments.multimodal.config import ImageConfig
 from deployments.multimodal.media_connector import MediaConnector
 from engine.errors import InvalidImage
 from tests.deployments.multimodal.image_server import image_server
+from tests.serve.serve_run import wait_until
 
 
 async def fetch(url: str, allowed: tuple[str, ...]) -> str:
@@ -28,9 +30,16 @@ async def fetch(url: str, allowed: tuple[str, ...]) -> str:
     return "loaded"
 
 
+def is_routed(address: str) -> bool:
+    """Whether the kernel sends to an address; for one of IPv6 that takes a moment after it was added."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex((address, 9)) == 0
+
+
 async def main(public: str, others: list[str]) -> None:
     for command in ("link set lo up", *(f"addr add {address} dev lo nodad" for address in (public, *others))):
         subprocess.run(["ip", *command.split()], check=True)
+    wait_until(lambda: all(map(is_routed, (public, *others))))
     async with image_server(public) as server:
         for address in (public, *others):
             async with image_server(address) as other:
