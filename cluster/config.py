@@ -296,7 +296,7 @@ class ModelSection(Section):
         return PoolSettings(self.name, role, Slo(**dict(self.slo)), limits)
 
     def shown(self) -> dict[str, Any]:
-        """Return all keys as they are in force; those of `engine` in each pool, where they may differ."""
+        """Return all keys with the values in force, those of `engine` for each pool, where they may differ."""
         shown: dict[str, Any] = self.model_dump(mode="json", exclude={"engine", "handoff"})
         for role in self.pools:
             shown[role]["engine"] = msgspec.to_builtins(self.engine_config(role))

@@ -13,11 +13,11 @@ from pathlib import Path
 from cluster.haproxy_config import closed_to_others, limited, of_server, over_tls, rewritten, without_fallback
 from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
 
-MOST_CONNECTIONS = 20_000
+MAX_CONNECTIONS = 20_000
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
-MAX_CONNECTIONS = "RAY_SERVE_HAPROXY_MAXCONN"
+MAXCONN_VARIABLE = "RAY_SERVE_HAPROXY_MAXCONN"
 CERTFILE, KEYFILE = "MANTA_SSL_CERTFILE", "MANTA_SSL_KEYFILE"  # http_options.ssl_certfile and ssl_keyfile again
 
 
@@ -54,10 +54,10 @@ def configured(text: str, memory: Path) -> str:
 def connections() -> int:
     """Return how many clients may be connected at a time. A request takes two file descriptors, and a client that waits
     or is idle one."""
-    if given := os.environ.get(MAX_CONNECTIONS):
+    if given := os.environ.get(MAXCONN_VARIABLE):
         return int(given)
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_CONNECTIONS if descriptors == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, descriptors * 3 // 4)
+    return MAX_CONNECTIONS if descriptors == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, descriptors * 3 // 4)
 
 
 def main() -> None:

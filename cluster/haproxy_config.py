@@ -31,7 +31,7 @@ def rewritten(config: str) -> str:
     What HAProxy cannot parse at all never gets so far, and is refused with a body that no configuration changes. Ray's
     shows 502, 503 and 504 as a 500 of plain text. Where no application is named yet, 404 becomes 503: every
     HAProxy starts with such a configuration, also one that replaces another after failed health checks. It would answer
-    404 until it is told where the replicas are, and no client asks again after that.
+    404 until it knows where the replicas are, and no client asks again after that.
     """
     errors = "".join(f"    http-error {_answer(status, *error)}\n" for status, error in ERRORS.items())
     config = re.sub(r"(^ *errorfile .*\n)+", lambda _: errors, config, flags=re.MULTILINE)
@@ -70,13 +70,13 @@ def over_tls(config: str, certificate: str) -> str:
 
 def limited(config: str, connections: int) -> str:
     """Return Ray's configuration with limits that keep those who send nothing, or send it slowly, from shutting others
-    out: a time for headers, room for many connections, and of these a quarter that no single source can take. HTTP/2,
+    out: a time for headers, a maximum of connections, and of these a quarter that no single source can take. HTTP/2,
     which has ways of its own to be expensive, is not spoken.
 
     connections: of clients, at a time.
     """
-    room = f"maxconn {connections}\n    no strict-limits"  # else it would want two for each
-    config = _changed(config, r"(?m)^(global\n(?:[ \t].*\n)*?\s*)maxconn \d+$", rf"\g<1>{room}")
+    limit = f"maxconn {connections}\n    no strict-limits"  # else it would want two for each
+    config = _changed(config, r"(?m)^(global\n(?:[ \t].*\n)*?\s*)maxconn \d+$", rf"\g<1>{limit}")
     waits = f"    timeout http-request {HEADER_S}s\n    option disable-h2-upgrade\n"
     config = _changed(config, r"(?m)^(defaults\n)", rf"\g<1>{waits}")
     by_source = (

@@ -16,7 +16,7 @@ from engine.errors import ConfigError, StartupError
 
 FIRST_PORT, LAST_PORT = 30_000, 31_000  # below what systems give to whoever asks for any port
 SERVER_PORTS = 100  # of these for one server
-# Variables of Ray's, by the place of their port in a server's hundred, of which the first is held.
+# Variables of Ray's, by the offset of their port in a server's hundred, of which the first is held.
 PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 1,
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 2,
@@ -34,10 +34,10 @@ AGENT_PORTS = {  # of Ray's agents, by the names that Ray's parameters have
 
 
 class KnownPort(NamedTuple):
-    """A port that people look for under its number."""
+    """A port that people know by its number."""
 
     number: int
-    place: int  #: where it is if another server has that
+    offset: int  #: of the port that replaces it if another server has that
     use: str
 
 
@@ -56,9 +56,9 @@ def server_ports() -> dict[str, str]:
     if sys.platform != "linux":
         return {}
     first: int = held_port().getsockname()[1]
-    ports = {name: first + place for name, place in PORTS.items()}
+    ports = {name: first + offset for name, offset in PORTS.items()}
     for name, known in KNOWN_PORTS.items():
-        ports[name] = known.number if first == FIRST_PORT and _is_free(known.number) else first + known.place
+        ports[name] = known.number if first == FIRST_PORT and _is_free(known.number) else first + known.offset
     return {name: str(port) for name, port in ports.items() if name not in os.environ}
 
 
@@ -72,7 +72,7 @@ def held_port() -> socket.socket:
         except OSError:
             held.close()
             continue
-        if all(_is_free(first + place) for place in range(1, 9)):
+        if all(_is_free(first + offset) for offset in range(1, 9)):
             return held
         held.close()
     raise StartupError(
@@ -84,7 +84,7 @@ def held_port() -> socket.socket:
 def agent_ports() -> dict[str, int]:
     """Return the ports of the agents of this server's Ray. Raises StartupError."""
     first: int = held_port().getsockname()[1]
-    return {name: first + place for name, place in AGENT_PORTS.items()}
+    return {name: first + offset for name, offset in AGENT_PORTS.items()}
 
 
 def given_ports() -> dict[str, int]:

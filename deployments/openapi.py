@@ -26,12 +26,12 @@ def openapi_document(routes: Iterable[Route], version: str, *, with_keys: bool) 
 
     with_keys: whether the routes require an API key.
     """
-    told = [route for route in routes if route.summary]
-    results = dict.fromkeys([ErrorBody, AnthropicErrorBody, *(r.result for r in told if isinstance(r.result, type))])
+    listed = [route for route in routes if route.summary]
+    results = dict.fromkeys([ErrorBody, AnthropicErrorBody, *(r.result for r in listed if isinstance(r.result, type))])
     result_refs, result_schemas = msgspec.json.schema_components(results, ref_template=REF.format("{name}"))
     refs = dict(zip(results, result_refs, strict=True))
     body_refs, definitions = models_json_schema(
-        [(route.body, "validation") for route in told if route.body and route.method != "GET"],
+        [(route.body, "validation") for route in listed if route.body and route.method != "GET"],
         ref_template=REF.format("{model}"),
     )
     errors = {
@@ -39,7 +39,7 @@ def openapi_document(routes: Iterable[Route], version: str, *, with_keys: bool) 
         for anthropic, body in ((False, ErrorBody), (True, AnthropicErrorBody))
     }
     paths: dict[str, dict[str, Any]] = {}
-    for route in told:
+    for route in listed:
         path = route.path.replace(":path}", "}")
         operation: dict[str, Any] = {"summary": route.summary}
         operation["parameters"] = [NAME] if "{name}" in path else []

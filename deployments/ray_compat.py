@@ -63,7 +63,7 @@ def apart_from_http_request() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class HttpEndpoint:
-    """Where clients reach an application."""
+    """The address at which clients reach an application."""
 
     url: str  #: as the configuration names it
     is_local: bool  #: this node has a proxy

@@ -91,7 +91,7 @@ class Conversation:
 
 
 def printable(text: str) -> str:
-    """Drop what would steer the terminal: an answer may hold escape sequences."""
+    """Strip control characters: an answer may hold escape sequences."""
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 

@@ -30,13 +30,13 @@ Try it in two terminals, without any model of your own:
 
 `manta COMMAND --help` explains each command, with an example.
 """
-RUN, ASK, LOOK = "Run a server", "Ask a model", "Look inside, and measure"
+RUN, ASK, INSPECT = "Run a server", "Ask a model", "Look inside, and measure"
 COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP)
 app.command(rich_help_panel=RUN, cls=TakesVllmFlags)(serve)
-app.add_typer(bench, name="bench", rich_help_panel=LOOK)
-app.command(rich_help_panel=LOOK)(simulate)
+app.add_typer(bench, name="bench", rich_help_panel=INSPECT)
+app.command(rich_help_panel=INSPECT)(simulate)
 k8s = typer.Typer(no_args_is_help=True, help="Manifests for Kubernetes (k8s/README.md).")
 app.add_typer(k8s, name="k8s", rich_help_panel=RUN)
 
@@ -156,7 +156,7 @@ def chat(
     talk(url, model, system, api_key, given(temperature=temperature, max_tokens=max_tokens, seed=seed))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command(rich_help_panel=INSPECT)
 def explain(
     request_id: Annotated[str, typer.Argument(help="An answer's `id`, its X-Request-Id, or an id from a log line.")],
     url: UrlOption = URL,
@@ -180,7 +180,7 @@ def explain(
         show(body, Console(highlight=False, markup=False, emoji=False))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command(rich_help_panel=INSPECT)
 def verify(
     answer: Annotated[Path, typer.Argument(help="What the server answered, as it came: JSON, not a stream.")],
     request: Annotated[Path, typer.Argument(help="The body that was sent.")],
@@ -211,7 +211,7 @@ def verify(
     raise typer.Exit(1 if verdict.differences else 0)
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command(rich_help_panel=INSPECT)
 def top(
     url: UrlOption = URL,
     api_key: ApiKeyOption = None,

@@ -53,7 +53,7 @@ class Chart:
         x_step = nice_above(x_max / 6)
         across, up = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
-        def place(x: float, y: float) -> str:
+        def point(x: float, y: float) -> str:
             return f"{LEFT + across * x / x_max:.1f},{TOP + up * (1 - y / y_max):.1f}"
 
         parts = []
@@ -64,8 +64,8 @@ class Chart:
         for i in range(math.floor(x_max / x_step * (1 + 1e-9)) + 1):
             x = LEFT + across * i * x_step / x_max
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{short(i * x_step)}</text>')
-        line = " ".join(place(x, y) for x, y in thinned(self.points))
-        below = " ".join(place(x, 0) for x, _ in [*self.points[-1:], *self.points[:1]])
+        line = " ".join(point(x, y) for x, y in thinned(self.points))
+        below = " ".join(point(x, 0) for x, _ in [*self.points[-1:], *self.points[:1]])
         parts.append(f'<polygon class="area" points="{line} {below}"/><polyline class="curve" points="{line}"/>')
         title = f"{escape(self.title)}: {escape(self.y)}, by {escape(self.x)}"
         return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">{"".join(parts)}</svg>'

@@ -223,7 +223,7 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
         findings += check_fit(serve_config)
     problems = [finding for finding in findings if finding.level == "problem"]
     if problems and address is None and not _joins_a_cluster():
-        raise StartupError(f"{problems[0].topic} {problems[0].told}. {problems[0].advice}".strip())
+        raise StartupError(f"{problems[0].topic} {problems[0].message}. {problems[0].advice}".strip())
 
 
 def ray_address_file() -> Path:
@@ -233,7 +233,7 @@ def ray_address_file() -> Path:
 
 
 def _joins_a_cluster() -> bool:
-    """Whether Ray will find one on this machine by itself, started by `ray start`."""
+    """Return whether Ray will find a cluster on this machine by itself, started by `ray start`."""
     return bool(os.environ.get("RAY_ADDRESS")) or ray_address_file().exists()
 
 

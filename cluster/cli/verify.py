@@ -86,21 +86,21 @@ class Recomputation(LiveSource):
         return ""  # of a tool call, which no two computations have in common
 
     async def start(
-        self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
+        self, context: SequenceContext, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
     ) -> LoggedGeneration:
         """Raises RequestError for one whose tokens were drawn by chance."""
         log = DeltaLog()
         for choice, request in enumerate(request for requests in prompts for request in requests):
             if request.params.seed is None and not request.params.greedy:
                 raise InvalidParameter("seed", None, "given, or temperature 0: tokens were drawn by chance")
-            text = TextStream(request.params, frontend.tokenizer)
+            text = TextStream(request.params, context.tokenizer)
             with closing(self._llm.deltas(msgspec.structs.replace(request, timeout_s=None))) as deltas:
                 for delta in deltas:
                     log.add((choice, delta))
                     if text.add(delta).finish_reason is not None:  # maybe at a stop string
                         break
         log.end()
-        return LoggedGeneration(frontend, prompts, log, NoEventIds())
+        return LoggedGeneration(context, prompts, log, NoEventIds())
 
 
 def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
@@ -117,8 +117,8 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
     if parts := differing_parts(answer["system_fingerprint"], info.fingerprint):
         return Verdict(parts, [])
     tokenizer = Tokenizer.from_folder(Path(info.folder), template=info.chat_template)
-    nobody: Any = SimpleNamespace(address="")  # no engine is asked
-    served = ServedModel(info, tokenizer, nobody, nobody, Telemetry("verify"))
+    no_engine: Any = SimpleNamespace(address="")
+    served = ServedModel(info, tokenizer, no_engine, no_engine, Telemetry("verify"))
     with LLM(**_engine_options(section)) as llm:
         route = ROUTES[answer["object"]]
         again = asyncio.run(_compute(route, request, served, RequestContext("", 0, "", source=Recomputation(llm))))

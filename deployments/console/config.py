@@ -1,4 +1,4 @@
-"""What the console is given when an ingress is built."""
+"""The console's settings, given when an ingress is built."""
 
 from __future__ import annotations
 

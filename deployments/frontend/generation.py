@@ -25,7 +25,7 @@ class LiveGeneration:
     """Runs the sequences of one HTTP request in the engines, once."""
 
     def __init__(
-        self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, record: Record | None = None
+        self, context: SequenceContext, prompts: list[list[GenerateRequest]], client: str, record: Record | None = None
     ):
         """prompts: for each prompt the requests of its sequences. client: whose turn it takes in the admission."""
         self.prompts = [requests[0].prompt for requests in prompts]
@@ -35,13 +35,13 @@ class LiveGeneration:
         )
         http, self._sequences = current_request(), dict[str, Sequence]()  # by request id of the present attempt
         for requests in prompts:
-            frontend.stats.histograms["request_params_n"].observe(len(requests))
+            context.stats.histograms["request_params_n"].observe(len(requests))
             for request in requests:
                 sequence = Sequence(
-                    len(self._sequences), request, http, frontend, self.usage, record, first=request is requests[0]
+                    len(self._sequences), request, http, context, self.usage, record, first=request is requests[0]
                 )
                 self._sequences[request.request_id] = sequence
-        self._admission, self._channel, self._client = frontend.admission, frontend.channel, client
+        self._admission, self._channel, self._client = context.admission, context.channel, client
         self._timed_out = False
         self.admitted = asyncio.Event()  #: set when it no longer waits for its turn
 

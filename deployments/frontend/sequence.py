@@ -31,7 +31,7 @@ FINAL_DELTA_S = 2.0
 
 
 Record = Callable[[int, TokenDelta], None]
-"""Is told of each delta of a sequence, whose index comes first."""
+"""Gets each delta of a sequence, whose index comes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class Usage:
     def count_prediction(self, prediction_tokens: tuple[int, int], num_tokens: int) -> None:
         """Count what a delta says of the prediction. num_tokens: of the delta, up to a stop string."""
         accepted, rejected = prediction_tokens
-        told = min(accepted, num_tokens)
-        self.accepted_prediction_tokens += told
-        self.rejected_prediction_tokens += accepted - told + rejected
+        shown = min(accepted, num_tokens)
+        self.accepted_prediction_tokens += shown
+        self.rejected_prediction_tokens += accepted - shown + rejected
 
 
 class ReportedError(ServingError):
@@ -141,7 +141,7 @@ class Sequence:
         index: int,
         request: GenerateRequest,
         http: HttpRequest,
-        frontend: SequenceContext,
+        context: SequenceContext,
         usage: Usage,
         record: Record | None = None,
         *,
@@ -150,25 +150,25 @@ class Sequence:
         """index: among the sequences of the HTTP request. first: of those of its prompt, whose cached tokens count."""
         self.index = index
         self._record = record
-        self._sdc_check = frontend.sdc_check
-        self._sample = None if frontend.sdc_check is None else frontend.sdc_check.sample(request)
+        self._sdc_check = context.sdc_check
+        self._sample = None if context.sdc_check is None else context.sdc_check.sample(request)
         if self._sample is not None:
             request = self._sample.request
         self.finished = False
-        self.retry = RetryState(request, frontend.max_replays, time.monotonic())
+        self.retry = RetryState(request, context.max_replays, time.monotonic())
         self.metrics = SequenceMetrics(
             request,
             http,
-            frontend.model,
-            frontend.stats,
-            frontend.timelines,
-            frontend.admission.availability,
+            context.model,
+            context.stats,
+            context.timelines,
+            context.admission.availability,
             quiet=request.pooling is not None and index > 0,
-            texts=self._texts if frontend.timelines.keeps_texts else None,
+            texts=self._texts if context.timelines.keeps_texts else None,
         )
-        self._tokenizer = frontend.tokenizer
-        self._text = TextStream(request.params, frontend.tokenizer, index)
-        self._channel, self._pool, self._stats = frontend.channel, frontend.pool, frontend.stats
+        self._tokenizer = context.tokenizer
+        self._text = TextStream(request.params, context.tokenizer, index)
+        self._channel, self._pool, self._stats = context.channel, context.pool, context.stats
         self._usage, self._counts_cached = usage, first
         self._attempt: Attempt | None = None
 

@@ -143,7 +143,7 @@ LOAD: list[Row] = [
     (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
     (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found computed.", "encoder_cache_hits"),
 ]
-PLACES: list[Row] = [
+LABELLED: list[Row] = [
     (Gauge, "manta_kv_blocks", "KV blocks by state.", _blocks, "state"),
     (Counter, "pd_decision", "Prompts by where they were computed, and why.", "prefill_decisions", "where", "reason"),
 ]
@@ -186,7 +186,7 @@ def handoff_metrics(engines: Engines, encode: Engines = ()) -> Iterator[Metric]:
 
     encode: engines of encode pools.
     """
-    yield from collect(PLACES, LABELS, [(labels, status.stats) for labels, status in [*engines, *encode]])
+    yield from collect(LABELLED, LABELS, [(labels, status.stats) for labels, status in [*engines, *encode]])
     found = [([*labels, "prefill"], status.handoffs) for labels, status in engines]
     found += [([*labels, "encode"], status.image_handoffs) for labels, status in engines]
     found += [([*labels, "encode"], status.handoffs) for labels, status in encode]

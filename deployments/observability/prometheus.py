@@ -115,7 +115,7 @@ class _Snapshot(Collector):
         yield from collect(ROUTES, ROUTE_LABELS, routes)
 
     def _routing(self) -> Iterator[Metric]:
-        """Routers to decode engines run in ingresses, those to other engines in replicas: their labels differ."""
+        """Yield the routing counters. Routers to decode engines run in ingresses, others in replicas: labels differ."""
         text = "Sequences and prefill requests by why they went to their engine."
         routed = Counter("manta_routed_requests", text)
         tokens = {field: Counter(name, text) for name, (text, field) in ROUTING_COUNTERS.items()}

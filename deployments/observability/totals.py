@@ -36,21 +36,21 @@ class TotalsLog:
 
     async def run(self) -> None:
         """Log until cancelled."""
-        timelines, looked = self._telemetry.timelines, False
+        timelines, polled = self._telemetry.timelines, False
         while True:
             if not (timelines.num_live or timelines.begun.is_set()):
                 await timelines.begun.wait()
-                looked = False  # other ingresses may have had requests meanwhile, which do not count here
+                polled = False  # other ingresses may have had requests meanwhile, which do not count here
             try:
-                if not looked:
+                if not polled:
                     self._before, _ = await self._poll()
                 await asyncio.sleep(INTERVAL_S)
                 timelines.begun.clear()
                 await self.log()
-                looked = True
+                polled = True
             except Exception as error:  # noqa: BLE001  whatever it is, the next poll may succeed
                 logger.warning("the totals are unknown: %r", error)
-                looked = False
+                polled = False
                 await asyncio.sleep(INTERVAL_S)
 
     async def log(self) -> None:

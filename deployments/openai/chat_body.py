@@ -21,7 +21,7 @@ class ThinkingSwitch(StrictModel):
 
 
 class Prediction(StrictModel):
-    """What the client takes the answer to be. It makes the answer faster, not different."""
+    """The answer that the client expects. It makes the answer faster, not different."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]

@@ -22,7 +22,7 @@ from engine.wire.messages import TokenLogprob
 
 
 class ChatOutputChunk(msgspec.Struct, frozen=True):
-    """What one step adds to one choice. msgspec, because a stream builds one per token."""
+    """The tokens that one step adds to one choice, as events. msgspec, because a stream builds one per token."""
 
     index: int
     """The index of the choice."""

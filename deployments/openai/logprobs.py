@@ -1,4 +1,4 @@
-"""How responses name tokens, and the log-probabilities of a prompt."""
+"""The names of tokens in responses, and the log-probabilities of a prompt."""
 
 from __future__ import annotations
 

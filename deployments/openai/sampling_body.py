@@ -1,6 +1,6 @@
-"""What every request for text may ask for, whichever its route, with OpenAI's field names and vLLM's additions.
+"""The fields that every request for text may have, whichever its route, with OpenAI's field names and vLLM's additions.
 
-What becomes of fields of theirs that are not here stands in foreign_fields.py.
+foreign_fields.py says what becomes of their fields that are not here.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SamplingBody(EngineBody):
     bad_words: list[str] = Field(default=[], max_length=MAX_BAD_WORDS, fail_fast=True)
     cache_salt: str = Field(default="", max_length=1024)
     truncate_prompt_tokens: Whole | None = Field(default=None, ge=-1, le=INT32)
-    """Tokens that are kept of a longer prompt; -1 for as many as leave room for `max_tokens`."""
+    """Tokens that are kept of a longer prompt; -1 for as many as leave `max_tokens` of the context."""
     truncation_side: Literal["left", "right"] = "left"
     """Where a prompt that is too long is cut off: `left` keeps its end."""
     structured_outputs: StructuredOutputs | None = None

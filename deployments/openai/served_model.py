@@ -150,7 +150,7 @@ class ServedModel:
 
     @property
     def input_modalities(self) -> list[str]:
-        """What prompts may have, in OpenRouter's words."""
+        """The kinds of input that prompts may have, in OpenRouter's words."""
         return ["text"] if self.images is None or self.images.refuses_all else ["text", "image"]
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -265,7 +265,7 @@ class ServedModel:
         return await self.in_thread(self._tokenize, text, special, body.return_token_strs)
 
     async def detokenize(self, body: DetokenizeBody) -> DetokenizedText:
-        """Raises InvalidParameter for ids of no token."""
+        """Return the text of token ids. Raises InvalidParameter for an id that is no token's."""
         return DetokenizedText(await self.in_thread(self._detokenize, body.tokens))
 
     def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Tokens:

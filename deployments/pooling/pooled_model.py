@@ -116,7 +116,7 @@ class PooledModel:
     async def _tokenize(
         self, texts: Sequence[Input], params: PoolingParams, encode: Encode[Input], name: str
     ) -> list[PackedPrompt]:
-        """name: of the field in which a text stands, with the place for its index."""
+        """name: of the field in which a text stands, with `{}` for its index."""
         prompts: list[PackedPrompt] = []
         for start in range(0, len(texts), TOKENIZED_AT_ONCE):
             some = texts[start : start + TOKENIZED_AT_ONCE]

@@ -35,9 +35,9 @@ class PackedPrompt:
 class Pooling:
     """Computes the prompts in parts, each of which takes its own turn in the admission."""
 
-    def __init__(self, frontend: SequenceContext, request: GenerateRequest, client: str):
+    def __init__(self, context: SequenceContext, request: GenerateRequest, client: str):
         """request: what the requests of all prompts have in common. client: whose turns it takes."""
-        self._frontend, self._request, self._client = frontend, request, client
+        self._context, self._request, self._client = context, request, client
         self._timeout_s = request.timeout_s or 0.0
         self._deadline_at = time.monotonic() + self._timeout_s
 
@@ -47,14 +47,14 @@ class Pooling:
         Raises the first error of any prompt, and drops the others.
         """
         results = [b""] * len(prompts)
-        slots = asyncio.Semaphore(PARTS_PER_ENGINE * max(1, self._frontend.admission.num_engines))
+        slots = asyncio.Semaphore(PARTS_PER_ENGINE * max(1, self._context.admission.num_engines))
         try:
             async with asyncio.TaskGroup() as tasks:
                 for part in parts([len(prompt.tokens) for prompt in prompts]):
                     await slots.acquire()
                     requests = [[self._request_of(i, prompts[i])] for i in part]
-                    frontend = replace(self._frontend, pool=SharedCall(self._frontend.pool, len(part)))
-                    generation = LiveGeneration(frontend, requests, self._client)
+                    context = replace(self._context, pool=SharedCall(self._context.pool, len(part)))
+                    generation = LiveGeneration(context, requests, self._client)
                     task = tasks.create_task(_collect(generation, part, results))
                     task.add_done_callback(lambda _: slots.release())
                     await generation.admitted.wait()  # so that no more than one part waits

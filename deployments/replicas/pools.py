@@ -74,7 +74,7 @@ class ModelReplicas(msgspec.Struct, frozen=True):
 
     @property
     def by_role(self) -> dict[Role, list[ReplicaStatus]]:
-        """In the order in which they work for a request."""
+        """The replicas of each role, in the order in which they work for a request."""
         return {"encode": self.encode, "prefill": self.prefill, "decode": self.decode}
 
     @classmethod

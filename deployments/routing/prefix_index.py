@@ -87,8 +87,8 @@ class KeySet:
         there = self._changed.get(key)
         if there is not None:
             return there
-        place = bisect_left(self._sorted, key)
-        return place < len(self._sorted) and self._sorted[place] == key
+        index = bisect_left(self._sorted, key)
+        return index < len(self._sorted) and self._sorted[index] == key
 
     def update(self, added: Iterable[int], removed: Iterable[int]) -> None:
         self._changed.update(dict.fromkeys(removed, False))
@@ -105,10 +105,10 @@ class KeySet:
         changed = np.sort(np.array(list(self._changed), np.uint64))
         added = np.sort(np.array([key for key, there in self._changed.items() if there], np.uint64))
         before = np.frombuffer(self._sorted, np.uint64) if self._sorted else np.empty(0, np.uint64)
-        places = np.searchsorted(before, changed)
-        known = places < len(before)
-        known[known] = before[places[known]] == changed[known]
-        kept = np.delete(before, places[known])
+        indices = np.searchsorted(before, changed)
+        known = indices < len(before)
+        known[known] = before[indices[known]] == changed[known]
+        kept = np.delete(before, indices[known])
         self._sorted = _to_array(np.insert(kept, np.searchsorted(kept, added), added))
         self._changed = {}
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_ROWS = 4096
-TELL_S = 1.0  # between two log lines of how far it is
+LOG_INTERVAL_S = 1.0  # between two log lines of how far it is
 # Tensors that a checkpoint may hold but that nobody needs: rotary frequencies, a copy of a tied head, shapes and
 # trivial column orders of quantized weights, and fixed scales of activations: here inputs are scaled as they
 # come. The scales of an FP8 KV cache are read by engine/runner/kv_cache.py.
@@ -88,14 +88,14 @@ def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
     check_names(folder, set(shards), found, canonical)
     quiet = tp.rank > 0 or not sys.stderr.isatty()
     num_bytes = sum(target.nbytes for parts in shards.values() for _, target in parts)
-    read, told_at = 0, 0.0
+    read, logged_at = 0, 0.0
     with Progress(console=Console(stderr=True), disable=quiet) as progress:
         bar = progress.add_task("loading weights", total=num_bytes)
         for file, names in files.items():
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
-                    if (now := time.monotonic()) >= told_at + TELL_S:
-                        told_at = now
+                    if (now := time.monotonic()) >= logged_at + LOG_INTERVAL_S:
+                        logged_at = now
                         logger.info("loading weights folder=%s read=%.2f", folder, read / num_bytes)
                     if parts := shards.get(canonical[name]):
                         load_tensor(parts, tensors.get_slice(name), name, folder)

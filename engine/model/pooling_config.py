@@ -1,4 +1,4 @@
-"""How a model's hidden states become an embedding or a score: the modules that sentence-transformers writes beside it.
+"""The modules that turn hidden states into an embedding or a score: sentence-transformers writes them beside a model.
 
 https://sbert.net/docs/package_reference/sentence_transformer/modules.html describes the files.
 """

@@ -145,13 +145,13 @@ class Tokenizer:
         empty, first, second = self._backend.encode_batch_fast(["", "a", "b"], add_special_tokens=False)
         special = self._backend.post_process(empty, empty).ids
 
-        def place(encoding: tokenizers.Encoding, joined: list[int]) -> int:
+        def num_before(encoding: tokenizers.Encoding, joined: list[int]) -> int:
             """Return how many special tokens come before a text."""
-            places = range(len(special) + 1)
-            return next(i for i in places if joined == special[:i] + encoding.ids + special[i:])
+            counts = range(len(special) + 1)
+            return next(i for i in counts if joined == special[:i] + encoding.ids + special[i:])
 
-        begin = place(first, self._backend.post_process(first, empty).ids)
-        end = place(second, self._backend.post_process(empty, second).ids)
+        begin = num_before(first, self._backend.post_process(first, empty).ids)
+        end = num_before(second, self._backend.post_process(empty, second).ids)
         types = self._backend.encode_batch_fast([("a", "b")])[0].type_ids
         typed_from = types.index(1) - begin - len(first) if 1 in types else None
         return _PairFrame(special[:begin], special[begin:end], special[end:], typed_from)

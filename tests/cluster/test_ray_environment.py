@@ -58,7 +58,7 @@ def test_haproxys_metrics_are_where_people_look_unless_somebody_is_there(monkeyp
         with socket.create_server(("127.0.0.1", 0)) as listener:
             taken = listener.getsockname()[1]
             monkeypatch.setitem(server_ports.KNOWN_PORTS, METRICS, known._replace(number=taken))
-            assert ports_of(first, monkeypatch)[METRICS] == first.getsockname()[1] + known.place
+            assert ports_of(first, monkeypatch)[METRICS] == first.getsockname()[1] + known.offset
         assert ports_of(first, monkeypatch)[METRICS] == taken
 
 

@@ -138,7 +138,7 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def meets(outcome: Outcome, objectives: dict[str, float]) -> bool:
-    """Whether a request met all objectives. A single token has no time between tokens, and so meets any."""
+    """Return whether a request met all objectives. A single token has no time between tokens, and so meets any."""
     seconds = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.e2el_s}
     return all(1e3 * seconds[name] <= limit for name, limit in objectives.items())
 

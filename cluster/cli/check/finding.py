@@ -11,8 +11,8 @@ class Finding:
     level: Literal["ok", "warning", "problem"]
     """`warning`: Manta runs, but slower or with less than it could. `problem`: what was asked for will not run."""
     topic: str
-    told: str
+    message: str
     advice: str = ""
 
     def __str__(self) -> str:
-        return f"{self.told}. {self.advice}" if self.advice else self.told
+        return f"{self.message}. {self.advice}" if self.advice else self.message

@@ -143,7 +143,7 @@ class Service:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """All pods that there may ever be, as Ray sees them."""
+        """The nodes that Ray sees when every group has its maximum of pods."""
         return [group.node for group in self.groups for _ in range(self.max_pods(group))]
 
     def max_pods(self, group: Group) -> int:

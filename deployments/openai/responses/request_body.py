@@ -108,7 +108,7 @@ class AllowedTools(TemplateModel):
 @dataclass(frozen=True, slots=True)
 class OfferedFunction:
     path: str
-    """Its place in the request, for errors."""
+    """Its path in the request, for errors."""
     name: str
     namespace: str | None
     definition: FunctionDefinition
@@ -235,24 +235,24 @@ class ResponsesBody(SamplingBody):
             error.param = RENAMED.get(error.param or "", error.param)
             return error
         field = RENAMED.get(error.field, error.field)
-        if place := re.match(r"tools\[(\d+)\](\.function)?", field):
-            field = self._tool_choice()[1][int(place[1])].path + field[place.end() :]
+        if match := re.match(r"tools\[(\d+)\](\.function)?", field):
+            field = self._tool_choice()[1][int(match[1])].path + field[match.end() :]
         return invalid(field, error.value, error.limit)
 
     def _find_functions(self, tools: list[Item], path: str, namespace: str | None = None) -> list[OfferedFunction]:
         found = []
         for i, tool in enumerate(tools):
-            place, kind = f"{path}[{i}]", tool.get("type")
+            here, kind = f"{path}[{i}]", tool.get("type")
             if kind == "function":
-                definition = parsed(FunctionDefinition, tool, place)
-                found.append(OfferedFunction(place, definition.name, namespace, definition))
+                definition = parsed(FunctionDefinition, tool, here)
+                found.append(OfferedFunction(here, definition.name, namespace, definition))
             elif kind == "namespace" and namespace is None:
-                inner = parsed(NamespaceTool, tool, place)
-                found += self._find_functions(inner.tools, f"{place}.tools", inner.name)
+                inner = parsed(NamespaceTool, tool, here)
+                found += self._find_functions(inner.tools, f"{here}.tools", inner.name)
             elif isinstance(kind, str) and SEARCH.fullmatch(kind):
                 self.ignored.append(f"{path}.{kind}")
             else:
-                raise invalid(f"{place}.type", kind, "function: this server runs no tools itself")
+                raise invalid(f"{here}.type", kind, "function: this server runs no tools itself")
         return found
 
     def _tool_choice(self) -> tuple[str | dict[str, Any] | None, list[OfferedFunction]]:

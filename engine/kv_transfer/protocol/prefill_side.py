@@ -60,7 +60,8 @@ class PrefillHandoff:
         self._tell(now)
 
     def refuse(self, reason: str, now: float) -> None:
-        """Decode may still be reading, so the blocks are held until it cancels, but the lease is no longer extended."""
+        """Tell decode that the prompt will not be finished. It may still be reading, so the blocks are held until it
+        cancels, but the lease is no longer extended."""
         self._refused = reason
         self._tell(now)
 

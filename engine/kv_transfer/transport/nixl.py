@@ -2,7 +2,7 @@
 
 Transfers write to buffers of the transport's own, which are copied into the cache. A transfer under way cannot be
 taken back for sure: when its peer hangs, nobody knows whether it will still write. It then keeps its buffer, and the
-blocks of the cache are free at once. Reads share MAX_BUFFERS, for which the cache leaves room; each read may have one
+blocks of the cache are free at once. Reads share MAX_BUFFERS, for which the cache leaves memory; each read may have one
 whatever the others have, and only those of transfers that hang or fail come on top. The copy takes 0.4 of the time of
 the transfer itself (CPU, 16 MB, two processes of one machine).
 
@@ -103,9 +103,9 @@ class NixlTransport:
                 progress.check()
                 if piece is not None and len(transfers) < MAX_TRANSFERS:
                     with nixl_errors(), self._lock:
-                        if room := not transfers or self._buffers_in_use < MAX_BUFFERS:
+                        if has_buffers := not transfers or self._buffers_in_use < MAX_BUFFERS:
                             transfers.append(self._start(peer, remote, piece, size))
-                    if room:
+                    if has_buffers:
                         piece = next(pieces, None)
                         continue
                 if self._done(transfers[0]):

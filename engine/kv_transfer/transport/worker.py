@@ -90,7 +90,7 @@ class KVTransferWorker:
             self._context, host, KVWorkerCommand, name="kv_worker_commands", key=key
         )
         self.address = self._commands.address
-        self._told: Counts = {}  # what rank 0 knows of this rank's refusals
+        self._reported: Counts = {}  # what rank 0 knows of this rank's refusals
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()  # guards all below
         self._answers: zmq.Socket[bytes] | None = None
@@ -142,8 +142,8 @@ class KVTransferWorker:
     def _tell_refusals(self) -> None:
         counts = REFUSALS.counts()
         with self._lock:
-            if counts != self._told and self._answers is not None:
-                self._told = counts
+            if counts != self._reported and self._answers is not None:
+                self._reported = counts
                 self._answer(RankRefusals(self._shard.rank, counts))
 
     def _work(self, peer: PeerState) -> None:

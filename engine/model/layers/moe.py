@@ -168,7 +168,7 @@ class Experts(Sharded):
         self.stored = []
 
     def pack_each(self) -> None:
-        """On a CPU, rearrange the weights of each expert like those of any linear layer."""
+        """Rearrange the weights of each expert like those of any linear layer, on a CPU."""
         if self.device.type == "cpu":
             assert self.gate_up is not None and self.down is not None
             gate_up: list[ops.Weight] = [linear.pack(weight) for weight in self.gate_up.data]

@@ -89,7 +89,7 @@ class LlamaForCausalLM(NativeNames, nn.Module):
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__()
         self.vision: VisionEncoder | None = None
-        """What makes embeddings of images, in a model that sees."""
+        """The encoder of images, in a model that takes them."""
         self.embed_tokens = VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
         self.layers = nn.ModuleList(self.layer_type(cfg, tp, i) for i in range(cfg.num_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)

@@ -29,7 +29,7 @@ def top_ids(logits: Tensor, count: int) -> Tensor:
 
 
 def top_ids_plain(logits: Tensor, count: int) -> Tensor:
-    """What `top_ids` returns, by a key for each token of which no two in a row are equal."""
+    """Return what `top_ids` does, by a key for each token of which no two in a row are equal."""
     if not count:
         return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
     bits = (logits + 0.0).view(torch.int32)  # which makes -0.0 the 0.0 that it equals

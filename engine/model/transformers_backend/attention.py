@@ -37,7 +37,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What a token sees beside itself: all tokens before it, or those in its `window`, or in its `chunk`."""
+    """The tokens that one sees beside itself: all tokens before it, or those in its `window`, or in its `chunk`."""
 
     window: int | None = None
     chunk: int | None = None
@@ -223,7 +223,7 @@ def find_mask(mask_function: Callable[..., Tensor], local_size: int | None = Non
 
 
 def run_trial(forward: Callable[[], object]) -> dict[nn.Module, Call]:
-    """What each module asks of attention in `forward`, for a model whose attention is `TRIAL`."""
+    """Return what each module asks of attention in `forward`, for a model whose attention is `TRIAL`."""
     _trial.calls = {}
     try:
         forward()

@@ -218,7 +218,7 @@ class LayerMaker:
         return Column(self._outputs(path, module, style), module.in_features, bias, format, gather)
 
     def _style(self, path: str) -> str | None:
-        """How transformers' plan splits a layer, None for not at all."""
+        """Return how transformers' plan splits a layer, None for not at all."""
         style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)) if self.tp.size * self.tp.parts > 1 else None
         if style is None or style.startswith("replicated"):
             return None
@@ -284,7 +284,7 @@ class Llama4Experts(OurExperts):
 
 
 def is_gated_mlp(module: nn.Module, name: str) -> bool:
-    """Whether a module is a gated MLP with the activation `name`, by its parts and the text of its code."""
+    """Return whether a module is a gated MLP with the activation `name`, by its parts and the text of its code."""
     linears = {"gate_proj", "up_proj", "down_proj"}
     parts = dict(module.named_children())
     if set(parts) != linears | {"act_fn"} or name not in activation.PLAIN:
@@ -297,7 +297,7 @@ def is_gated_mlp(module: nn.Module, name: str) -> bool:
 
 
 def has_plain_experts(module: Any, name: str) -> bool:
-    """Whether the experts of a module are gated MLPs with the activation `name`, without biases."""
+    """Return whether the experts of a module are gated MLPs with the activation `name`, without biases."""
     return (
         name in activation.PLAIN
         and getattr(module, "has_gate", False)
@@ -308,8 +308,8 @@ def has_plain_experts(module: Any, name: str) -> bool:
 
 
 def rms_norm_shift(module: nn.Module) -> float | None:
-    """What the module adds to its weight if it computes RMSNorm as we do, in float32; None if it computes anything
-    else. Found by trying, since every family of transformers has a class of its own."""
+    """Return what the module adds to its weight if it computes RMSNorm as we do, in float32; None if it computes
+    anything else. Found by trying, since every family of transformers has a class of its own."""
     weights = dict(module.named_parameters())
     if not type(module).__name__.endswith("RMSNorm") or list(weights) != ["weight"] or norm_eps(module) is None:
         return None

@@ -163,7 +163,7 @@ class TransformersModel(Sharded):
         return logits[0].float()
 
     def _head_is_plain(self, hidden: Tensor) -> bool:
-        """Whether transformers' code gives the head the hidden states as they are, and returns what it gives."""
+        """Return whether transformers' code gives the head the hidden states as they are, and returns what it gives."""
         if self._plain_head is None:
             logits = self._transformed_logits(hidden)
             call: Any = self.causal.get_submodule(self._head_path)
@@ -182,7 +182,7 @@ class TransformersModel(Sharded):
         return self._names(name) if is_of_text(name) else None
 
     def shards(self) -> Shards:
-        """What is left of transformers' own: every rank holds it whole."""
+        """The shards of transformers' own tensors, those of no layer of ours: every rank holds them whole."""
         shards: Shards = {}
         for path, tensor in self._own_tensors():
             merged = next((m for m in PIECES if path.endswith(f".{m}")), None)
@@ -283,7 +283,7 @@ def ours_for_embedding(embedding: nn.Module, tp: TPGroup) -> VocabEmbedding | No
 
 
 def find_calls(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
-    """What each layer asks of attention, by the path of its module, found in a trial without values.
+    """Return what each layer asks of attention, by the path of its module, found in a trial without values.
 
     Raises UnsupportedArchitecture for what the paged attention cannot do, or ConfigError where the model cannot be
     split.

@@ -56,7 +56,7 @@ class CheckpointNames:
         self._parameters = parameters
 
     def is_merged(self, parameter: str) -> bool:
-        """Whether the checkpoint holds a parameter's first dimension as one tensor each."""
+        """Return whether the checkpoint holds a parameter's first dimension as one tensor each."""
         return any(parameter.endswith(target) for target in self._merged)
 
     def __call__(self, original: str) -> str | None:

@@ -34,7 +34,7 @@ def replace_rotation(module: nn.Module, function: Callable[..., tuple[Tensor, Te
 
 @cache
 def is_plain(function: Rotate, head_dim: int, rotary_dim: int) -> bool:
-    """Whether a function of transformers rotates as our kernels do, found by trying."""
+    """Return whether a function of transformers rotates as our kernels do, found by trying."""
     generator = torch.Generator("cpu").manual_seed(0)
     q, k = (torch.randn(1, n, 3, head_dim, generator=generator, dtype=torch.float32, device="cpu") for n in (4, 2))
     cos, sin = torch.rand(2, 3, rotary_dim // 2, generator=generator, dtype=torch.float32, device="cpu")

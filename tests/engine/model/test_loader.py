@@ -154,7 +154,7 @@ def test_a_file_that_the_index_names_but_is_not_there_is_named(tmp_path):
 
 
 def test_log_lines_say_how_far_loading_is_and_how_much_was_loaded(tmp_path, caplog, capfd, monkeypatch):
-    monkeypatch.setattr(loader, "TELL_S", 0.0)
+    monkeypatch.setattr(loader, "LOG_INTERVAL_S", 0.0)
     caplog.set_level(logging.INFO)
     load(make_model(tmp_path, "llama"))
     *told, last = [r.getMessage() for r in caplog.records if r.name == "engine.model.loader"]

@@ -19,7 +19,7 @@ ToolSchemas = Mapping[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMarkup:
-    """How a family of models writes calls."""
+    """The markup in which a family of models writes calls."""
 
     opens: tuple[str, ...]
     """Markers; each comes before a call, or before several of them if there is `call`, or `separator`."""

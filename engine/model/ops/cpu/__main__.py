@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from engine.model.ops import cpu
 from engine.model.ops.cpu.kernel import Kernel
 
-MOST_PROCESSES = 8  # each takes some hundred MiB
+MAX_PROCESSES = 8  # each takes some hundred MiB
 
 for module in pkgutil.iter_modules(cpu.__path__, f"{cpu.__name__}."):
     if not module.name.endswith("__main__"):
@@ -23,6 +23,6 @@ def compile_entry(number: int) -> None:
 
 
 if __name__ == "__main__":
-    processes = min(os.cpu_count() or 1, MOST_PROCESSES)
+    processes = min(os.cpu_count() or 1, MAX_PROCESSES)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
         list(pool.map(compile_entry, range(len(ENTRIES))))

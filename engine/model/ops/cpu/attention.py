@@ -113,17 +113,17 @@ def find_keys(
     space: Space, side: int, start: int, first: int, last: int, table: Any, block_size: int, head_dim: int,
     block_stride: int, base: int, kv_size: int, size: int,
 ) -> None:  # fmt: skip
-    """Set the addresses of a tile's keys and values, for one head. In place of a token before `first` or after `last`,
-    of which there may be no KV, stands the nearest."""
+    """Set the addresses of a tile's keys and values, for one head. Instead of a token before `first` or after `last`,
+    of which there may be no KV, the nearest is read."""
     key_at, value_at = as_i64(space.key_at + 8 * TILE_TOKENS * side), as_i64(space.value_at + 8 * TILE_TOKENS * side)
     low, high = max(first - start, 0), min(last - start, TILE_TOKENS - 1)
-    block, place = (start + low) // block_size, (start + low) % block_size
+    block, offset = (start + low) // block_size, (start + low) % block_size
     for t in range(low, high + 1):
-        address = base + size * (np.int64(table[block]) * block_stride + place * head_dim)
+        address = base + size * (np.int64(table[block]) * block_stride + offset * head_dim)
         key_at[t], value_at[t] = address, address + kv_size
-        place += 1
-        if place == block_size:
-            block, place = block + 1, 0
+        offset += 1
+        if offset == block_size:
+            block, offset = block + 1, 0
     for t in range(low):
         key_at[t], value_at[t] = key_at[low], value_at[low]
     for t in range(high + 1, TILE_TOKENS):

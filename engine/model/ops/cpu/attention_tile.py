@@ -1,4 +1,4 @@
-"""What the two attention kernels share: some rows of queries against a tile of keys, both sides as matrix products.
+"""The part that both attention kernels share: rows of queries against a tile of keys, both sides as matrix products.
 
 A running softmax (FlashAttention, arXiv:2205.14135, section 3.1). Tiles of keys begin at multiples of TILE_TOKENS from
 the sequence's first token, and within one each sum has one order. So a row has the same bits whatever it is computed
@@ -93,7 +93,7 @@ def space_in(memory: Any, queries: int, head_dim: int) -> Space:
 
 @device_function
 def begin_query(space: Space, query: int, cast: Any, q: Any, source: int, head_dim: int) -> None:
-    """Copy a query from q[source] on, and forget what was summed in its place."""
+    """Copy a query from q[source] on, and clear its sums."""
     width = padded(head_dim)
     copy(cast(space.queries), query * head_dim, q, source, head_dim)
     clear(as_f32(space.sums + 4 * query * width), width)

@@ -81,27 +81,27 @@ def multiply_panel(bits: int, rows: int) -> Any:
                 with cgutils.for_range_slice(builder, ir.Constant(I64, 0), group_size, step, intp=I64) as (i, _count):
                     column = builder.add(first, i)
                     start = builder.mul(column, ir.Constant(I64, PANEL * bits // 8))
-                    places = [builder.add(start, ir.Constant(I64, v * QUAD * LANES)) for v in range(VECTORS)]
-                    words = [load_vector(builder, weights, place, VI32) for place in places]
-                    for place in places:
-                        prefetch_line(builder, builder.gep(weights, [builder.add(place, ir.Constant(I64, AHEAD))]))
+                    offsets = [builder.add(start, ir.Constant(I64, v * QUAD * LANES)) for v in range(VECTORS)]
+                    words = [load_vector(builder, weights, offset, VI32) for offset in offsets]
+                    for offset in offsets:
+                        prefetch_line(builder, builder.gep(weights, [builder.add(offset, ir.Constant(I64, AHEAD))]))
                     for quad in range(quads):
                         some = words if bits == 8 else [nibbles(builder, word, quad) for word in words]
                         for row, row_dots in zip(chosen, dots, strict=True):
-                            place = builder.add(builder.mul(row, width), column)
-                            place = builder.gep(inputs, [builder.add(place, ir.Constant(I64, quad * QUAD))])
-                            four = builder.load(builder.bitcast(place, I32.as_pointer()), align=1)
+                            offset = builder.add(builder.mul(row, width), column)
+                            address = builder.gep(inputs, [builder.add(offset, ir.Constant(I64, quad * QUAD))])
+                            four = builder.load(builder.bitcast(address, I32.as_pointer()), align=1)
                             four = splat(builder, four)
                             for word, dot in zip(some, row_dots, strict=True):
                                 builder.store(add_quads(builder, builder.load(dot), word, four), dot)
                 for v in range(VECTORS):
-                    place = builder.add(builder.mul(group.index, ir.Constant(I64, PANEL)), ir.Constant(I64, v * LANES))
-                    own = load16(builder, scales, place, types.float32)
-                    middle = builder.zext(load_vector(builder, zeros, place, ir.VectorType(I8, LANES)), VI32)
+                    offset = builder.add(builder.mul(group.index, ir.Constant(I64, PANEL)), ir.Constant(I64, v * LANES))
+                    own = load16(builder, scales, offset, types.float32)
+                    middle = builder.zext(load_vector(builder, zeros, offset, ir.VectorType(I8, LANES)), VI32)
                     for row, row_dots, row_totals in zip(chosen, dots, totals, strict=True):
-                        place = builder.add(builder.mul(row, groups), group.index)
-                        factor = builder.fmul(own, splat(builder, builder.load(builder.gep(factors, [place]))))
-                        sum = splat(builder, builder.load(builder.gep(sums, [place])))
+                        offset = builder.add(builder.mul(row, groups), group.index)
+                        factor = builder.fmul(own, splat(builder, builder.load(builder.gep(factors, [offset]))))
+                        sum = splat(builder, builder.load(builder.gep(sums, [offset])))
                         dot = builder.sub(builder.load(row_dots[v]), builder.mul(middle, sum))
                         total = builder.load(row_totals[v])
                         builder.store(multiply_add(builder, builder.sitofp(dot, VF32), factor, total), row_totals[v])

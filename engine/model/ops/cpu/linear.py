@@ -58,7 +58,7 @@ BLOCK_ROWS = 384  # that a thread takes at a time, and that stay in its cache
 # vectors of a column that tiles of so many rows take at a time, as many as there are registers for: 32 of AVX-512, or
 # 16 of AVX2, half as long
 TILE_VECTORS = {6: 4, 4: 4, 2: 4, 1: 4} if HAS_BF16 else {4: 1, 2: 2, 1: 4}
-MOST_ROWS = max(TILE_VECTORS)
+MAX_ROWS = max(TILE_VECTORS)
 PAIRS = ir.VectorType(BF16, 2 * LANES)
 PARTS = 8  # that can be added up
 TOKENS = 2  # of a sum, taken by a thread at a time
@@ -102,8 +102,8 @@ def multiply_tile(rows: int) -> Any:
                         line = builder.add(wanted, builder.mul(loop.index, wanted_bytes))
                         # by many tiles the same line is asked for again and again, which costs float32 a third of its
                         # speed
-                        least = number(0 if pairs else CACHE_LINE_BYTES)
-                        with builder.if_then(builder.icmp_signed(">=", wanted_bytes, least)):
+                        min_bytes = number(0 if pairs else CACHE_LINE_BYTES)
+                        with builder.if_then(builder.icmp_signed(">=", wanted_bytes, min_bytes)):
                             prefetch_lines(builder, line, wanted_bytes)
                     for row, row_sums in zip(starts, sums, strict=True):
                         value = builder.load(builder.gep(row, [loop.index]), align=dtype.bitwidth // 8)
@@ -147,8 +147,8 @@ def prefetch_lines(builder: ir.IRBuilder, address: ir.Value, size: ir.Value) -> 
     """Ask for the lines of `size` bytes from an address on, at most STEP_BYTES."""
 
     def ask(line: int) -> None:
-        place = builder.add(address, ir.Constant(I64, line * CACHE_LINE_BYTES))
-        prefetch_line(builder, builder.inttoptr(place, ir.IntType(8).as_pointer()))
+        line_address = builder.add(address, ir.Constant(I64, line * CACHE_LINE_BYTES))
+        prefetch_line(builder, builder.inttoptr(line_address, ir.IntType(8).as_pointer()))
 
     ask(0)
     with builder.if_then(builder.icmp_signed(">", size, ir.Constant(I64, CACHE_LINE_BYTES))):
@@ -158,13 +158,13 @@ def prefetch_lines(builder: ir.IRBuilder, address: ir.Value, size: ir.Value) -> 
             ask(3)
 
 
-multiply_most, multiply_4, multiply_2, multiply_1 = (multiply_tile(rows) for rows in (MOST_ROWS, 4, 2, 1))
+multiply_max, multiply_4, multiply_2, multiply_1 = (multiply_tile(rows) for rows in (MAX_ROWS, 4, 2, 1))
 
 
 @device_function
 def rows_at_once(left: int) -> int:
-    """How many of the rows that are left the next tile takes."""
-    return MOST_ROWS if left >= MOST_ROWS and left != 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+    """Return how many of the rows that are left the next tile takes."""
+    return MAX_ROWS if left >= MAX_ROWS and left != 8 else 4 if left >= 4 else 2 if left >= 2 else 1
 
 
 @device_function
@@ -180,14 +180,14 @@ def multiply_columns(cast: Any, item_bytes: Any, args: Any) -> None:
         left = args[1] + item_bytes * (first // part_outputs) * inputs
         column, bias = cast(args[2] + item_bytes * first * inputs), cast(args[3] + item_bytes * first if args[3] else 0)
         ahead = args[2] + item_bytes * (following % columns * COLUMN if following < items else first) * inputs
-        rest = (end - row) % MOST_ROWS
-        tiles = (end - row) // MOST_ROWS + rest // 4 + rest % 4 // 2 + rest % 2
+        rest = (end - row) % MAX_ROWS
+        tiles = (end - row) // MAX_ROWS + rest // 4 + rest % 4 // 2 + rest % 2
         pace = STEP_BYTES // tiles  # each asks for a part
         while row < end:
             x, out = cast(left + item_bytes * row * x_stride), cast(args[4] + item_bytes * (row * outputs + first))
             count = rows_at_once(end - row)
-            if count == MOST_ROWS:
-                multiply_most(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
+            if count == MAX_ROWS:
+                multiply_max(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
             elif count == 4:
                 multiply_4(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
             elif count == 2:

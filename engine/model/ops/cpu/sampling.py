@@ -58,7 +58,7 @@ def argmax_bf16(args: Any) -> None:
 
 @device_function
 def weight_of(logit: Any, best: Any, slope: Any) -> Any:
-    """What softmax has before it is divided by the sum; 0 where that is no normal float32, as for banned tokens."""
+    """Return softmax before it is divided by the sum; 0 where that is no normal float32, as for banned tokens."""
     power = (logit - best) * slope
     return exp(power) if power > np.float32(-87.0) else np.float32(0.0)
 

@@ -72,8 +72,8 @@ def multiply_into(builder: ir.IRBuilder, totals: list[ir.Value], args: Sequence[
                 builder.store(add_product(builder, builder.load(total), x, y, dtype), total)
 
 
-def places_of(builder: ir.IRBuilder, rows: int, size: ir.Value) -> list[ir.Value]:
-    """Where the vectors of a tile of `rows` rows and 32 columns lie, whose rows have `size` elements."""
+def offsets_of(builder: ir.IRBuilder, rows: int, size: ir.Value) -> list[ir.Value]:
+    """Return the offsets of the vectors of a tile of `rows` rows and 32 columns, whose rows have `size` elements."""
     starts = [builder.mul(ir.Constant(I64, row), size) for row in range(rows)]
     return [builder.add(start, ir.Constant(I64, i)) for start in starts for i in range(0, COLUMNS, LANES)]
 
@@ -84,11 +84,11 @@ def products_of(rows: int) -> tuple[Callable[..., None], Callable[..., None]]:
     @intrinsic
     def product(_: Any, out: Any, out_size: Any, a: Any, a_size: Any, b: Any, b_size: Any, count: Any) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-            places = places_of(builder, rows, args[1])
-            totals = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in places]
+            offsets = offsets_of(builder, rows, args[1])
+            totals = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in offsets]
             multiply_into(builder, totals, args[2:], a.dtype)
-            for place, total in zip(places, totals, strict=True):
-                store16(builder, builder.load(total), args[0], place, types.float32)
+            for offset, total in zip(offsets, totals, strict=True):
+                store16(builder, builder.load(total), args[0], offset, types.float32)
             return context.get_dummy_value()
 
         size = types.int64
@@ -99,17 +99,17 @@ def products_of(rows: int) -> tuple[Callable[..., None], Callable[..., None]]:
         _: Any, out: Any, out_size: Any, shrink: Any, a: Any, a_size: Any, b: Any, b_size: Any, count: Any
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-            places, totals = places_of(builder, rows, args[1]), []
-            for i, place in enumerate(places):
+            offsets, totals = offsets_of(builder, rows, args[1]), []
+            for i, offset in enumerate(offsets):
                 row = ir.Constant(I64, i * LANES // COLUMNS)
                 factor = splat(builder, builder.load(builder.gep(args[2], [row])))
-                before = load16(builder, args[0], place, types.float32)
+                before = load16(builder, args[0], offset, types.float32)
                 kept = builder.fcmp_ordered("!=", factor, constant(0.0))
                 start = builder.select(kept, builder.fmul(before, factor), constant(0.0))
                 totals.append(cgutils.alloca_once_value(builder, start))
             multiply_into(builder, totals, args[3:], a.dtype)
-            for place, total in zip(places, totals, strict=True):
-                store16(builder, builder.load(total), args[0], place, types.float32)
+            for offset, total in zip(offsets, totals, strict=True):
+                store16(builder, builder.load(total), args[0], offset, types.float32)
             return context.get_dummy_value()
 
         size = types.int64
@@ -126,7 +126,7 @@ product_1, add_product_1 = products_of(1)
 
 @device_function
 def rows_at_once(left: int) -> int:
-    """How many of the rows that are left the next tile takes."""
+    """Return how many of the rows that are left the next tile takes."""
     return 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
 
 
@@ -215,8 +215,8 @@ def pack_columns(_: Any, out: Any, out_size: Any, vectors: Any, offset: Any, wor
         step = ir.Constant(I64, PACK_WORDS)
         with cgutils.for_range_slice(builder, ir.Constant(I64, 0), number, step, intp=I64) as (i, _count):
             for word, line in enumerate(transposed(builder, sources, i, dtype)):
-                place = builder.mul(builder.add(i, ir.Constant(I64, word)), size)
-                store_words(builder, line, target, place)
+                offset = builder.mul(builder.add(i, ir.Constant(I64, word)), size)
+                store_words(builder, line, target, offset)
         return context.get_dummy_value()
 
     return types.void(out, types.int64, types.CPointer(types.int64), types.int64, types.int64), generate
@@ -258,14 +258,14 @@ def product_in_place_of(rows: int) -> tuple[Callable[..., None], Callable[..., N
                 columns = zip(*(transposed(builder, part, i, dtype) for part in parts), strict=True)
                 for word, lines in enumerate(columns):
                     for row in range(rows):
-                        place = builder.add(builder.mul(ir.Constant(I64, row), number), i)
-                        x = splat_word(builder, left, builder.add(place, ir.Constant(I64, word)), dtype)
+                        offset = builder.add(builder.mul(ir.Constant(I64, row), number), i)
+                        x = splat_word(builder, left, builder.add(offset, ir.Constant(I64, word)), dtype)
                         for line, total in zip(lines, totals[row], strict=True):
                             builder.store(add_product(builder, builder.load(total), x, line, dtype), total)
             for row in range(rows):
                 for part, total in enumerate(totals[row]):
-                    place = builder.add(builder.mul(ir.Constant(I64, row), size), ir.Constant(I64, LANES * part))
-                    store16(builder, builder.load(total), target, place, types.float32)
+                    offset = builder.add(builder.mul(ir.Constant(I64, row), size), ir.Constant(I64, LANES * part))
+                    store16(builder, builder.load(total), target, offset, types.float32)
             return context.get_dummy_value()
 
         table = types.CPointer(types.int64)
@@ -284,27 +284,27 @@ def product_in_place_of(rows: int) -> tuple[Callable[..., None], Callable[..., N
             totals = [cgutils.alloca_once(builder, VF32) for _ in range(rows * UNROLL)]
 
             def columns(i: ir.Value, vectors: int) -> None:
-                offsets = [builder.add(i, ir.Constant(I64, LANES * lane)) for lane in range(vectors)]
-                places = []
+                columns_at = [builder.add(i, ir.Constant(I64, LANES * lane)) for lane in range(vectors)]
+                offsets = []
                 for row in range(rows):
                     factor = splat(builder, builder.load(builder.gep(factors, [ir.Constant(I64, row)])))
                     first = builder.mul(ir.Constant(I64, row), target_size)
-                    for lane, offset in enumerate(offsets):
-                        places.append(builder.add(first, offset))
-                        before = load16(builder, target, places[-1], types.float32)
+                    for lane, column in enumerate(columns_at):
+                        offsets.append(builder.add(first, column))
+                        before = load16(builder, target, offsets[-1], types.float32)
                         builder.store(builder.fmul(before, factor), totals[row * vectors + lane])
                 with cgutils.for_range(builder, number, intp=I64) as loop:
                     t = builder.mul(loop.index, ir.Constant(I64, per_word))
                     sources = pointers(builder, table, t, start, per_word)
-                    some = [joined(builder, sources, offset, dtype) for offset in offsets]
+                    some = [joined(builder, sources, column, dtype) for column in columns_at]
                     for row in range(rows):
-                        place = builder.add(builder.mul(ir.Constant(I64, row), left_size), loop.index)
-                        x = splat_word(builder, left, place, dtype)
+                        offset = builder.add(builder.mul(ir.Constant(I64, row), left_size), loop.index)
+                        x = splat_word(builder, left, offset, dtype)
                         for lane, y in enumerate(some):
                             total = totals[row * vectors + lane]
                             builder.store(add_product(builder, builder.load(total), x, y, dtype), total)
-                for place, total in zip(places, totals, strict=False):
-                    store16(builder, builder.load(total), target, place, types.float32)
+                for offset, total in zip(offsets, totals, strict=False):
+                    store16(builder, builder.load(total), target, offset, types.float32)
 
             wide = ir.Constant(I64, LANES * UNROLL)
             whole = builder.mul(builder.sdiv(width, wide), wide)

@@ -142,10 +142,10 @@ def weigh(
             with steps(builder, length) as (i, _count):
                 x, so_far = load16(builder, source, builder.add(first, i), f32), builder.load(best)
                 builder.store(builder.select(builder.fcmp_ordered(">", x, so_far), x, so_far), best)
-            place = builder.gep(highest, [row.index])
-            before, now = builder.load(place), builder.fmul(reduced(builder, "fmax", builder.load(best)), scale)
+            address = builder.gep(highest, [row.index])
+            before, now = builder.load(address), builder.fmul(reduced(builder, "fmax", builder.load(best)), scale)
             now = builder.select(builder.fcmp_ordered(">", now, before), now, before)
-            builder.store(now, place)
+            builder.store(now, address)
             builder.store(builder.fsub(before, now), builder.gep(factors, [row.index]))
         store16(builder, exp2(builder, load16(builder, factors, zero, f32)), factors, zero, f32)
         with cgutils.for_range(builder, number, intp=I64) as row:
@@ -154,10 +154,10 @@ def weigh(
             less = splat(builder, builder.load(builder.gep(factors, [row.index])))
             total = cgutils.alloca_once_value(builder, builder.fmul(load16(builder, lanes, own, f32), less))
             with steps(builder, length) as (i, _count):
-                place = builder.add(first, i)
-                score = builder.fmul(load16(builder, source, place, f32), splat(builder, scale), flags=FAST)
+                offset = builder.add(first, i)
+                score = builder.fmul(load16(builder, source, offset, f32), splat(builder, scale), flags=FAST)
                 weight = exp2(builder, builder.fsub(score, top, flags=FAST))
-                store16(builder, weight, target, place, sig.args[0].dtype)
+                store16(builder, weight, target, offset, sig.args[0].dtype)
                 builder.store(builder.fadd(builder.load(total), weight), total)
             store16(builder, builder.load(total), lanes, own, f32)
         return context.get_dummy_value()

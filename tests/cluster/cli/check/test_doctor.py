@@ -41,14 +41,14 @@ def test_model_that_fits_this_machine_is_said_to_and_one_that_does_not_ends_with
     _, found = findings("--config", str(config))
     told = {finding["topic"]: finding["level"] for finding in found}
     assert told["configuration"] == told["decode of tiny"] == told["all replicas"] == "ok"
-    assert any(finding["told"] == "65123, for the API, is free" for finding in found)
+    assert any(finding["message"] == "65123, for the API, is free" for finding in found)
     config.write_text(CONFIG.format(folder=folder, num_cpus=5000))
     code, found = findings("--config", str(config))
     assert code == 1
     (problem,) = [
         finding for finding in found if finding["topic"] == "decode of tiny" and finding["level"] == "problem"
     ]
-    assert "a replica needs 1 rank with 5000 CPU" in problem["told"]
+    assert "a replica needs 1 rank with 5000 CPU" in problem["message"]
 
 
 def test_mistake_in_a_configuration_is_one_of_the_problems(tmp_path):
@@ -56,7 +56,7 @@ def test_mistake_in_a_configuration_is_one_of_the_problems(tmp_path):
     config.write_text("applications: [{name: a, import_path: 'cluster.app:build', args: {models: []}}]")
     code, found = findings("--config", str(config))
     assert code == 1
-    assert [f["told"] for f in found if f["topic"] == "configuration"] == [
+    assert [f["message"] for f in found if f["topic"] == "configuration"] == [
         "configuration: models must be a list of at least 1 item, got []"
     ]
 
@@ -77,4 +77,4 @@ def test_machine_with_gpus_but_without_a_c_compiler_has_a_problem(monkeypatch):
     (found,) = doctor.check_gpus()
     assert (found.level, found.topic) == ("problem", "C compiler")
     monkeypatch.setenv("CC", "/opt/bin/cc")
-    assert [(found.level, found.told) for found in doctor.check_gpus()] == [("ok", "/opt/bin/cc")]
+    assert [(found.level, found.message) for found in doctor.check_gpus()] == [("ok", "/opt/bin/cc")]

@@ -35,7 +35,7 @@ def test_packages_that_are_missing_or_wrong_are_problems():
     assert check_needed([Requirement("torch>=1"), Requirement("ray")]).level == "ok"
     wrong = check_needed([Requirement("torch<1"), Requirement("no-such-package-at-all")])
     assert wrong.level == "problem"
-    assert "torch is 2" in wrong.told and "no-such-package-at-all is not installed" in wrong.told
+    assert "torch is 2" in wrong.message and "no-such-package-at-all is not installed" in wrong.message
 
 
 def test_extra_that_is_not_installed_is_no_warning_but_says_what_it_is_for():
@@ -55,7 +55,7 @@ def test_gpu_that_torch_cannot_use_is_a_problem():
     assert gpus_without_torch([]).level == "ok"
     finding = gpus_without_torch(["NVIDIA L4, 550.54.15, 23034 MiB"])
     assert finding.level == "problem"
-    assert "NVIDIA L4" in finding.told
+    assert "NVIDIA L4" in finding.message
 
 
 # -- models --------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_replica_that_fits_no_node_is_a_problem_and_one_that_fits_is_not(folder:
     assert set(levels(fits).values()) == {"ok"}
     large = list(check_models(config(folder, decode={"num_gpus": 1}), [node], here=False))
     assert levels(large)["decode of tiny"] == "problem"
-    assert any("no node has 1 GPU" in finding.told for finding in large)
+    assert any("no node has 1 GPU" in finding.message for finding in large)
 
 
 def test_replicas_that_fit_one_by_one_may_not_fit_together(folder: Path):
@@ -96,7 +96,7 @@ def test_replicas_that_fit_one_by_one_may_not_fit_together(folder: Path):
 
 
 def told(config: AppConfig) -> list[str]:
-    return [finding.told for finding in check_models(config, [Node({"CPU": 2.0}, {})], here=True)]
+    return [finding.message for finding in check_models(config, [Node({"CPU": 2.0}, {})], here=True)]
 
 
 def test_kv_cache_is_what_a_rank_would_choose_at_its_start(folder: Path):
