@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.device import PinnedCopy
-from engine.model.ops import attention_plain, moe
-from engine.runner import sampler
+from engine.model.ops import attention_plain, moe, sampling_plain
 from engine.runner.model_runner import ModelRunner
 
 aten = torch.ops.aten
@@ -33,7 +32,7 @@ COPYING_CALLS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor
 STAND_INS = {
     function.__code__
     for function in (
-        attention_plain.write_kv, attention_plain.paged_attention, moe.mix_experts_plain, sampler.draw_filtered,
+        attention_plain.write_kv, attention_plain.paged_attention, moe.mix_experts_plain, sampling_plain.draw_filtered,
         PinnedCopy.add,
     )
 }  # fmt: skip

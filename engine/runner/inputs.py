@@ -12,18 +12,12 @@ from engine.config import EngineConfig
 from engine.device import Device, StagedCopy
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
+from engine.model.ops.sampling import sorts_candidates
 from engine.runner.cuda_graphs import StepShape, pad_step
 from engine.runner.images import EmbeddingRows, SlotImages
 from engine.runner.logits_processors import LogitsEdits
 from engine.runner.pooler import PooledRows
-from engine.runner.sampler import (
-    MaskedRows,
-    SampledRow,
-    SamplingInputs,
-    UniformSource,
-    prepare_sampling,
-    sorts_candidates,
-)
+from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
 from engine.runner.step_layout import SampledTokens, Sequences, StepLayout
 from engine.wire.plan import NewSequence, StepPlan
 from engine.wire.pooling_params import PoolingParams

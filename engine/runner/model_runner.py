@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.device import DeviceEvent
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
+from engine.model.ops import sampling
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.graphs import can_capture, graph_shapes, record_cpu_steps
@@ -32,14 +33,7 @@ from engine.runner.memory import plan_blocks
 from engine.runner.model_drafts import draft_inputs
 from engine.runner.pooler import Pooled, Pooler
 from engine.runner.rank_setup import RankSetup, set_threads
-from engine.runner.sampler import (
-    LogprobTable,
-    cpu_sampling,
-    logprob_table,
-    mark_non_finite,
-    process_rows,
-    sample,
-)
+from engine.runner.sampler import LogprobTable, logprob_table, mark_non_finite, process_rows, sample
 from engine.runner.warm_up import run_dummy_step, warm_up_plans
 from engine.spec_decode.verification import accepted_tokens
 from engine.wire.plan import StepPlan, StepResult
@@ -99,6 +93,7 @@ class ModelRunner:
         )
         if self.drafter is not None:
             self.drafter.allocate(self.num_blocks)
+        self._draw_rows = sampling.select(device)
         self._history = torch.zeros(config.max_num_seqs, self.max_model_len, dtype=torch.int32, device=device)
         self._open_graphs()
         self._inputs = InputBuilder(
@@ -141,8 +136,6 @@ class ModelRunner:
         """Compute steps of every kind on a GPU, so that no request waits while a kernel is compiled, and capture the
         graphs."""
         if not self.device.asynchronous:
-            if self.model_config.head == "lm":
-                cpu_sampling()
             return
         started = time.perf_counter()
         if self.model_config.head == "lm":
@@ -263,14 +256,14 @@ class ModelRunner:
         """Return the tokens [n] int64 of the sampling entries, and the log-probabilities that were requested."""
         if not inputs.entries:
             return inputs.sampled_rows, None
-        sampling = inputs.sampling
-        if sampling.plain:
+        work = inputs.sampling
+        if work.plain:
             return mark_non_finite(*self.model.best(hidden[inputs.sampled_rows])), None
         logits = self.model.logits(hidden[inputs.sampled_rows])
-        asked = sampling.logprobs
+        asked = work.logprobs
         raw = None if asked is None else logits.index_select(0, asked.rows)
-        process_rows(logits, sampling, self._history)
-        tokens = sample(logits, sampling)
+        process_rows(logits, work, self._history)
+        tokens = sample(logits, work, self._draw_rows)
         if asked is None or raw is None:
             return tokens, None
         chosen = tokens.index_select(0, asked.rows).clamp(min=0)

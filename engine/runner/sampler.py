@@ -9,24 +9,20 @@ is run again elsewhere, where its logits have the same bits: docs/http_api.md sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device import numba_found
-from engine.model.ops import dispatch
+from engine.model.ops.sampling_plain import DrawRows, RandomRows
 from engine.model.ops.top_ids import top_ids
 from engine.runner import logits_processors
 from engine.runner.logits_processors import BatchEdits, LogitsEdits, RowEdits, ToDevice
 from engine.wire.messages import TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 
-CANDIDATES = 1024
-CACHED = 2**18  # logits that are drawn from at a time on a CPU, so that what is made of them stays in its cache
 DRAW_AHEAD = 32  # positions
 MAX_SEEDS = 4096  # seeds whose numbers are kept: far more than running sequences
 WORDS_PER_COUNTER = 4  # words that the generator makes of one counter; the first is used
@@ -37,9 +33,8 @@ class UniformSource:
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)
-        self._ahead: dict[
-            int, tuple[int, list[float]]
-        ] = {}  # seed -> numbers of DRAW_AHEAD positions, from the first on
+        # seed -> numbers of DRAW_AHEAD positions, from the first on
+        self._ahead: dict[int, tuple[int, list[float]]] = {}
 
     def draw(self, seed: int, position: int) -> float:
         """24 random bits as a float32 in [0, 1): key (seed, 0), counter (position, 0, 0, 0)."""
@@ -61,25 +56,6 @@ class UniformSource:
         words = self._philox.random_raw(WORDS_PER_COUNTER * DRAW_AHEAD)[::WORDS_PER_COUNTER]
         numbers: list[float] = ((words >> np.uint64(40)) * 2.0**-24).tolist()
         return numbers
-
-
-@dataclass(slots=True)
-class RandomRows:
-    """Rows that are sampled alike."""
-
-    rows: Tensor  #: [n] int64
-    temperature: Tensor  #: [n, 1] float32, as the next three
-    uniform: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    top_k: Tensor  #: [n, 1] int32; the vocabulary's size without one
-    width: int  #: number of candidates to sort: 0 without filters
-    index: list[int] = field(default_factory=list)  #: `rows`, on the host
-
-    def part(self, index: slice | Tensor) -> RandomRows:
-        columns = (self.rows, self.temperature, self.uniform, self.top_p, self.min_p, self.top_k)
-        rows, temperature, uniform, top_p, min_p, top_k = (column[index] for column in columns)
-        return RandomRows(rows, temperature, uniform, top_p, min_p, top_k, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +116,7 @@ def prepare_sampling(
     sorts: bool = True,
 ) -> SamplingInputs:
     """Group the rows by the work that they need. to_device: copies an array to the device of the logits. sorts: see
-    `sorts_candidates`; otherwise one launch does for all rows with filters.
+    `sorts_candidates` (ops/sampling.py); otherwise one launch does for all rows with filters.
     """
     groups: dict[int, list[int]] = {}
     edited = []
@@ -185,120 +161,21 @@ def candidate_width(params: SamplingParams, vocab_size: int) -> int:
     return vocab_size if params.top_p < 1.0 or params.min_p > 0.0 else 0
 
 
-def sorts_candidates(device: torch.device) -> bool:
-    """Whether candidates are sorted on this device, rows with the same number of them together."""
-    return not dispatch.gpu_kernels(torch.float32, device)
-
-
-def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+def sample(logits: Tensor, inputs: SamplingInputs, draw_rows: DrawRows) -> Tensor:
     """Return tokens [rows] int64 for logits [rows, vocab] float32; -1 where the largest logit is not finite."""
-    rows, vocab_size = logits.shape
+    rows = len(logits)
     if sum(len(group.rows) for group in inputs.random) == rows:  # finding the likeliest token takes longer
         best, tokens = logits.amax(dim=-1), torch.empty(rows, dtype=torch.int64, device=logits.device)
     else:
         best, tokens = logits.max(dim=-1)
-    at_once = max(2, CACHED // vocab_size) if logits.device.type == "cpu" else rows
-    ours = cpu_sampling() if logits.device.type == "cpu" else None
     for group in inputs.random:
-        temperature = group.temperature.clamp(min=1e-2)  # vLLM's smallest too
-        if ours is not None and not group.width:
-            tokens[group.rows] = ours.draw_any(logits, best, group.rows, temperature, group.uniform)
-            continue
-        for start in range(0, len(group.rows), at_once):
-            part = group.part(slice(start, start + at_once))
-            chosen = logits[part.rows] / temperature[start : start + at_once]
-            tokens[part.rows] = draw_filtered(chosen, part) if part.width else draw_any(chosen, part.uniform)
+        tokens[group.rows] = draw_rows(logits, best, group)
     return mark_non_finite(best, tokens)
-
-
-@cache
-def cpu_sampling() -> Any:
-    """The module of our own kernel for a CPU, which is compiled, or None where it cannot run."""
-    if not numba_found():
-        return None
-    from engine.model.ops.cpu import sampling
-
-    sampling.DRAW.compile(torch.float32)
-    return sampling
 
 
 def mark_non_finite(best: Tensor, tokens: Tensor) -> Tensor:
     """Replace tokens by -1 where the largest logit is not finite."""
     return torch.where(best.isfinite(), tokens, -1)
-
-
-def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Draw from the whole vocabulary. logits: [rows, vocab], already divided by the temperature; uniform: [rows, 1].
-
-    On a GPU torch sums in parallel, so a sum may grow a little at a token of weight 0, and a banned token be drawn. Our
-    kernel checks the weights too.
-    """
-    if logits.is_cuda and dispatch.triton_found():
-        from engine.model.ops.gpu import sampling
-
-        return sampling.draw_any(logits, uniform)
-    return draw(logits.softmax(-1), uniform)
-
-
-def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw indices [rows] with probabilities proportional to weights [rows, n]; uniform: [rows, 1] in [0, 1)."""
-    cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1:]
-    # strictly below the total, so that rounding never picks a candidate of weight 0
-    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    return index.clamp(max=weights.shape[-1] - 1)  # only NaN weights get here; `sample` marks their rows
-
-
-def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
-    """Draw from the tokens that min_p, top_k and top_p leave, applied in that order as in vLLM.
-
-    logits: [rows, vocab], already divided by the temperature. Sorting a whole vocabulary takes milliseconds per row,
-    so the CANDIDATES most likely tokens are tried first; a row whose nucleus reaches past them is sorted after all.
-    On a GPU nothing is sorted (ops/gpu/sampling.py), or without Triton every row: finding out which rows need it would
-    make the host wait for the step.
-    """
-    vocab_size = logits.shape[-1]
-    if not sorts_candidates(logits.device):
-        from engine.model.ops.gpu import sampling
-
-        return sampling.draw_filtered(logits, group.uniform, group.top_p, group.min_p, group.top_k)
-    if group.width < vocab_size:  # top_k: tokens beyond it do not count
-        values, ids = logits.topk(group.width, dim=-1)
-        weights = relative_weights(values, values[:, :1], group.min_p)
-        return draw_nucleus(weights, ids, weights.sum(-1, keepdim=True), group)
-    if logits.is_cuda:
-        return draw_sorted(logits, group)
-    values, ids = logits.topk(min(CANDIDATES, vocab_size), dim=-1)
-    weights = relative_weights(values, values[:, :1], group.min_p)
-    total = relative_weights(logits, values[:, :1], group.min_p).sum(-1, keepdim=True)
-    tokens = draw_nucleus(weights, ids, total, group)
-    reaches_past = (weights[:, -1:] > 0) & (weights.sum(-1, keepdim=True) < group.top_p * total)
-    if len(rows := reaches_past.squeeze(1).nonzero().flatten()):
-        tokens[rows] = draw_sorted(logits[rows], group.part(rows))
-    return tokens
-
-
-def draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
-    """Draw like `draw_filtered`, for rows without top_k, by sorting the vocabulary."""
-    values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    weights = relative_weights(values, values[:, :1], group.min_p)
-    return draw_nucleus(weights, ids, weights.sum(-1, keepdim=True), group)
-
-
-def relative_weights(logits: Tensor, best: Tensor, min_p: Tensor) -> Tensor:
-    """Return probabilities relative to the most likely token's, which min_p compares; 0 for those below it."""
-    weights = (logits - best).exp()
-    return torch.where(weights >= min_p, weights, 0.0)
-
-
-def draw_nucleus(weights: Tensor, ids: Tensor, total: Tensor, group: RandomRows) -> Tensor:
-    """Draw from the first of `weights` [rows, n], most likely first, that reach top_p of `total` [rows, 1] together."""
-    before = weights.cumsum(-1) - weights
-    # the most likely token always stays, even where top_p is 0 in float32
-    nucleus = group.top_p.clamp(min=1e-30) * total
-    weights = torch.where((before < nucleus) | (group.top_p >= 1.0), weights, 0.0)
-    return ids.gather(1, draw(weights, group.uniform).unsqueeze(1)).squeeze(1)
 
 
 def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.model.batch import Batch, split
 from engine.model.models.llama import Model
+from engine.model.ops import sampling
 from engine.runner import kv_cache
 from engine.runner.rank_setup import RankSetup
 from engine.runner.sampler import SampledRow, UniformSource, prepare_sampling, sample
@@ -87,6 +88,7 @@ def run_dummy_step(setup: RankSetup, model: Model, kv_scales: Tensor | None, tok
     ]  # fmt: skip
     staged.send()
     logits = model.logits(model(ids, batch)[:seqs, : setup.model.hidden_size])
-    for sampling in samplings:
-        sample(logits, sampling)
+    draw_rows = sampling.select(device)
+    for inputs in samplings:
+        sample(logits, inputs, draw_rows)
     setup.device.event().wait()

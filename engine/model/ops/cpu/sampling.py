@@ -22,6 +22,7 @@ from engine.model.ops.cpu.kernel import (
     store,
     take,
 )
+from engine.model.ops.sampling_plain import MIN_TEMPERATURE, RandomRows, draw_rows_in_parts
 
 PART = 1024  # logits whose largest is found before it is asked which one it was
 SUMMED = 512  # logits whose weights are one sum; a token is looked for in one of these parts
@@ -105,25 +106,14 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def draw_any(logits: Tensor, best: Tensor, rows: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
-    """Draw tokens [n] int64 from the whole vocabulary, in the given rows [n] of logits [rows, vocab] float32; some
-    token where the best logit [rows] is not finite. temperature, uniform: [n, 1] float32."""
-    count, size = len(rows), logits.shape[1]
-    parts = -(-size // SUMMED)
+def draw_rows(logits: Tensor, best: Tensor, group: RandomRows) -> Tensor:
+    if group.width:
+        return draw_rows_in_parts(logits, best, group)
+    count, size = len(group.rows), logits.shape[1]
+    parts, temperature = -(-size // SUMMED), group.temperature.clamp(min=MIN_TEMPERATURE)
     tokens, sums = empty((count,), torch.int64), empty((count, parts), torch.float32)
     DRAW.launch(
-        logits.dtype,
-        count,
-        logits,
-        best,
-        rows,
-        temperature,
-        uniform,
-        sums,
-        tokens,
-        count,
-        size,
-        logits.stride(0),
-        parts,
-    )
+        logits.dtype, count, logits, best, group.rows, temperature, group.uniform, sums, tokens, count, size,
+        logits.stride(0), parts,
+    )  # fmt: skip
     return tokens

@@ -1,5 +1,5 @@
 """Draws tokens from the whole vocabulary, or under min_p, top_k and top_p without sorting it, in Triton. See
-engine/runner/sampler.py.
+engine/model/ops/sampling.py.
 
 The plain version sorts the tokens, most likely first, and finds where running sums of their weights pass a goal. Here a
 search over the value of the logit finds the same position, in some 40 passes over the row. One program to a row would
@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from engine.model.ops.sampling_plain import RandomRows
 
 BLOCK = 4096
 SEGMENT = 8192  # tokens of which a program collects the likeliest
@@ -256,3 +258,12 @@ def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     draw_any_kernel[rows,](logits, tokens, uniform, vocab, logits.stride(0), BLOCK=BLOCK, num_warps=16)
     return tokens
+
+
+def draw_rows(logits: Tensor, best: Tensor, group: RandomRows) -> Tensor:
+    """See ops/sampling.py. Sums in torch run in parallel, so that one may grow a little at a token of weight 0, and a
+    banned token be drawn; `draw_any` checks the weights too."""
+    scaled = group.scaled(logits)
+    if group.width:
+        return draw_filtered(scaled, group.uniform, group.top_p, group.min_p, group.top_k)
+    return draw_any(scaled, group.uniform)

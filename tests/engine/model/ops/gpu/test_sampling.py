@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.model.ops.gpu import sampling
-from engine.runner.sampler import RandomRows, draw, draw_filtered, draw_sorted
+from engine.model.ops.sampling_plain import RandomRows, draw, draw_sorted
 from tests.engine.model.ops.gpu.paged import DEVICE
 
 pytestmark = pytest.mark.kernels
@@ -27,11 +27,6 @@ def drawn(logits: Tensor, rows: RandomRows) -> Tensor:
     return sampling.draw_filtered(logits.to(DEVICE), *arguments).cpu()
 
 
-def sorted_draw(logits: Tensor, rows: RandomRows) -> Tensor:
-    """Stable: of equal logits the lowest id comes first."""
-    return draw_sorted(logits, rows) if rows.width >= logits.shape[1] else draw_filtered(logits, rows)
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -43,7 +38,7 @@ def sorted_draw(logits: Tensor, rows: RandomRows) -> Tensor:
 )
 def test_the_same_number_draws_the_same_token_as_sorting(rows):
     logits = torch.randn(len(rows.rows), 5000, generator=torch.Generator().manual_seed(0)) * 3
-    assert torch.equal(drawn(logits, rows), sorted_draw(logits, rows))
+    assert torch.equal(drawn(logits, rows), draw_sorted(logits, rows))
 
 
 @pytest.mark.slow
@@ -60,7 +55,7 @@ def test_the_same_number_draws_the_same_token_as_sorting(rows):
 def test_any_logits_give_the_same_token_as_sorting(spread, offset, top_k, top_p, min_p, uniform, seed):
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(seed)) * spread + offset
     rows = group(top_k, (uniform, top_p, min_p))
-    assert torch.equal(drawn(logits, rows), sorted_draw(logits, rows))
+    assert torch.equal(drawn(logits, rows), draw_sorted(logits, rows))
 
 
 @pytest.mark.parametrize("spread", [1.0, 9.0], ids=["all are likely", "few are"])
@@ -70,7 +65,7 @@ def test_rows_of_a_batch_may_each_have_their_own_top_k_in_one_launch(spread):
     logits = torch.randn(len(groups), vocab, generator=torch.Generator().manual_seed(1)) * spread
     columns = zip(*([rows.uniform, rows.top_p, rows.min_p, rows.top_k] for rows in groups), strict=True)
     found = sampling.draw_filtered(logits.to(DEVICE), *(torch.cat(column).to(DEVICE) for column in columns))
-    assert found.tolist() == [sorted_draw(logits[i : i + 1], rows).item() for i, rows in enumerate(groups)]
+    assert found.tolist() == [draw_sorted(logits[i : i + 1], rows).item() for i, rows in enumerate(groups)]
 
 
 def test_of_equally_likely_tokens_the_first_ones_are_kept_and_drawn_alike():
@@ -84,7 +79,7 @@ def test_of_equally_likely_tokens_the_first_ones_are_kept_and_drawn_alike():
 def test_broken_rows_end_with_some_token_and_leave_the_others_alone():
     rows = group(50, *[(0.8, 0.9, 0.0)] * 4)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    expected = sorted_draw(logits, rows)
+    expected = draw_sorted(logits, rows)
     logits[0], logits[1, 3], logits[2, 5] = -torch.inf, torch.nan, torch.inf
     found = drawn(logits, rows)
     assert found[3] == expected[3]

@@ -1,0 +1,33 @@
+"""Drawing one token of each row, by a number that is given for it.
+
+draw_rows(logits, best, group) -> tokens [n] int64 of the n rows of `group`, an arbitrary one where the best logit is
+    not finite; `draw_rows_plain` is the oracle
+    logits: [rows, vocab] float32; best: [rows], the largest of each
+    group: those rows with their parameters, all with filters (top_k, top_p, min_p), or none of them
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.model.ops import dispatch
+from engine.model.ops.sampling_plain import DrawRows, draw_rows_in_parts, draw_rows_plain
+
+
+def select(device: torch.device) -> DrawRows:
+    """The fastest version, which is compiled."""
+    if not sorts_candidates(device):
+        from engine.model.ops.gpu import sampling as gpu
+
+        return gpu.draw_rows
+    if dispatch.cpu_kernels(torch.float32, device):
+        from engine.model.ops.cpu import sampling as cpu
+
+        cpu.DRAW.compile(torch.float32)
+        return cpu.draw_rows
+    return draw_rows_in_parts if device.type == "cpu" else draw_rows_plain
+
+
+def sorts_candidates(device: torch.device) -> bool:
+    """Whether candidates are sorted on this device, rows with the same number of them together."""
+    return not dispatch.gpu_kernels(torch.float32, device)

@@ -1,0 +1,109 @@
+"""Drawing tokens in torch: what a draw is, and a faster version for a CPU, which sorts only the likeliest tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+CANDIDATES = 1024
+CACHED = 2**18  # logits that are drawn from at a time on a CPU, so that what is made of them stays in its cache
+MIN_TEMPERATURE = 1e-2  # vLLM's too
+
+
+@dataclass(slots=True)
+class RandomRows:
+    """Rows that are sampled alike."""
+
+    rows: Tensor  #: [n] int64
+    temperature: Tensor  #: [n, 1] float32, as the next three
+    uniform: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    top_k: Tensor  #: [n, 1] int32; the vocabulary's size without one
+    width: int  #: number of candidates to sort: 0 without filters
+    index: list[int] = field(default_factory=list)  #: `rows`, on the host
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Return these rows of logits [rows, vocab], divided by their temperature."""
+        return logits[self.rows] / self.temperature.clamp(min=MIN_TEMPERATURE)
+
+    def part(self, index: slice | Tensor) -> RandomRows:
+        columns = (self.rows, self.temperature, self.uniform, self.top_p, self.min_p, self.top_k)
+        rows, temperature, uniform, top_p, min_p, top_k = (column[index] for column in columns)
+        return RandomRows(rows, temperature, uniform, top_p, min_p, top_k, self.width)
+
+
+DrawRows = Callable[[Tensor, Tensor, RandomRows], Tensor]
+
+
+def draw_rows_plain(logits: Tensor, best: Tensor, group: RandomRows) -> Tensor:
+    scaled = group.scaled(logits)
+    return draw_sorted(scaled, group) if group.width else draw(scaled.softmax(-1), group.uniform)
+
+
+def draw_rows_in_parts(logits: Tensor, best: Tensor, group: RandomRows) -> Tensor:
+    """The same on a CPU, a few rows at a time."""
+    tokens, at_once = [], max(2, CACHED // logits.shape[1])
+    for start in range(0, len(group.rows), at_once):
+        part = group.part(slice(start, start + at_once))
+        scaled = part.scaled(logits)
+        tokens.append(draw_filtered(scaled, part) if part.width else draw(scaled.softmax(-1), part.uniform))
+    return torch.cat(tokens)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw indices [rows] with probabilities proportional to weights [rows, n]; uniform: [rows, 1] in [0, 1)."""
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    # strictly below the total, so that rounding never picks a candidate of weight 0
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return index.clamp(max=weights.shape[-1] - 1)  # only NaN weights get here; the sampler marks their rows
+
+
+def draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
+    """Draw from the tokens that min_p, top_k and top_p leave, applied in that order as in vLLM.
+
+    logits: [rows, vocab], already divided by the temperature
+    """
+    if group.width < logits.shape[-1]:  # top_k: tokens beyond it do not count
+        values, ids = logits.topk(group.width, dim=-1)
+    else:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    weights = relative_weights(values, values[:, :1], group.min_p)
+    return draw_nucleus(weights, ids, weights.sum(-1, keepdim=True), group)
+
+
+def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
+    """Draw like `draw_sorted`. Sorting a whole vocabulary takes milliseconds per row, so the CANDIDATES most likely
+    tokens are tried first; a row whose nucleus reaches past them is sorted after all. Not for a GPU: finding out which
+    rows need it would make the host wait for the step."""
+    vocab_size = logits.shape[-1]
+    if group.width < vocab_size:
+        return draw_sorted(logits, group)
+    values, ids = logits.topk(min(CANDIDATES, vocab_size), dim=-1)
+    weights = relative_weights(values, values[:, :1], group.min_p)
+    total = relative_weights(logits, values[:, :1], group.min_p).sum(-1, keepdim=True)
+    tokens = draw_nucleus(weights, ids, total, group)
+    reaches_past = (weights[:, -1:] > 0) & (weights.sum(-1, keepdim=True) < group.top_p * total)
+    if len(rows := reaches_past.squeeze(1).nonzero().flatten()):
+        tokens[rows] = draw_sorted(logits[rows], group.part(rows))
+    return tokens
+
+
+def relative_weights(logits: Tensor, best: Tensor, min_p: Tensor) -> Tensor:
+    """Return probabilities relative to the most likely token's, which min_p compares; 0 for those below it."""
+    weights = (logits - best).exp()
+    return torch.where(weights >= min_p, weights, 0.0)
+
+
+def draw_nucleus(weights: Tensor, ids: Tensor, total: Tensor, group: RandomRows) -> Tensor:
+    """Draw from the first of `weights` [rows, n], most likely first, that reach top_p of `total` [rows, 1] together."""
+    before = weights.cumsum(-1) - weights
+    # the most likely token always stays, even where top_p is 0 in float32
+    nucleus = group.top_p.clamp(min=1e-30) * total
+    weights = torch.where((before < nucleus) | (group.top_p >= 1.0), weights, 0.0)
+    return ids.gather(1, draw(weights, group.uniform).unsqueeze(1)).squeeze(1)
