@@ -6,9 +6,18 @@ from engine.config import HandoffConfig
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.step_cost import StepCost
-from engine.kv_transfer.protocol.actions import CancelHandoff, FinishPrefill, OpenHandoff, RefusePrefill, ReportProgress
-from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
-from engine.kv_transfer.protocol.messages import FirstToken
+from engine.wire.handoff import (
+    CancelHandoff,
+    Closed,
+    Failed,
+    FinishPrefill,
+    FirstToken,
+    HandoffEvent,
+    OpenHandoff,
+    Received,
+    RefusePrefill,
+    ReportProgress,
+)
 from engine.wire.messages import CancelDispatch, DispatchPrefill
 from engine.wire.plan import StepPlan
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest

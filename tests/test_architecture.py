@@ -225,8 +225,8 @@ def test_the_scheduler_and_what_it_owns_know_neither_torch_nor_clock_nor_socket(
     core = ["scheduler", "request_queue", "request_checks", "kv_cache_manager", "block_allocator", "step_plan_builder",
             "block_pool", "request", "output"]  # fmt: skip
     core += [f"features/{file.stem}" for file in (ROOT / "engine" / "core" / "features").glob("*.py")]
-    protocol = ["protocol", "decode_side", "prefill_side", "receive_state", "messages", "events", "effects"]
-    wire = ["plan", "sampling_params", "messages", "remote_prefill", "handoff_stats"]
+    protocol = ["protocol", "decode_side", "prefill_side", "receive_state", "messages", "effects"]
+    wire = ["plan", "sampling_params", "messages", "remote_prefill", "handoff", "handoff_stats"]
     names = [f"core/{name}" for name in core] + [f"kv_transfer/protocol/{name}" for name in protocol]
     for name in [*names, *(f"wire/{name}" for name in wire), "config", "errors"]:
         packages = imported_packages((ROOT / "engine" / f"{name}.py").read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from cluster.simulator.events import MESSAGE
 from cluster.simulator.replica import MAX_FAST_FORWARD_STEPS, Replica
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import Trace
-from engine.kv_transfer.protocol.actions import FinishPrefill, OpenHandoff
+from engine.wire.handoff import FinishPrefill, OpenHandoff
 
 
 class SharedCores(Cluster):

@@ -15,8 +15,7 @@ from cluster.simulator.replica import Replica
 from cluster.simulator.results import HandoffUse
 from cluster.simulator.spec import ClusterSpec
 from engine.errors import ServingError
-from engine.kv_transfer.protocol.actions import FinishPrefill, OpenHandoff, ReportProgress
-from engine.kv_transfer.protocol.events import Closed, Failed, Received
+from engine.wire.handoff import Closed, Failed, FinishPrefill, OpenHandoff, Received, ReportProgress
 from engine.wire.remote_prefill import RemotePrefillRequest
 
 

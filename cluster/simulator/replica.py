@@ -19,7 +19,7 @@ from engine.core.request import Request
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step_cost import StepTimes, StepWork
-from engine.kv_transfer.protocol.events import HandoffEvent
+from engine.wire.handoff import HandoffEvent
 from engine.wire.messages import EngineUpdate, GenerateRequest, PrefillReplica, Subscribe
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_prefill import RemotePrefillRequest

@@ -28,10 +28,10 @@ from engine.errors import (
     RequestTimeout,
     ServingError,
 )
-from engine.kv_transfer.protocol.actions import AcceptPrefill, RefusePrefill
 from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
+from engine.wire.handoff import AcceptPrefill, RefusePrefill
 from engine.wire.messages import CancelDispatch, DispatchPrefill, EngineStats, GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_prefill import RemotePrefillRequest

@@ -22,7 +22,7 @@ from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import EngineError, InvalidParameter, Overloaded, ServingError
-from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Noted, Received
+from engine.wire.handoff import Closed, Failed, HandoffEvent, Noted, Received
 from engine.wire.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_prefill import RemotePrefillRequest

@@ -17,11 +17,10 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.refusals import Counts, add_up
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.errors import EngineUnavailable
-from engine.kv_transfer.protocol.actions import HandoffAction, Leave
-from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Noted, Received
 from engine.kv_transfer.protocol.messages import Attach, Envelope, KVWorkerAnswer, RankRefusals
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.kv_transfer.transport.ranks import KVWorkerInfo
+from engine.wire.handoff import Closed, Failed, HandoffAction, HandoffEvent, Leave, Noted, Received
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.remote_prefill import Peer
 from engine.wire.timeline import TimelineEvent

@@ -7,16 +7,17 @@ import msgspec
 from engine.core.features.remote_prefill_policy import LocalLoad, PendingPrompt, PrefillDecision, RemotePrefillPolicy
 from engine.core.request import Request
 from engine.errors import EngineUnavailable, InvalidParameter
-from engine.kv_transfer.protocol.actions import (
+from engine.wire.handoff import (
     CancelHandoff,
+    Failed,
     FinishPrefill,
+    FirstToken,
     HandoffAction,
     OpenHandoff,
+    Received,
     RefusePrefill,
     ReportProgress,
 )
-from engine.kv_transfer.protocol.events import Failed, Received
-from engine.kv_transfer.protocol.messages import FirstToken
 from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplica, TokenLogprob
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 

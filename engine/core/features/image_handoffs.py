@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.core.features.handoffs import HandoffOutput
-from engine.kv_transfer.protocol.actions import OpenHandoff
-from engine.kv_transfer.protocol.events import Failed, Received
+from engine.wire.handoff import Failed, OpenHandoff, Received
 from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.plan import ReceivedImage

@@ -14,7 +14,6 @@ from enum import Enum
 
 from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.effects import Effects
-from engine.kv_transfer.protocol.events import Failed, Received
 from engine.kv_transfer.protocol.messages import (
     Cancel,
     Heartbeat,
@@ -27,6 +26,7 @@ from engine.kv_transfer.protocol.messages import (
     StopRead,
 )
 from engine.kv_transfer.protocol.receive_state import ReceiveState
+from engine.wire.handoff import Failed, Received
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 
 READ_LIMIT = 12  # times progress_s: a read that takes longer is given up, as the link is too slow to be of use

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.kv_transfer.protocol.events import HandoffEvent
 from engine.kv_transfer.protocol.messages import KVWorkerCommand, Message
+from engine.wire.handoff import HandoffEvent
 from engine.wire.handoff_stats import Counters
 from engine.wire.remote_prefill import Peer
 

@@ -10,20 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.wire.messages import TokenLogprob
+from engine.wire.handoff import FirstToken
 from engine.wire.remote_prefill import Peer
-from engine.wire.timeline import TimelineEvent
-
-
-class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """The token that prefill sampled after the prompt, and what decode has to know of the prompt."""
-
-    token: int
-    logprob: TokenLogprob | None
-    prompt_hash: bytes  #: hash of the prompt's last block, full or not, which stands for all tokens up to it
-    cached: int  #: prompt tokens that prefill had in its cache
-    timeline: list[TimelineEvent] = []  #: what happened to the prompt there
-
 
 # -- prefill to decode -------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.effects import Effects
-from engine.kv_transfer.protocol.events import Closed
-from engine.kv_transfer.protocol.messages import FirstToken, Progress, Refused
+from engine.kv_transfer.protocol.messages import Progress, Refused
+from engine.wire.handoff import Closed, FirstToken
 from engine.wire.remote_prefill import RemotePrefillRequest
 
 RESEND_HEARTBEATS = 1.5  # silent heartbeats before Progress is sent again: decode may never have got it

@@ -45,16 +45,6 @@ from __future__ import annotations
 from itertools import count
 
 from engine.config import HandoffConfig
-from engine.kv_transfer.protocol.actions import (
-    AcceptPrefill,
-    CancelHandoff,
-    FinishPrefill,
-    HandoffAction,
-    Leave,
-    OpenHandoff,
-    RefusePrefill,
-    ReportProgress,
-)
 from engine.kv_transfer.protocol.decode_side import DecodeHandoff, DecodeHandoffState
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import (
@@ -69,6 +59,16 @@ from engine.kv_transfer.protocol.messages import (
     Released,
 )
 from engine.kv_transfer.protocol.prefill_side import PrefillHandoff
+from engine.wire.handoff import (
+    AcceptPrefill,
+    CancelHandoff,
+    FinishPrefill,
+    HandoffAction,
+    Leave,
+    OpenHandoff,
+    RefusePrefill,
+    ReportProgress,
+)
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import RemotePrefillFailed
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest

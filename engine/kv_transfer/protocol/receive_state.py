@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.kv_transfer.protocol.messages import FirstToken, Progress
+from engine.kv_transfer.protocol.messages import Progress
 from engine.wire.block_hash import block_hash, root_hash, with_images
+from engine.wire.handoff import FirstToken
 from engine.wire.remote_prefill import RemotePrefillRequest
 
 MAX_READ_TOKENS = 4096  # per read, so that what earlier reads brought survives the death of prefill

@@ -12,27 +12,22 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.config import HandoffConfig
-from engine.kv_transfer.protocol.actions import (
+from engine.kv_transfer.protocol.messages import Attach, DropSource, Envelope, Message, Read, ReadEnded, StopRead
+from engine.kv_transfer.protocol.protocol import HandoffProtocol
+from engine.kv_transfer.protocol.receive_state import hash_prompt
+from engine.wire.handoff import (
     AcceptPrefill,
     CancelHandoff,
+    Closed,
+    Failed,
     FinishPrefill,
+    FirstToken,
+    HandoffEvent,
     OpenHandoff,
+    Received,
     RefusePrefill,
     ReportProgress,
 )
-from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
-from engine.kv_transfer.protocol.messages import (
-    Attach,
-    DropSource,
-    Envelope,
-    FirstToken,
-    Message,
-    Read,
-    ReadEnded,
-    StopRead,
-)
-from engine.kv_transfer.protocol.protocol import HandoffProtocol
-from engine.kv_transfer.protocol.receive_state import hash_prompt
 from engine.wire.messages import RemotePrefillFailed
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams

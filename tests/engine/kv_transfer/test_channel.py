@@ -12,19 +12,23 @@ import zmq
 from engine.config import HandoffConfig
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.channel import HandoffChannel
-from engine.kv_transfer.protocol.actions import (
-    AcceptPrefill,
-    CancelHandoff,
-    FinishPrefill,
-    OpenHandoff,
-    RefusePrefill,
-    ReportProgress,
-)
-from engine.kv_transfer.protocol.events import Closed, Failed, Noted, Received
-from engine.kv_transfer.protocol.messages import Envelope, FirstToken, Released
+from engine.kv_transfer.protocol.messages import Envelope, Released
 from engine.kv_transfer.protocol.receive_state import hash_prompt
 from engine.kv_transfer.transport.head_map import HeadShard
 from engine.kv_transfer.transport.worker import KVTransferWorker
+from engine.wire.handoff import (
+    AcceptPrefill,
+    CancelHandoff,
+    Closed,
+    Failed,
+    FinishPrefill,
+    FirstToken,
+    Noted,
+    OpenHandoff,
+    Received,
+    RefusePrefill,
+    ReportProgress,
+)
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.fake_worker import FakeKVWorker

@@ -4,12 +4,10 @@ import msgspec
 import pytest
 
 from engine.kv_transfer.protocol.decode_side import READ_LIMIT
-from engine.kv_transfer.protocol.events import Closed, Failed, Received
 from engine.kv_transfer.protocol.messages import (
     Cancel,
     DropSource,
     Envelope,
-    FirstToken,
     Heartbeat,
     Progress,
     Read,
@@ -18,6 +16,7 @@ from engine.kv_transfer.protocol.messages import (
     Released,
 )
 from engine.kv_transfer.protocol.receive_state import MAX_READ_TOKENS
+from engine.wire.handoff import Closed, Failed, FirstToken, Received
 from tests.engine.kv_transfer.handoff_world import BLOCK, CONFIG, World
 
 PROMPT = list(range(1, 31))  # 7 blocks and a half

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.kv_transfer.protocol.events import Failed
+from engine.wire.handoff import Failed
 from tests.engine.kv_transfer.handoff_world import BLOCK, CONFIG, World
 from tests.examples import examples
 

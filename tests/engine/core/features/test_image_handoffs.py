@@ -20,9 +20,7 @@ from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
 from engine.core.features.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
 from engine.errors import ConfigError
-from engine.kv_transfer.protocol.actions import OpenHandoff
-from engine.kv_transfer.protocol.events import Failed, HandoffEvent, Received
-from engine.kv_transfer.protocol.messages import FirstToken
+from engine.wire.handoff import Failed, FirstToken, HandoffEvent, OpenHandoff, Received
 from engine.wire.messages import CancelDispatch, DispatchPrefill, GenerateRequest, PrefillReplica, RemotePrefillFailed
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.plan import ReceivedImage
