@@ -152,7 +152,7 @@ LAYER = {"rms_norm_kernel": 2, "rotate_and_write_kernel": 1, "attend_kernel": 1,
         }),
         ("8B", {"quantization": "int4"}, {**LAYER, "linear": 0, "int4_linear_kernel": 4}),
         ("30B-A3B", {}, {
-            **LAYER, "linear": 3, "top_k_softmax_kernel": 1, "count_kernel": 1, "place_kernel": 1, "index": 1,
+            **LAYER, "linear": 3, "top_k_softmax_kernel": 1, "count_kernel": 1, "order_kernel": 1, "index": 1,
             "floor_divide": 1, "_grouped_mm": 2, "combine_kernel": 1,
         }),
         ("70B", {"ranks": 8}, {**LAYER, "all_reduce": 2}),

@@ -34,11 +34,11 @@ def mix_experts(
 
     x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
     experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden]."""
-    order, places, ends, _ = sort_pairs(experts, len(gate_up), len(experts))
+    order, positions, ends, _ = sort_pairs(experts, len(gate_up), len(experts))
     hidden = F.grouped_mm(x[order // experts.shape[1]], gate_up.mT, offs=ends)
     if biases is None:
         mixed = F.grouped_mm(activation(hidden), down.mT, offs=ends)
     else:
         chosen = experts.flatten()[order]
         mixed = F.grouped_mm(activation(hidden + biases[0][chosen]), down.mT, offs=ends) + biases[1][chosen]
-    return combine(mixed, weights, places)
+    return combine(mixed, weights, positions)

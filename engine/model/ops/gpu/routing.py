@@ -58,11 +58,11 @@ def top_k_sigmoid_kernel(
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens). Groups of SIZE experts, each padded to SIZE_PAD: an expert's place is not its number then."""
+    """Grid (tokens). Groups of SIZE experts, each padded to SIZE_PAD: an expert's position is not its number then."""
     token = tl.program_id(0).to(tl.int64)
-    place, rank = tl.arange(0, GROUPS_PAD * SIZE_PAD), tl.arange(0, K_PAD)
-    expert = place // SIZE_PAD * SIZE + place % SIZE_PAD
-    exists = (place // SIZE_PAD < GROUPS) & (place % SIZE_PAD < SIZE)
+    position, rank = tl.arange(0, GROUPS_PAD * SIZE_PAD), tl.arange(0, K_PAD)
+    expert = position // SIZE_PAD * SIZE + position % SIZE_PAD
+    exists = (position // SIZE_PAD < GROUPS) & (position % SIZE_PAD < SIZE)
     scores = tl.sigmoid(tl.load(logits + token * stride + expert, mask=exists, other=0.0))
     choice = scores + tl.load(correction + expert, mask=exists, other=0.0)
     choice = tl.where(exists, choice, float("-inf"))
@@ -78,7 +78,7 @@ def top_k_sigmoid_kernel(
         choice = tl.where(kept[:, None] > 0, grouped, float("-inf")).reshape(GROUPS_PAD * SIZE_PAD)
     best, chosen = tl.zeros([K_PAD], tl.float32), tl.zeros([K_PAD], tl.int32)
     for i in tl.static_range(K):
-        taken = place == tl.argmax(choice, 0)
+        taken = position == tl.argmax(choice, 0)
         index = tl.minimum(tl.sum(tl.where(taken, expert, 0), 0), SIZE * GROUPS - 1)  # among NaN it may be none
         best = tl.where(rank == i, tl.sum(tl.where(taken, scores, 0.0), 0), best)
         chosen = tl.where(rank == i, index, chosen)
@@ -110,14 +110,14 @@ class SortedPairs(NamedTuple):
     """Pairs of a token and one of its experts, those of an expert together and in their order, in tiles."""
 
     order: Tensor
-    """[pairs] int64: the pair at each place; pair p is of token p // k"""
-    places: Tensor
-    """[pairs] int64: the place of each pair"""
+    """[pairs] int64: the pair at each position; pair p is of token p // k"""
+    positions: Tensor
+    """[pairs] int64: the position of each pair"""
     ends: Tensor
-    """[experts] int32: the place behind each expert's last pair"""
+    """[experts] int32: the position behind each expert's last pair"""
     tiles: Tensor
-    """[3, tiles] int64: the expert of each tile, and where its places begin and end; surplus tiles begin at their end
-    or behind it"""
+    """[3, tiles] int64: the expert of each tile, and where its positions begin and end; surplus tiles begin at their
+    end or behind it"""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -132,8 +132,8 @@ def count_kernel(experts, counts, pairs, PAIRS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pairs", "tile_rows", "num_tiles"])
-def place_kernel(
-    experts, counts, order, places, ends, tiles, pairs, tile_rows, num_tiles,
+def order_kernel(
+    experts, counts, order, positions, ends, tiles, pairs, tile_rows, num_tiles,
     NUM: tl.constexpr, NUM_PAD: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Grid (experts). The last expert's tiles go on to the end, which makes the surplus ones empty."""
@@ -149,16 +149,16 @@ def place_kernel(
     tl.store(ends + expert, end)
     for start in range(first_tile, end_tile, TILES):
         tile = start + tl.arange(0, TILES)
-        here, place = tile < end_tile, first + (tile - first_tile) * tile_rows
+        here, position = tile < end_tile, first + (tile - first_tile) * tile_rows
         tl.store(tiles + tile, (tl.zeros([TILES], tl.int32) + expert).to(tl.int64), mask=here)
-        tl.store(tiles + num_tiles + tile, place.to(tl.int64), mask=here)
-        tl.store(tiles + 2 * num_tiles + tile, tl.minimum(place + tile_rows, end).to(tl.int64), mask=here)
+        tl.store(tiles + num_tiles + tile, position.to(tl.int64), mask=here)
+        tl.store(tiles + 2 * num_tiles + tile, tl.minimum(position + tile_rows, end).to(tl.int64), mask=here)
     for start in range(0, pairs, PAIRS):
         pair = start + tl.arange(0, PAIRS)
         own = tl.load(experts + pair, mask=pair < pairs, other=-1) == expert
-        place = first + tl.cumsum(own.to(tl.int32), 0) - 1
-        tl.store(order + place, pair.to(tl.int64), mask=own)
-        tl.store(places + pair, place.to(tl.int64), mask=own)
+        position = first + tl.cumsum(own.to(tl.int32), 0) - 1
+        tl.store(order + position, pair.to(tl.int64), mask=own)
+        tl.store(positions + pair, position.to(tl.int64), mask=own)
         first += tl.sum(own.to(tl.int32), 0)
 
 
@@ -167,38 +167,39 @@ def sort_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPairs
     pairs, device = experts.numel(), experts.device
     # each expert with a pair may need one tile that is not full
     num_tiles = (pairs + min(pairs, num_experts) * (tile_rows - 1)) // tile_rows
-    order, places = (torch.empty(pairs, dtype=torch.int64, device=device) for _ in range(2))
+    order, positions = (torch.empty(pairs, dtype=torch.int64, device=device) for _ in range(2))
     counts, ends = (torch.empty(num_experts, dtype=torch.int32, device=device) for _ in range(2))
     tiles = torch.empty(3, num_tiles, dtype=torch.int64, device=device)
     count_kernel[num_experts,](experts, counts, pairs, PAIRS=PAIRS)
-    place_kernel[num_experts,](
-        experts, counts, order, places, ends, tiles, pairs, tile_rows, num_tiles,
+    order_kernel[num_experts,](
+        experts, counts, order, positions, ends, tiles, pairs, tile_rows, num_tiles,
         NUM=num_experts, NUM_PAD=triton.next_power_of_2(num_experts), PAIRS=PAIRS, TILES=TILES,
     )  # fmt: skip
-    return SortedPairs(order, places, ends, tiles)
+    return SortedPairs(order, positions, ends, tiles)
 
 
 @triton.jit
-def combine_kernel(mixed, places, weights, out, size, K: tl.constexpr, PLACED: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(mixed, positions, weights, out, size, K: tl.constexpr, PERMUTED: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (tokens, size / BLOCK)."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(K):
         pair = token * K + choice
-        place = tl.load(places + pair) if PLACED else pair
-        values = tl.load(mixed + place * size + i, mask=i < size, other=0.0).to(tl.float32)
+        position = tl.load(positions + pair) if PERMUTED else pair
+        values = tl.load(mixed + position * size + i, mask=i < size, other=0.0).to(tl.float32)
         acc += values * tl.load(weights + pair).to(tl.float32)
     tl.store(out + token * size + i, acc.to(out.dtype.element_ty), mask=i < size)
 
 
-def combine(mixed: Tensor, weights: Tensor, places: Tensor | None = None) -> Tensor:
+def combine(mixed: Tensor, weights: Tensor, positions: Tensor | None = None) -> Tensor:
     """Add up the results of each token's experts, in their order and times their weights [tokens, k].
 
-    mixed: [pairs, size], by pair, or by place if `places` has the place of each pair
+    mixed: [pairs, size], by pair, or by position if `positions` has the position of each pair
     """
     (tokens, k), size = weights.shape, mixed.shape[1]
     out = torch.empty(tokens, size, dtype=mixed.dtype, device=mixed.device)
     combine_kernel[tokens, triton.cdiv(size, BLOCK)](
-        mixed, mixed if places is None else places, weights, out, size, K=k, PLACED=places is not None, BLOCK=BLOCK
-    )
+        mixed, mixed if positions is None else positions, weights, out, size,
+        K=k, PERMUTED=positions is not None, BLOCK=BLOCK,
+    )  # fmt: skip
     return out

@@ -107,14 +107,14 @@ def collect_kernel(
     weight = tl.exp(x - best)
     weight = tl.where(weight >= min_p, weight, 0.0)
     near = (weight > 0.0) & (x > best - FAR)
-    place, count = tl.cumsum(near.to(tl.int32), 0) - 1, tl.sum(near.to(tl.int32), 0)
+    slot, count = tl.cumsum(near.to(tl.int32), 0) - 1, tl.sum(near.to(tl.int32), 0)
     at = row * segments + segment
     tl.store(counts + at, count)
     tl.store(masses + at, tl.sum(weight, 0))
     tl.store(masses + tl.num_programs(0) * segments + at, tl.sum(tl.where(near, weight, 0.0), 0))
-    near = near & (place < COLLECTED)
-    tl.store(values + at * COLLECTED + place, x, mask=near)
-    tl.store(ids + at * COLLECTED + place, i, mask=near)
+    near = near & (slot < COLLECTED)
+    tl.store(values + at * COLLECTED + slot, x, mask=near)
+    tl.store(ids + at * COLLECTED + slot, i, mask=near)
     rest = tl.arange(0, COLLECTED)
     tl.store(values + at * COLLECTED + rest, float("-inf"), mask=rest >= count)
 

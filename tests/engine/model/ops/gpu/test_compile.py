@@ -23,7 +23,7 @@ SHARED_BYTES = 227 * 1024  # of one streaming multiprocessor
 SMALL_SHARED_BYTES = 99 * 1024  # of the smallest ones since Ampere
 SHARED = {"sm_80": SMALL_SHARED_BYTES, "sm_89": SMALL_SHARED_BYTES, "sm_90": SHARED_BYTES, "sm_100": SHARED_BYTES}
 """Shared memory by GPU. Those of sm_80 have more, but take the tiles of sm_86 and sm_89."""
-ROUTING = {"top_k_softmax_kernel", "top_k_sigmoid_kernel", "count_kernel", "place_kernel", "combine_kernel"}
+ROUTING = {"top_k_softmax_kernel", "top_k_sigmoid_kernel", "count_kernel", "order_kernel", "combine_kernel"}
 STACK_BYTES = 64  # of spilled registers; a few are harmless
 
 
