@@ -130,13 +130,14 @@ class IngressSection(Section):
     cors_origins: list[str] = Field(default=[])  #: web pages that may send requests from browsers; `*` for all
     unknown_fields: UnknownFields = "ignore"  #: of requests, that no API here has; both are reported to the client
     store: str | None = Field(default=None, min_length=1)
-    """`redis://host:6379/0`, or on one machine `sqlite:///path`, for responses and answers that all ingresses find, and
-    find again after a restart; None keeps them in the memory of each."""
+    """`redis://host:6379/0`, or on one machine `sqlite:///path`, for responses, answers and batches that all ingresses
+    find, and find again after a restart; None keeps the first two in the memory of each, and batches in `batch_dir`."""
     store_bytes: int = Field(default=256 * 2**20, ge=2**16)  #: limit in memory, or of the file
     response_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: how long a response is stored
     idempotency_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: how long the answer to an Idempotency-Key is stored
     batch_dir: str | None = Field(default="~/.local/state/manta/batches", min_length=1)
-    """Folder of files and batches, shared by all ingresses; null for none (docs/batches.md)."""
+    """Folder of the contents of files and batches, shared by all ingresses; on several machines they need a Redis
+    as `store`, too; null for none (docs/batches.md)."""
     images: ImageSection = ImageSection()  # type: ignore[valid-type]  #: limits on images of requests (docs/images.md)
     batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of one batch at a time, while no request has to wait
 

@@ -54,7 +54,7 @@ def http_app(
     telemetry.stats.store_errors = values.errors
     jobs = Jobs(values, store.idempotency_ttl_s)
     idempotent = IdempotentRoutes(jobs)
-    batch_routes = BatchRoutes(app, served, batches, auth)
+    batch_routes = BatchRoutes(app, served, batches, auth, values if values.shared else None)
     app.router.lifespan_context = _then(app.router.lifespan_context, jobs.close)
     stored = ResponseStore(values, store.response_ttl_s)
     routes = [
@@ -94,10 +94,10 @@ def _then(
 
     @asynccontextmanager
     async def both(app: FastAPI) -> AsyncGenerator[Any]:
-        async with lifespan(app) as state:
-            try:
+        try:
+            async with lifespan(app) as state:
                 yield state
-            finally:
-                await close()
+        finally:
+            await close()
 
     return both

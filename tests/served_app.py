@@ -25,8 +25,8 @@ async def serve_app(app: FastAPI) -> None:
 
 
 @contextmanager
-def served_app(module: str, argument: str, prefix: tuple[str, ...] = ()) -> Iterator[tuple[Popen[str], str]]:
+def served_app(module: str, *arguments: str, prefix: tuple[str, ...] = ()) -> Iterator[tuple[Popen[str], str]]:
     """A process whose module calls `serve_app`, and its URL. prefix: a program that runs the command."""
-    with started([*prefix, sys.executable, "-m", module, argument], stdout=PIPE) as process:
+    with started([*prefix, sys.executable, "-m", module, *arguments], stdout=PIPE) as process:
         assert process.stdout is not None
         yield process, f"http://127.0.0.1:{int(process.stdout.readline())}"

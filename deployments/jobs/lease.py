@@ -53,7 +53,7 @@ class Lease:
 
     async def holds(self) -> bool:
         """Return whether the job is this holder's."""
-        return await self._store.extend(self._key, self._holder, LEASE_S)
+        return await self._store.replace(self._key, self._holder, self._holder, LEASE_S)
 
     async def release(self) -> None:
         await self._store.delete(self._key)

@@ -14,7 +14,7 @@ SQLITE, REDIS = "sqlite://", ("redis://", "rediss://", "unix://")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """The store of responses and of answers to requests with an Idempotency-Key, and how long it keeps them."""
+    """The store of responses, of keyed answers and of batches, and how long it keeps the first two."""
 
     url: str | None = None
     """`redis://host:6379/0`, `rediss://` for TLS, `sqlite:///path`; None for the memory of each ingress."""

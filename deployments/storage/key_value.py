@@ -83,8 +83,8 @@ class KeyValueStore(ABC):
         """Set a value, unless the key has one. Returns whether it was set."""
 
     @abstractmethod
-    async def extend(self, key: str, value: bytes, ttl_s: float) -> bool:
-        """Let a value live longer. Returns False, and does nothing, if the key has another or none."""
+    async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
+        """Set a value. Returns False, and does nothing, if the key has not the expected one."""
 
     @abstractmethod
     async def delete(self, key: str) -> None: ...

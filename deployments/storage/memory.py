@@ -37,8 +37,8 @@ class MemoryStore(KeyValueStore):
     async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
         return await self._set_if(key, None, value, ttl_s)
 
-    async def extend(self, key: str, value: bytes, ttl_s: float) -> bool:
-        return await self._set_if(key, value, value, ttl_s)
+    async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
+        return await self._set_if(key, expected, value, ttl_s)
 
     async def delete(self, key: str) -> None:
         _, value = self._values.pop(key, (0.0, b""))

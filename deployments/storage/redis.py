@@ -16,7 +16,7 @@ from deployments.storage.key_value import KeyValueStore
 TIMEOUT_S = 2.0  # of each command, connecting included
 SETTLE_S = 3.0
 """Between the first answer of a Redis that was away, maybe without its values, and the first lease that is taken."""
-EXTEND = "return redis.call('get', KEYS[1]) == ARGV[1] and redis.call('pexpire', KEYS[1], ARGV[2]) or 0"
+REPLACE = "return redis.call('get',KEYS[1]) == ARGV[1] and redis.call('set',KEYS[1],ARGV[2],'px',ARGV[3]) and 1 or 0"
 
 
 class RedisStore(KeyValueStore):
@@ -38,8 +38,8 @@ class RedisStore(KeyValueStore):
     async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
         return await self._run("set", key, value, px=_ms(ttl_s), nx=True) is not None
 
-    async def extend(self, key: str, value: bytes, ttl_s: float) -> bool:
-        return bool(await self._run("eval", EXTEND, 1, key, value, _ms(ttl_s)))
+    async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
+        return bool(await self._run("eval", REPLACE, 1, key, expected, value, _ms(ttl_s)))
 
     async def delete(self, key: str) -> None:
         await self._run("delete", key)

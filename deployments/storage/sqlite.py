@@ -56,8 +56,8 @@ class SqliteStore(KeyValueStore):
     async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
         return await self._run(lambda database: _set_if(database, key, None, value, ttl_s))
 
-    async def extend(self, key: str, value: bytes, ttl_s: float) -> bool:
-        return await self._run(lambda database: _set_if(database, key, value, value, ttl_s))
+    async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
+        return await self._run(lambda database: _set_if(database, key, expected, value, ttl_s))
 
     async def delete(self, key: str) -> None:
         await self._run(lambda database: database.execute("delete from stored where key = ?", (key,)))

@@ -28,7 +28,8 @@ def test_a_batch_goes_on_where_a_killed_ingress_has_left_it(tmp_path, model_fold
             wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 10)
             (ingress,) = [p for p in server.processes() if "ServeReplica:manta:ingress" in " ".join(p.cmdline())]
             ingress.kill()
-            answered = (tmp_path / "batches" / "work" / batch.id / "output.jsonl").read_text()
+            (output,) = (tmp_path / "batches" / "work" / batch.id).glob("output-*")
+            answered = output.read_text()
             assert answered.count("\n") < NUM_LINES
             server.wait_for_line("batch begins")
             server.wait_for_line("batch ended", timeout_s=120)

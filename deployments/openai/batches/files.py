@@ -12,12 +12,14 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
-from deployments.openai.batches.errors import ObjectNotFound
 from deployments.openai.batches.records import Record, Records, age_s, new_id
+from deployments.openai.batches.threads import in_thread
+from deployments.storage.key_value import KeyValueStore
 
 PREFIX = "file-"
 DAY_S = 24 * 3600
 MAX_AGE_S = 30 * DAY_S
+LEFT_S = 3600  # after which content that no File tells of is removed
 MIN_FREE_BYTES = 2**30  # that uploads and batches leave on the disk
 COPY_BYTES = 2**20
 Purpose = Literal["batch", "batch_output"]
@@ -35,79 +37,74 @@ class File(msgspec.Struct, kw_only=True):
 
 
 class Files:
-    """A folder of files: `ID.data` is the content, and `ID.json` the File, which is written last and removed first.
+    """A folder with the contents, as `ID.data`, and a store with the Files, which is written last and removed first.
 
-    All methods are for threads; they raise OSError.
+    Methods raise OSError and StoreUnavailable.
     """
 
-    def __init__(self, folder: Path):
-        self._records: Records[File] = Records(folder, PREFIX, Record[File])
+    def __init__(self, folder: Path, values: KeyValueStore):
+        self._records = Records(values, PREFIX, Record[File])
         self._folder = folder
 
-    def upload(self, content: BinaryIO, owner: str | None, filename: str, expires_after_s: int) -> File:
+    async def upload(self, content: BinaryIO, owner: str | None, filename: str, expires_after_s: int) -> File:
         """Store an upload."""
-        file_id = new_id(PREFIX)
+        path = self._path(file_id := new_id(PREFIX))
+        try:
+            await in_thread(self._copy, content, path)
+            return await self._add(file_id, owner, filename, "batch", expires_after_s)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    async def adopt(self, content: Path, file_id: str, owner: str | None, filename: str, expires_after_s: int) -> None:
+        """Make a file of what a batch has written and synced. It may be done again if it did not come to its end."""
+        with suppress(FileExistsError):
+            os.link(content, self._path(file_id))
+        await self._add(file_id, owner, filename, "batch_output", expires_after_s)
+
+    async def get(self, file_id: str, owner: str | None) -> File:
+        """Raises ObjectNotFound, also for a file that has expired."""
+        return (await self._records.get(file_id, owner)).object
+
+    async def page(
+        self, owner: str | None, limit: int, after: str | None, purpose: str | None = None, *, newest_first: bool = True
+    ) -> tuple[list[File], bool]:
+        """Return up to `limit` files that follow `after`, and whether there are more."""
+        wanted = (lambda _: True) if purpose is None else (lambda file: file.purpose == purpose)
+        return await self._records.page(owner, limit, after, newest_first=newest_first, wanted=wanted)
+
+    async def content(self, file_id: str, owner: str | None) -> tuple[File, Path]:
+        """Return a file and where its content is. Raises ObjectNotFound."""
+        file, path = await self.get(file_id, owner), self._path(file_id)
+        await in_thread(path.stat)  # it is in another folder if the ingresses do not share one
+        return file, path
+
+    async def delete(self, file_id: str, owner: str | None) -> None:
+        """Raises ObjectNotFound."""
+        await self._records.remove(await self._records.get(file_id, owner))
+        self._path(file_id).unlink(missing_ok=True)
+
+    async def remove_expired(self) -> None:
+        """Remove the contents of files that have expired, and what uploads and deletions have left that did not come to
+        their end."""
+        for path in await in_thread(list, self._folder.glob(f"{PREFIX}*.data")):
+            if age_s(path.stem, PREFIX) > LEFT_S and await self._records.find(path.stem) is None:
+                path.unlink(missing_ok=True)
+
+    def _copy(self, content: BinaryIO, path: Path) -> None:
         size = content.seek(0, os.SEEK_END)
         content.seek(0)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_space(self._folder, size)
-        path = self._path(file_id)
-        try:
-            with path.open("xb") as file:
-                shutil.copyfileobj(content, file, COPY_BYTES)
-                file.flush()
-                os.fsync(file.fileno())
-            return self._put(file_id, owner, filename, "batch", expires_after_s)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
+        with path.open("xb") as file:
+            shutil.copyfileobj(content, file, COPY_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(self._folder)
 
-    def adopt(self, content: Path, file_id: str, owner: str | None, filename: str, expires_after_s: int) -> None:
-        """Make a file of what a batch has written and synced. It may be done again if it did not come to its end."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            os.link(content, self._path(file_id))
-        self._put(file_id, owner, filename, "batch_output", expires_after_s)
-
-    def get(self, file_id: str, owner: str | None) -> File:
-        """Raises ObjectNotFound, also for a file that has expired."""
-        file = self._records.get(file_id, owner)
-        if file.expires_at <= time.time():
-            raise ObjectNotFound(file_id)
-        return file
-
-    def page(
-        self, owner: str | None, limit: int, after: str | None, purpose: str | None = None, *, newest_first: bool = True
-    ) -> tuple[list[File], bool]:
-        """Return up to `limit` files that follow `after`, and whether there are more."""
-        now = time.time()
-        return self._records.page(
-            owner,
-            limit,
-            after,
-            newest_first=newest_first,
-            wanted=lambda file: file.expires_at > now and purpose in (None, file.purpose),
-        )
-
-    def content(self, file_id: str, owner: str | None) -> tuple[File, Path]:
-        """Return a file and where its content is. Raises ObjectNotFound."""
-        return self.get(file_id, owner), self._path(file_id)
-
-    def delete(self, file_id: str, owner: str | None) -> None:
-        """Raises ObjectNotFound."""
-        self.get(file_id, owner)
-        self._remove(file_id)
-
-    def remove_expired(self) -> None:
-        """Remove files that have expired, and what uploads and deletions have left that did not come to their end."""
-        for record in self._records.all():
-            if record.object.expires_at <= time.time():
-                self._remove(record.object.id)
-        for path in self._folder.glob(f"{PREFIX}*.data"):
-            if age_s(path.stem, PREFIX) > DAY_S and self._records.find(path.stem) is None:
-                path.unlink(missing_ok=True)
-
-    def _put(self, file_id: str, owner: str | None, filename: str, purpose: Purpose, expires_after_s: int) -> File:
+    async def _add(
+        self, file_id: str, owner: str | None, filename: str, purpose: Purpose, expires_after_s: int
+    ) -> File:
         now = int(time.time())
         file = File(
             id=file_id,
@@ -117,12 +114,8 @@ class Files:
             filename=filename,
             purpose=purpose,
         )
-        self._records.put(owner, file)
+        await self._records.add(Record(owner, file), expires_after_s)
         return file
-
-    def _remove(self, file_id: str) -> None:
-        self._records.remove(file_id)
-        self._path(file_id).unlink(missing_ok=True)
 
     def _path(self, file_id: str) -> Path:
         return self._folder / f"{file_id}.data"
@@ -132,3 +125,12 @@ def check_space(folder: Path, size: int = 0) -> None:
     """Raise OSError if the disk has no room for so many bytes, and some for others."""
     if shutil.disk_usage(folder).free < size + MIN_FREE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make sure that new names in a folder outlive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

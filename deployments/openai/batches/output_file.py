@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import msgspec
+
+from deployments.openai.batches.input_file import BatchRequest
+
+OUTPUT, ERRORS = "output-{}.jsonl", "errors-{}.jsonl"  # with the name of an attempt
 
 
 class LineResponse(msgspec.Struct):
@@ -37,45 +40,58 @@ class _Answered(msgspec.Struct):
 class OutputFile:
     """A file that lines are appended to, by one process at a time.
 
-    What a killed process has left is read when the file is opened, and a line that it did not finish is cut off. The
-    page cache outlives the process, so nothing is synced until the batch ends: what a power cut takes with it is
-    answered again.
+    It begins with the whole lines of its predecessor, whose process may still live and append to that one. Nothing is
+    synced until the batch ends, since the page cache outlives a process: what a power cut takes is answered again.
     """
 
-    def __init__(self, path: Path):
-        self._file = path.open("ab", buffering=0)
-        self.custom_ids = _recover(path)
+    def __init__(self, path: Path, predecessor: Path):
+        self.custom_ids: set[str] = set()
+        self._file = path.open("xb", buffering=0)
+        try:
+            self._copy(predecessor)
+        except OSError:
+            self._file.close()
+            raise
 
     def append(self, line: OutputLine) -> None:
         """Raises OSError; the file has then to be opened again."""
-        rest = memoryview(msgspec.json.encode(line) + b"\n")
-        while rest:
-            rest = rest[self._file.write(rest) :]
-        self.custom_ids.add(line.custom_id)
+        self._write(msgspec.json.encode(line) + b"\n", line.custom_id)
 
     def sync(self) -> None:
         """Let all lines outlive a power cut too."""
         os.fsync(self._file.fileno())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def close(self) -> None:
         self._file.close()
 
+    def _write(self, text: bytes, custom_id: str) -> None:
+        rest = memoryview(text)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self.custom_ids.add(custom_id)
 
-def _recover(path: Path) -> set[str]:
-    """Cut off what is no whole line, and return the custom_ids of the others."""
-    found, end = set(), 0
-    with path.open("r+b") as file:
-        for line in file:
-            try:
-                custom_id = msgspec.json.decode(line, type=_Answered).custom_id
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                break
-            if not line.endswith(b"\n"):
-                break
-            found.add(custom_id)
-            end += len(line)
-        file.truncate(end)
-    return found
+    def _copy(self, path: Path) -> None:
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            for line in file:
+                try:
+                    custom_id = msgspec.json.decode(line, type=_Answered).custom_id
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    return
+                if not line.endswith(b"\n"):
+                    return
+                self._write(line, custom_id)
+
+
+class Answers:
+    """The files of an attempt at a batch: answers with status 200 are in one, all others in the other."""
+
+    def __init__(self, work: Path, attempt: str, predecessor: str):
+        self.output = OutputFile(work / OUTPUT.format(attempt), work / OUTPUT.format(predecessor))
+        self.errors = OutputFile(work / ERRORS.format(attempt), work / ERRORS.format(predecessor))
+
+    def __contains__(self, request: BatchRequest) -> bool:
+        return request.custom_id in self.output.custom_ids or request.custom_id in self.errors.custom_ids
+
+    def close(self) -> None:
+        self.output.close()
+        self.errors.close()

@@ -1,20 +1,20 @@
-"""Objects of the API, one JSON file each."""
+"""Objects of the API, in the store that all ingresses share."""
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from deployments.openai.batches.errors import ObjectNotFound
+from deployments.storage.key_value import KeyValueStore, sealed
 
 DIGITS = 16  # of an id: when it was made; as many random ones follow
+NAMES_TTL_S = 120 * 24 * 3600.0  # after the last change of a list; no object lives longer
 
 
 class HasId(Protocol):
@@ -31,6 +31,12 @@ class Record(msgspec.Struct, Generic[T]):
     """Name of the API key; None on a server without keys."""
     object: T
 
+    def encode(self) -> bytes:
+        return sealed(msgspec.json.encode(self))
+
+
+R = TypeVar("R", bound=Record[Any])
+
 
 def new_id(prefix: str) -> str:
     """Return an id that nobody can guess. Ids sort by the time when they were made."""
@@ -41,88 +47,86 @@ def age_s(object_id: str, prefix: str) -> float:
     return time.time() - int(object_id.removeprefix(prefix)[:DIGITS], 16) / 1e9
 
 
-class Records(Generic[T]):
-    """All objects of one kind.
+def object_key(object_id: str) -> str:
+    """Return the key of an object in the store."""
+    return f"manta:object:{object_id}"
 
-    Any number of processes may share the folder. A write replaces an object as a whole, so that a reader sees the old
-    one or the new one. All methods are for threads; they raise OSError.
-    """
 
-    def __init__(self, folder: Path, prefix: str, kind: Any):
-        """kind: Record[T]."""
-        self.folder = folder
-        self._prefix, self._decoder = prefix, msgspec.json.Decoder(kind)
+class Names:
+    """A list of ids that any number of ingresses change. Methods raise StoreUnavailable."""
+
+    def __init__(self, store: KeyValueStore, name: str):
+        self._store, self._key = store, f"manta:names:{name}"
+
+    async def all(self) -> list[str]:
+        """Return the ids, the oldest first."""
+        return (await self._store.get(self._key) or b"").decode().split()
+
+    async def add(self, object_id: str) -> None:
+        await self._change(lambda ids: ids | {object_id})
+
+    async def remove(self, object_id: str) -> None:
+        await self._change(lambda ids: ids - {object_id})
+
+    async def _change(self, change: Callable[[set[str]], set[str]]) -> None:
+        changed = False
+        while not changed:
+            found = await self._store.get(self._key)
+            ids = " ".join(sorted(change(set((found or b"").decode().split())))).encode()
+            if found is None:
+                changed = await self._store.add(self._key, ids, NAMES_TTL_S)
+            else:
+                changed = await self._store.replace(self._key, found, ids, NAMES_TTL_S)
+
+
+class Records(Generic[R]):
+    """All objects of one kind: a value for each, and a list of ids for each owner. Methods raise StoreUnavailable."""
+
+    def __init__(self, store: KeyValueStore, prefix: str, kind: type[R]):
+        self._store, self._prefix, self._decoder = store, prefix, msgspec.json.Decoder(kind)
         self._id = re.compile(rf"{prefix}[0-9a-f]{{{2 * DIGITS}}}")
 
-    def put(self, owner: str | None, value: T) -> None:
-        """Write an object, as the only one who does. It outlives a power cut."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = self.folder / f"{value.id}.tmp"
-        try:
-            with temporary.open("wb") as file:
-                file.write(msgspec.json.encode(Record(owner, value)))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._path(value.id))
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(self.folder)
+    async def add(self, record: R, ttl_s: float) -> None:
+        """Store an object, unless it is stored."""
+        await self._store.add(object_key(record.object.id), record.encode(), ttl_s)
+        await self._names(record.owner).add(record.object.id)
 
-    def find(self, object_id: str) -> Record[T] | None:
+    async def find(self, object_id: str) -> R | None:
+        """Raises StoredValueCorrupt."""
         if self._id.fullmatch(object_id) is None:
             return None
-        try:
-            record: Record[T] = self._decoder.decode(self._path(object_id).read_bytes())
-        except FileNotFoundError:
-            return None
-        return record
+        value = await self._store.get(key := object_key(object_id))
+        return None if value is None else self._store.unsealed(key, value, self._decoder.decode)
 
-    def get(self, object_id: str, owner: str | None) -> T:
+    async def get(self, object_id: str, owner: str | None) -> R:
         """Return an object of this owner. Raises ObjectNotFound."""
-        record = self.find(object_id)
+        record = await self.find(object_id)
         if record is None or record.owner != owner:
             raise ObjectNotFound(object_id)
-        return record.object
+        return record
 
-    def remove(self, object_id: str) -> None:
-        self._path(object_id).unlink(missing_ok=True)
+    async def remove(self, record: R) -> None:
+        await self._store.delete(object_key(record.object.id))
+        await self._names(record.owner).remove(record.object.id)
 
-    def all(self, *, newest_first: bool = False, after: str | None = None) -> Iterator[Record[T]]:
-        """Return the objects in the order of their ids, of which those up to `after` are left out."""
-        names = os.listdir(self.folder) if self.folder.exists() else []
-        ids = (name.removesuffix(".json") for name in names if name.endswith(".json"))
-        for object_id in sorted(filter(self._id.fullmatch, ids), reverse=newest_first):
-            beyond = after is None or (object_id < after if newest_first else object_id > after)
-            if beyond and (record := self.find(object_id)) is not None:
-                yield record
-
-    def page(
+    async def page(
         self,
         owner: str | None,
         limit: int,
         after: str | None,
         *,
         newest_first: bool = True,
-        wanted: Callable[[T], bool] = lambda _: True,
-    ) -> tuple[list[T], bool]:
+        wanted: Callable[[Any], bool] = lambda _: True,
+    ) -> tuple[list[Any], bool]:
         """Return up to `limit` objects of this owner that follow `after`, and whether there are more."""
-        found: list[T] = []
-        for record in self.all(newest_first=newest_first, after=after):
-            if record.owner == owner and wanted(record.object):
+        found: list[Any] = []
+        for object_id in sorted(await self._names(owner).all(), reverse=newest_first):
+            beyond = after is None or (object_id < after if newest_first else object_id > after)
+            if beyond and (record := await self.find(object_id)) is not None and wanted(record.object):
                 if len(found) == limit:
                     return found, True
                 found.append(record.object)
         return found, False
 
-    def _path(self, object_id: str) -> Path:
-        return self.folder / f"{object_id}.json"
-
-
-def sync_folder(folder: Path) -> None:
-    """Make sure that new names in a folder outlive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _names(self, owner: str | None) -> Names:
+        return Names(self._store, f"{self._prefix}{owner or ''}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import Any, get_args
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
@@ -39,26 +38,42 @@ from deployments.openai.batches.objects import (
 from deployments.openai.batches.store import BatchStore
 from deployments.openai.batches.worker import BatchWorker
 from deployments.openai.served_models import ServedModels
+from deployments.storage.config import StoreConfig, open_store
+from deployments.storage.key_value import KeyValueStore
 from engine.errors import InvalidParameter, UnsupportedMediaType
 
 logger = logging.getLogger(__name__)
 
 FORM = "multipart/form-data"
 MAX_FORM_FIELDS = 8
-P = ParamSpec("P")
-R = TypeVar("R")
+DATABASE = "batches.db"  # in the folder, where ingresses have no other store
 
 
 class BatchRoutes:
     """Each API key sees its own files and batches only; without keys they are everybody's."""
 
-    def __init__(self, app: FastAPI, models: ServedModels, config: BatchConfig, auth: AuthConfig):
+    def __init__(
+        self, app: FastAPI, models: ServedModels, config: BatchConfig, auth: AuthConfig, values: KeyValueStore | None
+    ):
+        """values: the store that all ingresses share; None if only the folder is. Raises ConfigError for a folder that
+        cannot be written."""
         self._app, self._models, self._config, self._auth = app, models, config, auth
-        self._store = BatchStore(Path(os.path.expanduser(config.folder or "")))
+        if config.folder is None:
+            return
+        folder = Path(config.folder).expanduser()
+        self._own = AsyncExitStack()
+        if values is None:
+            values = open_store(StoreConfig(url=f"sqlite://{folder.absolute()}/{DATABASE}"))
+            self._own.push_async_callback(values.close)
+        self._store = BatchStore(folder, values)
         self._files = self._store.files
         self._worker = BatchWorker(app, self._store, models, config, auth.max_body_bytes)
-        if config.folder is not None:
-            app.router.lifespan_context = lambda _: self._worker.running()
+        app.router.lifespan_context = lambda _: self._running()
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncGenerator[None]:
+        async with self._own, self._worker.running():
+            yield
 
     def routes(self) -> list[Route]:
         files, batches, needs = "/v1/files", "/v1/batches", [Depends(self._check_configured)]
@@ -85,40 +100,35 @@ class BatchRoutes:
         content_type = request.headers.get("content-type")
         if not (content_type or "").lower().startswith(FORM):
             raise UnsupportedMediaType(content_type, FORM)
-        try:
+        with storage():  # also of the temporary file that a form is kept in
             async with request.form(max_files=1, max_fields=MAX_FORM_FIELDS) as fields:
                 form = validated(UploadForm, nested(fields))
                 if not isinstance(form.file, UploadFile):
                     raise InvalidParameter("file", form.file, "a file with a name")
                 content, name = form.file.file, form.file.filename or "upload"
-                seconds = form.expires_after.seconds
                 return json_response(
-                    await asyncio.to_thread(self._files.upload, content, key_name(request), name, seconds)
+                    await self._files.upload(content, key_name(request), name, form.expires_after.seconds)
                 )
-        except OSError as error:  # also of the temporary file that a form is kept in
-            raise storage_error(error) from None
 
     async def list_files(self, request: Request) -> Response:
         query = validated(FileQuery, dict(request.query_params))
-        found, has_more = await in_thread(
-            self._files.page,
-            key_name(request),
-            query.limit,
-            query.after,
-            query.purpose,
-            newest_first=query.order == "desc",
+        newest_first = query.order == "desc"
+        found, has_more = await self._files.page(
+            key_name(request), query.limit, query.after, query.purpose, newest_first=newest_first
         )
         return json_response(FileList.of(found, has_more))
 
     async def retrieve_file(self, request: Request, name: str) -> Response:
-        return json_response(await in_thread(self._files.get, name, key_name(request)))
+        return json_response(await self._files.get(name, key_name(request)))
 
     async def content(self, request: Request, name: str) -> Response:
-        file, path = await in_thread(self._files.content, name, key_name(request))
+        with storage():
+            file, path = await self._files.content(name, key_name(request))
         return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
 
     async def delete_file(self, request: Request, name: str) -> Response:
-        await in_thread(self._files.delete, name, key_name(request))
+        with storage():
+            await self._files.delete(name, key_name(request))
         return json_response(DeletedFile(name))
 
     async def create(self, request: Request) -> Response:
@@ -128,29 +138,26 @@ class BatchRoutes:
             served = ", ".join(sorted(endpoints.intersection(get_args(Endpoint))))
             raise InvalidParameter("endpoint", body.endpoint, f"one of those that are served here: {served}")
         try:
-            _, content = await in_thread(self._files.content, body.input_file_id, key_name(request))
-            model = await InputFile(content, self._auth.max_body_bytes).model()
-            batch = await in_thread(
-                self._store.create, body, key_name(request), model if model in self._models else None
-            )
+            with storage():
+                _, content = await self._files.content(body.input_file_id, key_name(request))
+                model = await InputFile(content, self._auth.max_body_bytes).model()
+                batch = await self._store.create(body, key_name(request), model if model in self._models else None)
         except ObjectNotFound as error:
             error.param = "input_file_id"
             raise
-        except OSError as error:
-            raise storage_error(error) from None
         self._worker.wake()
         return with_warning(body.ignored, json_response(batch))
 
     async def list_batches(self, request: Request) -> Response:
         query = validated(BatchQuery, dict(request.query_params))
-        found, has_more = await in_thread(self._store.page, key_name(request), query.limit, query.after)
+        found, has_more = await self._store.page(key_name(request), query.limit, query.after)
         return json_response(BatchList.of(found, has_more))
 
     async def retrieve(self, request: Request, name: str) -> Response:
-        return json_response(await in_thread(self._store.get, name, key_name(request)))
+        return json_response(await self._store.get(name, key_name(request)))
 
     async def cancel(self, request: Request, name: str) -> Response:
-        return json_response(await in_thread(self._store.cancel, name, key_name(request)))
+        return json_response(await self._store.cancel(name, key_name(request)))
 
 
 def check_origin(request: Request, allowed: tuple[str, ...]) -> None:
@@ -171,14 +178,11 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-async def in_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Work with files. Raises StorageError in place of OSError."""
+@contextmanager
+def storage() -> Iterator[None]:
+    """Raise StorageError in place of OSError."""
     try:
-        return await asyncio.to_thread(work, *args, **kwargs)
+        yield
     except OSError as error:
-        raise storage_error(error) from None
-
-
-def storage_error(error: OSError) -> StorageError:
-    logger.error("files cannot be stored or read: %s", error)
-    return StorageError(error.strerror or type(error).__name__)
+        logger.error("files cannot be stored or read: %s", error)
+        raise StorageError(error.strerror or type(error).__name__) from None

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
+import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Container, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import chain
+from pathlib import Path
 
 import msgspec
 
 from deployments.http.in_process import InProcessResponse
+from deployments.jobs.errors import LeaseLost
+from deployments.jobs.lease import RETRY_S
 from deployments.openai.batches.files import PREFIX as FILE_PREFIX
 from deployments.openai.batches.files import check_space
 from deployments.openai.batches.input_file import BatchRequest, InputFile, InputUnreadable
 from deployments.openai.batches.objects import Batch, BatchError, BatchErrors, RequestCounts
-from deployments.openai.batches.output_file import LineError, LineResponse, OutputFile, OutputLine
+from deployments.openai.batches.output_file import ERRORS, OUTPUT, Answers, LineError, LineResponse, OutputLine
 from deployments.openai.batches.records import Record, new_id
-from deployments.openai.batches.store import ERRORS, INPUT, OUTPUT, BatchStore
+from deployments.openai.batches.store import INPUT, BatchStore, Claim
 from deployments.openai.batches.store import PREFIX as BATCH_PREFIX
 from deployments.openai.batches.threads import in_thread
+from deployments.storage.key_value import StoreUnavailable
 
-POLL_S = 0.5  # between two looks at whether the batch is to end
-SAVE_S = 1.0  # between two notes of how far it is
+POLL_S = 0.5  # between two notes of how far it is, and looks at whether the batch is to end
 MAX_CRASHES = 2  # of servers, while they worked on the same line
 MAX_IN_FLIGHT_BYTES = 32 * 2**20  # of the bodies of one batch; a single one may have more
 CRASHED = "The server has ended twice while it worked on line {line} of this batch, or on one that ran beside it."
@@ -46,92 +49,112 @@ class BatchRun:
     """
 
     store: BatchStore
-    record: Record[Batch]
+    claim: Claim
     models: Container[str]
     """That are served here."""
     max_body_bytes: int
     send: Send
     max_in_flight: Callable[[Batch], int]
     """Requests of the batch that may be in the engines now."""
-    _saved_at: float = 0.0
-    _line: int = 0
-    """The first line that is being worked on."""
+    _polled_at: float = 0.0
 
     async def run(self) -> None:
-        """Raises OSError for a disk that is full or fails. The batch can be resumed later, also after a cancellation of
-        this task."""
-        batch, work = self.record.object, self.store.work(self.record.object.id)
+        """Raises OSError for a disk that is full or fails, StoreUnavailable, and LeaseLost once another ingress has
+        taken the batch over. The batch can be resumed later, also after a cancellation of this task."""
+        try:
+            await self._run(self.claim.record.object)
+        except (Exception, asyncio.CancelledError):
+            self.claim.record.working = False
+            with suppress(StoreUnavailable, LeaseLost):
+                await self.claim.save()
+            raise
+
+    async def _run(self, batch: Batch) -> None:
+        work = self.store.work(batch.id)
         file = InputFile(work / INPUT, self.max_body_bytes)
         try:
             if batch.status == "validating":
                 await self._validate(batch, file)
             if batch.status == "in_progress":
-                output, errors = await in_thread(lambda: (OutputFile(work / OUTPUT), OutputFile(work / ERRORS)))
-                with output, errors:
-                    await self._answer(batch, file, output, errors)
+                with closing(await in_thread(self._open, work)) as answers:
+                    await self._answer(batch, file, answers)
             if batch.status in ("finalizing", "cancelling"):
-                await in_thread(self._publish, batch)
+                await self._publish(batch, work)
         except InputUnreadable as error:
             message = f"The input file cannot be read: {error.strerror}."
-            await in_thread(self._fail, batch, [BatchError("input_file_unreadable", message)])
-        await in_thread(shutil.rmtree, work, ignore_errors=True)
+            await self._fail(batch, [BatchError("input_file_unreadable", message)])
+        await self.store.finish(batch.id)
+
+    def _open(self, work: Path) -> Answers:
+        """Begin an attempt, which counts once the record is saved."""
+        attempt = secrets.token_hex(8)
+        answers = Answers(work, attempt, self.claim.record.attempt)
+        self.claim.record.attempt = attempt
+        return answers
 
     async def _validate(self, batch: Batch, file: InputFile) -> None:
-        async with self._attempt(0) as crashes:
-            if crashes >= MAX_CRASHES:
-                batch.request_counts, errors = RequestCounts(), [BatchError("server_error", CRASHED.format(line=1))]
-            else:
-                count, errors = await file.check(batch.endpoint, self.models)
-                batch.request_counts = RequestCounts(total=count)
-            if errors:
-                await in_thread(self._fail, batch, errors)
+        if await self._begin(0) >= MAX_CRASHES:
+            batch.request_counts, errors = RequestCounts(), [BatchError("server_error", CRASHED.format(line=1))]
+        else:
+            count, errors = await file.check(batch.endpoint, self.models)
+            batch.request_counts = RequestCounts(total=count)
+        if errors:
+            await self._fail(batch, errors)
+            return
+        batch.status, batch.in_progress_at = "in_progress", int(time.time())
+        self.claim.record.working = False
+        await self._save()
+
+    async def _begin(self, line: int) -> int:
+        """Note that the batch is worked on, and return how many ingresses have died meanwhile while this was the first
+        line without an answer."""
+        record = self.claim.record
+        record.crashes = int(record.working) + (record.crashes if record.working and record.line == line else 0)
+        record.line, record.working = line, True
+        await self._save()
+        return record.crashes
+
+    async def _save(self, answers: Answers | None = None) -> None:
+        """Store the record, as soon as the store can be used. Raises LeaseLost."""
+        if answers is not None:
+            counts = self.claim.record.object.request_counts
+            counts.completed, counts.failed = len(answers.output.custom_ids), len(answers.errors.custom_ids)
+        while True:
+            try:
+                await self.claim.save()
                 return
-            batch.status, batch.in_progress_at = "in_progress", int(time.time())
-            await in_thread(self.store.save, self.record)
+            except StoreUnavailable:
+                await asyncio.sleep(RETRY_S)
 
-    @asynccontextmanager
-    async def _attempt(self, line: int) -> AsyncGenerator[int]:
-        """Yield how often a server has ended in here while the batch was at this line."""
-        batch_id, self._line = self.record.object.id, line
-        crashes = await in_thread(self.store.begin_attempt, batch_id, line)
-        try:
-            yield crashes
-        except (Exception, asyncio.CancelledError):
-            await in_thread(self.store.end_attempt, batch_id)
-            raise
-        await in_thread(self.store.end_attempt, batch_id)
-
-    def _fail(self, batch: Batch, errors: list[BatchError]) -> None:
+    async def _fail(self, batch: Batch, errors: list[BatchError]) -> None:
         batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), BatchErrors(errors)
-        self.store.save(self.record)
+        await self._save()
 
-    async def _answer(self, batch: Batch, file: InputFile, output: OutputFile, errors: OutputFile) -> None:
-        left = _unanswered(file, output, errors)
+    async def _answer(self, batch: Batch, file: InputFile, answers: Answers) -> None:
+        left = (request for request in file.requests() if request not in answers)
         first = await in_thread(next, left, None)
         number = 0 if first is None else first.number
-        async with self._attempt(number) as crashes:
-            if first is None or crashes < MAX_CRASHES:
-                reason = await self._send_all(batch, chain([] if first is None else [first], left), output, errors)
-            else:
-                reason = "batch_failed"
-                batch.errors = BatchErrors([BatchError("server_error", CRASHED.format(line=number), None, number)])
-        await in_thread(self._finish, batch, reason, file, output, errors)
+        if await self._begin(number) < MAX_CRASHES or first is None:
+            reason = await self._send_all(batch, chain([] if first is None else [first], left), answers)
+        else:
+            reason = "batch_failed"
+            batch.errors = BatchErrors([BatchError("server_error", CRASHED.format(line=number), None, number)])
+        await in_thread(_write_rest, batch, reason, file, answers)
+        await self._finish(batch, reason, answers)
 
-    async def _send_all(
-        self, batch: Batch, left: Iterator[BatchRequest], output: OutputFile, errors: OutputFile
-    ) -> str | None:
+    async def _send_all(self, batch: Batch, left: Iterator[BatchRequest], answers: Answers) -> str | None:
         """Return why the batch ends before all requests have an answer; None if they have. Raises OSError if the disk
         is about to be full."""
         in_flight: dict[asyncio.Future[InProcessResponse], BatchRequest] = {}
         done: set[asyncio.Future[InProcessResponse]] = set()
         try:
             while True:
-                answers = [(in_flight.pop(future), future.result()) for future in done]
-                reason = await in_thread(self._write, batch, answers, output, errors)
-                if reason is not None:
+                new = [(in_flight.pop(future), future.result()) for future in done]
+                await in_thread(self._write, batch, new, answers)
+                if (reason := await self._poll(batch, answers)) is not None:
                     return reason
                 for request in await in_thread(self._take, left, list(in_flight.values())):
-                    in_flight[asyncio.ensure_future(self.send(self.record, request))] = request
+                    in_flight[asyncio.ensure_future(self.send(self.claim.record, request))] = request
                 if not in_flight:
                     return None
                 done, _ = await asyncio.wait(in_flight, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -141,68 +164,57 @@ class BatchRun:
             await asyncio.gather(*in_flight, return_exceptions=True)
 
     def _take(self, left: Iterator[BatchRequest], in_flight: list[BatchRequest]) -> list[BatchRequest]:
-        """Return the requests to be sent now, and note the line where the batch is."""
-        count, size = self.max_in_flight(self.record.object) - len(in_flight), sum(len(r.body) for r in in_flight)
+        """Return the requests to be sent now."""
+        batch = self.claim.record.object
+        count, size = self.max_in_flight(batch) - len(in_flight), sum(len(r.body) for r in in_flight)
         taken: list[BatchRequest] = []
         while len(taken) < count and size < MAX_IN_FLIGHT_BYTES and (request := next(left, None)) is not None:
             taken.append(request)
             size += len(request.body)
-        line = min((request.number for request in [*in_flight, *taken]), default=0)
-        if line > self._line:
-            self.store.begin_attempt(self.record.object.id, line)
-            self._line = line
         return taken
 
-    def _write(
-        self,
-        batch: Batch,
-        answers: list[tuple[BatchRequest, InProcessResponse]],
-        output: OutputFile,
-        errors: OutputFile,
-    ) -> str | None:
-        """Append answers, and return the reason if the batch is to end now. Raises OSError if the disk is about to be
-        full."""
-        for request, response in answers:
-            _append(batch, request, response, output, errors)
-        if time.monotonic() > self._saved_at + SAVE_S:
-            self._save(batch, output, errors)
+    def _write(self, batch: Batch, new: list[tuple[BatchRequest, InProcessResponse]], answers: Answers) -> None:
+        """Append answers. Raises OSError if the disk is about to be full."""
+        for request, response in new:
+            line = OutputLine(line_id(batch, request), request.custom_id, None, None)
+            if response.status == HTTPStatus.REQUEST_TIMEOUT:
+                line.error = LineError("request_timeout", "This request was not finished within its deadline.")
+            else:
+                line.response = LineResponse(response.status, line.id, msgspec.Raw(response.body))
+            (answers.output if response.status == HTTPStatus.OK else answers.errors).append(line)
         check_space(self.store.work(batch.id))
-        if self.store.cancelled_at(batch.id) is not None:
+
+    async def _poll(self, batch: Batch, answers: Answers) -> str | None:
+        """Note now and then how far the batch is, and return the reason if it is to end now."""
+        if time.monotonic() > self._polled_at + POLL_S:
+            await self._save(answers)
+            self._polled_at = time.monotonic()
+            with suppress(StoreUnavailable):
+                batch.cancelling_at = await self.store.cancelled_at(batch.id)
+        if batch.cancelling_at is not None:
             return "batch_cancelled"
         return "batch_expired" if time.time() >= batch.expires_at else None
 
-    def _finish(
-        self, batch: Batch, reason: str | None, file: InputFile, output: OutputFile, errors: OutputFile
-    ) -> None:
-        """Give every request an answer. reason: the error of those that have none."""
-        if reason is not None:
-            error = LineError(reason, UNANSWERED[reason])
-            for request in _unanswered(file, output, errors):
-                errors.append(OutputLine(line_id(batch, request), request.custom_id, None, error))
+    async def _finish(self, batch: Batch, reason: str | None, answers: Answers) -> None:
         now = int(time.time())
-        batch.output_file_id = new_id(FILE_PREFIX) if output.custom_ids else None
-        batch.error_file_id = new_id(FILE_PREFIX) if errors.custom_ids else None
+        batch.output_file_id = new_id(FILE_PREFIX) if answers.output.custom_ids else None
+        batch.error_file_id = new_id(FILE_PREFIX) if answers.errors.custom_ids else None
         if reason == "batch_cancelled":
-            batch.status, batch.cancelling_at = "cancelling", self.store.cancelled_at(batch.id)
+            batch.status = "cancelling"
         else:
-            batch.status, batch.finalizing_at = "finalizing", now
+            batch.status, batch.finalizing_at, batch.cancelling_at = "finalizing", now, None
             batch.expired_at = now if reason == "batch_expired" else None
-        output.sync()
-        errors.sync()
-        self._save(batch, output, errors)
+        self.claim.record.working = False
+        await self._save(answers)
 
-    def _save(self, batch: Batch, output: OutputFile, errors: OutputFile) -> None:
-        batch.request_counts.completed, batch.request_counts.failed = len(output.custom_ids), len(errors.custom_ids)
-        self.store.save(self.record)
-        self._saved_at = time.monotonic()
-
-    def _publish(self, batch: Batch) -> None:
+    async def _publish(self, batch: Batch, work: Path) -> None:
         """Make files of the answers. It may be done again where it did not come to its end."""
-        work, owner, seconds = self.store.work(batch.id), self.record.owner, int(batch.output_expires_after["seconds"])
+        adopt, owner, attempt = self.store.files.adopt, self.claim.record.owner, self.claim.record.attempt
+        seconds = int(batch.output_expires_after["seconds"])
         if batch.output_file_id is not None:
-            self.store.files.adopt(work / OUTPUT, batch.output_file_id, owner, f"{batch.id}_output.jsonl", seconds)
+            await adopt(work / OUTPUT.format(attempt), batch.output_file_id, owner, f"{batch.id}_output.jsonl", seconds)
         if batch.error_file_id is not None:
-            self.store.files.adopt(work / ERRORS, batch.error_file_id, owner, f"{batch.id}_error.jsonl", seconds)
+            await adopt(work / ERRORS.format(attempt), batch.error_file_id, owner, f"{batch.id}_error.jsonl", seconds)
         now = int(time.time())
         if batch.status == "cancelling":
             batch.status, batch.cancelled_at = "cancelled", now
@@ -212,7 +224,7 @@ class BatchRun:
             batch.status, batch.failed_at = "failed", now
         else:
             batch.status, batch.completed_at = "completed", now
-        self.store.save(self.record)
+        await self._save()
 
 
 def line_id(batch: Batch, request: BatchRequest) -> str:
@@ -220,16 +232,12 @@ def line_id(batch: Batch, request: BatchRequest) -> str:
     return f"batch_req_{batch.id.removeprefix(BATCH_PREFIX)}_{request.number}"
 
 
-def _unanswered(file: InputFile, *answers: OutputFile) -> Iterator[BatchRequest]:
-    return (r for r in file.requests() if not any(r.custom_id in answered.custom_ids for answered in answers))
-
-
-def _append(
-    batch: Batch, request: BatchRequest, response: InProcessResponse, output: OutputFile, errors: OutputFile
-) -> None:
-    line = OutputLine(line_id(batch, request), request.custom_id, None, None)
-    if response.status == HTTPStatus.REQUEST_TIMEOUT:
-        line.error = LineError("request_timeout", "This request was not finished within its deadline.")
-    else:
-        line.response = LineResponse(response.status, line.id, msgspec.Raw(response.body))
-    (output if response.status == HTTPStatus.OK else errors).append(line)
+def _write_rest(batch: Batch, reason: str | None, file: InputFile, answers: Answers) -> None:
+    """Give every request an answer. reason: the error of those that have none."""
+    if reason is not None:
+        error = LineError(reason, UNANSWERED[reason])
+        for request in file.requests():
+            if request not in answers:
+                answers.errors.append(OutputLine(line_id(batch, request), request.custom_id, None, error))
+    answers.output.sync()
+    answers.errors.sync()

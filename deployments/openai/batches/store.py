@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from deployments.jobs.errors import LeaseLost
+from deployments.jobs.lease import Lease
 from deployments.openai.batches.errors import Conflict
-from deployments.openai.batches.files import DAY_S, MAX_AGE_S, Files
+from deployments.openai.batches.files import DAY_S, MAX_AGE_S, Files, sync_folder
 from deployments.openai.batches.objects import ENDED, HOUR_S, Batch, BatchBody, RequestCounts
-from deployments.openai.batches.records import Record, Records, age_s, new_id, sync_folder
+from deployments.openai.batches.records import Names, Record, Records, age_s, new_id, object_key
+from deployments.openai.batches.threads import in_thread
+from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 
 PREFIX = "batch_"
-# files of a batch's work folder, which is there until it has ended
+TTL_S = 2.0 * MAX_AGE_S  # of a batch, after its last change
 INPUT = "input.jsonl"  # the upload, under a name of its own: it may be deleted meanwhile
-OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
-CANCEL = "cancel"  # exists if the batch is to be cancelled
-LOCK = "lock"
-ATTEMPT = "attempt"  # what is tried now, and how often that has ended the process
+
+
+class BatchRecord(Record[Batch]):
+    """A batch, where its answers are, and whether it ends the ingresses that work on it."""
+
+    attempt: str = ""
+    """Name of the attempt whose answers count: an ingress that was taken for dead may still write others."""
+    working: bool = False
+    """An ingress works on it, or did until it died."""
+    line: int = -1
+    """Where the batch was when the work began."""
+    crashes: int = 0
+    """Ingresses that have died while it was there."""
 
 
 class BatchStore:
-    """A folder of files and batches that any number of processes may share.
+    """Batches of all ingresses: what they are in a store, and the lines of each in a folder, until it has ended.
 
-    Only who holds the claim on a batch writes it; the kernel releases the claim of a process that dies. All methods are
-    for threads; they raise OSError.
+    Methods raise OSError and StoreUnavailable.
     """
 
-    def __init__(self, folder: Path):
-        self.files = Files(folder / "files")
-        self._records: Records[Batch] = Records(folder / "batches", PREFIX, Record[Batch])
+    def __init__(self, folder: Path, values: KeyValueStore):
+        self.files, self.values = Files(folder / "files", values), values
+        self.records = Records(values, PREFIX, BatchRecord)
+        self.unfinished = Names(values, "unfinished")
         self._work = folder / "work"
 
-    def create(self, body: BatchBody, owner: str | None, model: str | None) -> Batch:
+    async def create(self, body: BatchBody, owner: str | None, model: str | None) -> Batch:
         """Raises ObjectNotFound if there is no such input file.
 
         model: for which the batch waits, if some server is known to have it; None lets any server say what is wrong.
         """
-        _, content = self.files.content(body.input_file_id, owner)
+        _, content = await self.files.content(body.input_file_id, owner)
         now = int(time.time())
         batch = Batch(
             id=new_id(PREFIX),
@@ -55,108 +67,121 @@ class BatchStore:
             request_counts=RequestCounts(),
             metadata=body.metadata,
         )
-        work = self.work(batch.id)
-        work.mkdir(mode=0o700, parents=True)
-        try:
-            os.link(content, work / INPUT)
-            sync_folder(work)
-            sync_folder(self._work)
-            self._records.put(owner, batch)
-        except OSError:
-            shutil.rmtree(work)
-            raise
+        await in_thread(_link_input, content, self.work(batch.id))
+        await self.add(BatchRecord(owner, batch))
         return batch
 
-    def get(self, batch_id: str, owner: str | None) -> Batch:
+    async def add(self, record: BatchRecord) -> None:
+        """Store a batch that has not ended, unless it is stored."""
+        await self.records.add(record, TTL_S)
+        await self.unfinished.add(record.object.id)
+
+    async def get(self, batch_id: str, owner: str | None) -> Batch:
         """Raises ObjectNotFound."""
-        return self._with_cancel(self._records.get(batch_id, owner))
+        return await self._with_cancel((await self.records.get(batch_id, owner)).object)
 
-    def page(self, owner: str | None, limit: int, after: str | None) -> tuple[list[Batch], bool]:
+    async def page(self, owner: str | None, limit: int, after: str | None) -> tuple[list[Batch], bool]:
         """Return up to `limit` batches that follow `after`, the newest first, and whether there are more."""
-        found, has_more = self._records.page(owner, limit, after)
-        return [self._with_cancel(batch) for batch in found], has_more
+        found, has_more = await self.records.page(owner, limit, after)
+        return [await self._with_cancel(batch) for batch in found], has_more
 
-    def cancel(self, batch_id: str, owner: str | None) -> Batch:
+    async def cancel(self, batch_id: str, owner: str | None) -> Batch:
         """Raises ObjectNotFound, or Conflict for a batch that has ended."""
-        with suppress(FileNotFoundError):  # it has ended just now
-            if self.get(batch_id, owner).status not in (*ENDED, "finalizing"):
-                (self.work(batch_id) / CANCEL).touch()
-        batch = self.get(batch_id, owner)
+        if (await self.get(batch_id, owner)).status not in (*ENDED, "finalizing"):
+            await self.values.add(_cancel_key(batch_id), str(int(time.time())).encode(), TTL_S)
+        batch = await self.get(batch_id, owner)
         if batch.status in (*ENDED, "finalizing") and batch.status != "cancelled":
             raise Conflict(f"Cannot cancel a batch with status '{batch.status}'.")
         return batch
 
-    def save(self, record: Record[Batch]) -> None:
-        self._records.put(record.owner, record.object)
-
     def work(self, batch_id: str) -> Path:
         return self._work / batch_id
 
-    def unfinished(self) -> list[str]:
-        """Return the ids of batches that have not ended, the oldest first."""
-        return sorted(os.listdir(self._work)) if self._work.exists() else []
+    async def claim(self, batch_id: str) -> Claim | None:
+        """Return a batch for the time that nobody else works on it; None if somebody does, or if it has ended."""
+        claim = Claim(self, batch_id)
+        return claim if await claim.take() else None
 
-    def owner(self, batch_id: str) -> str | None:
-        record = self._records.find(batch_id)
-        return None if record is None else record.owner
+    async def finish(self, batch_id: str) -> None:
+        """Remove what is not needed of a batch that has ended. The claim is held."""
+        await in_thread(shutil.rmtree, self.work(batch_id), ignore_errors=True)
+        await self.unfinished.remove(batch_id)
 
-    @contextmanager
-    def claim(self, batch_id: str) -> Iterator[Record[Batch] | None]:
-        """Yield a batch for the time that nobody else works on it; None if somebody does, or if it has ended."""
-        work = self.work(batch_id)
-        try:
-            lock = (work / LOCK).open("ab")
-        except FileNotFoundError:
-            yield None
-            return
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield None
-                return
-            record = self._records.find(batch_id)  # None: it is just being created
-            if record is not None and record.object.status in ENDED:
-                shutil.rmtree(work, ignore_errors=True)
-                record = None
-            yield record
+    async def remove_expired(self) -> None:
+        """Remove files that have expired, and what was left of batches that are not stored."""
+        await self.files.remove_expired()
+        for batch_id in os.listdir(self._work) if self._work.exists() else ():
+            if age_s(batch_id, PREFIX) > DAY_S and await self.records.find(batch_id) is None:
+                await in_thread(shutil.rmtree, self.work(batch_id), ignore_errors=True)
 
-    def begin_attempt(self, batch_id: str, line: int) -> int:
-        """Note that a batch is worked on from a line on, until `end_attempt`, and return how many processes have ended
-        in between while it was at this line. The claim is held."""
-        path = self.work(batch_id) / ATTEMPT
-        try:
-            begun_at, ended = map(int, path.read_text().split())
-        except (FileNotFoundError, ValueError):  # ValueError: a power cut
-            begun_at = ended = -1
-        ended = ended if begun_at == line else 0
-        path.write_text(f"{line} {ended + 1}")  # it outlives the process, and need not outlive a power cut
-        return ended
-
-    def end_attempt(self, batch_id: str) -> None:
-        (self.work(batch_id) / ATTEMPT).unlink(missing_ok=True)
-
-    def remove_expired(self) -> None:
-        """Remove files that have expired, batches that ended long ago, and what was left while one was created."""
-        self.files.remove_expired()
-        for record in self._records.all():
-            batch = record.object
-            if batch.status in ENDED and age_s(batch.id, PREFIX) > 2 * MAX_AGE_S:
-                self._records.remove(batch.id)
-        for batch_id in self.unfinished():
-            if age_s(batch_id, PREFIX) > DAY_S and self._records.find(batch_id) is None:
-                shutil.rmtree(self.work(batch_id), ignore_errors=True)
-
-    def cancelled_at(self, batch_id: str) -> int | None:
+    async def cancelled_at(self, batch_id: str) -> int | None:
         """Return when somebody asked to cancel the batch."""
-        try:
-            return int((self.work(batch_id) / CANCEL).stat().st_mtime)
-        except FileNotFoundError:
-            return None
+        value = await self.values.get(_cancel_key(batch_id))
+        return None if value is None else int(value)
 
-    def _with_cancel(self, batch: Batch) -> Batch:
+    async def _with_cancel(self, batch: Batch) -> Batch:
         """Return the batch as it is with a wish to cancel it that nobody has seen yet."""
         if batch.status in ("validating", "in_progress"):
-            batch.cancelling_at = self.cancelled_at(batch.id)
+            batch.cancelling_at = await self.cancelled_at(batch.id)
             batch.status = batch.status if batch.cancelling_at is None else "cancelling"
         return batch
+
+
+class Claim:
+    """A batch that this ingress works on, by the lease of a job, until another one has taken it over."""
+
+    record: BatchRecord
+
+    def __init__(self, store: BatchStore, batch_id: str):
+        self._lease = Lease(store.values, batch_id, self._restore)
+        self._store, self._batch_id, self._stored = store, batch_id, b""
+
+    async def take(self) -> bool:
+        """Return whether the batch is this holder's now, unless it has ended or is no longer stored."""
+        await self._store.values.settled()
+        if not await self._lease.take():
+            return False
+        record = await self._store.records.find(self._batch_id)
+        if record is not None and record.object.status not in ENDED:
+            self.record, self._stored = record, record.encode()
+            return True
+        await self._store.finish(self._batch_id)
+        await self._lease.release()
+        return False
+
+    async def save(self) -> None:
+        """Store the record. Raises LeaseLost, and does nothing, if somebody else has changed it."""
+        values, key, value = self._store.values, object_key(self._batch_id), self.record.encode()
+        saved = await self._lease.renew() and (
+            await values.replace(key, self._stored, value, TTL_S)
+            or await values.get(key) == value  # it was stored before, and the store did not say so
+        )
+        if not saved:
+            raise LeaseLost
+        self._stored = value
+
+    @asynccontextmanager
+    async def held(self) -> AsyncGenerator[None]:
+        """Keep the lease meanwhile, and then give it back; the present task is cancelled once another holder has it."""
+        try:
+            async with self._lease.kept():
+                yield
+        finally:
+            with suppress(StoreUnavailable):
+                if await self._lease.holds():
+                    await self._lease.release()
+
+    async def _restore(self) -> None:
+        await self._store.values.add(object_key(self._batch_id), self._stored, TTL_S)
+        await self._store.add(self.record)  # the lists that it is in
+
+
+def _link_input(content: Path, work: Path) -> None:
+    work.mkdir(mode=0o700, parents=True)
+    os.link(content, work / INPUT)
+    sync_folder(work)
+    sync_folder(work.parent)
+
+
+def _cancel_key(batch_id: str) -> str:
+    return f"manta:cancel:{batch_id}"

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp
 
@@ -21,8 +21,7 @@ from deployments.openai.batches.input_file import BatchRequest
 from deployments.openai.batches.objects import Batch
 from deployments.openai.batches.records import Record
 from deployments.openai.batches.run import BatchRun, line_id
-from deployments.openai.batches.store import BatchStore
-from deployments.openai.batches.threads import in_thread
+from deployments.openai.batches.store import BatchRecord, BatchStore, Claim
 from deployments.openai.served_models import ServedModels
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class BatchWorker:
         self._app, self._store, self._models, self._config = app, store, models, config
         self._max_body_bytes = max_body_bytes
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._owners: dict[str, str | None] = {}  # of unfinished batches
+        self._num_running = Counter[str | None]()  # by owner
         self._woken = asyncio.Event()
         self._cleaned_up_at = -CLEAN_UP_S
 
@@ -72,7 +71,7 @@ class BatchWorker:
                 await self._clean_up()
                 await self._start_batches()
             except Exception:  # this task has to go on
-                logger.exception("the folder of batches cannot be read")
+                logger.exception("batches cannot be read")
                 pause_s = PAUSE_S
             try:
                 async with asyncio.timeout(pause_s):
@@ -82,28 +81,19 @@ class BatchWorker:
 
     async def _start_batches(self) -> None:
         """Start those that nobody works on, the oldest first, as far as their owners may have more."""
-        unfinished = await in_thread(self._store.unfinished)
-        self._owners = {
-            batch_id: self._owners[batch_id]
-            if batch_id in self._owners
-            else await in_thread(self._store.owner, batch_id)
-            for batch_id in unfinished
-        }
-        num_running = Counter(self._owners.get(batch_id) for batch_id in self._running)
-        for batch_id, owner in self._owners.items():
-            if batch_id in self._running or num_running[owner] >= MAX_RUNNING:
+        for batch_id in await self._store.unfinished.all():
+            if batch_id in self._running:
                 continue
-            with ExitStack() as claim:
-                record = await in_thread(claim.enter_context, self._store.claim(batch_id))
-                if record is not None and self._is_ours(record.object):
-                    self._running[batch_id] = asyncio.create_task(self._run(record, claim.pop_all()))
-                    num_running[owner] += 1
+            record = await self._store.records.find(batch_id)
+            if (record is None or self._is_ours(record)) and (claim := await self._store.claim(batch_id)) is not None:
+                self._num_running[claim.record.owner] += 1
+                self._running[batch_id] = asyncio.create_task(self._run(claim))
 
-    async def _run(self, record: Record[Batch], claim: ExitStack) -> None:
-        batch = record.object
-        run = BatchRun(self._store, record, self._models, self._max_body_bytes, self._answer, self._max_in_flight)
+    async def _run(self, claim: Claim) -> None:
+        batch, owner = claim.record.object, claim.record.owner
+        run = BatchRun(self._store, claim, self._models, self._max_body_bytes, self._answer, self._max_in_flight)
         try:
-            with claim:
+            async with claim.held():
                 logger.info("batch begins batch_id=%s status=%s", batch.id, batch.status)
                 await run.run()
                 logger.info("batch ended batch_id=%s status=%s", batch.id, batch.status)
@@ -112,11 +102,17 @@ class BatchWorker:
             await asyncio.sleep(PAUSE_S)
         finally:
             del self._running[batch.id]
+            self._num_running[owner] -= 1
             self.wake()
 
-    def _is_ours(self, batch: Batch) -> bool:
-        """Return whether its model is served here, or is no longer needed."""
-        return batch.model is None or batch.model in self._models or time.time() >= batch.expires_at
+    def _is_ours(self, record: BatchRecord) -> bool:
+        """Return whether this ingress can work on a batch now: its owner may have more, its model is served here, and
+        its folder is here; the last two do not matter once its window is over."""
+        batch = record.object
+        if self._num_running[record.owner] >= MAX_RUNNING:
+            return False
+        served = batch.model is None or batch.model in self._models
+        return (served and self._store.work(batch.id).exists()) or time.time() >= batch.expires_at
 
     def _max_in_flight(self, batch: Batch) -> int:
         """Return the configured number, or 1 while requests wait for the batch's model."""
@@ -139,7 +135,7 @@ class BatchWorker:
     async def _clean_up(self) -> None:
         if time.monotonic() > self._cleaned_up_at + CLEAN_UP_S:
             self._cleaned_up_at = time.monotonic()
-            await in_thread(self._store.remove_expired)
+            await self._store.remove_expired()
 
 
 def source_of(batch: Batch, request: BatchRequest) -> DerivedSource:

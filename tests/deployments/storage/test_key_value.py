@@ -67,27 +67,27 @@ async def opened(url: str | None, max_bytes: int = 2**20) -> AsyncGenerator[KeyV
         await store.close()
 
 
-def test_a_value_is_added_once_and_only_its_holder_extends_it(url):
+def test_a_value_is_added_once_and_only_whoever_knows_it_replaces_it(url):
     async def scenario() -> None:
         async with opened(url) as store:
             added = await asyncio.gather(*(store.add("lease", bytes([i]), 60) for i in range(20)))
             assert sum(added) == 1
             holder = bytes([added.index(True)])
-            assert await store.extend("lease", holder, 60)
-            assert not await store.extend("lease", b"another", 60)
-            assert await store.get("lease") == holder
+            assert await store.replace("lease", holder, b"next", 60)
+            assert not await store.replace("lease", holder, b"another", 60)
+            assert await store.get("lease") == b"next"
             await store.delete("lease")
-            assert not await store.extend("lease", holder, 60)
+            assert not await store.replace("lease", b"next", holder, 60)
             assert await store.get("lease") is None
 
     run(scenario())
 
 
-def test_an_extended_value_lives_longer_and_one_that_has_expired_is_free(url):
+def test_a_replaced_value_lives_longer_and_one_that_has_expired_is_free(url):
     async def scenario() -> None:
         async with opened(url) as store:
             await store.set("a", b"1", 1.0)
-            assert await store.extend("a", b"1", 60)
+            assert await store.replace("a", b"1", b"1", 60)
             await store.set("b", b"2", 1.0)
             async with asyncio.timeout(10):
                 while not await store.add("b", b"3", 60):

@@ -17,14 +17,14 @@ from engine.wire.messages import (
     CancelDispatch,
     CancelPrefill,
     Command,
-    DispatchRemote,
+    DispatchPrefill,
     EngineStatus,
     GenerateRequest,
     Notice,
     Prefill,
     PrefillReplica,
     PrefillReplicas,
-    RemoteRequestFailed,
+    RemotePrefillFailed,
     TokenBatch,
     TokenDelta,
 )
@@ -146,7 +146,7 @@ class FaultyPair:
         self.members.pop(name).kill()
         if name == "prefill":
             for handoff_id in self._open:
-                self.decode.send(RemoteRequestFailed(handoff_id, "the prefill replica died", True))
+                self.decode.send(RemotePrefillFailed(handoff_id, "the prefill replica died", True))
             self._tell_pool()
         self._open.clear()
 
@@ -245,13 +245,13 @@ class FaultyPair:
                 member.ended |= set(notice.ended)
                 if member.name == "prefill":
                     self._open -= member.ended
-            case DispatchRemote(remote_request):
+            case DispatchPrefill(prefill_request):
                 if "prefill" in self.members and self.prefill.is_ready:
-                    self._open.add(remote_request.handoff_id)
-                    self.prefill.send(Prefill(remote_request))
+                    self._open.add(prefill_request.handoff_id)
+                    self.prefill.send(Prefill(prefill_request))
                 else:
                     self.decode.send(
-                        RemoteRequestFailed(remote_request.handoff_id, "there is no prefill replica", True)
+                        RemotePrefillFailed(prefill_request.handoff_id, "there is no prefill replica", True)
                     )
             case CancelDispatch(handoff_id):
                 if handoff_id in self._open:

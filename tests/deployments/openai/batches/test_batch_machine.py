@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from unittest import mock
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from deployments.http.in_process import InProcessResponse
+from deployments.jobs.lease import lease_key
 from deployments.openai.batches.errors import Conflict
 from deployments.openai.batches.files import MAX_AGE_S
 from deployments.openai.batches.input_file import BatchRequest
@@ -26,7 +27,8 @@ from deployments.openai.batches.objects import ENDED, Batch, BatchBody
 from deployments.openai.batches.output_file import OutputFile, OutputLine
 from deployments.openai.batches.records import Record
 from deployments.openai.batches.run import MAX_CRASHES, UNANSWERED, BatchRun
-from deployments.openai.batches.store import OUTPUT, BatchStore
+from deployments.openai.batches.store import BatchStore
+from deployments.storage.memory import MemoryStore
 from tests.deployments.openai.batches.batches import jsonl, line
 
 MAX_OPERATIONS = 60  # of the file system, more than a batch of MAX_LINES needs
@@ -40,43 +42,48 @@ class Killed(BaseException):
 
 @contextmanager
 def killed_after(operations: int, torn: int) -> Iterator[None]:
-    """Let the process die in place of the file system's next operation but so many. torn: bytes of a line that are
-    written then."""
+    """Let the process die in place of the next operation on the disk or in the store but so many. torn: bytes of a line
+    that are written then."""
     left = operations
+
+    def check() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Killed
 
     def dying(work: Callable[..., object]) -> Callable[..., object]:
         def operate(*args: object, **kwargs: object) -> object:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Killed
+            check()
             return work(*args, **kwargs)
 
         return operate
 
     def append(self: OutputFile, line: OutputLine) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        try:
+            check()
+        except Killed:
             text = msgspec.json.encode(line)
             self._file.write(text[: torn % (len(text) + 1)])
-            raise Killed
+            raise
         real_append(self, line)
 
     def remove_one_by_one(folder: Path, **_: object) -> None:
-        for path in sorted(folder.iterdir()):
-            dying(path.unlink)()
-        folder.rmdir()
+        if folder.exists():
+            for path in sorted(folder.iterdir()):
+                dying(path.unlink)()
+            folder.rmdir()
 
     real_append = OutputFile.append
-    with (
-        mock.patch.object(OutputFile, "append", append),
-        mock.patch.object(os, "fsync", dying(os.fsync)),
-        mock.patch.object(os, "link", dying(os.link)),
-        mock.patch.object(Path, "replace", dying(Path.replace)),
-        mock.patch.object(shutil, "rmtree", remove_one_by_one),
-        suppress(Killed),
-    ):
+    with ExitStack() as patches:
+        for owner, name, work in [
+            (OutputFile, "append", append),
+            (shutil, "rmtree", remove_one_by_one),
+            *((os, name, dying(getattr(os, name))) for name in ("fsync", "link")),
+            *((MemoryStore, name, dying(getattr(MemoryStore, name))) for name in ("set", "add", "replace", "delete")),
+        ]:
+            patches.enter_context(mock.patch.object(owner, name, work))
+        patches.enter_context(suppress(Killed))
         yield
 
 
@@ -86,7 +93,8 @@ class BatchMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.store = BatchStore(self.folder)
+        self.values = MemoryStore(2**24)
+        self.store = BatchStore(self.folder, self.values)
         self.now, self.kills = time.time(), 0
         self.clock = mock.patch.object(time, "time", side_effect=lambda: self.now)
         self.clock.start()
@@ -94,41 +102,45 @@ class BatchMachine(RuleBasedStateMachine):
     @initialize(statuses=st.lists(st.sampled_from(STATUSES), min_size=1, max_size=MAX_LINES))
     def create(self, statuses: list[int]) -> None:
         self.statuses = {f"line {i}": status for i, status in enumerate(statuses)}
-        content = BytesIO(jsonl(*map(line, self.statuses)))
-        file = self.store.files.upload(content, None, "in.jsonl", MAX_AGE_S)
+        self.batch_id = asyncio.run(self.start(BytesIO(jsonl(*map(line, self.statuses)))))
+
+    async def start(self, content: BytesIO) -> str:
+        file = await self.store.files.upload(content, None, "in.jsonl", MAX_AGE_S)
         body = BatchBody(input_file_id=file.id, endpoint="/v1/completions", completion_window="1h")
-        self.batch_id = self.store.create(body, None, None).id
+        return (await self.store.create(body, None, None)).id
 
     async def send(self, _: Record[Batch], request: BatchRequest) -> InProcessResponse:
         return InProcessResponse(self.statuses[request.custom_id], body=b"{}")
 
-    def work(self) -> None:
-        with self.store.claim(self.batch_id) as record:
-            with BatchStore(self.folder).claim(self.batch_id) as second:
-                assert second is None
-            if record is not None:
-                asyncio.run(BatchRun(self.store, record, ("fake",), 2**20, self.send, lambda _: 2).run())
+    async def work(self) -> None:
+        claim = await self.store.claim(self.batch_id)
+        if claim is not None:
+            assert await BatchStore(self.folder, self.values).claim(self.batch_id) is None
+            async with claim.held():
+                await BatchRun(self.store, claim, ("fake",), 2**20, self.send, lambda _: 2).run()
 
     @rule(operations=st.integers(0, MAX_OPERATIONS), torn=st.integers(0, 1000))
     def work_and_die(self, operations: int, torn: int) -> None:
         self.kills += 1
         with killed_after(operations, torn):
-            self.work()
+            asyncio.run(self.work())
             self.kills -= 1
+        asyncio.run(self.values.delete(lease_key(self.batch_id)))  # it expires
 
     @rule(garbage=st.binary(max_size=40), kept=st.integers(0, 2000))
     @precondition(lambda self: self.batch.status == "in_progress")
     def lose_power(self, garbage: bytes, kept: int) -> None:
         """What was not synced may be lost, and what never was written may take its place."""
-        with suppress(FileNotFoundError), (self.store.work(self.batch_id) / OUTPUT).open("r+b") as file:
-            file.truncate(kept)
-            file.seek(0, os.SEEK_END)
-            file.write(b"\0" + garbage)
+        for path in self.store.work(self.batch_id).glob("output-*"):
+            with path.open("r+b") as file:
+                file.truncate(kept)
+                file.seek(0, os.SEEK_END)
+                file.write(b"\0" + garbage)
 
     @rule()
     def cancel(self) -> None:
         with suppress(Conflict):
-            assert self.store.cancel(self.batch_id, None).status in ("cancelling", "cancelled")
+            assert asyncio.run(self.store.cancel(self.batch_id, None)).status in ("cancelling", "cancelled")
 
     @rule()
     def let_time_pass(self) -> None:
@@ -136,7 +148,7 @@ class BatchMachine(RuleBasedStateMachine):
 
     @property
     def batch(self) -> Batch:
-        return self.store.get(self.batch_id, None)
+        return asyncio.run(self.store.get(self.batch_id, None))
 
     @invariant()
     def counts_never_exceed_the_lines(self) -> None:
@@ -147,7 +159,7 @@ class BatchMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             if hasattr(self, "batch_id"):
-                self.work()
+                asyncio.run(self.work())
                 self.check_the_end()
         finally:
             self.clock.stop()
@@ -161,7 +173,8 @@ class BatchMachine(RuleBasedStateMachine):
             return  # it was killed while its lines were checked
         found: dict[str, OutputLine] = {}
         for file_id in (batch.output_file_id, batch.error_file_id):
-            for text in files.content(file_id, None)[1].read_bytes().splitlines() if file_id else ():
+            path = asyncio.run(files.content(file_id, None))[1] if file_id else None
+            for text in path.read_bytes().splitlines() if path else ():
                 answer = msgspec.json.decode(text, type=OutputLine)
                 assert answer.custom_id not in found
                 found[answer.custom_id] = answer

@@ -11,6 +11,7 @@ import pytest
 
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
+from deployments.jobs import lease as lease_module
 from deployments.openai.batches.config import BatchConfig
 from engine.errors import EngineUnavailable
 from engine.wire.messages import ErrorInfo, GenerateRequest
@@ -160,7 +161,10 @@ def test_what_is_not_answered_in_the_window_has_expired(batches, monkeypatch):
 
 
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
-def test_a_line_that_is_computed_again_after_its_server_was_killed_has_the_same_answer(tmp_path, endpoint):
+def test_a_line_that_is_computed_again_after_its_server_was_killed_has_the_same_answer(tmp_path, endpoint, monkeypatch):
+    monkeypatch.setattr(lease_module, "LEASE_S", 1.0)
+    monkeypatch.setattr(lease_module, "RENEW_S", 0.25)
+
     def drawn(request: GenerateRequest) -> list[int]:
         assert request.params.seed is not None
         return tokenizer().encode("".join(chr(97 + (request.params.seed >> i) % 26) for i in range(20)))

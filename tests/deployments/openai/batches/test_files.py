@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Coroutine
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.files import DAY_S, MAX_AGE_S, Files
+from deployments.storage.sqlite import SqliteStore
 from tests.deployments.fake_api import FakeApi, fake_api
 
 PURPOSE = {"purpose": "batch"}
@@ -175,14 +177,16 @@ def test_other_users_of_the_machine_cannot_read_what_is_stored(batches, tmp_path
 
 
 def test_expired_files_are_gone_and_are_removed_with_what_was_left_behind(tmp_path, monkeypatch):
-    files = Files(tmp_path)
-    with (tmp_path / "content").open("w+b") as content:
-        _short, long = (files.upload(content, None, "a", age) for age in (3600, MAX_AGE_S))
-        left = tmp_path / f"file-{0:032x}.data"
-        left.touch()
+    async def scenario() -> None:
+        store = SqliteStore(str(tmp_path / "batches.db"), 2**20)
+        files = Files(tmp_path / "files", store)
+        _short, long = [await files.upload(BytesIO(b"{}"), None, "a", age) for age in (3600, MAX_AGE_S)]
+        (tmp_path / "files" / f"file-{0:032x}.data").touch()
         now = time.time()
         monkeypatch.setattr(time, "time", lambda: now + DAY_S)
-        assert files.page(None, 10, None) == ([long], False)
-        files.remove_expired()
-    names = {f"{long.id}.json", f"{long.id}.data", "content"}
-    assert {path.name for path in tmp_path.iterdir()} == names
+        assert await files.page(None, 10, None) == ([long], False)
+        await files.remove_expired()
+        assert [path.name for path in (tmp_path / "files").iterdir()] == [f"{long.id}.data"]
+        await store.close()
+
+    run(scenario())

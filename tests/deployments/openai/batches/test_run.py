@@ -10,13 +10,16 @@ import msgspec
 import pytest
 
 from deployments.http.in_process import InProcessResponse
+from deployments.jobs.errors import LeaseLost
+from deployments.jobs.lease import lease_key
 from deployments.openai.batches.files import MAX_AGE_S
 from deployments.openai.batches.input_file import BatchRequest, InputFile
 from deployments.openai.batches.objects import Batch, BatchBody
 from deployments.openai.batches.output_file import OutputLine
 from deployments.openai.batches.records import Record
 from deployments.openai.batches.run import BatchRun
-from deployments.openai.batches.store import INPUT, BatchStore
+from deployments.openai.batches.store import INPUT, BatchStore, Claim
+from deployments.storage.memory import MemoryStore
 from tests.deployments.fake_api import until
 from tests.deployments.openai.batches.batches import jsonl, line
 
@@ -25,16 +28,21 @@ FULL, ROOMY = SimpleNamespace(free=0), SimpleNamespace(free=2**40)
 
 
 class World:
-    """A batch of three lines. `answers` are given to them; those without one stay in flight."""
+    """A batch of three lines. `answers` are given to them; those without one stay in flight. Servers that have died
+    hold no lease any more."""
 
     def __init__(self, folder: Path):
-        self.store = BatchStore(folder)
-        file = self.store.files.upload(BytesIO(jsonl(*map(line, "abc"))), None, "in.jsonl", MAX_AGE_S)
-        body = BatchBody(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-        self.batch_id = self.store.create(body, None, None).id
+        self.values = MemoryStore(2**20)
+        self.store = BatchStore(folder, self.values)
         self.answers = {"a": 200, "b": 200, "c": 200}
         self.sent: list[str] = []
         self.in_flight: list[asyncio.Future[InProcessResponse]] = []
+        self.batch_id = asyncio.run(self.create())
+
+    async def create(self) -> str:
+        file = await self.store.files.upload(BytesIO(jsonl(*map(line, "abc"))), None, "in.jsonl", MAX_AGE_S)
+        body = BatchBody(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        return (await self.store.create(body, None, None)).id
 
     def send(self, _: Record[Batch], request: BatchRequest) -> asyncio.Future[InProcessResponse]:
         future: asyncio.Future[InProcessResponse] = asyncio.Future()
@@ -45,16 +53,21 @@ class World:
         return future
 
     async def begin(self) -> None:
-        with self.store.claim(self.batch_id) as record:
-            assert record is not None
-            await BatchRun(self.store, record, (), MAX_BODY_BYTES, self.send, lambda _: 1).run()
+        await self.values.delete(lease_key(self.batch_id))
+        claim = await self.store.claim(self.batch_id)
+        assert claim is not None
+        async with claim.held():
+            await self.run(claim)
+
+    async def run(self, claim: Claim) -> None:
+        await BatchRun(self.store, claim, (), MAX_BODY_BYTES, self.send, lambda _: 1).run()
 
     def work(self) -> None:
         asyncio.run(asyncio.wait_for(self.begin(), 30))
 
     @property
     def batch(self) -> Batch:
-        return self.store.get(self.batch_id, None)
+        return asyncio.run(self.store.get(self.batch_id, None))
 
 
 @pytest.fixture
@@ -99,25 +112,50 @@ def test_a_line_that_took_too_long_has_an_error_without_a_response(world):
     world.answers["b"] = 408
     world.work()
     assert world.batch.error_file_id is not None
-    _, path = world.store.files.content(world.batch.error_file_id, None)
+    _, path = asyncio.run(world.store.files.content(world.batch.error_file_id, None))
     answer = msgspec.json.decode(path.read_bytes(), type=OutputLine)
     assert answer.error is not None
     assert (answer.custom_id, answer.response, answer.error.code) == ("b", None, "request_timeout")
 
 
 def test_only_one_of_several_servers_works_on_a_batch(world, tmp_path):
-    other = BatchStore(tmp_path)
-    with world.store.claim(world.batch_id) as record, other.claim(world.batch_id) as second:
-        assert record is not None and second is None
-    with other.claim(world.batch_id) as record:
-        assert record is not None
+    async def scenario() -> None:
+        other = BatchStore(tmp_path, world.values)
+        claim = await world.store.claim(world.batch_id)
+        assert claim is not None
+        async with claim.held():
+            assert await other.claim(world.batch_id) is None
+        assert await other.claim(world.batch_id) is not None
+
+    asyncio.run(scenario())
 
 
-def test_what_was_left_while_a_batch_was_created_is_removed_after_a_day(world):
+def test_a_server_that_was_taken_for_dead_leaves_no_line_in_the_output_of_the_one_that_took_over(world):
+    """It is as slow as can be: its first answer comes after another one has ended the batch."""
+
+    async def scenario() -> None:
+        claim = await world.store.claim(world.batch_id)
+        assert claim is not None
+        slow = asyncio.create_task(world.run(claim))
+        await until(lambda: world.sent == ["a"])
+        of_slow = world.in_flight[0]
+        world.answers["a"] = 200
+        await world.begin()
+        of_slow.set_result(InProcessResponse(500, body=b"{}"))
+        with pytest.raises((LeaseLost, OSError)):
+            await slow
+
+    del world.answers["a"]
+    asyncio.run(scenario())
+    assert (world.batch.status, world.batch.request_counts.completed) == ("completed", 3)
+    assert world.sent[:4] == ["a", "a", "b", "c"]
+
+
+def test_what_was_left_of_a_batch_that_is_not_stored_is_removed_after_a_day(world):
     folder = world.store.work(f"batch_{0:032x}")
     folder.mkdir()
-    world.store.remove_expired()
-    assert not folder.exists() and world.store.unfinished() == [world.batch_id]
+    asyncio.run(world.store.remove_expired())
+    assert not folder.exists() and world.store.work(world.batch_id).exists()
 
 
 class Killed(BaseException):
