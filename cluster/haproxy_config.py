@@ -1,4 +1,4 @@
-"""What becomes of the configurations that Ray writes for HAProxy: text in, text out."""
+"""Rewrites the configurations that Ray writes for HAProxy: text in, text out."""
 
 from __future__ import annotations
 

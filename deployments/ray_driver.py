@@ -1,4 +1,4 @@
-"""What `manta serve` does with Ray: starts it, deploys, and ends both on Ctrl-C. It has private names of Ray's, as
+"""Ray as `manta serve` runs it: starts it, deploys, and ends both on Ctrl-C. It has private names of Ray's, as
 ray_compat.py has; those of Serve are imported by functions, since this process has time for that while Ray starts.
 """
 

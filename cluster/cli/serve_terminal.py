@@ -1,4 +1,4 @@
-"""What `manta serve` shows on a terminal: how far the start is, then totals and problems. All else goes to a file."""
+"""The terminal of `manta serve`: how far the start is, then totals and problems. All else goes to a file."""
 
 from __future__ import annotations
 

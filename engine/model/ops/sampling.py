@@ -29,5 +29,5 @@ def select(device: torch.device) -> DrawRows:
 
 
 def sorts_candidates(device: torch.device) -> bool:
-    """Whether candidates are sorted on this device, rows with the same number of them together."""
+    """Return whether candidates are sorted on this device, rows with the same number of them together."""
     return not dispatch.gpu_kernels(torch.float32, device)

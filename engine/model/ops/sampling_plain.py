@@ -78,9 +78,11 @@ def draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
 
 
 def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
-    """Draw like `draw_sorted`. Sorting a whole vocabulary takes milliseconds per row, so the CANDIDATES most likely
-    tokens are tried first; a row whose nucleus reaches past them is sorted after all. Not for a GPU: finding out which
-    rows need it would make the host wait for the step."""
+    """Draw like `draw_sorted`, from logits [rows, vocab].
+
+    Sorting a whole vocabulary takes milliseconds per row, so the CANDIDATES most likely tokens are tried first; a row
+    whose nucleus reaches past them is sorted after all. Not for a GPU: finding out which rows need it would make the
+    host wait for the step."""
     vocab_size = logits.shape[-1]
     if group.width < vocab_size:
         return draw_sorted(logits, group)
