@@ -35,7 +35,7 @@ from engine.model.config import ModelConfig
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
-from engine.wire.messages import DispatchPrefill, GenerateRequest
+from engine.wire.messages import DispatchRemote, GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
 BATCH = 16
@@ -196,7 +196,7 @@ def with_prefill_engine(
                 prefill.step()
                 events = decode.step()
                 for notice in decode.take_notices():
-                    if isinstance(notice, DispatchPrefill):
+                    if isinstance(notice, DispatchRemote):
                         prefill.prefill(notice.request)
                 for delta in (event.delta for event in events):
                     if delta.error is not None:

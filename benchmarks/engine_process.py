@@ -18,7 +18,7 @@ from engine.wire.messages import (
     CancelDispatch,
     CancelPrefill,
     Command,
-    DispatchPrefill,
+    DispatchRemote,
     EngineStats,
     EngineStatus,
     Notice,
@@ -137,8 +137,8 @@ class Engines:
                 for pool, peer in peers.items():
                     if engine is peer:
                         self._engines["decode"].send(PrefillReplicas([PrefillReplica.of(notice)], pool))
-            case DispatchPrefill(prefill_request, pool):
-                peers[pool].send(Prefill(prefill_request))
+            case DispatchRemote(remote_request, pool):
+                peers[pool].send(Prefill(remote_request))
             case CancelDispatch(handoff_id):
                 for peer in peers.values():
                     peer.send(CancelPrefill(handoff_id))

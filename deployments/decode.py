@@ -10,7 +10,7 @@ from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_deployment import EngineDeployment
 from deployments.replicas.pairing import pair
-from deployments.replicas.serve_pool import ServePrefillPool
+from deployments.replicas.serve_pool import ServeRemotePool
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import OtherModel
@@ -23,7 +23,7 @@ class Decode(EngineDeployment):
         self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
         """peers: the deployments that may compute prompts for this one, and encode images."""
-        pools = {kind: ServePrefillPool(peer, config.shared_block_size) for kind, peer in peers.items()}
+        pools = {kind: ServeRemotePool(peer, config.shared_block_size) for kind, peer in peers.items()}
         async with self._starting():
             await self._start_engine(config, spec, pools)
             if "prefill" in pools:

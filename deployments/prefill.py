@@ -7,7 +7,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_deployment import EngineDeployment
-from deployments.replicas.serve_pool import ServePrefillPool
+from deployments.replicas.serve_pool import ServeRemotePool
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.wire.messages import PeerPool
@@ -19,12 +19,12 @@ class Prefill(EngineDeployment):
         self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
         """peers: the deployment that may encode images for this one."""
-        pools = {kind: ServePrefillPool(peer, config.shared_block_size) for kind, peer in peers.items()}
+        pools = {kind: ServeRemotePool(peer, config.shared_block_size) for kind, peer in peers.items()}
         async with self._starting():
             await self._start_engine(config, spec, pools)
 
     async def prefill(self, request: EncodedRequest, _: RoutingContext) -> None:
-        """Return when the RemotePrefillRequest's handoff is over, so that a replica that is to stop waits for it.
+        """Return when the RemoteRequest's handoff is over, so that a replica that is to stop waits for it.
 
         The context is for this deployment's router alone.
         """

@@ -20,19 +20,19 @@ from engine.wire.messages import (
     CancelDispatch,
     CancelPrefill,
     Command,
-    DispatchPrefill,
+    DispatchRemote,
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
     Prefill,
     PrefillReplicas,
-    RemotePrefillFailed,
+    RemoteRequestFailed,
     ResetPrefixCache,
     TokenBatch,
     TokenDelta,
     TokenLogprob,
 )
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 from engine.wire.timeline import TimelineEvent
 from tests.engine_stats import engine_stats
 
@@ -48,7 +48,7 @@ class FakeEngine:
     paused: set it, and no step is computed; requests that come then tell that they are queued.
     silent: set it, and no status is sent.
     refusal: if given, the answer to new requests. step_age_s, fingerprints, quarantined: what it reports of itself.
-    prefill_requests: that it was given, and ended unless paused. told: what became of those that it gave.
+    remote_requests: that it was given, and ended unless paused. told: what became of those that it gave.
     """
 
     def __init__(self, status_to: str, script: Script | None = None):
@@ -62,11 +62,11 @@ class FakeEngine:
         self.encode_fingerprint = ""
         self.quarantined: list[str] = []
         self.quarantined_encode: list[str] = []
-        self.prefill_requests: list[RemotePrefillRequest] = []
+        self.remote_requests: list[RemoteRequest] = []
         self.cancelled: list[str] = []
         self.resets = 0
-        self.told: list[RemotePrefillFailed | PrefillReplicas] = []
-        self._notices: queue.SimpleQueue[DispatchPrefill | CancelDispatch] = queue.SimpleQueue()
+        self.told: list[RemoteRequestFailed | PrefillReplicas] = []
+        self._notices: queue.SimpleQueue[DispatchRemote | CancelDispatch] = queue.SimpleQueue()
         self._script = script or (lambda request: request.prompt * 100)
         self._live: dict[str, tuple[GenerateRequest, deque[int]]] = {}
         self._context = zmq.Context()
@@ -84,7 +84,7 @@ class FakeEngine:
     def num_live(self) -> int:
         return len(self._live)
 
-    def notify(self, notice: DispatchPrefill | CancelDispatch) -> None:
+    def notify(self, notice: DispatchRemote | CancelDispatch) -> None:
         """Send this to the control actor."""
         self._notices.put(notice)
 
@@ -123,18 +123,18 @@ class FakeEngine:
                 if request_id in self._live:
                     request, _ = self._live[request_id]
                     self._send(request, TokenDelta(request_id=request_id, finish_reason=reason))
-            case Prefill(prefill_request):
-                self.prefill_requests.append(prefill_request)
+            case Prefill(remote_request):
+                self.remote_requests.append(remote_request)
             case CancelPrefill(handoff_id):
                 self.cancelled.append(handoff_id)
             case ResetPrefixCache():
                 self.resets += 1
-            case RemotePrefillFailed() | PrefillReplicas():
+            case RemoteRequestFailed() | PrefillReplicas():
                 self.told.append(command)
 
     def _step(self) -> None:
         self._steps += 1
-        self._ended += [prefill_request.handoff_id for prefill_request in self.prefill_requests]
+        self._ended += [remote_request.handoff_id for remote_request in self.remote_requests]
         for request, answer in list(self._live.values()):
             if request.pooling is not None:
                 delta = TokenDelta(request_id=request.request_id, pooled=pooled(request), finish_reason="stop")

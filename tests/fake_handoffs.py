@@ -18,20 +18,20 @@ from engine.wire.handoff import (
     RefusePrefill,
     ReportProgress,
 )
-from engine.wire.messages import CancelDispatch, DispatchPrefill
+from engine.wire.messages import CancelDispatch, DispatchRemote
 from engine.wire.plan import StepPlan
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.fake_runner import FakeGrammar, Harness, next_token
 
 
-def first_token(prefill_request: RemotePrefillRequest) -> int:
+def first_token(remote_request: RemoteRequest) -> int:
     grammar = (
-        FakeGrammar(prefill_request.token_ids[prefill_request.num_prompt :])
-        if prefill_request.params.structured_outputs
+        FakeGrammar(remote_request.token_ids[remote_request.num_prompt :])
+        if remote_request.params.structured_outputs
         else None
     )
-    return next_token(prefill_request.seed, prefill_request.token_ids, grammar.masks() if grammar else None)
+    return next_token(remote_request.seed, remote_request.token_ids, grammar.masks() if grammar else None)
 
 
 class DecodeHarness(Harness):
@@ -55,17 +55,17 @@ class DecodeHarness(Harness):
 
     def receive(self, handoff_id: str, cached: int = 0) -> None:
         handoff = self.open.pop(handoff_id)
-        tokens = handoff.prefill_request.token_ids
+        tokens = handoff.remote_request.token_ids
         self._write(handoff, len(tokens))
-        token = first_token(handoff.prefill_request)
+        token = first_token(handoff.remote_request)
         self.handle(Received(handoff_id, FirstToken(token, None, b"", cached)))
 
     def fail(self, handoff_id: str, verified_blocks: int = 0, retry: bool = True) -> None:
         """verified_blocks: of those that were to come; less if there are no so many whole ones."""
         handoff = self.open.pop(handoff_id)
-        verified = handoff.prefill_request.skip + verified_blocks * self.config.block_size
-        whole = len(handoff.prefill_request.token_ids) // self.config.block_size * self.config.block_size
-        verified = max(handoff.prefill_request.skip, min(verified, whole))
+        verified = handoff.remote_request.skip + verified_blocks * self.config.block_size
+        whole = len(handoff.remote_request.token_ids) // self.config.block_size * self.config.block_size
+        verified = max(handoff.remote_request.skip, min(verified, whole))
         self._write(handoff, verified)
         self.handle(Failed(handoff_id, "link", verified, retry))
         assert handoff_id in self.forgotten
@@ -81,24 +81,24 @@ class DecodeHarness(Harness):
     def _forward(self) -> None:
         for action in self.scheduler.handoffs.actions:
             match action:
-                case OpenHandoff(prefill_request, blocks):
-                    assert len(blocks) == self.pool.blocks_for(len(prefill_request.token_ids) - prefill_request.skip)
-                    self.open[prefill_request.handoff_id] = action
+                case OpenHandoff(remote_request, blocks):
+                    assert len(blocks) == self.pool.blocks_for(len(remote_request.token_ids) - remote_request.skip)
+                    self.open[remote_request.handoff_id] = action
                 case CancelHandoff(handoff_id):
                     self.cancelled.add(handoff_id)
                 case CancelDispatch(handoff_id):
                     self.forgotten.add(handoff_id)
-                case DispatchPrefill(prefill_request):
-                    assert prefill_request.handoff_id in self.open, "it is opened before anybody hears of it"
+                case DispatchRemote(remote_request):
+                    assert remote_request.handoff_id in self.open, "it is opened before anybody hears of it"
                 case _:
                     raise AssertionError(action)
         self.scheduler.handoffs.actions.clear()
 
     def _write(self, handoff: OpenHandoff, right: int) -> None:
         """KV of tokens up to `right`, and nonsense behind them."""
-        tokens, size = handoff.prefill_request.token_ids, self.config.block_size
-        for position in range(handoff.prefill_request.skip, len(tokens)):
-            block = handoff.blocks[(position - handoff.prefill_request.skip) // size]
+        tokens, size = handoff.remote_request.token_ids, self.config.block_size
+        for position in range(handoff.remote_request.skip, len(tokens)):
+            block = handoff.blocks[(position - handoff.remote_request.skip) // size]
             value = tuple(tokens[: position + 1]) if position < right else ("nonsense",)
             self.runner.kv[block * size + position % size] = value
 
@@ -108,7 +108,7 @@ class PrefillHarness(Harness):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.prefill_requests: dict[str, RemotePrefillRequest] = {}  # those that are not closed
+        self.remote_requests: dict[str, RemoteRequest] = {}  # those that are not closed
         self.reports: dict[str, ReportProgress] = {}
         self.firsts: dict[str, FirstToken] = {}
         self.refused: dict[str, str] = {}
@@ -117,7 +117,7 @@ class PrefillHarness(Harness):
     def add_remote_prefill(
         self, name: str, prompt: list[int], *, skip: int = 0, seed: int = 1, timeout_s=None, **params
     ) -> None:
-        prefill_request = RemotePrefillRequest(
+        remote_request = RemoteRequest(
             handoff_id=name,
             request_id=f"request of {name}",
             attempt=1,
@@ -131,10 +131,10 @@ class PrefillHarness(Harness):
             decode=Peer("decode", "", 1),
             timeout_s=timeout_s,
         )
-        request = self.scheduler.add_remote(prefill_request, now=0.0)
-        if prefill_request.params.structured_outputs is not None:
+        request = self.scheduler.add_remote(remote_request, now=0.0)
+        if remote_request.params.structured_outputs is not None:
             self.scheduler.set_grammar(request, FakeGrammar())
-        self.prefill_requests[name] = prefill_request
+        self.remote_requests[name] = remote_request
 
     def commit(self) -> None:
         super().commit()
@@ -150,7 +150,7 @@ class PrefillHarness(Harness):
         self.read()
 
     def close(self, name: str, reason: str = "released") -> None:
-        del self.prefill_requests[name]
+        del self.remote_requests[name]
         (event,) = self.scheduler.handle(Closed(name, reason), now=0.0)
         assert event.delta.finish_reason == ("length" if reason == "released" else "abort")
         self.ended.add(event.delta.request_id)
@@ -167,20 +167,20 @@ class PrefillHarness(Harness):
                     assert before is None or (before.upto <= upto and before.blocks == blocks[: len(before.blocks)])
                     self.reports[handoff_id] = action
                 case FinishPrefill(handoff_id, first):
-                    prefill_request = self.prefill_requests[handoff_id]
-                    assert first.token == first_token(prefill_request)
-                    assert self.reports[handoff_id].upto == len(prefill_request.token_ids)
+                    remote_request = self.remote_requests[handoff_id]
+                    assert first.token == first_token(remote_request)
+                    assert self.reports[handoff_id].upto == len(remote_request.token_ids)
                     self.firsts[handoff_id] = first
-                case RefusePrefill(prefill_request, reason):
-                    self.refused[prefill_request.handoff_id] = reason
+                case RefusePrefill(remote_request, reason):
+                    self.refused[remote_request.handoff_id] = reason
                 case _:
                     raise AssertionError(action)
         self.scheduler.handoffs.actions.clear()
         size = self.config.block_size
-        for name in self.reports.keys() & self.prefill_requests.keys():
-            report, prefill_request = self.reports[name], self.prefill_requests[name]
-            for position in range(prefill_request.skip, report.upto):
-                place = report.blocks[(position - prefill_request.skip) // size] * size + position % size
-                assert self.runner.kv[place] == tuple(prefill_request.token_ids[: position + 1]), (
+        for name in self.reports.keys() & self.remote_requests.keys():
+            report, remote_request = self.reports[name], self.remote_requests[name]
+            for position in range(remote_request.skip, report.upto):
+                place = report.blocks[(position - remote_request.skip) // size] * size + position % size
+                assert self.runner.kv[place] == tuple(remote_request.token_ids[: position + 1]), (
                     "other KV would be read"
                 )

@@ -226,7 +226,7 @@ def test_the_scheduler_and_what_it_owns_know_neither_torch_nor_clock_nor_socket(
             "block_pool", "request", "output"]  # fmt: skip
     core += [f"features/{file.stem}" for file in (ROOT / "engine" / "core" / "features").glob("*.py")]
     protocol = ["protocol", "decode_side", "prefill_side", "receive_state", "messages", "effects"]
-    wire = ["plan", "sampling_params", "messages", "remote_prefill", "handoff", "handoff_stats"]
+    wire = ["plan", "sampling_params", "messages", "remote_request", "handoff", "handoff_stats"]
     names = [f"core/{name}" for name in core] + [f"kv_transfer/protocol/{name}" for name in protocol]
     for name in [*names, *(f"wire/{name}" for name in wire), "config", "errors"]:
         packages = imported_packages((ROOT / "engine" / f"{name}.py").read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ from engine.core.step_cost import StepTimes
 from engine.errors import PromptTooLong
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.messages import GenerateRequest
-from engine.wire.remote_prefill import Peer
+from engine.wire.remote_request import Peer
 
 POLL_INTERVAL_S = 1.0  # between two polls of the engines, as in the real cluster
 NO_LIMIT = 10**12

@@ -16,7 +16,7 @@ from cluster.simulator.results import HandoffUse
 from cluster.simulator.spec import ClusterSpec
 from engine.errors import ServingError
 from engine.wire.handoff import Closed, Failed, FinishPrefill, OpenHandoff, Received, ReportProgress
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class HandoffTraffic:
         now, actions = self._loop.now, replica.scheduler.handoffs.actions
         for action in actions:
             match action:
-                case OpenHandoff(prefill_request):
-                    self._loop.at(now + self._spec.call_s, self._dispatch, prefill_request, replica)
+                case OpenHandoff(remote_request):
+                    self._loop.at(now + self._spec.call_s, self._dispatch, remote_request, replica)
                 case ReportProgress(handoff_id, upto):
                     self._send(self._live[handoff_id], upto)
                 case FinishPrefill(handoff_id):
@@ -57,17 +57,17 @@ class HandoffTraffic:
         link_busy = self._link_s / (senders * max(duration_s, 1e-9))
         return HandoffUse(count=self._count, gigabytes=self._bytes / 1e9, link_busy=link_busy)
 
-    def _dispatch(self, prefill_request: RemotePrefillRequest, decode: Replica) -> None:
-        handoff_id = prefill_request.handoff_id
-        prefill = self._pool.choose(handoff_id, prefill_request.token_ids)
+    def _dispatch(self, remote_request: RemoteRequest, decode: Replica) -> None:
+        handoff_id = remote_request.handoff_id
+        prefill = self._pool.choose(handoff_id, remote_request.token_ids)
         # before the prefill engine has it, since it may be started at once and be reported on
-        self._live[handoff_id] = _Handoff(decode, prefill, prefill_request.skip)
+        self._live[handoff_id] = _Handoff(decode, prefill, remote_request.skip)
         try:
-            prefill.add_remote_prefill(prefill_request, self._loop.now)
+            prefill.add_remote_prefill(remote_request, self._loop.now)
         except ServingError as error:  # Overloaded: decode computes it itself
             del self._live[handoff_id]
             self._pool.ended(handoff_id)
-            failed = Failed(handoff_id, "remote_prefill_failed", prefill_request.skip, False, str(error))
+            failed = Failed(handoff_id, "remote_prefill_failed", remote_request.skip, False, str(error))
             decode.handle(failed, self._loop.now)
             self._after(decode)
             return

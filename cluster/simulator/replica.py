@@ -22,7 +22,7 @@ from engine.core.step_cost import StepTimes, StepWork
 from engine.wire.handoff import HandoffEvent
 from engine.wire.messages import EngineUpdate, GenerateRequest, PrefillReplica, Subscribe
 from engine.wire.plan import StepPlan, StepResult
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 
 MAX_FAST_FORWARD_STEPS = 64  # the next arrival may cut it short, and the rest of it was in vain
 
@@ -62,10 +62,10 @@ class Replica:
         self._kv_events.admitted(message.request_id)
         self._came(now)
 
-    def add_remote_prefill(self, prefill_request: RemotePrefillRequest, now: float) -> None:
+    def add_remote_prefill(self, remote_request: RemoteRequest, now: float) -> None:
         """Raises ServingError."""
-        self.scheduler.add_remote(prefill_request, now)
-        self._kv_events.admitted(prefill_request.handoff_id)
+        self.scheduler.add_remote(remote_request, now)
+        self._kv_events.admitted(remote_request.handoff_id)
         self._came(now)
 
     def handle(self, event: HandoffEvent, now: float) -> None:

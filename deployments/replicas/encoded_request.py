@@ -8,23 +8,23 @@ import msgspec
 
 from engine.wire.messages import Abort, Add, CancelPrefill, GenerateRequest, Prefill
 from engine.wire.model_identity import ModelIdentity
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRequest:
-    """The commands for a GenerateRequest or RemotePrefillRequest in msgpack, beside what the control actor reads."""
+    """The commands for a GenerateRequest or RemoteRequest in msgpack, beside what the control actor reads."""
 
-    request_id: str  #: the handoff id of a RemotePrefillRequest
+    request_id: str  #: the handoff id of a RemoteRequest
     timeout_s: float | None
     model: ModelIdentity | None  #: a replica of another model refuses the request; None goes anywhere
     start: bytes
     cancel: bytes
 
     @classmethod
-    def of(cls, request: GenerateRequest | RemotePrefillRequest) -> EncodedRequest:
+    def of(cls, request: GenerateRequest | RemoteRequest) -> EncodedRequest:
         encode = msgspec.msgpack.encode
-        if isinstance(request, RemotePrefillRequest):
+        if isinstance(request, RemoteRequest):
             name = request.handoff_id
             return cls(name, request.timeout_s, None, encode(Prefill(request)), encode(CancelPrefill(name)))
         name = request.request_id

@@ -15,7 +15,7 @@ from ray import serve
 
 from deployments import ray_compat
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.prefill_dispatcher import PrefillPool
+from deployments.replicas.remote_dispatcher import RemotePool
 from deployments.replicas.scaling_report import ReplicaReport
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
@@ -58,7 +58,7 @@ class EngineDeployment:
         logger.info("replica ready startup_s=%.1f", time.monotonic() - started)
 
     async def _start_engine(
-        self, config: EngineConfig, spec: GroupSpec, peers: Mapping[PeerPool, PrefillPool] | None = None
+        self, config: EngineConfig, spec: GroupSpec, peers: Mapping[PeerPool, RemotePool] | None = None
     ) -> RankReady:
         """Return once the model is loaded. Raises StartupError or EngineUnavailable.
 

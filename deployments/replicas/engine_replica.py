@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
-from deployments.replicas.prefill_dispatcher import PrefillDispatcher, PrefillPool
+from deployments.replicas.remote_dispatcher import RemoteDispatcher, RemotePool
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.distributed.sockets import PullSocket
@@ -21,7 +21,7 @@ from engine.errors import EngineUnavailable, RequestTimeout
 from engine.wire.messages import (
     CancelDispatch,
     Command,
-    DispatchPrefill,
+    DispatchRemote,
     EngineStatus,
     Notice,
     PeerPool,
@@ -45,7 +45,7 @@ class EngineReplica:
         self,
         host: str,
         stall_timeout_s: float = 10.0,
-        peers: Mapping[PeerPool, PrefillPool] | None = None,
+        peers: Mapping[PeerPool, RemotePool] | None = None,
         key: ClusterKey | None = None,
     ):
         """host: address of this machine under which the engine reaches `status_to`.
@@ -55,7 +55,7 @@ class EngineReplica:
         key: that the engine has, and nobody outside of the cluster.
         """
         self._stall_timeout_s = stall_timeout_s
-        self._dispatchers = {kind: PrefillDispatcher(pool, self._send, kind) for kind, pool in (peers or {}).items()}
+        self._dispatchers = {kind: RemoteDispatcher(pool, self._send, kind) for kind, pool in (peers or {}).items()}
         self._calls: dict[str, asyncio.Future[None]] = {}
         self._broken: str | None = None
         self._status: EngineStatus | None = None
@@ -85,7 +85,7 @@ class EngineReplica:
             self._context.destroy(linger=0)
 
     async def run_request(self, request: EncodedRequest) -> None:
-        """Return when the request, or the handoff of a RemotePrefillRequest, has ended in the engine, however it ended.
+        """Return when the request, or the handoff of a RemoteRequest, has ended in the engine, however it ended.
 
         Tokens and KV do not come here. When cancelled, the engine drops the request at once. Raises EngineUnavailable
         if the engine breaks.
@@ -172,7 +172,7 @@ class EngineReplica:
     def _handle(self, notice: Notice) -> None:
         if isinstance(notice, EngineStatus):
             self._update(notice)
-        elif isinstance(notice, DispatchPrefill) and notice.pool in self._dispatchers:
+        elif isinstance(notice, DispatchRemote) and notice.pool in self._dispatchers:
             self._dispatchers[notice.pool].dispatch(notice.request)
         elif isinstance(notice, CancelDispatch) and self._dispatchers:
             for dispatcher in self._dispatchers.values():

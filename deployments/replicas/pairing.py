@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.prefill_dispatcher import PrefillPool
+from deployments.replicas.remote_dispatcher import RemotePool
 from engine.errors import EngineUnavailable, StartupError
 from engine.wire.messages import EngineStatus
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
 
 
-async def pair(engine: EngineReplica, pool: PrefillPool, timeout_s: float) -> None:
+async def pair(engine: EngineReplica, pool: RemotePool, timeout_s: float) -> None:
     """Wait until a prefill engine with the fingerprint of `engine` is up.
 
     When the prefill pool was up once and is down now, or is scaled to zero, the replica starts without it and computes
@@ -33,7 +33,7 @@ async def pair(engine: EngineReplica, pool: PrefillPool, timeout_s: float) -> No
         logger.info("prefill engine %s fits this decode engine", partner.engine_id)
 
 
-async def _find(engine: EngineReplica, pool: PrefillPool) -> EngineStatus | None:
+async def _find(engine: EngineReplica, pool: RemotePool) -> EngineStatus | None:
     while True:
         state = await pool.state()  # asked first: what has come by the time it is not deploying is all there is
         try:

@@ -18,12 +18,12 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
-from deployments.replicas.prefill_dispatcher import PoolState
+from deployments.replicas.remote_dispatcher import PoolState
 from deployments.routing.routing_context import CallOutcome, PromptDigester, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.messages import GenerateRequest, PeerPool
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 
 logger = logging.getLogger(__name__)
 
@@ -94,23 +94,23 @@ class ServePool:
         return dict(zip(self._peers, await asyncio.gather(*map(_statuses, self._peers.values())), strict=True))
 
 
-class ServePrefillPool:
-    """A PrefillPool: replicas of a `Prefill` deployment."""
+class ServeRemotePool:
+    """A RemotePool: replicas of a `Prefill` deployment."""
 
     def __init__(self, handle: DeploymentHandle, block_size: int | None = None):
         """block_size: as for ServePool; needed only to send prefill requests."""
         self.routing = RoutingStats()
         self._handle, self._prompts = handle, PromptDigester(block_size)
 
-    async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
+    async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:
         prompt = self._prompts.digest(
-            prefill_request.handoff_id,
-            prefill_request.token_ids,
-            prefill_request.cache_salt,
-            images=prefill_request.mm_features,
+            remote_request.handoff_id,
+            remote_request.token_ids,
+            remote_request.cache_salt,
+            images=remote_request.mm_features,
         )
         call = RoutingContext(prompt, self.routing, avoid=avoid)
-        await _answer(self._handle.prefill.remote(EncodedRequest.of(prefill_request), call), call)
+        await _answer(self._handle.prefill.remote(EncodedRequest.of(remote_request), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:
         return await _statuses(self._handle)

@@ -26,7 +26,7 @@ from engine.errors import ConfigError
 from engine.kv_transfer.fingerprint import fingerprint
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
-from engine.model.models.embedding_store import encoder_config
+from engine.model.models.image_encoder import encoder_config
 from engine.runner.model_runner import ModelRunner
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter

@@ -32,9 +32,9 @@ from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.wire.handoff import AcceptPrefill, RefusePrefill
-from engine.wire.messages import CancelDispatch, DispatchPrefill, EngineStats, GenerateRequest
+from engine.wire.messages import CancelDispatch, DispatchRemote, EngineStats, GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
@@ -89,7 +89,7 @@ class EngineCore:
         self._compiling: dict[Request, Compilation] = {}
         self._grammar_compiled = threading.Event()
         self._deadlines: list[tuple[float, int, Request]] = []  # heap of (when, number of arrival, request)
-        self._notices: list[DispatchPrefill | CancelDispatch] = []
+        self._notices: list[DispatchRemote | CancelDispatch] = []
         self._broken: str | None = None
         self._in_flight: deque[StepInFlight] = deque()
         # with other ranks also without overlap, to notice one that hangs while a step waits for it; a device whose
@@ -109,20 +109,20 @@ class EngineCore:
         now = time.monotonic()
         self._admit(self.scheduler.add(message, now), now, message.client)
 
-    def prefill(self, prefill_request: RemotePrefillRequest) -> bool:
+    def prefill(self, remote_request: RemoteRequest) -> bool:
         """Compute a prompt for another engine. False if it is refused, which that engine is told."""
         assert self.handoff_channel is not None
-        if prefill_request.handoff_id in self.scheduler.queue.live:
+        if remote_request.handoff_id in self.scheduler.queue.live:
             return True  # the prefill request came twice
         now = time.monotonic()
         try:
-            self.scheduler.handoffs.check(prefill_request)
-            request = self.scheduler.add_remote(prefill_request, now)
+            self.scheduler.handoffs.check(remote_request)
+            request = self.scheduler.add_remote(remote_request, now)
         except ServingError as error:
-            logger.warning("refused a prefill request handoff_id=%s reason=%s", prefill_request.handoff_id, error)
-            self.handoff_channel.submit(RefusePrefill(prefill_request, str(error)))
+            logger.warning("refused a prefill request handoff_id=%s reason=%s", remote_request.handoff_id, error)
+            self.handoff_channel.submit(RefusePrefill(remote_request, str(error)))
             return False
-        self.handoff_channel.submit(AcceptPrefill(prefill_request))
+        self.handoff_channel.submit(AcceptPrefill(remote_request))
         self._admit(request, now)
         return True
 
@@ -300,7 +300,7 @@ class EngineCore:
     def _submit(self, channel: HandoffChannel, actions: list[HandoffOutput]) -> None:
         submitted = []
         for action in actions:
-            if isinstance(action, DispatchPrefill | CancelDispatch):
+            if isinstance(action, DispatchRemote | CancelDispatch):
                 self._notices.append(action)
             else:
                 submitted.append(action)
@@ -308,7 +308,7 @@ class EngineCore:
         if submitted:
             channel.submit(*submitted)
 
-    def take_notices(self) -> list[DispatchPrefill | CancelDispatch]:
+    def take_notices(self) -> list[DispatchRemote | CancelDispatch]:
         """Return the messages for the control actor since the last call."""
         notices, self._notices = self._notices, []
         return notices

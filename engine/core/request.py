@@ -12,7 +12,7 @@ from engine.wire.block_hash import block_hash, root_hash, with_images
 from engine.wire.messages import GenerateRequest, RequestTimes, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_prefill import RemotePrefillRequest as RemoteRequest
+from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams, seed_of
 from engine.wire.timeline import TimelineEvent
 

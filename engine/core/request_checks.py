@@ -8,7 +8,7 @@ from engine.core.features.encoder_cache_manager import EncoderCacheManager, Text
 from engine.core.features.handoffs import HandoffManager
 from engine.errors import InvalidParameter, PromptTooLong
 from engine.wire.messages import GenerateRequest
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RequestChecks:
         if message.prefill == "remote" and (whole or not self._handoffs.decides):
             raise InvalidParameter("prefill", message.prefill, "auto or local where no other engine computes prompts")
 
-    def check_remote(self, asked_by: RemotePrefillRequest) -> None:
+    def check_remote(self, asked_by: RemoteRequest) -> None:
         self._check_tokens(asked_by.token_ids, asked_by.num_prompt)
         self._images.check_images(asked_by.mm_features, asked_by.token_ids[: asked_by.num_prompt])
         asked_by.params.check_vocabulary(self._limits.vocab_size)

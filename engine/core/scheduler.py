@@ -25,7 +25,7 @@ from engine.errors import EngineError, InvalidParameter, Overloaded, ServingErro
 from engine.wire.handoff import Closed, Failed, HandoffEvent, Noted, Received
 from engine.wire.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.plan import StepPlan, StepResult
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 
 if TYPE_CHECKING:
     from engine.text.grammar import Grammar
@@ -99,7 +99,7 @@ class Scheduler:
         request.prefix.skip_reading |= request.pooling is not None and self.limits.pools_all_tokens
         return self._enqueue(request)
 
-    def add_remote(self, asked_by: RemotePrefillRequest, now: float) -> Request:
+    def add_remote(self, asked_by: RemoteRequest, now: float) -> Request:
         """Queue a prompt to be computed for another engine, or raise a ServingError and change nothing."""
         self._checks.check_remote(asked_by)
         self._check_capacity()

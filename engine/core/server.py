@@ -30,7 +30,7 @@ from engine.wire.messages import (
     GenerateRequest,
     Prefill,
     PrefillReplicas,
-    RemotePrefillFailed,
+    RemoteRequestFailed,
     ResetPrefixCache,
     Subscribe,
     TokenBatch,
@@ -171,28 +171,28 @@ class EngineServer:
         else:
             self._kv_events.subscribe(command, time.monotonic())
 
-    def _hand_over(self, command: Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas) -> None:
+    def _hand_over(self, command: Prefill | CancelPrefill | RemoteRequestFailed | PrefillReplicas) -> None:
         channel, images = self._core.handoff_channel, self._core.image_handoffs
         if images is not None:
             match command:
                 case PrefillReplicas(replicas, "encode"):
                     images.replicas = replicas
                     return
-                case RemotePrefillFailed(handoff_id) if images.owns(handoff_id):
+                case RemoteRequestFailed(handoff_id) if images.owns(handoff_id):
                     images.channel.submit(command)
                     return
         if channel is None:
             self._inbox.refuse("unexpected", f"{type(command).__name__}: this engine hands no KV over")
             return
         match command:
-            case Prefill(prefill_request):
+            case Prefill(remote_request):
                 self._make_way()
-                self._kv_events.admitted(prefill_request.handoff_id)
-                if not self._core.prefill(prefill_request):
-                    self._end(prefill_request.handoff_id)
+                self._kv_events.admitted(remote_request.handoff_id)
+                if not self._core.prefill(remote_request):
+                    self._end(remote_request.handoff_id)
             case CancelPrefill(handoff_id):
                 self._abort(handoff_id)
-            case RemotePrefillFailed():
+            case RemoteRequestFailed():
                 channel.submit(command)
             case PrefillReplicas(replicas):
                 self._core.scheduler.handoffs.set_prefill_replicas(replicas)

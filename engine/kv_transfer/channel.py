@@ -22,7 +22,7 @@ from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.kv_transfer.transport.ranks import KVWorkerInfo
 from engine.wire.handoff import Closed, Failed, HandoffAction, HandoffEvent, Leave, Noted, Received
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.remote_prefill import Peer
+from engine.wire.remote_request import Peer
 from engine.wire.timeline import TimelineEvent
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.distributed.tp_group import TPGroup
 from engine.model import fixed_order
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
-from engine.model.models.embedding_store import encoder_config
+from engine.model.models.image_encoder import encoder_config
 from engine.model.models.llama import Model
 from engine.model.models.registry import build, build_model
 from engine.runner import kv_cache

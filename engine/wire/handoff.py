@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.wire.messages import RemotePrefillFailed, TokenLogprob
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.messages import RemoteRequestFailed, TokenLogprob
+from engine.wire.remote_request import RemoteRequest
 from engine.wire.timeline import TimelineEvent
 
 
@@ -36,7 +36,7 @@ class OpenHandoff:
     Nobody else may touch the blocks until Received or Failed.
     """
 
-    prefill_request: RemotePrefillRequest
+    remote_request: RemoteRequest
     blocks: list[int]
     """Local blocks for the KV of the request's tokens from `skip` on."""
 
@@ -63,7 +63,7 @@ class AcceptPrefill:
     then, nobody wants it any more.
     """
 
-    prefill_request: RemotePrefillRequest
+    remote_request: RemoteRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class FinishPrefill:
 class RefusePrefill:
     """The prompt will not be computed. If it was accepted, Closed still follows, as decode may be reading."""
 
-    prefill_request: RemotePrefillRequest
+    remote_request: RemoteRequest
     reason: str
 
 
@@ -105,7 +105,7 @@ class Leave:
 HandoffAction = (
     OpenHandoff
     | CancelHandoff
-    | RemotePrefillFailed
+    | RemoteRequestFailed
     | AcceptPrefill
     | ReportProgress
     | FinishPrefill

@@ -2,11 +2,11 @@
 
 To the engine:      Add, Abort, Subscribe, ResetPrefixCache;
                     Prefill, CancelPrefill (to one that computes prompts for others);
-                    RemotePrefillFailed, PrefillReplicas (to one whose prompts others compute)          (`Command`)
+                    RemoteRequestFailed, PrefillReplicas (to one whose prompts others compute)          (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
                     EngineUpdate to each router that subscribes;
                     to the replica's control actor (`Notice`) EngineStatus, at least once a second, and from an engine
-                    whose prompts others compute DispatchPrefill and CancelDispatch.
+                    whose prompts others compute DispatchRemote and CancelDispatch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.wire.histogram import Histogram
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
@@ -284,21 +284,21 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     they never ran."""
 
 
-class DispatchPrefill(msgspec.Struct, frozen=True, tag=True):
-    """Asks the control actor to send a prompt to a prefill engine (Prefill). It answers RemotePrefillFailed if none
+class DispatchRemote(msgspec.Struct, frozen=True, tag=True):
+    """Asks the control actor to send a prompt to a prefill engine (Prefill). It answers RemoteRequestFailed if none
     accepts it, or if the call fails before."""
 
-    request: RemotePrefillRequest
+    request: RemoteRequest
     pool: PeerPool = "prefill"
 
 
 class CancelDispatch(msgspec.Struct, frozen=True, tag=True):
-    """Tells the control actor that the call of a DispatchPrefill is no longer needed."""
+    """Tells the control actor that the call of a DispatchRemote is no longer needed."""
 
     handoff_id: str
 
 
-Notice = EngineStatus | DispatchPrefill | CancelDispatch
+Notice = EngineStatus | DispatchRemote | CancelDispatch
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -326,7 +326,7 @@ class Subscribe(msgspec.Struct, frozen=True, tag=True):
 class Prefill(msgspec.Struct, frozen=True, tag=True):
     """Compute a prompt for another engine. `EngineStatus.ended` names the handoff when it is over, however it ends."""
 
-    request: RemotePrefillRequest
+    request: RemoteRequest
 
 
 class CancelPrefill(msgspec.Struct, frozen=True, tag=True):
@@ -335,7 +335,7 @@ class CancelPrefill(msgspec.Struct, frozen=True, tag=True):
     handoff_id: str
 
 
-class RemotePrefillFailed(msgspec.Struct, frozen=True, tag=True):
+class RemoteRequestFailed(msgspec.Struct, frozen=True, tag=True):
     """No prefill engine has the prefill request. retry: another attempt may succeed."""
 
     handoff_id: str
@@ -373,4 +373,4 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Compute prompts anew, whatever is cached."""
 
 
-Command = Add | Abort | Subscribe | ResetPrefixCache | Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas
+Command = Add | Abort | Subscribe | ResetPrefixCache | Prefill | CancelPrefill | RemoteRequestFailed | PrefillReplicas

@@ -25,7 +25,7 @@ from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.pools import EnginePool, ReplicaStatus
-from deployments.replicas.prefill_dispatcher import PoolState
+from deployments.replicas.remote_dispatcher import PoolState
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import RoutingConfig
 from deployments.routing.routing_context import PromptDigest
@@ -37,7 +37,7 @@ from engine.model.checkpoint.folder import has_image_processor
 from engine.model.config import ModelConfig
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import PeerPool
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 from tests.deployments.fake_api import LocalPool, until
 from tests.scrape import Scrape
 
@@ -77,8 +77,8 @@ class RealApi:
         return scrape
 
 
-class LocalPrefillPool:
-    """A PrefillPool of one replica in this process. It is chosen as any other would be, so that that counts."""
+class LocalRemotePool:
+    """A RemotePool of one replica in this process. It is chosen as any other would be, so that that counts."""
 
     def __init__(self, replica: EngineReplica):
         self.routing = RoutingStats()
@@ -86,10 +86,10 @@ class LocalPrefillPool:
         self._balancer = Balancer(RoutingConfig(), "prefill", BLOCK_SIZE)
         self._balancer.use_stats(self.routing)
 
-    async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
-        prompt = PromptDigest(prefill_request.handoff_id, len(prefill_request.token_ids), ())
+    async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:
+        prompt = PromptDigest(remote_request.handoff_id, len(remote_request.token_ids), ())
         self._balancer.choose(prompt, [self._replica.status().engine_id])
-        await self._replica.run_request(EncodedRequest.of(prefill_request))
+        await self._replica.run_request(EncodedRequest.of(remote_request))
 
     async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]
@@ -101,7 +101,7 @@ class LocalPrefillPool:
 class LocalPools(LocalPool):
     """An EnginePool of one decode and one prefill replica."""
 
-    def __init__(self, replica: EngineReplica, prefill: LocalPrefillPool):
+    def __init__(self, replica: EngineReplica, prefill: LocalRemotePool):
         super().__init__(replica)
         self._prefill = prefill
 
@@ -111,7 +111,7 @@ class LocalPools(LocalPool):
 
 @asynccontextmanager
 async def running_engine(
-    folder: Path, engine_id: str, prefill: LocalPrefillPool | None = None, handoff: HandoffConfig | None = None
+    folder: Path, engine_id: str, prefill: LocalRemotePool | None = None, handoff: HandoffConfig | None = None
 ) -> AsyncGenerator[tuple[EngineServer, EngineReplica]]:
     """An engine in a thread, and what controls it."""
     replica = EngineReplica("127.0.0.1", peers=None if prefill is None else {"prefill": prefill})
@@ -163,7 +163,7 @@ async def real_api_with_prefill(folder: Path, tracing: Tracing | None = None) ->
     """The same, with every prompt computed by a second engine."""
     handoff = partial(HandoffConfig, transport="tcp", policy="always")
     async with running_engine(folder, "prefill-1", handoff=handoff(role="prefill")) as (_, prefill):
-        pool = LocalPrefillPool(prefill)
+        pool = LocalRemotePool(prefill)
         async with (
             running_engine(folder, "decode-1", pool, handoff(role="decode")) as (engine, replica),
             serving(folder, engine, LocalPools(replica, pool), tracing) as client,

@@ -166,7 +166,7 @@ TRANSFER_ROUTING_JOBS = [
     Fault(
         "blocks of a prefill engine that contradicts itself are kept",
         "engine/kv_transfer/protocol/decode_side.py",
-        "verified = self.prefill_request.skip if reason in DOUBTFUL else self.receive_state.verified",
+        "verified = self.remote_request.skip if reason in DOUBTFUL else self.receive_state.verified",
         "verified = self.receive_state.verified",
         ("tests/engine/kv_transfer/test_handoff.py",),
     ),

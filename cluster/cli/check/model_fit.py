@@ -18,7 +18,7 @@ from engine.errors import ConfigError, OutOfMemory
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
-from engine.model.models.embedding_store import encoder_config
+from engine.model.models.image_encoder import encoder_config
 from engine.model.tensor_names import is_of_text
 from engine.runner import kv_cache
 from placement.capacity import Node, can_grow, missing

@@ -18,12 +18,12 @@ from engine.wire.handoff import (
     RefusePrefill,
     ReportProgress,
 )
-from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplica, TokenLogprob
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica, TokenLogprob
+from engine.wire.remote_request import Peer, RemoteRequest
 
 RESUMED = "resumed"  # the prompt was computed before, so there is nothing to decide
 ASKED = "asked"  # the request says where
-HandoffOutput = HandoffAction | DispatchPrefill | CancelDispatch  # for the channel; for the control actor
+HandoffOutput = HandoffAction | DispatchRemote | CancelDispatch  # for the channel; for the control actor
 
 
 class HandoffManager:
@@ -106,7 +106,7 @@ class HandoffManager:
         assert self._peer is not None
         self._count += 1
         request.remote.num_attempts += 1
-        prefill_request = RemotePrefillRequest(
+        remote_request = RemoteRequest(
             handoff_id=f"{request.request_id}/{self._peer.epoch:x}.{self._count}",
             request_id=request.request_id,
             attempt=request.remote.num_attempts,
@@ -121,12 +121,12 @@ class HandoffManager:
             timeout_s=None if request.clock.deadline_at is None else max(0.0, request.clock.deadline_at - now),
             mm_features=request.images,
         )
-        request.remote.handoff_id = prefill_request.handoff_id
-        self.receiving[prefill_request.handoff_id] = request
-        self._opened_at[prefill_request.handoff_id] = now
+        request.remote.handoff_id = remote_request.handoff_id
+        self.receiving[remote_request.handoff_id] = request
+        self._opened_at[remote_request.handoff_id] = now
         stop = -(-len(request.tokens) // block_size)
-        self.actions.append(OpenHandoff(prefill_request, request.blocks[cached // block_size : stop]))
-        self.actions.append(DispatchPrefill(prefill_request))
+        self.actions.append(OpenHandoff(remote_request, request.blocks[cached // block_size : stop]))
+        self.actions.append(DispatchRemote(remote_request))
 
     def cancel(self, request: Request) -> None:
         """Cancel the handoff of an ended request, which stays in `receiving` while its blocks may be written."""
@@ -159,11 +159,11 @@ class HandoffManager:
 
     # -- the prompt of another engine, computed here -------------------------------------------------------
 
-    def check(self, prefill_request: RemotePrefillRequest) -> None:
+    def check(self, remote_request: RemoteRequest) -> None:
         """Raise RequestError if KV that is computed here would be of no use there."""
-        if prefill_request.fingerprint != self.fingerprint:
+        if remote_request.fingerprint != self.fingerprint:
             raise InvalidParameter(
-                "fingerprint", prefill_request.fingerprint, f"that of this engine ({self.fingerprint})"
+                "fingerprint", remote_request.fingerprint, f"that of this engine ({self.fingerprint})"
             )
 
     def report(self, request: Request, computed: int, block_size: int) -> None:

@@ -10,10 +10,10 @@ import msgspec
 
 from engine.core.features.handoffs import HandoffOutput
 from engine.wire.handoff import Failed, OpenHandoff, Received
-from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplica
+from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.plan import ReceivedImage
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it needs pyzmq
@@ -127,7 +127,7 @@ class ImageHandoffs:
         self._count += 1
         name, peer = image.mm_hash.hex(), self.channel.peer
         place = PlaceholderRange(0, image.num_embeds)
-        request = RemotePrefillRequest(
+        request = RemoteRequest(
             handoff_id=f"{name}/{peer.epoch:x}.{self._count}",
             request_id=name,
             attempt=1,
@@ -144,4 +144,4 @@ class ImageHandoffs:
         )
         self._receiving[request.handoff_id] = image.mm_hash, blocks
         self._awaited.add(image.mm_hash)
-        self.actions += [OpenHandoff(request, blocks), DispatchPrefill(request, "encode")]
+        self.actions += [OpenHandoff(request, blocks), DispatchRemote(request, "encode")]

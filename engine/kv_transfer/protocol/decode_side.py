@@ -27,7 +27,7 @@ from engine.kv_transfer.protocol.messages import (
 )
 from engine.kv_transfer.protocol.receive_state import ReceiveState
 from engine.wire.handoff import Failed, Received
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.remote_request import Peer, RemoteRequest
 
 READ_LIMIT = 12  # times progress_s: a read that takes longer is given up, as the link is too slow to be of use
 LOST = ("unknown", "expired")  # reasons of Refused: the lease is over
@@ -75,7 +75,7 @@ class DecodeHandoff:
 
     def __init__(
         self,
-        prefill_request: RemotePrefillRequest,
+        remote_request: RemoteRequest,
         blocks: list[int],
         *,
         config: HandoffConfig,
@@ -86,7 +86,7 @@ class DecodeHandoff:
         out: Effects,
         now: float,
     ):
-        self.prefill_request, self.receive_state = prefill_request, ReceiveState(prefill_request, blocks, block_size)
+        self.remote_request, self.receive_state = remote_request, ReceiveState(remote_request, blocks, block_size)
         self.state = DecodeHandoffState.WAITING
         self.source: Peer | None = None
         self.opened_at = now
@@ -149,7 +149,7 @@ class DecodeHandoff:
             return
         assert self.receive_state.first is not None
         self.state = DecodeHandoffState.OVER
-        self._out.events.append(Received(self.prefill_request.handoff_id, self.receive_state.first))
+        self._out.events.append(Received(self.remote_request.handoff_id, self.receive_state.first))
         self._out.counters.ended("received", "")
         self._out.counters.phase("release", now - self._released_at)
         self._out.counters.phase("total", now - self.opened_at)
@@ -199,7 +199,7 @@ class DecodeHandoff:
             else:
                 self._send_heartbeat()
         elif self.state is DecodeHandoffState.RELEASING:
-            self._send(Release(self.prefill_request.handoff_id, self.lease))
+            self._send(Release(self.remote_request.handoff_id, self.lease))
         elif self.state is DecodeHandoffState.STOPPING:
             assert self.reading is not None
             self._out.commands.append(StopRead(self.reading.read_id))
@@ -252,7 +252,7 @@ class DecodeHandoff:
             self._out.counters.phase("exposed", now - self._first_at)
             self._released_at = now
             self._enter(DecodeHandoffState.RELEASING, now)
-            self._send(Release(self.prefill_request.handoff_id, self.lease))
+            self._send(Release(self.remote_request.handoff_id, self.lease))
 
     def _read(self, start: int, stop: int) -> None:
         assert self.source is not None
@@ -274,24 +274,24 @@ class DecodeHandoff:
         reason, detail, retry = self.failure
         self.state = DecodeHandoffState.OVER
         if self.source is not None:
-            self._send(Cancel(self.prefill_request.handoff_id, self.lease))
+            self._send(Cancel(self.remote_request.handoff_id, self.lease))
         # validated or not: something may be wrong that is not understood
-        verified = self.prefill_request.skip if reason in DOUBTFUL else self.receive_state.verified
-        self._out.events.append(Failed(self.prefill_request.handoff_id, reason, verified, retry, detail))
+        verified = self.remote_request.skip if reason in DOUBTFUL else self.receive_state.verified
+        self._out.events.append(Failed(self.remote_request.handoff_id, reason, verified, retry, detail))
         self._out.counters.ended("failed", reason)
         self._out.counters.phase("total", now - self.opened_at)
-        self._note(f"failed: {reason}, {verified - self.prefill_request.skip} tokens kept of what was read")
+        self._note(f"failed: {reason}, {verified - self.remote_request.skip} tokens kept of what was read")
 
     def _enter(self, state: DecodeHandoffState, now: float) -> None:
         self.state, self._missed, self.due = state, 0, now + self._config.heartbeat_s
 
     def _send_heartbeat(self) -> None:
         self._sent += 1
-        self._send(Heartbeat(self.prefill_request.handoff_id, self.lease, self._sent))
+        self._send(Heartbeat(self.remote_request.handoff_id, self.lease, self._sent))
 
     def _send(self, message: Heartbeat | Release | Cancel) -> None:
         assert self.source is not None
         self._out.messages.append((self.source, message))
 
     def _note(self, line: str) -> None:
-        self._out.lines.append((self.prefill_request.request_id, f"{self.prefill_request.handoff_id} decode: {line}"))
+        self._out.lines.append((self.remote_request.request_id, f"{self.remote_request.handoff_id} decode: {line}"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.wire.handoff import FirstToken
-from engine.wire.remote_prefill import Peer
+from engine.wire.remote_request import Peer
 
 # -- prefill to decode -------------------------------------------------------------------------------------
 

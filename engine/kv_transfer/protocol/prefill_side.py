@@ -9,7 +9,7 @@ from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import Progress, Refused
 from engine.wire.handoff import Closed, FirstToken
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 
 RESEND_HEARTBEATS = 1.5  # silent heartbeats before Progress is sent again: decode may never have got it
 
@@ -19,7 +19,7 @@ class PrefillHandoff:
 
     def __init__(
         self,
-        prefill_request: RemotePrefillRequest,
+        remote_request: RemoteRequest,
         ranks: list[dict[str, bytes]],
         lease: int,
         *,
@@ -27,13 +27,13 @@ class PrefillHandoff:
         out: Effects,
         now: float,
     ):
-        self.prefill_request, self.decode, self.lease = prefill_request, prefill_request.decode, lease
+        self.remote_request, self.decode, self.lease = remote_request, remote_request.decode, lease
         self.accepted_at = now
         self.over = False
         self.lease_until = now + config.lease_s
         self._ranks, self._config, self._out = ranks, config, out
         self._blocks: list[int] = []
-        self._upto = prefill_request.skip
+        self._upto = remote_request.skip
         self._first: FirstToken | None = None
         self._refused: str | None = None
         self._echo = 0
@@ -55,7 +55,7 @@ class PrefillHandoff:
         self._tell(now)
 
     def finish(self, first: FirstToken, now: float) -> None:
-        assert self._upto == len(self.prefill_request.token_ids), "finished before all blocks were named"
+        assert self._upto == len(self.remote_request.token_ids), "finished before all blocks were named"
         self._first, self._finished_at = first, now
         self._tell(now)
 
@@ -84,7 +84,7 @@ class PrefillHandoff:
         """Act on the time; to be called at `due` or later."""
         if now >= self.lease_until:
             self._out.counters.lease_expiries += 1
-            self._out.messages.append((self.decode, Refused(self.prefill_request.handoff_id, self.lease, "expired")))
+            self._out.messages.append((self.decode, Refused(self.remote_request.handoff_id, self.lease, "expired")))
             self.close("expired", now)
         elif now >= self._resend_at:
             self._tell(now)
@@ -95,10 +95,10 @@ class PrefillHandoff:
         self._resend_at = now + RESEND_HEARTBEATS * self._config.heartbeat_s
         message: Progress | Refused
         if self._refused is not None:
-            message = Refused(self.prefill_request.handoff_id, self.lease, self._refused)
+            message = Refused(self.remote_request.handoff_id, self.lease, self._refused)
         else:
             message = Progress(
-                handoff_id=self.prefill_request.handoff_id,
+                handoff_id=self.remote_request.handoff_id,
                 lease=self.lease,
                 ranks=self._ranks,
                 blocks=self._blocks,
@@ -110,7 +110,7 @@ class PrefillHandoff:
 
     def close(self, reason: str, now: float) -> None:
         self.over = True
-        self._out.events.append(Closed(self.prefill_request.handoff_id, reason))
+        self._out.events.append(Closed(self.remote_request.handoff_id, reason))
         self._out.counters.ended("closed", reason)
         if self._first is not None:
             self._out.counters.phase("held", now - self._finished_at)

@@ -2,7 +2,7 @@
 
     decode                                    prefill
     OpenHandoff: blocks are reserved
-      ── RemotePrefillRequest (Serve call) ─▶  AcceptPrefill              a lease begins
+      ── RemoteRequest (Serve call) ─▶  AcceptPrefill              a lease begins
       ◀─ Progress(blocks so far) ───────────  after each chunk, and in answer to each heartbeat
       ── Heartbeat(n) ──────────────────────▶  extends the lease          every second, and after each read
          reads the new blocks, one-sided
@@ -70,8 +70,8 @@ from engine.wire.handoff import (
     ReportProgress,
 )
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.messages import RemotePrefillFailed
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.messages import RemoteRequestFailed
+from engine.wire.remote_request import Peer, RemoteRequest
 
 REMEMBER_S = 60.0  # for answers to repeated Releases, and for sources of which nothing is read any more
 LINK_FAILURES = ("silent", "read", "prompt_hash")  # failures that speak against the link between two engines
@@ -102,31 +102,31 @@ class HandoffProtocol:
             if handoff.unstoppable:
                 assert handoff.reading is not None
                 ranks = ", ".join(map(str, sorted(handoff.reading.waiting)))
-                return f"rank {ranks} does not stop reading for handoff {handoff.prefill_request.handoff_id}"
+                return f"rank {ranks} does not stop reading for handoff {handoff.remote_request.handoff_id}"
         return None
 
     def apply(self, action: HandoffAction, now: float) -> None:
         """Carry out what the step loop asks for."""
         match action:
-            case OpenHandoff(prefill_request, blocks):
-                self._open(prefill_request, blocks, now)
+            case OpenHandoff(remote_request, blocks):
+                self._open(remote_request, blocks, now)
             case CancelHandoff(handoff_id):
                 self._fail(handoff_id, "cancelled", now)
-            case RemotePrefillFailed(handoff_id, reason, retry):
+            case RemoteRequestFailed(handoff_id, reason, retry):
                 self._fail(handoff_id, "remote_prefill_failed", now, reason, retry)
-            case AcceptPrefill(prefill_request):
-                self._accept(prefill_request, now)
+            case AcceptPrefill(remote_request):
+                self._accept(remote_request, now)
             case ReportProgress(handoff_id, upto, blocks):
                 if handoff := self.prefill_handoffs.get(handoff_id):
                     handoff.report(upto, blocks, now)
             case FinishPrefill(handoff_id, first):
                 if handoff := self.prefill_handoffs.get(handoff_id):
                     handoff.finish(first, now)
-            case RefusePrefill(prefill_request, reason):
-                if handoff := self.prefill_handoffs.get(prefill_request.handoff_id):
+            case RefusePrefill(remote_request, reason):
+                if handoff := self.prefill_handoffs.get(remote_request.handoff_id):
                     handoff.refuse(reason, now)
                 else:
-                    self.out.messages.append((prefill_request.decode, Refused(prefill_request.handoff_id, 0, reason)))
+                    self.out.messages.append((remote_request.decode, Refused(remote_request.handoff_id, 0, reason)))
             case Leave():
                 for handoff_id in list(self.decode_handoffs):
                     self._fail(handoff_id, "cancelled", now)
@@ -183,8 +183,8 @@ class HandoffProtocol:
     def snapshot(self, now: float) -> list[HandoffInfo]:
         return [
             HandoffInfo(
-                handoff_id=handoff.prefill_request.handoff_id,
-                request_id=handoff.prefill_request.request_id,
+                handoff_id=handoff.remote_request.handoff_id,
+                request_id=handoff.remote_request.request_id,
                 role="decode",
                 peer=handoff.source.engine_id if handoff.source else "",
                 state=handoff.state.value,
@@ -195,8 +195,8 @@ class HandoffProtocol:
             for handoff in self.decode_handoffs.values()
         ] + [
             HandoffInfo(
-                handoff_id=handoff.prefill_request.handoff_id,
-                request_id=handoff.prefill_request.request_id,
+                handoff_id=handoff.remote_request.handoff_id,
+                request_id=handoff.remote_request.request_id,
                 role="prefill",
                 peer=handoff.decode.engine_id,
                 state=handoff.state,
@@ -208,28 +208,28 @@ class HandoffProtocol:
 
     # -- parts ---------------------------------------------------------------------------------------------
 
-    def _open(self, prefill_request: RemotePrefillRequest, blocks: list[int], now: float) -> None:
-        missing = len(prefill_request.token_ids) - prefill_request.skip
-        assert missing > 0 and prefill_request.skip % self._block_size == 0, (
+    def _open(self, remote_request: RemoteRequest, blocks: list[int], now: float) -> None:
+        missing = len(remote_request.token_ids) - remote_request.skip
+        assert missing > 0 and remote_request.skip % self._block_size == 0, (
             "skip must leave something, and whole blocks"
         )
         assert len(blocks) == -(-missing // self._block_size), "one block for every block_size tokens from skip on"
-        self.decode_handoffs[prefill_request.handoff_id] = DecodeHandoff(
-            prefill_request,
+        self.decode_handoffs[remote_request.handoff_id] = DecodeHandoff(
+            remote_request,
             blocks,
             config=self._config,
             block_size=self._block_size,
             num_ranks=len(self._ranks),
-            new_read_id=lambda: self._new_read(prefill_request.handoff_id),
+            new_read_id=lambda: self._new_read(remote_request.handoff_id),
             is_quarantined=self._quarantined.__contains__,
             out=self.out,
             now=now,
         )
 
-    def _accept(self, prefill_request: RemotePrefillRequest, now: float) -> None:
-        assert prefill_request.handoff_id not in self.prefill_handoffs, "a prefill request is accepted once"
-        self.prefill_handoffs[prefill_request.handoff_id] = PrefillHandoff(
-            prefill_request, self._ranks, next(self._leases), config=self._config, out=self.out, now=now
+    def _accept(self, remote_request: RemoteRequest, now: float) -> None:
+        assert remote_request.handoff_id not in self.prefill_handoffs, "a prefill request is accepted once"
+        self.prefill_handoffs[remote_request.handoff_id] = PrefillHandoff(
+            remote_request, self._ranks, next(self._leases), config=self._config, out=self.out, now=now
         )
 
     def _from_prefill(self, sender: Peer, message: Progress | Refused | Released, now: float) -> None:
@@ -289,7 +289,7 @@ class HandoffProtocol:
         """Forget a handoff that is over, and remember what it tells about the link to its source."""
         if handoff.state is not DecodeHandoffState.OVER:
             return
-        del self.decode_handoffs[handoff.prefill_request.handoff_id]
+        del self.decode_handoffs[handoff.remote_request.handoff_id]
         source = handoff.source
         if source is None:
             return
@@ -307,4 +307,4 @@ class HandoffProtocol:
 
     def _drop_if_over(self, handoff: PrefillHandoff) -> None:
         if handoff.over:
-            del self.prefill_handoffs[handoff.prefill_request.handoff_id]
+            del self.prefill_handoffs[handoff.remote_request.handoff_id]

@@ -7,7 +7,7 @@ from collections import deque
 from engine.kv_transfer.protocol.messages import Progress
 from engine.wire.block_hash import block_hash, root_hash, with_images
 from engine.wire.handoff import FirstToken
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 
 MAX_READ_TOKENS = 4096  # per read, so that what earlier reads brought survives the death of prefill
 
@@ -15,7 +15,7 @@ MAX_READ_TOKENS = 4096  # per read, so that what earlier reads brought survives 
 class ReceiveState:
     """Progress of a handoff through its blocks, which are read in order."""
 
-    def __init__(self, prefill_request: RemotePrefillRequest, local: list[int], block_size: int):
+    def __init__(self, remote_request: RemoteRequest, local: list[int], block_size: int):
         """local: blocks here for the tokens from `skip` on."""
         self.local = local
         self.remote: list[int] = []
@@ -24,8 +24,8 @@ class ReceiveState:
         self.validated = 0  #: leading blocks that prefill still held after they had been read
         self.ranks: list[dict[str, bytes]] = []
         self.first: FirstToken | None = None
-        self._prefill_request, self._block_size = prefill_request, block_size
-        self._num_tokens, self._upto = len(prefill_request.token_ids), prefill_request.skip
+        self._remote_request, self._block_size = remote_request, block_size
+        self._num_tokens, self._upto = len(remote_request.token_ids), remote_request.skip
         self._unvalidated: deque[tuple[int, int]] = deque()  # (heartbeat, blocks that its echo validates)
 
     def update(self, message: Progress) -> str | None:
@@ -42,7 +42,7 @@ class ReceiveState:
         """Return the next blocks to read, as [start, stop), or None when there are none yet."""
         # before the end only full blocks: a later chunk writes the rest of a partial one
         whole = self._upto == self._num_tokens
-        readable = len(self.local) if whole else (self._upto - self._prefill_request.skip) // self._block_size
+        readable = len(self.local) if whole else (self._upto - self._remote_request.skip) // self._block_size
         if readable == self.started:
             return None
         start = self.started
@@ -66,16 +66,16 @@ class ReceiveState:
     @property
     def is_asked_prompt(self) -> bool:
         """Prefill computed the prompt that it was given."""
-        return self.first is not None and self.first.prompt_hash == hash_prompt(self._prefill_request, self._block_size)
+        return self.first is not None and self.first.prompt_hash == hash_prompt(self._remote_request, self._block_size)
 
     @property
     def verified(self) -> int:
         """Leading tokens of the prompt, in whole blocks, whose KV is here and correct."""
-        verified = self._prefill_request.skip + self.validated * self._block_size
+        verified = self._remote_request.skip + self.validated * self._block_size
         return min(verified, self._num_tokens // self._block_size * self._block_size)
 
     def _problem(self, message: Progress) -> str | None:
-        missing = message.upto - self._prefill_request.skip
+        missing = message.upto - self._remote_request.skip
         if message.upto > self._num_tokens:
             return f"{message.upto} tokens computed of {self._num_tokens}"
         if len(message.blocks) < -(-missing // self._block_size):
@@ -87,10 +87,10 @@ class ReceiveState:
         return None
 
 
-def hash_prompt(prefill_request: RemotePrefillRequest, block_size: int) -> bytes:
+def hash_prompt(remote_request: RemoteRequest, block_size: int) -> bytes:
     """Return the hash of the request's last block, full or not, which stands for all tokens of its prompt."""
-    parent, images = root_hash((prefill_request.cache_salt,)), prefill_request.mm_features
-    for start in range(0, len(prefill_request.token_ids), block_size):
-        tokens = prefill_request.token_ids[start : start + block_size]
+    parent, images = root_hash((remote_request.cache_salt,)), remote_request.mm_features
+    for start in range(0, len(remote_request.token_ids), block_size):
+        tokens = remote_request.token_ids[start : start + block_size]
         parent = block_hash(with_images(parent, images, start, start + len(tokens)), tokens)
     return parent

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine.model.families import find_family
-from engine.model.models import embedding_store
+from engine.model.models import image_encoder
 from engine.model.ops import dispatch
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ Module = TypeVar("Module", bound=nn.Module)
 def model_class(architecture: str) -> type[Model]:
     """The class of a family, or the one for all that transformers computes. Each has the interface of Llama's."""
     family = find_family(architecture)
-    if architecture == embedding_store.ARCHITECTURE:
-        module, name = embedding_store.__name__, architecture
+    if architecture == image_encoder.ARCHITECTURE:
+        module, name = image_encoder.__name__, architecture
     elif family is None:
         module, name = "engine.model.transformers_backend.model", "TransformersModel"
     else:

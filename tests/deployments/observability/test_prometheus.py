@@ -158,11 +158,11 @@ def test_what_routers_count_is_told_apart_by_the_pool_that_they_send_to(folder):
         async with real_api_with_prefill(folder) as api:
             await api.complete(prompt=list(range(5, 45)), max_tokens=4)
             scrape = await api.scrape_when(lambda scrape: seen_by_engine(scrape, "length") == 1)
-            prefill_requests = {"model_name": "tiny", "engine": "decode-1", "pool": "prefill"}
+            remote_requests = {"model_name": "tiny", "engine": "decode-1", "pool": "prefill"}
             why = {"policy": "prefix_aware", "reason": "no_prefix"}
-            assert scrape.sum("manta_routed_requests_total", **prefill_requests) == 1
-            assert scrape.sum("manta_routed_requests_total", **prefill_requests, **why) == 1
-            assert scrape.sum("manta_routing_drift_tokens_total", **prefill_requests) == 0
+            assert scrape.sum("manta_routed_requests_total", **remote_requests) == 1
+            assert scrape.sum("manta_routed_requests_total", **remote_requests, **why) == 1
+            assert scrape.sum("manta_routing_drift_tokens_total", **remote_requests) == 0
             # this ingress has no router: it has its one engine at hand
             assert scrape.sum("manta_routed_requests_total", ingress="ingress-1", pool="decode") == 0
             assert scrape.sum("vllm:iteration_tokens_total_sum", engine="prefill-1") == 40

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
-from deployments.replicas.prefill_dispatcher import PoolState
+from deployments.replicas.remote_dispatcher import PoolState
 from deployments.routing.stats import RoutingStats
 from engine.errors import ServingError
 from engine.wire.messages import EngineStatus
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine_stats import engine_stats
 
 
-class FakePrefillPool:
-    """A PrefillPool whose calls stay open until `end` or `fail`.
+class FakeRemotePool:
+    """A RemotePool whose calls stay open until `end` or `fail`.
 
     found: statuses of its replicas. state: what Serve says of them.
     open: calls by handoff. avoided: what each call asked to avoid. cancelled: calls that the caller gave up.
@@ -27,16 +27,16 @@ class FakePrefillPool:
         self.avoided: dict[str, list[str]] = {}
         self.cancelled: list[str] = []
 
-    async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
-        self.avoided[prefill_request.handoff_id] = avoid
-        call = self.open[prefill_request.handoff_id] = asyncio.get_running_loop().create_future()
+    async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:
+        self.avoided[remote_request.handoff_id] = avoid
+        call = self.open[remote_request.handoff_id] = asyncio.get_running_loop().create_future()
         try:
             await call
         except asyncio.CancelledError:
-            self.cancelled.append(prefill_request.handoff_id)
+            self.cancelled.append(remote_request.handoff_id)
             raise
         finally:
-            del self.open[prefill_request.handoff_id]
+            del self.open[remote_request.handoff_id]
 
     async def statuses(self) -> list[EngineStatus]:
         return self.found
@@ -51,8 +51,8 @@ class FakePrefillPool:
         self.open[handoff_id].set_exception(error)
 
 
-def make_prefill_request(handoff_id: str = "h1") -> RemotePrefillRequest:
-    return RemotePrefillRequest(
+def make_remote_request(handoff_id: str = "h1") -> RemoteRequest:
+    return RemoteRequest(
         handoff_id=handoff_id,
         request_id="r",
         attempt=1,

@@ -9,15 +9,15 @@ import pytest
 from deployments.replicas.pairing import pair
 from engine.errors import StartupError
 from tests.deployments.fake_api import until
-from tests.deployments.replicas.fake_prefill import FakePrefillPool, status
+from tests.deployments.replicas.fake_prefill import FakeRemotePool, status
 from tests.deployments.replicas.test_engine_replica import run
-from tests.deployments.replicas.test_prefill_dispatcher import decode_with
+from tests.deployments.replicas.test_remote_dispatcher import decode_with
 
 
 @pytest.mark.parametrize("state", ["deploying", "up"])  # it may be up before its replicas can be reached
 def test_decode_waits_for_the_first_prefill_engine(state):
     async def scenario() -> None:
-        pool = FakePrefillPool(state=state)
+        pool = FakeRemotePool(state=state)
         async with decode_with(pool) as (replica, engine):
             pairing = asyncio.create_task(pair(replica, pool, 30))
             await until(lambda: engine.told)  # that there is nobody
@@ -30,7 +30,7 @@ def test_decode_waits_for_the_first_prefill_engine(state):
 
 def test_pool_that_is_down_does_not_keep_decode_down():
     async def scenario() -> None:
-        pool = FakePrefillPool(state="down")
+        pool = FakeRemotePool(state="down")
         async with decode_with(pool) as (replica, _):
             await pair(replica, pool, 30)
 
@@ -39,7 +39,7 @@ def test_pool_that_is_down_does_not_keep_decode_down():
 
 def test_prefill_engine_of_another_model_is_an_error_that_names_both():
     async def scenario() -> None:
-        pool = FakePrefillPool(status("p1", fingerprint="kv=1 dtype=bfloat16 layers=2"))
+        pool = FakeRemotePool(status("p1", fingerprint="kv=1 dtype=bfloat16 layers=2"))
         async with decode_with(pool) as (replica, engine):
             engine.fingerprint = "kv=1 dtype=float32 layers=2"
             message = "p1 cannot compute prompts for fake: it has dtype=bfloat16, where dtype=float32 is needed"
@@ -51,7 +51,7 @@ def test_prefill_engine_of_another_model_is_an_error_that_names_both():
 
 def test_during_an_update_decode_waits_for_a_prefill_engine_of_its_own_version():
     async def scenario() -> None:
-        pool = FakePrefillPool(status("old", fingerprint="g"), state="deploying")
+        pool = FakeRemotePool(status("old", fingerprint="g"), state="deploying")
         async with decode_with(pool) as (replica, engine):
             pairing = asyncio.create_task(pair(replica, pool, 30))
             await until(lambda: engine.told)
@@ -64,7 +64,7 @@ def test_during_an_update_decode_waits_for_a_prefill_engine_of_its_own_version()
 
 def test_pool_that_does_not_come_in_time_is_an_error():
     async def scenario() -> None:
-        pool = FakePrefillPool(state="deploying")
+        pool = FakeRemotePool(state="deploying")
         async with decode_with(pool) as (replica, _):
             with pytest.raises(StartupError, match="startup_timeout_s=0"):
                 await pair(replica, pool, 0.05)

@@ -9,11 +9,11 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
 
-from deployments.replicas.serve_pool import ServePrefillPool, _answer
+from deployments.replicas.serve_pool import ServeRemotePool, _answer
 from deployments.routing.routing_context import RoutingContext
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, ServingError
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 
 
@@ -103,20 +103,20 @@ class PrefillHandle:
 
 
 def test_a_prefill_request_is_routed_by_the_images_of_its_prompt():
-    def request(name: str, *hashes: bytes) -> RemotePrefillRequest:
+    def request(name: str, *hashes: bytes) -> RemoteRequest:
         place = PlaceholderRange(4, 4)
         images = [MultiModalFeatureSpec(data={}, mm_hash=h, mm_position=place, num_embeds=4) for h in hashes]
-        return RemotePrefillRequest(
+        return RemoteRequest(
             handoff_id=name, request_id=name, attempt=1, token_ids=[1] * 8, num_prompt=8, params=SamplingParams(),
             seed=1, cache_salt="", skip=0, fingerprint="", decode=Peer("decode", "", 1), mm_features=images,
         )  # fmt: skip
 
     async def scenario() -> None:
-        for prefill_request in (request("text"), request("one", b"one"), request("two", b"two")):
-            await pool.prefill(prefill_request, [])
+        for remote_request in (request("text"), request("one", b"one"), request("two", b"two")):
+            await pool.prefill(remote_request, [])
 
     handle = PrefillHandle()
-    pool = ServePrefillPool(handle, block_size=4)
+    pool = ServeRemotePool(handle, block_size=4)
     asyncio.run(scenario())
     assert len({keys[0] for keys in handle.keys}) == 1, "the image begins behind the first block"
     assert len({keys[1] for keys in handle.keys}) == 3

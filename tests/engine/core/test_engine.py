@@ -11,8 +11,8 @@ from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.output import Event
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
-from engine.wire.messages import CancelDispatch, DispatchPrefill, GenerateRequest, RemotePrefillFailed, TokenDelta
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.messages import CancelDispatch, DispatchRemote, GenerateRequest, RemoteRequestFailed, TokenDelta
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
 
@@ -354,14 +354,14 @@ def decode_engine(make_engine, **options) -> tuple[Engine, threading.Event]:
     return make_engine(handoff=handoff, wake=woken.set, **options), woken
 
 
-def prefill_request_of(engine: Engine) -> RemotePrefillRequest:
+def remote_request_of(engine: Engine) -> RemoteRequest:
     (notice,) = engine.core.take_notices()
-    assert isinstance(notice, DispatchPrefill)
+    assert isinstance(notice, DispatchRemote)
     return notice.request
 
 
 def fail(engine: Engine, woken: threading.Event, handoff_id: str) -> None:
-    engine.core.handoff_channel.submit(RemotePrefillFailed(handoff_id, "nobody there", False))
+    engine.core.handoff_channel.submit(RemoteRequestFailed(handoff_id, "nobody there", False))
     assert woken.wait(10)
     woken.clear()
 
@@ -378,7 +378,7 @@ def test_while_all_kv_is_on_its_way_the_engine_is_idle_and_no_step_is_late(make_
     assert engine.core.last_step_age_s == 0.0
     stats = engine.core.stats()
     assert (stats.receiving, stats.blocks_reserved, stats.running, stats.waiting) == (1, 2, 0, 0)
-    fail(engine, woken, prefill_request_of(engine).handoff_id)
+    fail(engine, woken, remote_request_of(engine).handoff_id)
     engine.step()
     assert not engine.core.idle and engine.core.stats().receiving == 0
     engine.go()
@@ -388,8 +388,8 @@ def test_a_deadline_ends_a_request_whose_kv_is_on_its_way(make_engine):
     engine, woken = decode_engine(make_engine)
     engine.add("a", timeout_s=2.0)
     engine.step()
-    prefill_request = prefill_request_of(engine)
-    assert prefill_request.timeout_s == 2.0
+    remote_request = remote_request_of(engine)
+    assert remote_request.timeout_s == 2.0
     engine.clock.now += 2.0
     engine.step()
     assert engine.last("a").error.code == "request_timeout"
@@ -398,27 +398,27 @@ def test_a_deadline_ends_a_request_whose_kv_is_on_its_way(make_engine):
     while engine.core.has_work:
         engine.step()
     assert engine.core.stats().blocks_used == 0
-    assert engine.core.take_notices()[0] == CancelDispatch(prefill_request.handoff_id)
+    assert engine.core.take_notices()[0] == CancelDispatch(remote_request.handoff_id)
 
 
 def test_an_abort_of_a_request_whose_kv_is_on_its_way_leaves_the_others_as_they_were(make_engine):
     engine, woken = decode_engine(make_engine)
     engine.add("a")
     engine.step()
-    first = prefill_request_of(engine).handoff_id
+    first = remote_request_of(engine).handoff_id
     engine.add("b")
     engine.step()
     engine.abort("a")
     assert engine.last("a").finish_reason == "abort"
     engine.step()
-    prefill_requests = [n.request.handoff_id for n in engine.core.take_notices() if isinstance(n, DispatchPrefill)]
-    assert first not in prefill_requests
-    fail(engine, woken, prefill_requests[0])
+    remote_requests = [n.request.handoff_id for n in engine.core.take_notices() if isinstance(n, DispatchRemote)]
+    assert first not in remote_requests
+    fail(engine, woken, remote_requests[0])
     engine.go()
     assert len(engine.tokens("b")) == 10 and not engine.tokens("a")
 
 
-def make_prefill_request(engine: Engine, **change) -> RemotePrefillRequest:
+def make_remote_request(engine: Engine, **change) -> RemoteRequest:
     """Return a request of a decode engine that is not there."""
     fields = {
         "handoff_id": "h",
@@ -433,17 +433,17 @@ def make_prefill_request(engine: Engine, **change) -> RemotePrefillRequest:
         "fingerprint": engine.core.scheduler.handoffs.fingerprint,
         "decode": Peer("decode", "tcp://127.0.0.1:9", 1),
     }
-    return RemotePrefillRequest(**{**fields, **change})
+    return RemoteRequest(**{**fields, **change})
 
 
 def test_a_prefill_engine_computes_a_prefill_request_and_holds_its_blocks(make_engine):
     woken = threading.Event()
     handoff = HandoffConfig(role="prefill", transport="tcp", lease_s=2.0, heartbeat_s=0.5)
     engine = make_engine(handoff=handoff, wake=woken.set)
-    prefill_request = make_prefill_request(engine)
+    remote_request = make_remote_request(engine)
     engine.deltas["h"] = []
-    assert engine.core.prefill(prefill_request)
-    assert engine.core.prefill(prefill_request), "a prefill request that comes twice is one"
+    assert engine.core.prefill(remote_request)
+    assert engine.core.prefill(remote_request), "a prefill request that comes twice is one"
     while not engine.core.idle:
         engine.step()
     stats = engine.core.stats()
@@ -464,7 +464,7 @@ def test_a_prefill_engine_computes_a_prefill_request_and_holds_its_blocks(make_e
 )
 def test_a_prefill_request_that_cannot_be_served_is_refused(make_engine, caplog, change, reason):
     engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"))
-    assert not engine.core.prefill(make_prefill_request(engine, **change))
+    assert not engine.core.prefill(make_remote_request(engine, **change))
     assert reason in caplog.text
     assert not engine.core.has_work
 

@@ -35,8 +35,8 @@ def test_a_received_prompt_goes_on_as_if_it_had_been_computed_here(length, depth
     h = DecodeHarness(num_blocks=16, max_model_len=64, depth=depth)
     h.add("a", ids(length), max_tokens=9)
     assert h.step() is None, "nothing is computed here"
-    prefill_request = h.open[only_open(h)].prefill_request
-    assert (prefill_request.token_ids, prefill_request.skip, prefill_request.seed, prefill_request.attempt) == (
+    remote_request = h.open[only_open(h)].remote_request
+    assert (remote_request.token_ids, remote_request.skip, remote_request.seed, remote_request.attempt) == (
         ids(length),
         0,
         1,
@@ -57,7 +57,7 @@ def test_only_what_is_missing_is_asked_for(depth):
     h.add("b", ids(13), max_tokens=2)
     h.step()
     handoff = h.open[only_open(h)]
-    assert handoff.prefill_request.skip == 12 and len(handoff.blocks) == 1
+    assert handoff.remote_request.skip == 12 and len(handoff.blocks) == 1
     h.run()
     assert h.finished["b"].request.prefix.num_cached == 12
 
@@ -89,7 +89,7 @@ def test_a_failed_handoff_keeps_the_verified_blocks_and_asks_for_the_rest(depth)
     h.fail(first, verified_blocks=2)
     assert h.pool.num_used == 0 and h.pool.num_cached == 2
     h.step()
-    second = h.open[only_open(h)].prefill_request
+    second = h.open[only_open(h)].remote_request
     assert (second.skip, second.attempt) == (8, 2) and second.handoff_id != first
     h.run()
     assert h.scheduler.totals.recomputed_tokens == 0
@@ -155,7 +155,7 @@ def test_the_prefill_request_says_how_much_time_is_left():
     h.scheduler.queue.waiting[0].clock.deadline_at = 7.0
     h.scheduler.schedule(now=4.5)
     h._forward()
-    assert h.open[only_open(h)].prefill_request.timeout_s == 2.5
+    assert h.open[only_open(h)].remote_request.timeout_s == 2.5
 
 
 def test_receiving_takes_neither_slot_nor_budget_and_received_ones_wait_for_a_slot_in_order(depth):
@@ -416,8 +416,8 @@ def test_a_replay_may_be_computed_elsewhere():
     given = expected_output(ids(6), PARAMS, 64)[:4]
     h.replay("a", ids(6), given, max_tokens=6)
     h.step()
-    prefill_request = h.open[only_open(h)].prefill_request
-    assert (prefill_request.token_ids, prefill_request.num_prompt) == (ids(6) + given, 6)
+    remote_request = h.open[only_open(h)].remote_request
+    assert (remote_request.token_ids, remote_request.num_prompt) == (ids(6) + given, 6)
     h.receive(only_open(h))
     while h.scheduler.has_work:
         h.step()

@@ -148,22 +148,22 @@ class PrefillMachine(SchedulerMachine):
     h: PrefillHarness
 
     @rule(prefix=prefixes, rest=rests, data=st.data(), seed=st.integers(0, 3), form=forms)
-    def prefill_request(self, prefix, rest, data, seed, form):
+    def remote_request(self, prefix, rest, data, seed, form):
         self.count += 1
         size = self.h.config.block_size
         prompt = prefix + rest
         skip = data.draw(st.integers(0, (len(prompt) - 1) // size)) * size
         self.h.add_remote_prefill(f"r{self.count}", prompt, skip=skip, seed=seed, structured_outputs=form)
 
-    @precondition(lambda self: self.h.prefill_requests)
+    @precondition(lambda self: self.h.remote_requests)
     @rule(data=st.data(), reason=st.sampled_from(["released", "cancelled", "expired"]))
     def close(self, data, reason):
-        self.h.close(data.draw(st.sampled_from(sorted(self.h.prefill_requests))), reason)
+        self.h.close(data.draw(st.sampled_from(sorted(self.h.remote_requests))), reason)
 
     def teardown(self):
         super().teardown()
         if hasattr(self, "h"):
-            assert not self.h.prefill_requests
+            assert not self.h.remote_requests
 
 
 RULES = settings(max_examples=examples(150), stateful_step_count=40)

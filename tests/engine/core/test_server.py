@@ -16,7 +16,7 @@ from engine.wire.messages import (
     Abort,
     Add,
     CancelPrefill,
-    DispatchPrefill,
+    DispatchRemote,
     EngineLoad,
     EngineStatus,
     EngineUpdate,
@@ -24,12 +24,12 @@ from engine.wire.messages import (
     Notice,
     Prefill,
     PrefillReplicas,
-    RemotePrefillFailed,
+    RemoteRequestFailed,
     ResetPrefixCache,
     Subscribe,
     TokenBatch,
 )
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine_sockets import Inbox, Ingress, ServerThread
 from tests.models import make_model
@@ -317,9 +317,9 @@ def test_an_engine_that_waits_for_kv_sleeps_until_its_handoffs_wake_it(folder, c
     attempts = []
     while len(attempts) < 2:
         notice = control.receive()
-        if isinstance(notice, DispatchPrefill):
+        if isinstance(notice, DispatchRemote):
             attempts.append(notice.request.attempt)
-            ingress.send(RemotePrefillFailed(notice.request.handoff_id, "nobody there", True))
+            ingress.send(RemoteRequestFailed(notice.request.handoff_id, "nobody there", True))
     assert attempts == [1, 2]
     assert len(ingress.tokens("a")) == 8
     server.stop()
@@ -337,7 +337,7 @@ def test_a_prefill_engine_names_handoffs_among_what_has_ended(folder, context):
     ingress = Ingress(context, thread.server)
     fingerprint = control.receive().fingerprint
     for name, tokens in [("taken", [5, 6, 7]), ("cancelled", [5, 6, 7]), ("too long", [5] * 300)]:
-        prefill_request = RemotePrefillRequest(
+        remote_request = RemoteRequest(
             handoff_id=name,
             request_id=name,
             attempt=1,
@@ -350,7 +350,7 @@ def test_a_prefill_engine_names_handoffs_among_what_has_ended(folder, context):
             fingerprint=fingerprint,
             decode=Peer("decode", "tcp://127.0.0.1:9", 1),
         )
-        ingress.send(Prefill(prefill_request))
+        ingress.send(Prefill(remote_request))
     ingress.send(CancelPrefill("cancelled"))
     ended: list[str] = []
     while len(ended) < 3:
@@ -364,7 +364,7 @@ def test_a_prefill_engine_names_handoffs_among_what_has_ended(folder, context):
     assert thread.error is None
 
 
-@pytest.mark.parametrize("command", [CancelPrefill("h"), RemotePrefillFailed("h", "why", True), PrefillReplicas([])])
+@pytest.mark.parametrize("command", [CancelPrefill("h"), RemoteRequestFailed("h", "why", True), PrefillReplicas([])])
 def test_an_engine_without_handoffs_drops_commands_for_them(ingress, command):
     ingress.send(command)
     ingress.add("a")

@@ -18,7 +18,7 @@ from engine.kv_transfer import channel
 from engine.kv_transfer.transport import worker as kv_worker
 from engine.kv_transfer.transport.tcp import TcpTransport
 from engine.runner.model_runner import ModelRunner
-from engine.wire.remote_prefill import Peer
+from engine.wire.remote_request import Peer
 from tests.processes import outlives_test
 
 STATUS_PERIOD_S = 0.05

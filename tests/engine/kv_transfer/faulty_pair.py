@@ -17,14 +17,14 @@ from engine.wire.messages import (
     CancelDispatch,
     CancelPrefill,
     Command,
-    DispatchPrefill,
+    DispatchRemote,
     EngineStatus,
     GenerateRequest,
     Notice,
     Prefill,
     PrefillReplica,
     PrefillReplicas,
-    RemotePrefillFailed,
+    RemoteRequestFailed,
     TokenBatch,
     TokenDelta,
 )
@@ -146,7 +146,7 @@ class FaultyPair:
         self.members.pop(name).kill()
         if name == "prefill":
             for handoff_id in self._open:
-                self.decode.send(RemotePrefillFailed(handoff_id, "the prefill replica died", True))
+                self.decode.send(RemoteRequestFailed(handoff_id, "the prefill replica died", True))
             self._tell_pool()
         self._open.clear()
 
@@ -245,13 +245,13 @@ class FaultyPair:
                 member.ended |= set(notice.ended)
                 if member.name == "prefill":
                     self._open -= member.ended
-            case DispatchPrefill(prefill_request):
+            case DispatchRemote(remote_request):
                 if "prefill" in self.members and self.prefill.is_ready:
-                    self._open.add(prefill_request.handoff_id)
-                    self.prefill.send(Prefill(prefill_request))
+                    self._open.add(remote_request.handoff_id)
+                    self.prefill.send(Prefill(remote_request))
                 else:
                     self.decode.send(
-                        RemotePrefillFailed(prefill_request.handoff_id, "there is no prefill replica", True)
+                        RemoteRequestFailed(remote_request.handoff_id, "there is no prefill replica", True)
                     )
             case CancelDispatch(handoff_id):
                 if handoff_id in self._open:

@@ -28,8 +28,8 @@ from engine.wire.handoff import (
     RefusePrefill,
     ReportProgress,
 )
-from engine.wire.messages import RemotePrefillFailed
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.messages import RemoteRequestFailed
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 
 BLOCK = 4  # tokens
@@ -58,7 +58,7 @@ class Flight:
 class Job:
     """What a prefill engine computes."""
 
-    prefill_request: RemotePrefillRequest
+    remote_request: RemoteRequest
     blocks: list[int]
     computed: int
 
@@ -78,7 +78,7 @@ class Engine:
     reads: list[RunningRead] = field(default_factory=list)
     answers: deque[ReadEnded] = field(default_factory=deque)  # of the own workers, not yet handled
     jobs: dict[str, Job] = field(default_factory=dict)
-    opened: dict[str, tuple[RemotePrefillRequest, list[int]]] = field(default_factory=dict)
+    opened: dict[str, tuple[RemoteRequest, list[int]]] = field(default_factory=dict)
     results: dict[str, HandoffEvent] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -128,8 +128,8 @@ class Engine:
 
     # -- decode ------------------------------------------------------------------------------------------------
 
-    def open(self, tokens: list[int], skip: int = 0, **more) -> RemotePrefillRequest:
-        prefill_request = RemotePrefillRequest(
+    def open(self, tokens: list[int], skip: int = 0, **more) -> RemoteRequest:
+        remote_request = RemoteRequest(
             **{
                 "handoff_id": f"h{next(self.world.ids)}",
                 "request_id": "r",
@@ -147,17 +147,17 @@ class Engine:
         )
         blocks = self._take(-(-(len(tokens) - skip) // BLOCK))
         assert blocks is not None
-        self.opened[prefill_request.handoff_id] = prefill_request, blocks
-        self.protocol.apply(OpenHandoff(prefill_request, blocks), self.now)
+        self.opened[remote_request.handoff_id] = remote_request, blocks
+        self.protocol.apply(OpenHandoff(remote_request, blocks), self.now)
         self.flush()
-        return prefill_request
+        return remote_request
 
     def cancel(self, handoff_id: str) -> None:
         self.protocol.apply(CancelHandoff(handoff_id), self.now)
         self.flush()
 
     def remote_prefill_failed(self, handoff_id: str, reason: str = "died", retry: bool = True) -> None:
-        self.protocol.apply(RemotePrefillFailed(handoff_id, reason, retry), self.now)
+        self.protocol.apply(RemoteRequestFailed(handoff_id, reason, retry), self.now)
         self.flush()
 
     def read_step(self, read: RunningRead, error: str | None = None) -> None:
@@ -183,35 +183,35 @@ class Engine:
 
     # -- prefill -----------------------------------------------------------------------------------------------
 
-    def accept(self, prefill_request: RemotePrefillRequest) -> None:
-        blocks = self._take(-(-(len(prefill_request.token_ids) - prefill_request.skip) // BLOCK))
+    def accept(self, remote_request: RemoteRequest) -> None:
+        blocks = self._take(-(-(len(remote_request.token_ids) - remote_request.skip) // BLOCK))
         if blocks is None:
-            self.protocol.apply(RefusePrefill(prefill_request, "no room"), self.now)
+            self.protocol.apply(RefusePrefill(remote_request, "no room"), self.now)
         else:
-            assert prefill_request.handoff_id not in self.jobs
-            self.results.pop(prefill_request.handoff_id, None)  # a prefill request may come again after its lease
-            self.jobs[prefill_request.handoff_id] = Job(prefill_request, blocks, prefill_request.skip)
-            self.protocol.apply(AcceptPrefill(prefill_request), self.now)
+            assert remote_request.handoff_id not in self.jobs
+            self.results.pop(remote_request.handoff_id, None)  # a prefill request may come again after its lease
+            self.jobs[remote_request.handoff_id] = Job(remote_request, blocks, remote_request.skip)
+            self.protocol.apply(AcceptPrefill(remote_request), self.now)
         self.flush()
 
     def compute(self, handoff_id: str, num_tokens: int, wrong_prompt_hash: bool = False) -> None:
         job = self.jobs.get(handoff_id)
-        if job is None or job.computed == len(job.prefill_request.token_ids):
+        if job is None or job.computed == len(job.remote_request.token_ids):
             return
-        tokens, skip = job.prefill_request.token_ids, job.prefill_request.skip
+        tokens, skip = job.remote_request.token_ids, job.remote_request.skip
         job.computed = min(len(tokens), job.computed + num_tokens)
         for i, block in enumerate(job.blocks):
             self.memory[0, block] = tuple(tokens[: min(job.computed, skip + (i + 1) * BLOCK)])
         named = job.blocks[: -(-(job.computed - skip) // BLOCK)]
         self.protocol.apply(ReportProgress(handoff_id, job.computed, named), self.now)
         if job.computed == len(tokens):
-            prompt_hash = b"wrong" if wrong_prompt_hash else hash_prompt(job.prefill_request, BLOCK)
+            prompt_hash = b"wrong" if wrong_prompt_hash else hash_prompt(job.remote_request, BLOCK)
             first = FirstToken(sum(tokens), None, prompt_hash, 0)
             self.protocol.apply(FinishPrefill(handoff_id, first), self.now)
         self.flush()
 
     def refuse(self, handoff_id: str, reason: str = "failed") -> None:
-        self.protocol.apply(RefusePrefill(self.jobs[handoff_id].prefill_request, reason), self.now)
+        self.protocol.apply(RefusePrefill(self.jobs[handoff_id].remote_request, reason), self.now)
         self.flush()
 
     # -- parts -------------------------------------------------------------------------------------------------
@@ -228,10 +228,10 @@ class Engine:
             for block in blocks:
                 self.memory[rank, block] = object()  # somebody else's KV
 
-    def _check_tokens(self, prefill_request: RemotePrefillRequest, blocks: list[int], verified: int) -> None:
-        tokens = prefill_request.token_ids
+    def _check_tokens(self, remote_request: RemoteRequest, blocks: list[int], verified: int) -> None:
+        tokens = remote_request.token_ids
         for i, block in enumerate(blocks):
-            end = min(len(tokens), prefill_request.skip + (i + 1) * BLOCK)
+            end = min(len(tokens), remote_request.skip + (i + 1) * BLOCK)
             for rank in range(self.num_ranks):
                 if end <= verified:
                     assert self.memory[rank, block] == tuple(tokens[:end]), "wrong KV counted as right"
@@ -243,16 +243,16 @@ class Engine:
         if isinstance(event, Closed):
             self._give_back(self.jobs.pop(event.handoff_id).blocks)
             return
-        prefill_request, blocks = self.opened.pop(event.handoff_id)
-        tokens = prefill_request.token_ids
+        remote_request, blocks = self.opened.pop(event.handoff_id)
+        tokens = remote_request.token_ids
         if isinstance(event, Received):
             assert event.first.token == sum(tokens)
             verified = len(tokens)
         else:
             assert isinstance(event, Failed)
             verified = event.verified
-            assert verified % BLOCK == 0 and prefill_request.skip <= verified <= len(tokens)
-        self._check_tokens(prefill_request, blocks, verified)
+            assert verified % BLOCK == 0 and remote_request.skip <= verified <= len(tokens)
+        self._check_tokens(remote_request, blocks, verified)
         reading = [read.command.local_blocks for read in self.reads]
         assert not any(set(blocks) & set(local) for local in reading), "told before all reads had ended"
         self._give_back(blocks)

@@ -16,13 +16,13 @@ from engine.wire.messages import (
     CancelDispatch,
     CancelPrefill,
     Command,
-    DispatchPrefill,
+    DispatchRemote,
     EngineStatus,
     Notice,
     Prefill,
-    RemotePrefillFailed,
+    RemoteRequestFailed,
 )
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.remote_request import RemoteRequest
 from tests.engine_sockets import LIMIT_MS, Ingress, ServerThread
 from tests.rank_pool import TIMEOUT_S, RankPool, run_worker
 
@@ -77,8 +77,8 @@ class Pair:
         self.prefill = Engine(self._context, prefill, "prefill", ranks[1])
         self.ingress = Ingress(self._context, self.decode.server)
         self.forwards, self.fails = True, False
-        self.held: list[RemotePrefillRequest] = []
-        self.prefill_requests: list[RemotePrefillRequest] = []
+        self.held: list[RemoteRequest] = []
+        self.remote_requests: list[RemoteRequest] = []
         self.dropped: set[str] = set()
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -114,8 +114,8 @@ class Pair:
     def release_prefill_requests(self) -> None:
         with self._changed:
             self.forwards = True
-            for prefill_request in self.held:
-                self._forward(prefill_request)
+            for remote_request in self.held:
+                self._forward(remote_request)
             self.held.clear()
 
     def forget(self) -> None:
@@ -144,20 +144,20 @@ class Pair:
             case EngineStatus():
                 engine.status = notice
                 engine.ended |= set(notice.ended)
-            case DispatchPrefill(prefill_request):
-                self.prefill_requests.append(prefill_request)
+            case DispatchRemote(remote_request):
+                self.remote_requests.append(remote_request)
                 if self.fails:
-                    self.decode.send(RemotePrefillFailed(prefill_request.handoff_id, "nobody there", True))
+                    self.decode.send(RemoteRequestFailed(remote_request.handoff_id, "nobody there", True))
                 elif self.forwards:
-                    self._forward(prefill_request)
+                    self._forward(remote_request)
                 else:
-                    self.held.append(prefill_request)
+                    self.held.append(remote_request)
             case CancelDispatch(handoff_id):
                 self.dropped.add(handoff_id)
                 self.prefill.send(CancelPrefill(handoff_id))
 
-    def _forward(self, prefill_request: RemotePrefillRequest) -> None:
-        self.prefill.send(Prefill(prefill_request))
+    def _forward(self, remote_request: RemoteRequest) -> None:
+        self.prefill.send(Prefill(remote_request))
 
 
 def is_empty(status: EngineStatus | None) -> bool:

@@ -29,7 +29,7 @@ from engine.wire.handoff import (
     RefusePrefill,
     ReportProgress,
 )
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.fake_worker import FakeKVWorker
 from tests.refused import Refused
@@ -101,9 +101,9 @@ def engines():
         engine.close()
 
 
-def prefill_request_for(decode, handoff_id="h", address=None):
+def remote_request_for(decode, handoff_id="h", address=None):
     peer = decode.channel.peer
-    return RemotePrefillRequest(
+    return RemoteRequest(
         handoff_id=handoff_id,
         request_id="r",
         attempt=1,
@@ -118,15 +118,15 @@ def prefill_request_for(decode, handoff_id="h", address=None):
     )
 
 
-def first_of(prefill_request):
-    return FirstToken(7, None, hash_prompt(prefill_request, BLOCK), 0)
+def first_of(remote_request):
+    return FirstToken(7, None, hash_prompt(remote_request, BLOCK), 0)
 
 
 def test_kv_travels_between_two_engines_while_prefill_computes(engines):
     decode, prefill = engines("d", [FakeKVWorker(rank) for rank in range(2)]), engines("p")
-    prefill_request = prefill_request_for(decode)
-    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(prefill_request))
+    remote_request = remote_request_for(decode)
+    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(remote_request))
     source = prefill.workers[0].memory
     source.update({5: "one", 6: "two"})
     prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
@@ -134,8 +134,8 @@ def test_kv_travels_between_two_engines_while_prefill_computes(engines):
         assert worker.has_read.wait(WAIT_S)
     source.update({7: "three", 8: "four"})
     prefill.channel.submit(ReportProgress("h", 14, [5, 6, 7, 8]))
-    prefill.channel.submit(FinishPrefill("h", first_of(prefill_request)))
-    assert decode.wait_for_event() == Received("h", first_of(prefill_request))
+    prefill.channel.submit(FinishPrefill("h", first_of(remote_request)))
+    assert decode.wait_for_event() == Received("h", first_of(remote_request))
     assert prefill.wait_for_event() == Closed("h", "released")
     for worker in decode.workers:
         assert worker.memory == {20: "one", 21: "two", 22: "three", 23: "four"}
@@ -148,10 +148,10 @@ def test_kv_travels_between_two_engines_while_prefill_computes(engines):
 
 def test_the_events_of_decode_tell_what_became_of_a_request(engines):
     decode, prefill = engines("d"), engines("p")
-    prefill_request = prefill_request_for(decode)
-    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(prefill_request))
-    prefill.channel.submit(RefusePrefill(prefill_request, "out of luck"))
+    remote_request = remote_request_for(decode)
+    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(remote_request))
+    prefill.channel.submit(RefusePrefill(remote_request, "out of luck"))
     decode.wait_for_event()
     assert prefill.wait_for_event() == Closed("h", "cancelled")
     lines = [event.what.what for event in decode.noted]
@@ -163,9 +163,9 @@ def test_the_events_of_decode_tell_what_became_of_a_request(engines):
 
 def test_a_cancelled_handoff_stops_its_reads_before_prefill_gives_up_its_blocks(engines):
     decode, prefill = engines("d", [FakeKVWorker(holding=True)]), engines("p")
-    prefill_request = prefill_request_for(decode)
-    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(prefill_request))
+    remote_request = remote_request_for(decode)
+    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(remote_request))
     prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     assert decode.workers[0].has_read.wait(WAIT_S)
     (info,) = decode.channel.snapshot()
@@ -179,10 +179,10 @@ def test_a_cancelled_handoff_stops_its_reads_before_prefill_gives_up_its_blocks(
 def test_a_failed_read_lets_the_pair_rest(engines):
     gone = FakeKVWorker()
     decode, prefill = engines("d"), engines("p", [gone])
-    prefill_request = prefill_request_for(decode)
+    remote_request = remote_request_for(decode)
     del FakeKVWorker.everyone[gone.address.encode()]
-    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(prefill_request))
+    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(remote_request))
     prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     assert decode.wait_for_event() == Failed("h", "read", 0, True, "rank 0: connection lost")
     assert decode.channel.quarantined() == decode.channel.stats().quarantined == ["p"]
@@ -191,9 +191,9 @@ def test_a_failed_read_lets_the_pair_rest(engines):
 
 def test_an_engine_whose_agent_does_not_stop_must_end(engines):
     decode, prefill = engines("d", [FakeKVWorker(holding=True, mute=True)], HASTY), engines("p")
-    prefill_request = prefill_request_for(decode)
-    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(prefill_request))
+    remote_request = remote_request_for(decode)
+    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(remote_request))
     prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     assert decode.workers[0].has_read.wait(WAIT_S)
     decode.channel.submit(CancelHandoff("h"))
@@ -202,18 +202,18 @@ def test_an_engine_whose_agent_does_not_stop_must_end(engines):
 
 def test_a_decode_engine_that_is_gone_loses_its_lease(engines):
     decode, prefill = engines("d"), engines("p", config=HASTY)
-    prefill_request = prefill_request_for(decode)
+    remote_request = remote_request_for(decode)
     decode.channel.close()
-    prefill.channel.submit(AcceptPrefill(prefill_request))
+    prefill.channel.submit(AcceptPrefill(remote_request))
     assert prefill.wait_for_event() == Closed("h", "expired")
     assert prefill.channel.stats().lease_expiries == 1
 
 
 def test_a_prefill_engine_that_ends_says_so(engines):
     decode, prefill = engines("d"), engines("p")
-    prefill_request = prefill_request_for(decode)
-    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(prefill_request))
+    remote_request = remote_request_for(decode)
+    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(remote_request))
     decode.wait_for_stats(lambda stats: "accept" in stats.phase_seconds)
     prefill.channel.close()
     assert decode.wait_for_event() == Failed("h", "refused", 0, True, "the engine ends")
@@ -221,9 +221,9 @@ def test_a_prefill_engine_that_ends_says_so(engines):
 
 def test_a_channel_closes_though_an_agent_does_not_answer(engines):
     decode, prefill = engines("d", [FakeKVWorker(holding=True, mute=True)]), engines("p")
-    prefill_request = prefill_request_for(decode)
-    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(prefill_request))
+    remote_request = remote_request_for(decode)
+    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(remote_request))
     prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     assert decode.workers[0].has_read.wait(WAIT_S)
     decode.channel.close()
@@ -238,28 +238,28 @@ def test_nonsense_from_the_network_is_counted_and_harms_nobody(engines):
         stranger.send(msgspec.msgpack.encode(Envelope(prefill.channel.peer, 1, Released("h", 1, True))))  # not for us
         decode.wait_for_stats(lambda stats: stats.stale_messages == 1)
         refused.wait_for(1)
-    prefill_request = prefill_request_for(decode)
-    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
-    prefill.channel.submit(RefusePrefill(prefill_request, "no room"))
+    remote_request = remote_request_for(decode)
+    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
+    prefill.channel.submit(RefusePrefill(remote_request, "no room"))
     assert decode.wait_for_event() == Failed("h", "refused", 0, True, "no room")
 
 
 def test_a_prefill_request_with_an_impossible_address_harms_nobody_else(engines):
     decode, prefill, refused = engines("d"), engines("p", config=HASTY), Refused("handoffs", "unexpected")
-    prefill.channel.submit(AcceptPrefill(prefill_request_for(decode, "bad", address="nowhere")))
+    prefill.channel.submit(AcceptPrefill(remote_request_for(decode, "bad", address="nowhere")))
     assert prefill.wait_for_event() == Closed("bad", "expired")
     assert refused.count >= 1
-    prefill_request = prefill_request_for(decode)
-    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
-    prefill.channel.submit(RefusePrefill(prefill_request, "no room"))
+    remote_request = remote_request_for(decode)
+    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
+    prefill.channel.submit(RefusePrefill(remote_request, "no room"))
     assert decode.wait_for_event().reason == "refused"
 
 
 def test_a_channel_whose_thread_has_died_ends_its_engine(engines):
     engine = engines("d")
-    prefill_request = prefill_request_for(engine)
-    engine.channel.submit(AcceptPrefill(prefill_request))
-    engine.channel.submit(AcceptPrefill(prefill_request))  # forbidden
+    remote_request = remote_request_for(engine)
+    engine.channel.submit(AcceptPrefill(remote_request))
+    engine.channel.submit(AcceptPrefill(remote_request))  # forbidden
     assert "a prefill request is accepted once" in engine.wait_until_broken()
 
 
@@ -277,12 +277,12 @@ def test_real_agents_bring_the_heads_of_every_rank(engines, decode_ranks, prefil
     local_workers, local = workers(torch.zeros_like(whole), decode_ranks)
     remote_workers, _ = workers(whole, prefill_ranks)
     decode, prefill = engines("d", local_workers), engines("p", remote_workers)
-    prefill_request = prefill_request_for(decode)
-    decode.channel.submit(OpenHandoff(prefill_request, [3, 2, 1, 0]))
-    prefill.channel.submit(AcceptPrefill(prefill_request))
+    remote_request = remote_request_for(decode)
+    decode.channel.submit(OpenHandoff(remote_request, [3, 2, 1, 0]))
+    prefill.channel.submit(AcceptPrefill(remote_request))
     prefill.channel.submit(ReportProgress("h", 8, [5, 9]))
     prefill.channel.submit(ReportProgress("h", 14, [5, 9, 12, 13]))
-    prefill.channel.submit(FinishPrefill("h", first_of(prefill_request)))
+    prefill.channel.submit(FinishPrefill("h", first_of(remote_request)))
     assert isinstance(decode.wait_for_event(), Received)
     assert prefill.wait_for_event() == Closed("h", "released")
     received = torch.cat(local, dim=3)

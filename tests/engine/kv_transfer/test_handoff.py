@@ -25,10 +25,10 @@ PROMPT = list(range(1, 31))  # 7 blocks and a half
 def started(prompt=PROMPT, skip=0, **world):
     """A handoff that prefill has accepted, and decode knows it."""
     w = World(**world)
-    prefill_request = w.decode.open(prompt, skip)
-    w.prefill.accept(prefill_request)
+    remote_request = w.decode.open(prompt, skip)
+    w.prefill.accept(remote_request)
     w.settle()
-    return w, prefill_request.handoff_id
+    return w, remote_request.handoff_id
 
 
 def all_free(w):
@@ -113,16 +113,16 @@ def test_both_sides_show_a_live_handoff():
 @pytest.mark.parametrize("chunk", [7, 30])
 def test_no_single_lost_message_matters(lost, chunk):
     w = World()
-    prefill_request = w.decode.open(PROMPT)
-    w.prefill.accept(prefill_request)
+    remote_request = w.decode.open(PROMPT)
+    w.prefill.accept(remote_request)
     for _ in range(40):
-        w.prefill.compute(prefill_request.handoff_id, chunk)
+        w.prefill.compute(remote_request.handoff_id, chunk)
         for flight in list(w.network):
             if isinstance(flight.envelope.message, lost) and lost is not None:
                 w.network.remove(flight)
                 lost = ()
         w.advance(0.25)
-    assert isinstance(w.decode.results[prefill_request.handoff_id], Received)
+    assert isinstance(w.decode.results[remote_request.handoff_id], Received)
     assert all_free(w)
 
 
@@ -194,27 +194,27 @@ def test_progress_of_an_older_attempt_is_answered_by_cancel_and_counted():
 
 def test_of_two_engines_that_got_the_same_prefill_request_the_second_is_told_to_cancel():
     w = World(prefills=2)
-    prefill_request = w.decode.open(PROMPT)
-    w.engines["p0"].accept(prefill_request)
+    remote_request = w.decode.open(PROMPT)
+    w.engines["p0"].accept(remote_request)
     w.settle()
-    w.engines["p1"].accept(prefill_request)
+    w.engines["p1"].accept(remote_request)
     w.settle()
-    assert w.engines["p1"].results[prefill_request.handoff_id].reason == "cancelled"
-    w.engines["p0"].compute(prefill_request.handoff_id, 30)
+    assert w.engines["p1"].results[remote_request.handoff_id].reason == "cancelled"
+    w.engines["p0"].compute(remote_request.handoff_id, 30)
     w.settle()
-    assert isinstance(w.decode.results[prefill_request.handoff_id], Received)
+    assert isinstance(w.decode.results[remote_request.handoff_id], Received)
 
 
 def test_a_prefill_request_that_comes_again_after_its_lease_proves_nothing_that_was_read_before():
     w, h = started()
-    prefill_request = w.prefill.jobs[h].prefill_request
+    remote_request = w.prefill.jobs[h].remote_request
     w.prefill.compute(h, 12)
     w.settle(reads=False)
     w.decode.paused = True
     w.advance(30.0, reads=False)
     w.decode.read_step(w.decode.reads[0])
     assert w.prefill.results[h].reason == "expired"
-    w.prefill.accept(prefill_request)
+    w.prefill.accept(remote_request)
     w.prefill.compute(h, 12)
     w.network = [f for f in w.network if not isinstance(f.envelope.message, Refused)]
     w.decode.paused = False
@@ -236,23 +236,23 @@ def test_a_message_for_the_engine_that_was_here_before_is_dropped_and_counted():
 
 def test_prefill_that_dies_before_it_has_answered_costs_one_attempt():
     w = World()
-    prefill_request = w.decode.open(PROMPT, skip=8)
+    remote_request = w.decode.open(PROMPT, skip=8)
     w.crash("p0")
-    w.decode.remote_prefill_failed(prefill_request.handoff_id, "replica died", retry=True)
-    assert w.decode.results[prefill_request.handoff_id] == Failed(
-        prefill_request.handoff_id, "remote_prefill_failed", verified=8, retry=True, detail="replica died"
+    w.decode.remote_prefill_failed(remote_request.handoff_id, "replica died", retry=True)
+    assert w.decode.results[remote_request.handoff_id] == Failed(
+        remote_request.handoff_id, "remote_prefill_failed", verified=8, retry=True, detail="replica died"
     )
     assert all_free(w)
 
 
 def test_a_prefill_request_that_nobody_answers_is_given_up_after_accept_s():
     w = World()
-    prefill_request = w.decode.open(PROMPT)
+    remote_request = w.decode.open(PROMPT)
     w.advance(CONFIG.accept_s)
     assert not w.decode.results
     w.advance(CONFIG.heartbeat_s)
-    assert w.decode.results[prefill_request.handoff_id].reason == "not_accepted"
-    assert w.decode.results[prefill_request.handoff_id].retry
+    assert w.decode.results[remote_request.handoff_id].reason == "not_accepted"
+    assert w.decode.results[remote_request.handoff_id].retry
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -408,12 +408,12 @@ def test_a_lost_cancel_is_said_again_when_prefill_asks():
 
 def test_a_cancel_before_prefill_has_answered_reaches_it_when_it_does():
     w = World()
-    prefill_request = w.decode.open(PROMPT)
-    w.decode.cancel(prefill_request.handoff_id)
-    assert w.decode.results[prefill_request.handoff_id].reason == "cancelled"
-    w.prefill.accept(prefill_request)
+    remote_request = w.decode.open(PROMPT)
+    w.decode.cancel(remote_request.handoff_id)
+    assert w.decode.results[remote_request.handoff_id].reason == "cancelled"
+    w.prefill.accept(remote_request)
     w.settle()
-    assert w.prefill.results[prefill_request.handoff_id].reason == "cancelled"
+    assert w.prefill.results[remote_request.handoff_id].reason == "cancelled"
 
 
 # -- the link --------------------------------------------------------------------------------------------------
@@ -471,12 +471,12 @@ def test_a_prefill_request_that_reaches_a_quarantined_engine_is_not_read_from_it
     w.settle(reads=False)
     w.decode.read_step(w.decode.reads[0], error="no progress")
     w.settle()
-    prefill_request = w.decode.open(PROMPT)
-    w.prefill.accept(prefill_request)
+    remote_request = w.decode.open(PROMPT)
+    w.prefill.accept(remote_request)
     w.settle()
-    assert w.decode.results[prefill_request.handoff_id].reason == "quarantined"
-    assert w.decode.results[prefill_request.handoff_id].retry
-    assert w.prefill.results[prefill_request.handoff_id].reason == "cancelled"
+    assert w.decode.results[remote_request.handoff_id].reason == "quarantined"
+    assert w.decode.results[remote_request.handoff_id].retry
+    assert w.prefill.results[remote_request.handoff_id].reason == "cancelled"
 
 
 def test_after_a_failed_link_its_connections_are_dropped_unless_another_handoff_uses_them():
@@ -603,12 +603,12 @@ def test_decode_that_was_paused_for_less_than_the_lease_goes_on():
 def test_prefill_without_room_refuses_at_once():
     w = World()
     w.prefill.free.clear()
-    prefill_request = w.decode.open(PROMPT, skip=4)
+    remote_request = w.decode.open(PROMPT, skip=4)
     w.prefill.check = lambda: None
-    w.prefill.accept(prefill_request)
+    w.prefill.accept(remote_request)
     w.settle()
-    assert w.decode.results[prefill_request.handoff_id] == Failed(
-        prefill_request.handoff_id, "refused", 4, True, "no room"
+    assert w.decode.results[remote_request.handoff_id] == Failed(
+        remote_request.handoff_id, "refused", 4, True, "no room"
     )
 
 

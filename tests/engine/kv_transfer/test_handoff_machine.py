@@ -28,7 +28,7 @@ class HandoffMachine(RuleBasedStateMachine):
             self.w.start(
                 name, num_ranks=self.w.engines[name].num_ranks, num_blocks=num_blocks, drift=drift, offset=offset
             )
-        self.prefill_requests = []  # under way, as calls
+        self.remote_requests = []  # under way, as calls
         self.count = 0
 
     # -- what engines do -----------------------------------------------------------------------------------
@@ -47,20 +47,20 @@ class HandoffMachine(RuleBasedStateMachine):
         if decode.paused or -(-(length - skip) // BLOCK) > len(decode.free):
             return
         self.count += 1
-        prefill_request = decode.open([1000 * self.count + i for i in range(length)], skip)
-        self.prefill_requests += [prefill_request] * copies
+        remote_request = decode.open([1000 * self.count + i for i in range(length)], skip)
+        self.remote_requests += [remote_request] * copies
         if copies < 2:
-            self.arrive(prefill_request, prefill)
+            self.arrive(remote_request, prefill)
             self.compute(0, num_tokens)
 
-    @precondition(lambda self: self.prefill_requests)
+    @precondition(lambda self: self.remote_requests)
     @rule(choice=st.integers(0, 9), prefill=st.sampled_from(["p0", "p1", None]))
     def prefill_request_arrives_or_fails(self, choice, prefill):
-        prefill_request = self.prefill_requests.pop(choice % len(self.prefill_requests))
+        remote_request = self.remote_requests.pop(choice % len(self.remote_requests))
         if prefill is not None:
-            self.arrive(prefill_request, prefill)
+            self.arrive(remote_request, prefill)
         elif not self.w.decode.paused:
-            self.w.decode.remote_prefill_failed(prefill_request.handoff_id)
+            self.w.decode.remote_prefill_failed(remote_request.handoff_id)
 
     @rule(choice=st.integers(0, 9), num_tokens=st.integers(1, 40))
     def compute(self, choice, num_tokens):
@@ -152,10 +152,10 @@ class HandoffMachine(RuleBasedStateMachine):
                 if isinstance(result, Failed):
                     assert result.reason not in ("prompt_hash", "protocol"), result  # nobody lies in this world
 
-    def arrive(self, prefill_request, name):
+    def arrive(self, remote_request, name):
         engine = self.w.engines[name]
-        if not engine.paused and prefill_request.handoff_id not in engine.jobs:
-            engine.accept(prefill_request)
+        if not engine.paused and remote_request.handoff_id not in engine.jobs:
+            engine.accept(remote_request)
 
     def one_thing_happens(self, choice):
         w, decode = self.w, self.w.decode

@@ -60,7 +60,7 @@ def started(request, ranks, tmp_path_factory) -> Iterator[VisionPair]:
 def engines(started) -> VisionPair:
     """With empty prefix caches."""
     started.pair.forget()
-    started.pair.prefill_requests.clear()
+    started.pair.remote_requests.clear()
     return started
 
 
@@ -77,7 +77,7 @@ def test_a_prefill_engine_encodes_the_images_of_the_prompts_it_computes(engines)
     for i, prompt in enumerate(wanted):
         assert engines.pair.ingress.tokens(f"of four {i}") == engines.expected(prompt)
     engines.pair.settle()
-    assert len(engines.pair.prefill_requests) == len(wanted)
+    assert len(engines.pair.remote_requests) == len(wanted)
     assert engines.encoded() == (before[0], before[1] + 5)
 
 
@@ -88,7 +88,7 @@ def test_a_decode_engine_asks_for_what_follows_the_images_that_it_has(engines):
     for number, prompt in enumerate((first, other, second)):
         engines.add(f"of three {number}", prompt)
         assert engines.pair.ingress.tokens(f"of three {number}") == engines.expected(prompt)
-    skipped, place = [request.skip for request in engines.pair.prefill_requests], first.images[0].mm_position
+    skipped, place = [request.skip for request in engines.pair.remote_requests], first.images[0].mm_position
     assert skipped[1] <= place.offset
     assert skipped[2] <= place.offset if engines.name in WHOLE_IMAGES else place.offset < skipped[2] <= place.end
     engines.pair.settle()
@@ -101,7 +101,7 @@ def test_a_request_with_an_image_goes_on_where_another_decode_engine_died(engine
     again = Prompt(engines.name, prompt.tokens + right[:3], prompt.images)
     engines.add("replay", again, num_prompt=len(prompt.tokens))
     assert engines.pair.ingress.tokens("replay") == right[3:]
-    assert len(engines.pair.prefill_requests) == 1
+    assert len(engines.pair.remote_requests) == 1
 
 
 def test_an_image_is_encoded_where_the_request_is_when_no_prefill_engine_takes_it(engines):

@@ -78,7 +78,7 @@ def pair(request, ranks) -> Iterator[Pair]:
 def fresh(pair) -> Pair:
     """With empty caches."""
     pair.forget()
-    pair.prefill_requests.clear()
+    pair.remote_requests.clear()
     return pair
 
 
@@ -99,7 +99,7 @@ def test_a_prompt_computed_elsewhere_gives_the_same_tokens(fresh, alone, length)
     assert fresh.ingress.tokens(f"random {length}") == alone(prompt(length, 1), **RANDOM)
     fresh.settle()
     assert results(fresh) == before + 2, "both came from the other engine"
-    assert fresh.prefill.ended >= {prefill_request.handoff_id for prefill_request in fresh.prefill_requests}
+    assert fresh.prefill.ended >= {remote_request.handoff_id for remote_request in fresh.remote_requests}
 
 
 def test_the_kv_travels_while_the_rest_is_computed(fresh, alone, monkeypatch):
@@ -132,11 +132,11 @@ def test_what_decode_has_cached_does_not_travel(fresh, alone):
     for name in ("first", "again"):
         fresh.ingress.add(name, tokens)
         assert fresh.ingress.tokens(name) == alone(tokens)
-    assert [prefill_request.skip for prefill_request in fresh.prefill_requests] == [0, 96]
+    assert [remote_request.skip for remote_request in fresh.remote_requests] == [0, 96]
     assert fresh.ingress.deltas["again"][0].num_cached_tokens == 96
     fresh.ingress.add("partly", tokens[:50] + prompt(40, 5))
     assert fresh.ingress.tokens("partly") == alone(tokens[:50] + prompt(40, 5))
-    assert fresh.prefill_requests[-1].skip == 48
+    assert fresh.remote_requests[-1].skip == 48
 
 
 def test_what_prefill_has_cached_is_not_computed_again(fresh, alone):
@@ -148,7 +148,7 @@ def test_what_prefill_has_cached_is_not_computed_again(fresh, alone):
     hits = fresh.prefill.status.stats.prefix_hit_tokens
     fresh.ingress.add("two", tokens)
     assert fresh.ingress.tokens("two") == alone(tokens)
-    assert fresh.prefill_requests[-1].skip == 0
+    assert fresh.remote_requests[-1].skip == 0
     assert fresh.ingress.deltas["two"][0].num_cached_tokens == 96
     fresh.settle()
     assert fresh.prefill.status.stats.prefix_hit_tokens == hits + 96
@@ -162,7 +162,7 @@ def test_what_only_decode_has_cached_is_computed_again_by_prefill_and_does_not_t
     fresh.prefill.forget()
     fresh.ingress.add("after", tokens)
     assert fresh.ingress.tokens("after") == alone(tokens)
-    assert fresh.prefill_requests[-1].skip == 96
+    assert fresh.remote_requests[-1].skip == 96
 
 
 def test_one_token_is_all_that_is_wanted(fresh, alone):
@@ -203,7 +203,7 @@ def test_a_prompt_computed_elsewhere_gives_the_same_log_probabilities(fresh):
         fresh.ingress.last(name)
         found.append([p for delta in fresh.ingress.deltas[name] for p in delta.logprobs])
     remote, local = found
-    assert len(fresh.prefill_requests) == 1
+    assert len(fresh.remote_requests) == 1
     assert [p.token_id for p in remote] == [p.token_id for p in local]
     assert [p.logprob for p in remote] == pytest.approx([p.logprob for p in local], abs=1e-4)
 
@@ -227,9 +227,9 @@ def test_an_abort_before_the_prefill_request_is_taken_ends_the_request_at_once(f
 @pytest.mark.parametrize("after_batches", [0, 1, 2, 3])
 def test_an_abort_at_any_later_step_frees_both_engines(fresh, alone, after_batches):
     name = f"aborted after {after_batches}"
-    prefill_requests = len(fresh.prefill_requests)
+    remote_requests = len(fresh.remote_requests)
     fresh.ingress.add(name, prompt(500), max_tokens=200)
-    fresh.wait_for(lambda: len(fresh.prefill_requests) > prefill_requests)
+    fresh.wait_for(lambda: len(fresh.remote_requests) > remote_requests)
     for _ in range(after_batches):
         fresh.ingress.gather()
     fresh.ingress.send(Abort(name))
@@ -253,8 +253,8 @@ def test_a_prefill_request_that_nobody_takes_is_computed_here_in_the_end(fresh, 
     fresh.ingress.add("nobody", prompt(60))
     assert fresh.ingress.tokens("nobody") == alone(prompt(60))
     fresh.fails = False
-    assert [prefill_request.attempt for prefill_request in fresh.prefill_requests] == [1, 2, 3]
-    assert len({prefill_request.handoff_id for prefill_request in fresh.prefill_requests}) == 3
+    assert [remote_request.attempt for remote_request in fresh.remote_requests] == [1, 2, 3]
+    assert len({remote_request.handoff_id for remote_request in fresh.remote_requests}) == 3
     fresh.settle()
     assert fresh.decode.status.stats.prefill_decisions["local"]["attempts"] == 1
 
@@ -263,11 +263,11 @@ def test_without_prefill_engines_prompts_are_computed_here(fresh, alone):
     fresh.ingress.send(PrefillReplicas([]))
     fresh.ingress.add("local", prompt(60))
     assert fresh.ingress.tokens("local") == alone(prompt(60))
-    assert not fresh.prefill_requests
+    assert not fresh.remote_requests
     fresh.ingress.send(PrefillReplicas([PrefillReplica(engine_id="prefill")]))
     fresh.ingress.add("remote", prompt(60, 1))
     assert fresh.ingress.tokens("remote") == alone(prompt(60, 1))
-    assert len(fresh.prefill_requests) == 1
+    assert len(fresh.remote_requests) == 1
 
 
 # -- other pairs -------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def test_when_prefill_ends_decode_goes_on_alone(ranks, alone):
         assert pair.ingress.tokens("before") == alone(prompt(100))
         for i in range(4):
             pair.ingress.add(f"r{i}", prompt(1000, i))
-        pair.wait_for(lambda: len(pair.prefill_requests) == 5)
+        pair.wait_for(lambda: len(pair.remote_requests) == 5)
         pair.fails = True
         pair.prefill.stop()
         for i in range(4):
@@ -411,5 +411,5 @@ def test_another_model_is_refused_and_the_prompt_computed_here(ranks, alone):
         pair.ingress.add("a", prompt(100))
         assert pair.ingress.tokens("a") == alone(prompt(100))
         pair.settle()
-        assert results(pair, "failed") == len(pair.prefill_requests) == 3
-        assert pair.prefill.ended == {prefill_request.handoff_id for prefill_request in pair.prefill_requests}
+        assert results(pair, "failed") == len(pair.remote_requests) == 3
+        assert pair.prefill.ended == {remote_request.handoff_id for remote_request in pair.remote_requests}

@@ -47,7 +47,7 @@ def test_the_answer_is_that_of_one_engine_and_both_hold_to_the_form(monkeypatch)
             pair.ingress.add(form, prompt, **fields(form))
             assert pair.ingress.tokens(form) == expected
             assert pair.ingress.last(form).finish_reason == "stop"
-        assert len(pair.prefill_requests) == len(FORMS)
+        assert len(pair.remote_requests) == len(FORMS)
         pair.ingress.add("hopeless", prompt, **fields("regex", structured_outputs=StructuredOutputsParams(regex="a(")))
         error = pair.ingress.last("hopeless").error
         assert error.status == 400 and re.search("unclosed group", error.message)

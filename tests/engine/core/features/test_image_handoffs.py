@@ -21,10 +21,10 @@ from engine.core.engine_stats import load_of
 from engine.core.features.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
 from engine.errors import ConfigError
 from engine.wire.handoff import Failed, FirstToken, HandoffEvent, OpenHandoff, Received
-from engine.wire.messages import CancelDispatch, DispatchPrefill, GenerateRequest, PrefillReplica, RemotePrefillFailed
+from engine.wire.messages import CancelDispatch, DispatchRemote, GenerateRequest, PrefillReplica, RemoteRequestFailed
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.plan import ReceivedImage
-from engine.wire.remote_prefill import Peer
+from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 from tests.examples import examples
@@ -57,7 +57,7 @@ def engines(folder: Path, ranks: int = 1, **options) -> Iterator[tuple[EngineCor
         yield core, encode
 
 
-def run(core: EngineCore, *prompts: Prompt, dispatch: Callable[[DispatchPrefill], object]) -> list[list[int]]:
+def run(core: EngineCore, *prompts: Prompt, dispatch: Callable[[DispatchRemote], object]) -> list[list[int]]:
     """Answer the prompts together. dispatch: takes images to an encode engine."""
     outputs: dict[str, list[int]] = {f"{i}": [] for i in range(len(prompts))}
     for name, prompt in zip(outputs, prompts, strict=True):
@@ -69,7 +69,7 @@ def run(core: EngineCore, *prompts: Prompt, dispatch: Callable[[DispatchPrefill]
             assert event.delta.error is None, event.delta.error
             outputs[event.delta.request_id] += event.delta.token_ids
         for notice in core.take_notices():
-            if isinstance(notice, DispatchPrefill):
+            if isinstance(notice, DispatchRemote):
                 dispatch(notice)
         core.scheduler.check()
     core.image_handoffs.check()
@@ -108,7 +108,7 @@ def test_answers_about_images_that_an_encode_engine_has_encoded_are_those_of_one
         assert load_of(core.scheduler).queued_embeds == 0
         lost = Prompt(name).text(5, 6).image(7).text(9)
         fail = lambda notice: core.image_handoffs.channel.submit(  # noqa: E731
-            RemotePrefillFailed(notice.request.handoff_id, "gone", True)
+            RemoteRequestFailed(notice.request.handoff_id, "gone", True)
         )
         assert run(core, lost, dispatch=fail) == [expected_tokens(folder, lost, 8)]
         assert core.stats().images_encoded == 1
@@ -246,7 +246,7 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
     def end(self, data, came):
         handoff_id = data.draw(st.sampled_from(sorted(self.open)))
         opened = self.open.pop(handoff_id)
-        (wanted,) = opened.prefill_request.mm_features
+        (wanted,) = opened.remote_request.mm_features
         if came:
             first = FirstToken(0, None, b"", 0, [TimelineEvent(0.0, "x", "a")])
             self.channel.waiting.append(Received(handoff_id, first))
@@ -266,7 +266,7 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
 
     @property
     def awaited(self) -> set[bytes]:
-        return {opened.prefill_request.mm_features[0].mm_hash for opened in self.open.values()}
+        return {opened.remote_request.mm_features[0].mm_hash for opened in self.open.values()}
 
     def forward(self) -> list[str]:
         """Take what is asked of the channel and the control actor; return what is cancelled."""
@@ -277,7 +277,7 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
                     assert len(blocks) == -(-len(request.token_ids) // BLOCK)
                     self.open[request.handoff_id] = action
                     self.content |= dict.fromkeys(blocks, b"half written")
-                case DispatchPrefill(request, "encode"):
+                case DispatchRemote(request, "encode"):
                     assert request.handoff_id in self.open, "it is opened before anybody hears of it"
                 case CancelDispatch(handoff_id):
                     cancelled.append(handoff_id)
@@ -302,7 +302,7 @@ def test_images_that_failed_and_that_nobody_needs_any_more_are_forgotten():
     for number in range(MAX_FAILED + 2):
         one = msgspec.structs.replace(image(1), mm_hash=number.to_bytes(4))
         assert handoffs.awaits(one, silent)
-        channel.waiting.append(Failed(handoffs.actions[0].prefill_request.handoff_id, "silent", 0, True))
+        channel.waiting.append(Failed(handoffs.actions[0].remote_request.handoff_id, "silent", 0, True))
         handoffs.take_events()
         handoffs.actions.clear()
         assert not handoffs.awaits(one, silent), "it is encoded here"

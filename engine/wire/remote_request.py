@@ -1,4 +1,4 @@
-"""The request of a decode engine to a prefill engine; engine/wire/messages.py carries it."""
+"""The request of a decode engine to a prefill or encode engine; engine/wire/messages.py carries it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     epoch: int  #: 64 random bits drawn at its start: a restarted engine is another one
 
 
-class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks a prefill engine to compute a prompt and the first token after it."""
+class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a prefill engine for a prompt and the first token after it, or an encode engine for an image."""
 
     handoff_id: str  #: never used twice: a second attempt for the same request is another handoff
     request_id: str

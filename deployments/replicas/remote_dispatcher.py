@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError
-from engine.wire.messages import Command, EngineStatus, PeerPool, PrefillReplica, PrefillReplicas, RemotePrefillFailed
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.messages import Command, EngineStatus, PeerPool, PrefillReplica, PrefillReplicas, RemoteRequestFailed
+from engine.wire.remote_request import RemoteRequest
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +20,12 @@ PoolState = Literal["deploying", "up", "down"]
 POLL_INTERVAL_S = 1.0  # for the statuses of the prefill engines
 
 
-class PrefillPool(Protocol):
-    """The prefill replicas of one model."""
+class RemotePool(Protocol):
+    """The prefill or the encode replicas of one model."""
 
     routing: RoutingStats  #: how prefill requests found their replicas
 
-    async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
+    async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:
         """Have a replica compute the prompt; return when the handoff is over there, however it ended.
 
         Cancelling this call cancels the request there. avoid: ids of engines that should not get the request, if there
@@ -39,10 +39,10 @@ class PrefillPool(Protocol):
         """Return what Serve says of the replicas, which may be ahead of `statuses`."""
 
 
-class PrefillDispatcher:
+class RemoteDispatcher:
     """Makes one call per prefill request, open until its handoff is over, so that a stopping replica waits for it."""
 
-    def __init__(self, pool: PrefillPool, send: Callable[[Command], None], kind: PeerPool = "prefill"):
+    def __init__(self, pool: RemotePool, send: Callable[[Command], None], kind: PeerPool = "prefill"):
         """send: sends a command to the engine that asks. kind: what the engines of the pool compute for it."""
         self.pool, self._kind = pool, kind
         self._send = send
@@ -51,8 +51,8 @@ class PrefillDispatcher:
         self._alive: list[str] = []
         self._watching: asyncio.Task[None] | None = None
 
-    def dispatch(self, prefill_request: RemotePrefillRequest) -> None:
-        self._calls[prefill_request.handoff_id] = asyncio.create_task(self._call(prefill_request))
+    def dispatch(self, remote_request: RemoteRequest) -> None:
+        self._calls[remote_request.handoff_id] = asyncio.create_task(self._call(remote_request))
 
     def cancel(self, handoff_id: str) -> None:
         """End the call of a handoff, if it is still open."""
@@ -69,15 +69,15 @@ class PrefillDispatcher:
             if task is not None:
                 task.cancel()
 
-    async def _call(self, prefill_request: RemotePrefillRequest) -> None:
-        handoff_id = prefill_request.handoff_id
+    async def _call(self, remote_request: RemoteRequest) -> None:
+        handoff_id = remote_request.handoff_id
         try:
-            await self.pool.prefill(prefill_request, self._avoid)
+            await self.pool.prefill(remote_request, self._avoid)
         except ServingError as error:
             logger.warning("prefill request failed handoff_id=%s request_id=%s attempt=%d: %s",
-                           handoff_id, prefill_request.request_id, prefill_request.attempt, error)  # fmt: skip
+                           handoff_id, remote_request.request_id, remote_request.attempt, error)  # fmt: skip
             retry = error.retryable and not isinstance(error, Overloaded)  # Overloaded: all replicas are full
-            self._send(RemotePrefillFailed(handoff_id, str(error), retry))
+            self._send(RemoteRequestFailed(handoff_id, str(error), retry))
         finally:
             del self._calls[handoff_id]
 

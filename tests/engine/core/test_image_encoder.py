@@ -9,7 +9,7 @@ import torch
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.wire.multimodal import PlaceholderRange
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.vision_models import IMAGE, Prompt, make_vision_model
 
@@ -26,7 +26,7 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
     expected = local.runner._encoder_cache._encode(image)
     image = msgspec.structs.replace(image, mm_position=PlaceholderRange(0, image.num_embeds))
     for number in range(2):
-        request = RemotePrefillRequest(
+        request = RemoteRequest(
             handoff_id=f"h{number}",
             request_id="r",
             attempt=1,

@@ -8,20 +8,20 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from deployments.replicas import prefill_dispatcher
+from deployments.replicas import remote_dispatcher
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.messages import (
     CancelDispatch,
-    DispatchPrefill,
+    DispatchRemote,
     PeerPool,
     PrefillReplica,
     PrefillReplicas,
-    RemotePrefillFailed,
+    RemoteRequestFailed,
 )
 from tests.deployments.fake_api import until
-from tests.deployments.replicas.fake_prefill import FakePrefillPool, make_prefill_request, status
+from tests.deployments.replicas.fake_prefill import FakeRemotePool, make_remote_request, status
 from tests.deployments.replicas.test_engine_replica import run
 from tests.fake_engine import FakeEngine
 from tests.refused import Refused
@@ -29,9 +29,9 @@ from tests.refused import Refused
 
 @asynccontextmanager
 async def decode_with(
-    pool: FakePrefillPool, encode: FakePrefillPool | None = None
+    pool: FakeRemotePool, encode: FakeRemotePool | None = None
 ) -> AsyncGenerator[tuple[EngineReplica, FakeEngine]]:
-    peers: dict[PeerPool, FakePrefillPool] = {"prefill": pool} | ({"encode": encode} if encode else {})
+    peers: dict[PeerPool, FakeRemotePool] = {"prefill": pool} | ({"encode": encode} if encode else {})
     replica = EngineReplica("127.0.0.1", peers=peers)
     engine = FakeEngine(replica.status_to)
     engine.fingerprint, engine.encode_fingerprint = "f", "g"
@@ -45,8 +45,8 @@ async def decode_with(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def failures(engine: FakeEngine) -> list[RemotePrefillFailed]:
-    return [told for told in engine.told if isinstance(told, RemotePrefillFailed)]
+def failures(engine: FakeEngine) -> list[RemoteRequestFailed]:
+    return [told for told in engine.told if isinstance(told, RemoteRequestFailed)]
 
 
 def pools(engine: FakeEngine) -> list[PrefillReplicas]:
@@ -55,10 +55,10 @@ def pools(engine: FakeEngine) -> list[PrefillReplicas]:
 
 def test_prefill_request_is_one_call_until_its_handoff_is_over():
     async def scenario() -> None:
-        pool = FakePrefillPool(status("p1"))
+        pool = FakeRemotePool(status("p1"))
         async with decode_with(pool) as (_, engine):
-            engine.notify(DispatchPrefill(make_prefill_request("h1")))
-            engine.notify(DispatchPrefill(make_prefill_request("h2")))
+            engine.notify(DispatchRemote(make_remote_request("h1")))
+            engine.notify(DispatchRemote(make_remote_request("h2")))
             await until(lambda: set(pool.open) == {"h1", "h2"})
             pool.end("h1")
             await until(lambda: set(pool.open) == {"h2"})
@@ -75,22 +75,22 @@ def test_prefill_request_is_one_call_until_its_handoff_is_over():
 )
 def test_engine_hears_of_a_call_that_failed_and_whether_another_may_do_better(error: ServingError, retry: bool):
     async def scenario() -> None:
-        pool = FakePrefillPool(status("p1"))
+        pool = FakeRemotePool(status("p1"))
         async with decode_with(pool) as (_, engine):
-            engine.notify(DispatchPrefill(make_prefill_request()))
+            engine.notify(DispatchRemote(make_remote_request()))
             await until(lambda: pool.open)
             pool.fail("h1", error)
             await until(lambda: failures(engine))
-            assert failures(engine) == [RemotePrefillFailed("h1", str(error), retry)]
+            assert failures(engine) == [RemoteRequestFailed("h1", str(error), retry)]
 
     run(scenario())
 
 
 def test_engine_is_told_of_all_prefill_engines_that_fit_it(monkeypatch):
-    monkeypatch.setattr(prefill_dispatcher, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(remote_dispatcher, "POLL_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
-        pool = FakePrefillPool(status("p1", queued_tokens=70), status("p2", fingerprint="another model"))
+        pool = FakeRemotePool(status("p1", queued_tokens=70), status("p2", fingerprint="another model"))
         async with decode_with(pool) as (_, engine):
             await until(lambda: pools(engine) and pools(engine)[-1].replicas)  # it knows its fingerprint by now
             (replica,) = pools(engine)[-1].replicas
@@ -102,17 +102,17 @@ def test_engine_is_told_of_all_prefill_engines_that_fit_it(monkeypatch):
 
 
 def test_prefill_request_asks_to_avoid_engines_that_do_not_fit_or_whose_link_has_failed(monkeypatch):
-    monkeypatch.setattr(prefill_dispatcher, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(remote_dispatcher, "POLL_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
-        pool = FakePrefillPool(status("p1"), status("p2"), status("p3", fingerprint="another model"))
+        pool = FakeRemotePool(status("p1"), status("p2"), status("p3", fingerprint="another model"))
         async with decode_with(pool) as (_, engine):
             engine.quarantined = ["p1"]
             looks = iter(range(1, 100))
 
             def avoided() -> bool:
                 name = f"h{next(looks)}"
-                engine.notify(DispatchPrefill(make_prefill_request(name)))
+                engine.notify(DispatchRemote(make_remote_request(name)))
                 return ["p3", "p1"] in pool.avoided.values()
 
             await until(avoided)
@@ -121,12 +121,12 @@ def test_prefill_request_asks_to_avoid_engines_that_do_not_fit_or_whose_link_has
 
 
 def test_images_go_to_the_encode_engines_that_fit(monkeypatch):
-    monkeypatch.setattr(prefill_dispatcher, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(remote_dispatcher, "POLL_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
         pool, encode = (
-            FakePrefillPool(status("p1")),
-            FakePrefillPool(status("e1", "g"), status("e2", "g"), status("e3")),
+            FakeRemotePool(status("p1")),
+            FakeRemotePool(status("e1", "g"), status("e2", "g"), status("e3")),
         )
         async with decode_with(pool, encode) as (replica, engine):
             engine.quarantined, engine.quarantined_encode = ["p1"], ["e2"]
@@ -136,7 +136,7 @@ def test_images_go_to_the_encode_engines_that_fit(monkeypatch):
             looks = iter(range(1, 100))
 
             def avoided() -> bool:
-                engine.notify(DispatchPrefill(make_prefill_request(f"h{next(looks)}"), "encode"))
+                engine.notify(DispatchRemote(make_remote_request(f"h{next(looks)}"), "encode"))
                 return ["e3", "e2"] in encode.avoided.values()
 
             await until(avoided)
@@ -150,10 +150,10 @@ def test_images_go_to_the_encode_engines_that_fit(monkeypatch):
 
 def test_an_image_is_refused_where_there_is_no_encode_pool():
     async def scenario() -> None:
-        pool = FakePrefillPool(status("p1"))
+        pool = FakeRemotePool(status("p1"))
         refused = Refused("engine_notices", "unexpected")
         async with decode_with(pool) as (_, engine):
-            engine.notify(DispatchPrefill(make_prefill_request(), "encode"))
+            engine.notify(DispatchRemote(make_remote_request(), "encode"))
             await until(lambda: refused.count == 1)
             assert not pool.avoided
 
@@ -162,9 +162,9 @@ def test_an_image_is_refused_where_there_is_no_encode_pool():
 
 def test_loss_of_the_decode_engine_ends_its_calls_at_prefill():
     async def scenario() -> None:
-        pool = FakePrefillPool(status("p1"))
+        pool = FakeRemotePool(status("p1"))
         async with decode_with(pool) as (replica, engine):
-            engine.notify(DispatchPrefill(make_prefill_request()))
+            engine.notify(DispatchRemote(make_remote_request()))
             await until(lambda: pool.open)
             replica.fail("rank 0 died")
             await until(lambda: pool.cancelled == ["h1"])
@@ -174,13 +174,13 @@ def test_loss_of_the_decode_engine_ends_its_calls_at_prefill():
 
 def test_call_at_prefill_is_open_until_the_engine_says_that_the_handoff_is_over():
     async def scenario() -> None:
-        async with decode_with(FakePrefillPool()) as (replica, engine):
+        async with decode_with(FakeRemotePool()) as (replica, engine):
             engine.paused.set()
             calls = {
-                name: asyncio.create_task(replica.run_request(EncodedRequest.of(make_prefill_request(name))))
+                name: asyncio.create_task(replica.run_request(EncodedRequest.of(make_remote_request(name))))
                 for name in ("h1", "h2")
             }
-            await until(lambda: len(engine.prefill_requests) == 2)
+            await until(lambda: len(engine.remote_requests) == 2)
             calls["h1"].cancel()
             await until(lambda: engine.cancelled == ["h1"])
             assert not calls["h2"].done()

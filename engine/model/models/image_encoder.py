@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.model.transformers_backend.vision import VisionEncoder
 
 
-ARCHITECTURE = "EmbeddingStore"
+ARCHITECTURE = "ImageEncoder"
 
 
 def encoder_config(config: ModelConfig) -> ModelConfig:
@@ -46,7 +46,7 @@ def encoder_config(config: ModelConfig) -> ModelConfig:
     )
 
 
-class EmbeddingStore(NativeNames, nn.Module):
+class ImageEncoder(NativeNames, nn.Module):
     """Has the interface of LlamaForCausalLM. Every token that it samples is 0."""
 
     unused: tuple[str, ...] = ()
