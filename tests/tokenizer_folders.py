@@ -41,6 +41,14 @@ def byte_fallback() -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
+def llama_over_bytes() -> transformers.PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer with the decoder that transformers gives one of a GGUF file of Llama's kind."""
+    tokenizer = make_tokenizer()
+    steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([*steps, decoders.ByteLevel()])
+    return tokenizer
+
+
 def words() -> transformers.PreTrainedTokenizerFast:
     """Whole words, without a decoder."""
     vocabulary = {word: i for i, word in enumerate(["[UNK]", "a", "the", "quick", "dog", ",", "."])}
@@ -105,6 +113,7 @@ def save_bert(folder: Path) -> None:
 
 KINDS: dict[str, Callable[[Path], Any]] = {
     "byte-level": lambda folder: make_tokenizer().save_pretrained(folder),
+    "llama-over-bytes": lambda folder: llama_over_bytes().save_pretrained(folder),
     "byte-fallback": lambda folder: byte_fallback().save_pretrained(folder),
     "wordpiece": lambda folder: wordpiece().save_pretrained(folder),
     "unigram": lambda folder: unigram().save_pretrained(folder),

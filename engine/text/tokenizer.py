@@ -14,7 +14,7 @@ import jinja2
 import tokenizers
 
 from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
-from engine.text.tokenizer_files import chat_template, read_config, read_tokenizer, special_tokens
+from engine.text.tokenizer_files import chat_template, decoder_steps, read_config, read_tokenizer, special_tokens
 
 NFC_SHRINKS = 3  # at most so many bytes become one when characters are composed
 CUT_TOKENS = 64  # that are cut off with the end of a text that was cut, since it may have had others there
@@ -241,11 +241,7 @@ class Tokenizer:
 
     @cached_property
     def _decoder_steps(self) -> list[str]:
-        """The types of the decoder's steps, in their order."""
-        if self._backend.decoder is None:
-            return []
-        state = json.loads(self._backend.decoder.__getstate__())
-        return [step["type"] for step in state.get("decoders", [state])]
+        return decoder_steps(self._backend)
 
     def _check_decoder(self, folder: Path) -> None:
         """Raise ModelFolderError if a token's text depends on other tokens, save the first and the last one."""

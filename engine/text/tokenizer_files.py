@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders
 
 from engine.errors import ModelFolderError
 from engine.wire.model_identity import VOCABULARY_FILES
@@ -68,7 +68,23 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     # files of embedding models ask for both, to one length for all texts
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if decoder_steps(tokenizer)[-1:] == ["ByteLevel"]:
+        # transformers puts steps of sentencepiece before it when it saves a tokenizer of llama.cpp's; a byte-level
+        # vocabulary gives them nothing to do, unless one token that is none makes a text of all the others
+        tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[str]:
+    """Return the types of the decoder's steps, in their order."""
+    if tokenizer.decoder is None:
+        return []
+    return [step["type"] for step in _decoder_steps(json.loads(tokenizer.decoder.__getstate__()))]
+
+
+def _decoder_steps(state: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = state.get("decoders")
+    return [state] if parts is None else [step for part in parts for step in _decoder_steps(part)]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
