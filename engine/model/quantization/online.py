@@ -14,7 +14,7 @@ from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 
 WEIGHT_AXES = (QuantAxis(OUTPUTS), QuantAxis(INPUTS))
-INT4_GROUP = 128
+INT4_GROUPS = (128, 64, 32)  # inputs that share a scale: the largest that divides those of a rank
 Method = Literal["fp8", "int8", "int4"]
 
 
@@ -28,8 +28,8 @@ class Online:
     def check(self, weight: Shard) -> None:
         """Raise ConfigError unless this rank's shard of the weight can be rounded so."""
         inputs = weight.local_shape[INPUTS]
-        if self.method == "int4" and inputs % INT4_GROUP:
-            limit = f"fp8 or int8: {inputs} inputs of a layer on each rank are no multiple of {INT4_GROUP}"
+        if self.method == "int4" and inputs % INT4_GROUPS[-1]:
+            limit = f"fp8 or int8: {inputs} inputs of a layer on each rank are no multiple of {INT4_GROUPS[-1]}"
             raise ConfigError("quantization", self.method, limit)
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
@@ -50,7 +50,8 @@ class Online:
 
 def quantize_int4(weight: Tensor) -> QuantizedWeight:
     """The smallest and the largest number of a group, and 0, become the ends of its sixteen steps."""
-    groups = weight.float().unflatten(1, (-1, INT4_GROUP))
+    size = next(size for size in INT4_GROUPS if weight.shape[1] % size == 0)
+    groups = weight.float().unflatten(1, (-1, size))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scale = (high - low).clamp(min=1e-12) / 15
     zero = (-low / scale).round() - 8

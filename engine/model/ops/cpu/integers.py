@@ -60,7 +60,7 @@ def multiply_panel(bits: int, rows: int) -> Any:
         """out[r, o] = the product of row min(r, last) of x with output o of the panel; n groups of `size` inputs.
 
         x: int8 [rows, n * size]; x_scale float32 and x_sum int32: [rows, n], of each group; panel: values less than
-        2 ** bits, [inputs / (4 * quads), 64, 4 * quads]; scale float32 and zero uint8: [n, 64].
+        2 ** bits, half of which is added, [inputs / (4 * quads), 64, 4 * quads]; scale and zero: float32 [n, 64].
         """
 
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -74,6 +74,7 @@ def multiply_panel(bits: int, rows: int) -> Any:
             dots = [[cgutils.alloca_once(builder, VI32) for _ in range(VECTORS)] for _ in chosen]
             quads = 8 // bits  # of inputs in a word
             step = ir.Constant(I64, quads * QUAD)
+            middle = ir.Constant(VI32, [1 << bits - 1] * LANES)
             with cgutils.for_range(builder, groups, intp=I64) as group:
                 for dot in itertools.chain(*dots):
                     builder.store(ir.Constant(VI32, [0] * LANES), dot)
@@ -97,20 +98,21 @@ def multiply_panel(bits: int, rows: int) -> Any:
                 for v in range(VECTORS):
                     offset = builder.add(builder.mul(group.index, ir.Constant(I64, PANEL)), ir.Constant(I64, v * LANES))
                     own = load16(builder, scales, offset, types.float32)
-                    middle = builder.zext(load_vector(builder, zeros, offset, ir.VectorType(I8, LANES)), VI32)
+                    shift = builder.fneg(load16(builder, zeros, offset, types.float32))
                     for row, row_dots, row_totals in zip(chosen, dots, totals, strict=True):
                         offset = builder.add(builder.mul(row, groups), group.index)
                         factor = builder.fmul(own, splat(builder, builder.load(builder.gep(factors, [offset]))))
                         sum = splat(builder, builder.load(builder.gep(sums, [offset])))
                         dot = builder.sub(builder.load(row_dots[v]), builder.mul(middle, sum))
+                        dot = multiply_add(builder, shift, builder.sitofp(sum, VF32), builder.sitofp(dot, VF32))
                         total = builder.load(row_totals[v])
-                        builder.store(multiply_add(builder, builder.sitofp(dot, VF32), factor, total), row_totals[v])
+                        builder.store(multiply_add(builder, dot, factor, total), row_totals[v])
             for i, total in enumerate(itertools.chain(*totals)):
                 store16(builder, builder.load(total), target, ir.Constant(I64, i * LANES), types.float32)
             return context.get_dummy_value()
 
         size_type = types.int64
-        return types.void(F32P, I8P, F32P, I32P, size_type, U8P, F32P, U8P, size_type, size_type), generate
+        return types.void(F32P, I8P, F32P, I32P, size_type, U8P, F32P, F32P, size_type, size_type), generate
 
     return multiply
 

@@ -105,7 +105,7 @@ def multiply_rows(cast: Any, row: Any, tile: Any, tile_rows: Any, bits: Any, arg
             break
         panel, block = item // blocks, item % blocks
         values = as_u8(weights + panel * PANEL * width * bits // 8)
-        scale, zero = as_f32(scales + 4 * panel * PANEL * groups), as_u8(zeros + panel * PANEL * groups)
+        scale, zero = as_f32(scales + 4 * panel * PANEL * groups), as_f32(zeros + 4 * panel * PANEL * groups)
         filled = min(PANEL, outputs - panel * PANEL)
         for first in range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, tokens), tile_rows):
             count = min(tile_rows, tokens - first)
@@ -172,7 +172,7 @@ class Integers:
         parts = values.view(-1, PANEL, values.shape[1] // (QUAD * quads), quads, QUAD).permute(0, 2, 1, 4, 3)
         self.values = (parts[..., 0] if quads == 1 else parts[..., 0] | parts[..., 1] << 4).to(torch.uint8).contiguous()
         zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
-        self.scale, self.zero = self.panels(weight.scale), self.panels(zero + middle).to(torch.uint8)
+        self.scale, self.zero = self.panels(weight.scale), self.panels(zero)
         self.multiply = MULTIPLY_INT8 if weight.bits == 8 else MULTIPLY_INT4
         ROUND.compile(dtype)
         self.multiply.compile(dtype)

@@ -41,7 +41,7 @@ def weight(outputs: int, inputs: int, bits: int, groups: int, *, zeros: bool, ac
     most = 1 << bits - 1
     values = torch.randint(-most, most, (outputs, inputs), generator=generator).to(torch.int8)
     scale = (torch.rand(outputs, groups, generator=generator) + 0.5) / most / inputs**0.5
-    zero = torch.randint(-most, most, (outputs, groups), generator=generator).float() if zeros else None
+    zero = 2 * most * (torch.rand(outputs, groups, generator=generator) - 0.5) if zeros else None
     return QuantizedWeight(values, scale, zero, bits, activations)
 
 

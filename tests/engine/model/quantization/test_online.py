@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
-from engine.model.quantization.online import INT4_GROUP, Online
+from engine.model.quantization.online import INT4_GROUPS, Online
 from engine.model.shard import Shard
 from tests.batches import load_by_hand
 from tests.models import FAMILIES, make_model
@@ -74,20 +74,22 @@ def test_experts_are_multiplied_as_they_are(tmp_path):
     assert not any(isinstance(weight, Tensor) for weights in experts.kernels for weight in weights)
 
 
-def test_numbers_in_four_bits_are_off_by_half_a_step_of_their_group_and_zero_stays_zero():
-    weight = torch.randn(5, 3 * INT4_GROUP, generator=torch.Generator().manual_seed(0)) + 2
+@pytest.mark.parametrize(("inputs", "group"), [(384, 128), (576, 64), (96, 32)])
+def test_numbers_in_four_bits_are_off_by_half_a_step_of_their_group_and_zero_stays_zero(inputs, group):
+    weight = torch.randn(5, inputs, generator=torch.Generator().manual_seed(0)) + 2
     weight[:, ::7] = 0
     rounded = Online("int4").quantize(weight)
-    steps = rounded.scale.repeat_interleave(INT4_GROUP, dim=1)
+    assert rounded.group_size == group
+    steps = rounded.scale.repeat_interleave(group, dim=1)
     assert ((rounded.dequantize(torch.float32) - weight).abs() <= steps * 0.51).all()
     assert not rounded.dequantize(torch.float32)[:, ::7].any()
 
 
 def test_inputs_that_groups_do_not_divide_are_refused_where_a_rank_has_them(tmp_path):
-    Online("int4").check(Shard((64, 384), 1, 0, 128))
-    folder = make_model(tmp_path, "qwen3_moe", **WIDE | WIDE_EXPERTS | {"moe_intermediate_size": 192})
+    Online("int4").check(Shard((64, 96), 1, 0, INT4_GROUPS[-1]))
+    folder = make_model(tmp_path, "qwen3_moe", **WIDE | WIDE_EXPERTS | {"moe_intermediate_size": 144})
     with pytest.raises(
-        ConfigError, match="quantization must be fp8 or int8: 192 inputs of a layer on each rank are no"
+        ConfigError, match="quantization must be fp8 or int8: 144 inputs of a layer on each rank are no multiple of 32"
     ):
         load_by_hand(folder, quantization="int4")
 
