@@ -157,6 +157,7 @@ def ray_environment(folder: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # as `manta serve` does: other tests keep the machine busy
         "RAY_TMPDIR": folder,
     }
     return {**{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}, **ours}
