@@ -23,7 +23,7 @@ except ImportError:  # a CUDA image (docs/gpu.md)
     zmq = None  # type: ignore[assignment]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
-END_S = 2.0  # for what is about to end
+END_S = 30.0  # for what is about to end
 OWN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")  # of pytest, and of torch when it compiles
 LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 """Processes that Python and torch start once, for as long as this one lives."""

@@ -32,9 +32,9 @@ class ThreadGroup(TPGroup):
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self.values[self.rank] = x
-        self.barrier.wait(timeout=10)
+        self.barrier.wait(timeout=60)
         values = list(self.values)
-        self.barrier.wait(timeout=10)  # nobody writes the next value before all have read this one
+        self.barrier.wait(timeout=60)  # nobody writes the next value before all have read this one
         return values
 
 

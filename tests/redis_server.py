@@ -16,7 +16,7 @@ import pytest
 
 from tests.processes import started
 
-STARTUP_S = 10.0
+STARTUP_S = 60.0
 
 
 class RedisServer:

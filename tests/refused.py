@@ -6,7 +6,7 @@ import time
 
 from engine.distributed.refusals import REFUSALS, Reason
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Refused:

@@ -137,7 +137,7 @@ def ingress_that(
         thread.start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(20)
+        thread.join(60)
 
 
 def test_with_a_certificate_clients_and_ingresses_are_spoken_to_over_tls(certificate):

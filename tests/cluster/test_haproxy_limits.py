@@ -73,7 +73,7 @@ def test_a_source_that_takes_all_connections_it_can_leaves_some_to_others():
     ):
         wait_until(lambda: httpx.get(f"{url}/a/b").text == "ok")
         with waiting_sockets(int(url.rpartition(":")[2]), "127.0.0.2", 200, 0):
-            assert seconds_of_a_request(f"{url}/a/b") < 5
+            assert seconds_of_a_request(f"{url}/a/b") < 9  # in which HAProxy closes none of them
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nx:"])
@@ -121,7 +121,7 @@ def test_ten_thousand_connections_that_send_nothing_or_little_keep_nobody_waitin
                     time.sleep(0.1)
             done.set()
             for reader in readers:
-                reader.join(30)
+                reader.join(60)
     print(
         f"{len(waits)} requests: median {statistics.median(waits):.3f} s, slowest {max(waits):.2f} s; "
         f"{len(pauses)} streams: longest pause {max(pauses):.2f} s"

@@ -85,7 +85,7 @@ class FakeApi:
 
     async def until_status(self) -> ReplicaStatus:
         """The engine's first status."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     return self.replica.status()
@@ -151,7 +151,7 @@ async def fake_api(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def until(condition: Any, timeout_s: float = 5.0) -> None:
+async def until(condition: Any, timeout_s: float = 60.0) -> None:
     """Wait for something that another thread makes true."""
     async with asyncio.timeout(timeout_s):
         while not condition():

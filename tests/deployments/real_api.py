@@ -69,7 +69,7 @@ class RealApi:
     async def scrape(self) -> Scrape:
         return Scrape((await self.client.get("/metrics")).text)
 
-    async def scrape_when(self, condition: Callable[[Scrape], bool], timeout_s: float = 10.0) -> Scrape:
+    async def scrape_when(self, condition: Callable[[Scrape], bool], timeout_s: float = 60.0) -> Scrape:
         """Engines report a moment after their requests have ended."""
         async with asyncio.timeout(timeout_s):
             while not condition(scrape := await self.scrape()):
@@ -202,7 +202,7 @@ async def serving(
             yield client
     finally:
         web.should_exit = True
-        await asyncio.wait([answering], timeout=10)
+        await asyncio.wait([answering], timeout=60)
         for task in (receiving, answering):
             task.cancel()
         await asyncio.gather(receiving, answering, return_exceptions=True)

@@ -21,7 +21,7 @@ TEXT = "The quick brown fox 👩‍🚀 jumps, héhé."
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def test_chat_answers_with_the_engines_text_and_counts_its_tokens():

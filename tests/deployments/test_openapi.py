@@ -56,7 +56,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     yield f"http://127.0.0.1:{port}"
     stop.set()
     thread.join()

@@ -13,7 +13,7 @@ HELD = ("running", "reserved", "leased")
 
 def is_idle(server: ServeRun, headers: dict[str, str] | None = None) -> bool:
     """Whether nothing runs, waits or holds blocks any more."""
-    with httpx.Client(base_url=server.url, headers=headers, timeout=10) as http:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as http:
         scrape = Scrape(http.get("/metrics").text)
         load: int = http.get("/load").json()["server_load"]
     held = sum(scrape.sum("manta_kv_blocks", state=state) for state in HELD)

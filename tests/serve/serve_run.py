@@ -26,6 +26,8 @@ from cluster.autoscaling.slo import POLICY
 STARTUP_S = 180.0
 SERVE_RUN = [str(Path(sys.executable).with_name("serve")), "run"]
 MANTA_SERVE = [str(Path(sys.executable).with_name("manta")), "serve"]
+PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+"""Serve ends a proxy that takes longer to start, and with its third one itself."""
 
 
 class ServeRun:
@@ -60,7 +62,7 @@ class ServeRun:
         self._process = subprocess.Popen(
             [*(MANTA_SERVE if manta else SERVE_RUN), "--address", address, str(config)],
             cwd=Path(__file__).parents[2],
-            env=ray_environment(self._ray_folder.name) | (environment or {}),
+            env=ray_environment(self._ray_folder.name) | PATIENCE | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -80,7 +82,7 @@ class ServeRun:
         """replicas: of all models together, so many must have started."""
         for _ in range(replicas):
             self.wait_for_line("replica ready")
-        wait_until(lambda: httpx.get(f"{self.url}/health", timeout=5).status_code == 200)
+        wait_until(lambda: httpx.get(f"{self.url}/health", timeout=10).status_code == 200)
 
     def put(self, args: dict[str, Any]) -> None:
         """Change the application, as `serve deploy` does; returns once Serve has taken the configuration."""
@@ -170,7 +172,7 @@ def free_port() -> int:
         return port
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"

@@ -61,7 +61,7 @@ class Serving:
 
     def engines(self, pool: str) -> set[str]:
         """Names of its engines that are up."""
-        scrape = Scrape(httpx.get(f"{self.server.url}/metrics", timeout=10).text)
+        scrape = Scrape(httpx.get(f"{self.server.url}/metrics", timeout=60).text)
         found = {one.labels["engine"] for one in scrape.select("vllm:num_requests_running", [])}
         return {name for name in found if name.startswith(pool)}
 
@@ -83,10 +83,10 @@ class Serving:
 
     def exported(self, name: str, **labels: str) -> float:
         """The value of a series that Ray exports for Serve's controller."""
-        return Scrape(httpx.get(self._ray_metrics, timeout=10).text).sum(f"ray_manta_autoscaling_{name}", **labels)
+        return Scrape(httpx.get(self._ray_metrics, timeout=60).text).sum(f"ray_manta_autoscaling_{name}", **labels)
 
     def health(self) -> int:
-        return httpx.get(f"{self.server.url}/health", timeout=10).status_code
+        return httpx.get(f"{self.server.url}/health", timeout=60).status_code
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def test_an_encoder_ranks_and_refuses_to_generate(server):
 
 def test_texts_count_in_the_metrics_and_none_is_left_in_an_engine(server):
     def scrape() -> Scrape:
-        return Scrape(httpx.get(f"{server.url}/metrics", timeout=10).text)
+        return Scrape(httpx.get(f"{server.url}/metrics", timeout=60).text)
 
     wait_until(lambda: scrape().sum("vllm:num_requests_running") == 0)
     body = {"model": "qwen3_embedding", "input": SHORT}

@@ -77,7 +77,7 @@ def ask(server: ServeRun, seed: int) -> str:
 
 def count(server: ServeRun, name: str, **labels: str) -> dict[str, float]:
     """The values of a series with these labels, by the role of their engines."""
-    scrape = Scrape(httpx.get(f"{server.url}/metrics", timeout=10).text)
+    scrape = Scrape(httpx.get(f"{server.url}/metrics", timeout=60).text)
     found = scrape.select(name, [(label, "=", value) for label, value in labels.items()])
     return {one.labels["engine"].partition("-")[0]: one.value for one in found}
 
@@ -122,5 +122,5 @@ def test_the_encode_engine_in_its_place_gets_the_images_that_come_then(server, o
 
 def images_under_way(server: ServeRun) -> int:
     """Images that the prefill engine waits for; prompts come to it from nowhere."""
-    live = httpx.get(f"{server.url}/debug/handoffs", timeout=10).json()["handoffs"]
+    live = httpx.get(f"{server.url}/debug/handoffs", timeout=60).json()["handoffs"]
     return sum(one["engine"].startswith("prefill") and one["handoff"]["role"] == "decode" for one in live)

@@ -99,7 +99,7 @@ def ask(client: openai.OpenAI, *parts: dict[str, Any]) -> str:
 
 
 def metric(server: ServeRun, name: str) -> float:
-    return Scrape(httpx.get(f"{server.url}/metrics", timeout=10).text).sum(name)
+    return Scrape(httpx.get(f"{server.url}/metrics", timeout=60).text).sum(name)
 
 
 def test_answers_are_those_of_the_offline_api_and_each_replica_encodes_an_image_once(
@@ -130,7 +130,7 @@ def test_a_stream_about_an_image_goes_on_when_its_engine_is_killed(server, clien
     for chunk in stream:
         text += chunk.choices[0].delta.content or ""
         if text and not killed:
-            (timeline,) = httpx.get(f"{server.url}/debug/requests/killed", timeout=10).json()["sequences"]
+            (timeline,) = httpx.get(f"{server.url}/debug/requests/killed", timeout=60).json()["sequences"]
             pids = dict(match.groups() for line in list(server.log) if (match := STARTED.search(line)))
             os.kill(int(pids[timeline["engines"][-1]]), signal.SIGKILL)
             killed = True

@@ -74,7 +74,7 @@ def answer(server: ServeRun, seed: int, salt: str, max_tokens: int = 400, runnin
 
 
 def metric(server: ServeRun, name: str, **labels: str) -> float:
-    return Scrape(httpx.get(f"{server.url}/metrics", timeout=10).text).sum(name, **labels)
+    return Scrape(httpx.get(f"{server.url}/metrics", timeout=60).text).sum(name, **labels)
 
 
 def rank_pid(server: ServeRun, role: str) -> int:
@@ -112,7 +112,7 @@ def test_images_are_encoded_by_the_decode_engines_when_the_prefill_engine_is_kil
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(STREAMS) as pool:
         answers = [pool.submit(answer, server, seed, "killed prefill") for seed in range(STREAMS)]
-        wait_until(lambda: len(httpx.get(f"{server.url}/debug/handoffs", timeout=10).json()["handoffs"]) > 0)
+        wait_until(lambda: len(httpx.get(f"{server.url}/debug/handoffs", timeout=60).json()["handoffs"]) > 0)
         os.kill(pid, signal.SIGKILL)
         assert [one.result() for one in answers] == expected
     wait_until(lambda: rank_pid(server, "prefill") != pid, timeout_s=120)

@@ -123,6 +123,6 @@ def test_request_waits_for_a_new_replica_when_its_only_one_dies(tmp_path, model_
         assert "".join(choice["text"] for choice in choices) == expected
         assert choices[-1]["finish_reason"] == "length"
         server.wait_for_line("request replayed")
-        assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
     finally:
         server.stop()

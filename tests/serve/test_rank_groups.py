@@ -254,7 +254,7 @@ def streams(
     """Requests that have got their first token."""
     started = [Event() for _ in range(count)]
     running = [pool.submit(serving.stream, model, event, max_tokens) for event in started]
-    assert all(event.wait(30) for event in started)
+    assert all(event.wait(60) for event in started)
     return running
 
 

@@ -20,7 +20,7 @@ from tests.engine_stats import engine_stats
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 10))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @dataclass

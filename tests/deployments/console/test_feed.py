@@ -17,7 +17,7 @@ from tests.deployments.fake_api import until
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 10))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 class FakeWatcher:

@@ -25,7 +25,7 @@ KEY = {"Authorization": "Bearer sk-a"}
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def test_every_file_of_the_page_forbids_whatever_is_not_of_this_server():

@@ -17,7 +17,7 @@ LIMITS = AdmissionLimits(max_num_seqs=16, num_engines=1, num_ingresses=1, max_wa
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def ask(api: FakeApi, user: str = "u", **body: Any) -> asyncio.Task[Any]:

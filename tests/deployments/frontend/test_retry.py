@@ -220,13 +220,16 @@ def test_deadline_that_passes_before_another_engine_is_tried_ends_the_request(mo
     monkeypatch.setattr(retry_module, "MAX_BACK_OFF_S", 60.0)
 
     async def scenario() -> None:
-        async with ingress() as one:
-            asked = [request(timeout_s=0.3)]
-            pool = MortalPool(one.channel.address, {"a": [at(DIES, 1)]})
-            with pytest.raises(RequestTimeout, match=r"request a was not finished within its deadline of 0\.3 s"):
-                await listen(one.generation(asked, pool), asked, pool.heard)
-            assert len(pool.requests) == 1
-            pool.close()
+        for timeout_s in (0.3, 3.0, 30.0):  # on a busy machine it may pass before the first engine is tried
+            async with ingress() as one:
+                asked = [request(timeout_s=timeout_s)]
+                pool = MortalPool(one.channel.address, {"a": [at(DIES, 1)]})
+                with pytest.raises(RequestTimeout, match=rf"request a was not finished .* deadline of {timeout_s} s"):
+                    await listen(one.generation(asked, pool), asked, pool.heard)
+                pool.close()
+            if pool.requests:
+                break
+        assert len(pool.requests) == 1
 
     run(scenario())
 

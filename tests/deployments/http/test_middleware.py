@@ -38,7 +38,7 @@ ROUTES = [
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @pytest.fixture
@@ -188,12 +188,20 @@ def test_body_that_never_ends_is_refused_after_a_deadline():
             response = await api.client.post("/v1/completions", content=pieces(), headers=JSON)
             assert (response.status_code, response.json()["error"]["code"]) == (408, "body_timeout")
             assert response.headers["connection"] == "close"
-            slow = api.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
-            api.engine.paused.set()  # the deadline is for the body, not for the answer
-            asyncio.get_running_loop().call_later(0.2, api.engine.paused.clear)
-            assert (await slow).status_code == 200
 
     run(scenario())
+
+
+def test_deadline_for_the_body_is_none_for_the_answer():
+    async def scenario(timeout_s: float) -> int:
+        async with fake_api(auth=AuthConfig(body_timeout_s=timeout_s)) as api:
+            slow = api.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            api.engine.paused.set()
+            asyncio.get_running_loop().call_later(2 * timeout_s, api.engine.paused.clear)
+            return (await slow).status_code
+
+    # a busy machine may take longer to read a body that is there
+    assert any(asyncio.run(scenario(timeout_s)) == 200 for timeout_s in (0.1, 1.0, 10.0))
 
 
 def test_pages_of_other_origins_are_answered_only_if_the_configuration_names_them(auth):

@@ -22,7 +22,7 @@ from tests.serve.serve_run import wait_until
 
 
 async def fetch(url: str, allowed: tuple[str, ...]) -> str:
-    connector = MediaConnector(ImageConfig(allowed_private_networks=allowed, fetch_timeout_s=5.0))
+    connector = MediaConnector(ImageConfig(allowed_private_networks=allowed, fetch_timeout_s=60.0))
     try:
         await connector.load(url, "image")
     except InvalidImage as error:

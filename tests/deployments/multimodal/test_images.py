@@ -340,7 +340,7 @@ def test_requests_that_are_given_up_while_their_images_wait_leave_neither_room_n
 
     def slow(self, *args: Any) -> ProcessedImage:
         begun.release()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         return process(self, *args)
 
     monkeypatch.setattr(ImageLoader, "_process", slow)

@@ -17,7 +17,7 @@ from tests.deployments.multimodal.test_images import BAD, api_with_images, data_
 from tests.engine.multimodal.images import file_of, picture
 
 SIDE = 2048
-LIMITS = {"max_pixels": SIDE**2, "max_bytes": 2**21, "max_in_flight": 4, "max_processing": 2, "fetch_timeout_s": 5.0}
+LIMITS = {"max_pixels": SIDE**2, "max_bytes": 2**21, "max_in_flight": 4, "max_processing": 2, "fetch_timeout_s": 60.0}
 BYTES_PER_PIXEL = 16  # as ImageConfig.max_pixels says
 ELSE = 64 * 2**20
 """Bytes for threads, sockets, and what malloc keeps."""

@@ -16,7 +16,7 @@ from deployments.observability.timeline import SequenceTimeline
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from tests.deployments.fake_api import fake_api, says, tokenizer
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def test_every_form_of_prompt_reaches_the_engine():

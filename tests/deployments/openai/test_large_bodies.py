@@ -361,7 +361,7 @@ def test_tokenizing_waits_for_no_other_work_of_the_ingress(path, body):
             loop.set_default_executor(others)
             others.submit(held.wait)
             try:
-                async with fake_api(says("ok")) as api, asyncio.timeout(20):
+                async with fake_api(says("ok")) as api, asyncio.timeout(60):
                     response = await api.client.post(path, json=body)
                     assert response.status_code == 200, response.text
             finally:

@@ -19,7 +19,7 @@ ROUTES = {
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def json_schema(type: str = "json_schema", **fields: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tests.deployments.fake_api import FakeApi, fake_api, until
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def ask(api: FakeApi, count: int, user: str = "many", **headers: str) -> asyncio.Task[httpx.Response]:

@@ -19,7 +19,7 @@ EMBEDS = SupportedTasks(
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 async def embed(api: FakeApi, **body: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Pool:
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 async def start(shared: SharedCall, *names: str) -> list[asyncio.Task[None]]:

@@ -21,7 +21,7 @@ from tests.refused import Refused
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def generate_request(request_id: str = "a", **fields: Any) -> GenerateRequest:

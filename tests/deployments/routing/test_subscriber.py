@@ -14,7 +14,7 @@ from deployments.routing.subscriber import KVEventSubscriber
 from engine.wire.messages import Command, EngineLoad, EngineUpdate, Subscribe
 from tests.refused import Refused
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 class Inbox:

@@ -20,7 +20,7 @@ from engine.kv_transfer.protocol.messages import Envelope, KVWorkerAnswer, KVWor
 from engine.wire.messages import Abort, Command, EngineUpdate, Notice, TokenBatch
 from tests.refused import Refused
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

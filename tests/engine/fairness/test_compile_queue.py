@@ -12,7 +12,7 @@ from engine.errors import Overloaded
 from engine.fairness import compile_queue
 from engine.fairness.compile_queue import LONG_CHARS, CompileQueue
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 LONG = LONG_CHARS + 1
 
 

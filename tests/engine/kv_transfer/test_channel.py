@@ -34,7 +34,7 @@ from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.fake_worker import FakeKVWorker
 from tests.refused import Refused
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 BLOCK = 4
 PROMPT = list(range(1, 15))  # 3 blocks and a half
 CONFIG = HandoffConfig(role="decode", lease_s=60.0, progress_s=30.0, accept_s=30.0)
@@ -190,7 +190,8 @@ def test_a_failed_read_lets_the_pair_rest(engines):
 
 
 def test_an_engine_whose_agent_does_not_stop_must_end(engines):
-    decode, prefill = engines("d", [FakeKVWorker(holding=True, mute=True)], HASTY), engines("p")
+    impatient = HandoffConfig(role="decode", heartbeat_s=0.1, progress_s=0.5)
+    decode, prefill = engines("d", [FakeKVWorker(holding=True, mute=True)], impatient), engines("p")
     remote_request = remote_request_for(decode)
     decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
     prefill.channel.submit(AcceptPrefill(remote_request))

@@ -418,7 +418,7 @@ def test_a_read_that_is_stopped_while_it_waits_ends_and_nothing_is_written_later
         spoilt.link.wait_held()
         stop.set()
         with pytest.raises(TransportError, match="stopped"):
-            read.result(5.0)
+            read.result(60)
     before = spoilt.here.clone()
     spoilt.link.release()
     spoilt.reader.read(spoilt.source, BlockReads([0], [0], ALL), NEVER)
@@ -436,7 +436,7 @@ def test_a_dropped_source_ends_the_read_that_waits_for_it(make_tcp: Make) -> Non
         spoilt.link.wait_held()
         spoilt.reader.drop(spoilt.source)
         with pytest.raises(TransportError, match="connection to"):
-            read.result(5.0)
+            read.result(60)
     spoilt.link.release()
     spoilt.assert_reads()
     spoilt.link.close()

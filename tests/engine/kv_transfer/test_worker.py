@@ -31,7 +31,7 @@ from tests.engine.kv_transfer.link import Link
 from tests.engine.kv_transfer.test_transports import needs_nixl
 from tests.refused import Refused
 
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = 60_000
 ONE = HeadShard(2, 0, 1)
 
 

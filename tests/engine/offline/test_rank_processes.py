@@ -27,7 +27,7 @@ from tests.models import make_model
 from tests.processes import started
 
 PROMPTS = [[5, 6, 7], [8] * 30, [9, 10]]
-NOTICE_S = 15.0  # far less than a collective waits
+NOTICE_S = 60.0  # less than a collective waits
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
@@ -61,7 +61,7 @@ def remains() -> tuple[set[int], set[str]]:
     return processes, {fields[-1] for fields in sockets if f"socket:[{fields[6]}]" in own}
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -135,7 +135,7 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_noticed_by_the_next_step(fo
 
 
 def test_a_rank_that_hangs_is_noticed_by_its_silence(folder, leaves_nothing, monkeypatch):
-    monkeypatch.setattr(plan_broadcast, "SILENCE_MS", 500)
+    monkeypatch.setattr(plan_broadcast, "SILENCE_MS", 1500)
     monkeypatch.setattr(plan_broadcast, "HEARTBEAT_MS", 100)
     monkeypatch.setattr(rank_processes, "END_TIMEOUT_S", 0.5)
     with start(folder, 2) as llm:

@@ -24,7 +24,7 @@ from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.models import make_model
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Gate:

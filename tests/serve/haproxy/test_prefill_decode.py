@@ -43,7 +43,7 @@ class Serving:
 
     def metric(self, name: str, *labels: str) -> float:
         """Sum of the series of model `apart` with these labels."""
-        text = httpx.get(f"{self.server.url}/metrics", headers=ALICE, timeout=10).text
+        text = httpx.get(f"{self.server.url}/metrics", headers=ALICE, timeout=60).text
         lines = [line for line in text.splitlines() if line.startswith(f"{name}{{") and 'model_name="apart"' in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
 
@@ -51,7 +51,7 @@ class Serving:
         return self.metric("manta_handoffs_total", 'result="received"')
 
     def live(self) -> list[dict[str, Any]]:
-        answer = httpx.get(f"{self.server.url}/debug/handoffs", headers=ALICE, timeout=10)
+        answer = httpx.get(f"{self.server.url}/debug/handoffs", headers=ALICE, timeout=60)
         handoffs: list[dict[str, Any]] = answer.json()["handoffs"]
         return handoffs
 
@@ -96,7 +96,7 @@ def test_texts_of_two_pools_are_those_of_one_engine(serving, expected):
 def test_both_engines_tell_what_became_of_a_request(serving):
     extra = {"cache_salt": "explained", "ignore_eos": True}
     answer = serving.client.completions.create(model="apart", prompt=PROMPTS[2], max_tokens=5, extra_body=extra)
-    found = httpx.get(f"{serving.server.url}/debug/requests/{answer.id}", headers=ALICE, timeout=10)
+    found = httpx.get(f"{serving.server.url}/debug/requests/{answer.id}", headers=ALICE, timeout=60)
     (timeline,) = found.json()["sequences"]
     told: dict[str, list[str]] = {}
     for event in timeline["events"]:
@@ -149,7 +149,7 @@ def test_ctrl_c_ends_manta_serve_and_all_its_processes(serving):
     processes = serving.server.processes()
     serving.server.interrupt()
     assert serving.server.wait(timeout_s=30) == 0
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
 
 

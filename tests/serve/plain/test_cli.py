@@ -128,6 +128,6 @@ def test_doctor_says_which_replicas_fit_the_nodes_of_a_cluster(tmp_path: Path, m
 
 def is_healthy(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200
     except httpx.HTTPError:
         return False

@@ -17,7 +17,7 @@ NUM_REQUESTS = 12
 
 
 def scrape(server: ServeRun) -> Scrape:
-    return Scrape(httpx.get(f"{server.url}/metrics", timeout=10).text)
+    return Scrape(httpx.get(f"{server.url}/metrics", timeout=60).text)
 
 
 def complete(server: ServeRun, name: str, **body: object) -> dict:

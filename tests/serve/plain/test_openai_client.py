@@ -145,7 +145,7 @@ def test_100_streams_whose_clients_leave_free_all_their_blocks(server, client):
 
     asyncio.run(scenario())
     wait_until(lambda: is_idle(server))
-    scrape = Scrape(httpx.get(f"{server.url}/metrics", timeout=10).text)
+    scrape = Scrape(httpx.get(f"{server.url}/metrics", timeout=60).text)
     assert scrape.sum("vllm:request_success_total", finished_reason="abort") >= 10
     assert client.completions.create(model="tiny", prompt="The", max_tokens=2).usage.completion_tokens == 2
 

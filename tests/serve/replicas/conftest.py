@@ -29,7 +29,7 @@ def started(tmp_path_factory) -> Iterator[ServeRun]:
 @pytest.fixture
 def server(started) -> ServeRun:
     def up() -> float:
-        return Scrape(httpx.get(f"{started.url}/metrics", timeout=10).text).sum("manta_up")
+        return Scrape(httpx.get(f"{started.url}/metrics", timeout=60).text).sum("manta_up")
 
     wait_until(lambda: up() == REPLICAS, timeout_s=120)
     return started

@@ -34,7 +34,7 @@ ASKED: list[dict[str, Any]] = [
 
 
 def scrape(server: ServeRun) -> Scrape:
-    answer = httpx.get(f"{server.url}/metrics", timeout=10)
+    answer = httpx.get(f"{server.url}/metrics", timeout=60)
     assert answer.status_code == 200
     return Scrape(answer.text)
 
@@ -52,7 +52,7 @@ def stream(server: ServeRun, body: dict[str, Any], running: Barrier | None = Non
             choice = event["choices"][0]
             text, reason = text + choice["text"], choice["finish_reason"]
             if running is not None:
-                running.wait(30)
+                running.wait(60)
                 running = None
                 last_at = time.monotonic()
             pause_s, last_at = max(pause_s, time.monotonic() - last_at), time.monotonic()
@@ -60,7 +60,7 @@ def stream(server: ServeRun, body: dict[str, Any], running: Barrier | None = Non
 
 
 def explained(server: ServeRun, name: str) -> dict[str, Any]:
-    (timeline,) = httpx.get(f"{server.url}/debug/requests/{name}", timeout=10).json()["sequences"]
+    (timeline,) = httpx.get(f"{server.url}/debug/requests/{name}", timeout=60).json()["sequences"]
     return dict(timeline)
 
 
@@ -88,7 +88,7 @@ def test_streams_go_on_unchanged_when_a_process_of_a_decode_replica_is_killed(se
         named = {f"{victim}-{turn}-{number}": body for number, body in enumerate(ASKED)}
         streams = [pool.submit(stream, server, {**body, "request_id": name}, running) for name, body in named.items()]
         first, *_ = processes(server, victim)  # each replica has streams, since they share no prefix
-        running.wait(30)
+        running.wait(60)
         first.kill()
         found = [one.result(timeout=120) for one in streams]
     differ = sum(one[:2] != unharmed for one, unharmed in zip(found, expected, strict=True))

@@ -20,7 +20,7 @@ READY = re.compile(r"ServeReplica:manta:decode-pocket pid=(\d+)\).* (decode-pock
 
 
 def scrape(server: ServeRun) -> Scrape:
-    answer = httpx.get(f"{server.url}/metrics", timeout=10)
+    answer = httpx.get(f"{server.url}/metrics", timeout=60)
     assert answer.status_code == 200
     return Scrape(answer.text)
 

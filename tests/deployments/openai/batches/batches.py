@@ -33,7 +33,7 @@ async def start(client: openai.AsyncOpenAI, content: bytes, endpoint: Any = "/v1
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Batch:
     """The batch when it has ended."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (batch := await client.batches.retrieve(batch_id)).status not in ENDED:
             await asyncio.sleep(0.01)
     return batch

@@ -20,7 +20,7 @@ from tests.deployments.openai.batches.batches import answers, client_of, ended, 
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def statuses_of(api: FakeApi) -> dict[int, int]:

@@ -25,7 +25,7 @@ PURPOSE = {"purpose": "batch"}
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ LIVE = ("queued", "in_progress")
 
 
 async def ended(api: FakeApi, response_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             answer = await api.client.get(f"/v1/responses/{response_id}")
             assert answer.status_code == 200, answer.text
