@@ -83,7 +83,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Manta needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m compileall -q engine placement deployments cluster  # or the first start would, in each process
+	$(BIN)/python -m compileall -q manta engine placement deployments cluster  # or the first start would, in each process
 	$(BIN)/python -m engine.model.ops.cpu  # the same for the kernels
 	@touch $@
 

@@ -38,7 +38,7 @@ PHASES = {  # by the line of the log that ends each, in the order of most starts
     "the engine is up": "ranks ready",
 }
 ANSWERED = "the first answer"
-INSTALLED = ("compileall -q engine placement deployments cluster", "engine.model.ops.cpu")  # by `make install`
+INSTALLED = ("compileall -q manta engine placement deployments cluster", "engine.model.ops.cpu")  # by `make install`
 REQUEST = {"model": "pocket", "messages": [{"role": "user", "content": "What is a cache?"}], "max_tokens": 1}
 LIMIT_S = 300.0
 

@@ -14,7 +14,7 @@ from ray.serve.config import RequestRouterConfig
 
 from cluster import haproxy
 from cluster.autoscaling.slo import autoscaling_config
-from cluster.config import BUILDER, AppConfig, ModelSection
+from cluster.config import BUILDERS, AppConfig, ModelSection
 from cluster.model_info import model_info
 from deployments import ray_compat
 from deployments.decode import Decode
@@ -75,7 +75,7 @@ def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:
     if not config.autoscales or not ray.is_initialized():
         return
     for application in ray_compat.deployed_applications():
-        if application["import_path"] == BUILDER and application.get("args") == args:
+        if application["import_path"] in BUILDERS and application.get("args") == args:
             try:
                 AppConfig.of(application)
             except ConfigError as error:

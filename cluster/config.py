@@ -9,7 +9,7 @@ import msgspec
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo
+from cluster.autoscaling.slo import POLICIES, POLICY, Limits, PoolSettings, Slo
 from deployments.console.config import ConsoleConfig
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields, expected
@@ -24,7 +24,8 @@ from engine.errors import ConfigError, without_credentials
 from placement.console_log import LogConfig, LogFormat, LogLevel
 from placement.spec import GroupSpec, Strategy
 
-BUILDER = "cluster.app:build"  # the import_path of our applications
+BUILDER = "manta:build"  # the import_path of our applications
+BUILDERS = (BUILDER, f"{__package__}.app:build")  # the same function by its own name
 HOST, PORT = "127.0.0.1", 8000  # where the API listens if nothing else is said
 
 
@@ -357,7 +358,7 @@ class AppConfig(Section):
         `parse` does."""
         config = cls.parse(application.get("args") or {})
         policy = (application.get("autoscaling_policy") or {}).get("policy_function")
-        if config.autoscales and policy != POLICY:
+        if config.autoscales and policy not in POLICIES:
             limit = f"{POLICY}, beside `args`, since a pool has max_replicas"
             raise ConfigError("autoscaling_policy.policy_function", policy, limit)
         return config

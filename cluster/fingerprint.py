@@ -12,8 +12,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import deployments.openai
-import engine
+from cluster.distribution import DISTRIBUTION, ROOT
 from engine.config import EngineConfig
 from engine.wire.model_identity import VOCABULARY_FILES, ModelIdentity
 
@@ -22,7 +21,7 @@ DIGITS = 8  # hexadecimal, of each part
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
               "chat_template*", "additional_chat_templates/*", *VOCABULARY_FILES)  # fmt: skip
 NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "torch_compile", "determinism")
-KERNEL_PACKAGES = ("manta-serve", "torch", "numba", "triton", "transformers", "tokenizers", "llguidance")
+KERNEL_PACKAGES = (DISTRIBUTION, "torch", "numba", "triton", "transformers", "tokenizers", "llguidance")
 
 
 def fingerprint(identity: ModelIdentity, text_folder: Path, pools: Collection[EngineConfig], *more: object) -> str:
@@ -48,7 +47,7 @@ def differing_parts(one: str, other: str) -> list[str]:
 @cache
 def _code() -> str:
     """Digest the sources that an answer passes through, and the versions of the packages whose kernels they call."""
-    sources = [_digest_of_files(Path(package.__path__[0]), ["**/*.py"]) for package in (engine, deployments.openai)]
+    sources = [_digest_of_files(folder, ["**/*.py"]) for folder in (ROOT / "engine", ROOT / "deployments" / "openai")]
     return _digest(text.encode() for text in (*sources, *map(_version, KERNEL_PACKAGES)))
 
 

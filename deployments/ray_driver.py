@@ -194,7 +194,8 @@ def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None
 def _import_builder(application: Mapping[str, Any]) -> None:
     """Import what builds an application, in a worker that then waits for more: Serve is given the same one, once its
     controller has started."""
-    importlib.import_module(application["import_path"].partition(":")[0])
+    module, _, name = application["import_path"].partition(":")
+    getattr(importlib.import_module(module), name)
 
 
 def _deploy(config: dict[str, Any], builders: list[ray.ObjectRef]) -> list[ray.ObjectRef]:

@@ -15,7 +15,8 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 TEXT = "%(asctime)s {who} %(name)s %(message)s"
-PACKAGES = ("engine", "placement", "deployments", "cluster")
+BELOW = __name__.removesuffix("placement.console_log")  # `manta.` where a wheel is installed
+PACKAGES = tuple(f"{BELOW}{package}" for package in ("engine", "placement", "deployments", "cluster"))
 CONVERSION = re.compile(r"(?:(\w+)=)?%[-#0 +]*[\d*]*(?:\.[\d*]+)?[a-zA-Z]")
 
 

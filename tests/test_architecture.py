@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ORDER = ["engine", "placement", "deployments", "cluster"]  # each may import those before it
+ORDER = ["engine", "placement", "deployments", "cluster", "manta"]  # each may import those before it
 # the rooms of engine/, in reading order; rooms of one line do not import each other
 ENGINE_ORDER = [
     {"wire"},

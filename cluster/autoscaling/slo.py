@@ -9,7 +9,8 @@ from deployments.routing.config import Role
 
 METRICS_PERIOD_S = 1.0  # how often replicas and handles report
 LOOK_BACK_S = 5.0  # how much of those reports Serve keeps
-POLICY = "cluster.autoscaling.policy:Policy"
+POLICY = "manta:AutoscalingPolicy"
+POLICIES = (POLICY, f"{__package__}.policy:Policy")  # the same class by its own name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from cluster.cli.bench.commands import bench
 from cluster.cli.serve import serve
 from cluster.cli.simulate import simulate
 from cluster.cli.vllm_flags import TakesVllmFlags
+from cluster.distribution import copy_examples, version_and_commit
 from cluster.flags import ApiKeyOption, EngineFlags, HtmlOption, JsonOption, ModelOption, given, with_flags
 from engine.errors import RequestError, ServingError
 
@@ -28,7 +29,8 @@ Try it in two terminals, without any model of your own:
 
   manta chat
 
-`manta COMMAND --help` explains each command, with an example.
+`manta COMMAND --help` explains each command, with an example. `manta init` copies the files that they name (docs/, k8s/
+and serve_config.yaml) into a folder.
 """
 RUN, ASK, INSPECT = "Run a server", "Ask a model", "Look inside, and measure"
 COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -44,9 +46,33 @@ UrlOption = Annotated[str, typer.Option(help="Address of the server.")]
 URL = "http://127.0.0.1:8000"
 
 
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"manta {version_and_commit()}")
+        raise typer.Exit
+
+
 @app.callback()
-def configure(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False) -> None:
+def configure(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False,
+    _: Annotated[
+        bool,
+        typer.Option("--version", "-V", is_eager=True, callback=print_version, help="Print version and commit."),
+    ] = False,
+) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
+
+
+@app.command(rich_help_panel=RUN)
+def init(
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="Where to; made if it does not exist.")] = Path("."),
+) -> None:
+    """Copy the files that help texts name into a folder: example configurations, documentation, Kubernetes manifests.
+
+    Example: manta init my-server && cd my-server && manta serve serve_config.yaml
+    """
+    for copy in copy_examples(folder):
+        print(copy)
 
 
 @app.command(rich_help_panel=RUN)

@@ -71,10 +71,10 @@ class RankProcesses:
                 process.wait()
 
     def _start(self, task: RankTask) -> None:
-        folder = str(Path(__file__).resolve().parents[2])  # in which `engine` is
+        folder = str(Path(__file__).resolve().parents[__name__.count(".")])  # in which the outermost package is
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine.offline.rank_processes"],
+            [sys.executable, "-P", "-m", __name__],  # -P: not what the current folder has under that name
             stdin=subprocess.PIPE,
             # or torch would print a page about a lost connection when rank 0 ends first
             env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": path},

@@ -135,11 +135,10 @@ def test_pools_scale_between_their_bounds_for_the_targets_of_their_model():
 @pytest.mark.parametrize("policy", [None, {}, {"policy_function": "mine:policy"}])
 def test_a_pool_with_max_replicas_wants_the_policy_in_its_application(policy):
     application = {"args": {"models": [{**MODEL, "decode": {"max_replicas": 2}}]}, "autoscaling_policy": policy}
-    with pytest.raises(
-        ConfigError, match=r"autoscaling_policy.policy_function must be cluster.autoscaling.policy:Policy"
-    ):
+    with pytest.raises(ConfigError, match=r"autoscaling_policy.policy_function must be manta:AutoscalingPolicy"):
         AppConfig.of(application)
-    AppConfig.of({**application, "autoscaling_policy": {"policy_function": "cluster.autoscaling.policy:Policy"}})
+    for name in ("manta:AutoscalingPolicy", "cluster.autoscaling.policy:Policy"):
+        AppConfig.of({**application, "autoscaling_policy": {"policy_function": name}})
 
 
 def test_each_pool_has_its_own_routing():
@@ -261,7 +260,7 @@ def test_manta_check_says_which_extra_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, tracing.PACKAGE, None)  # as if it were not installed
     config = tmp_path / "config.yaml"
     args = "{models: [{name: m, model: pocket}], tracing: {otlp_endpoint: 'http://collector:4318/v1/traces'}}"
-    config.write_text("applications: [{import_path: 'cluster.app:build', args: " + args + "}]")
+    config.write_text("applications: [{import_path: 'manta:build', args: " + args + "}]")
     result = CliRunner().invoke(cli.app, ["check", str(config)])
     assert isinstance(result.exception, StartupError)
     assert "manta-serve[otel]" in str(result.exception)
@@ -269,7 +268,7 @@ def test_manta_check_says_which_extra_is_missing(tmp_path, monkeypatch):
 
 def test_manta_check_ends_with_1_and_one_line(tmp_path):
     bad = tmp_path / "bad.yaml"
-    app = "{import_path: 'cluster.app:build', args: {models: [{name: m, model: /nowhere}]}}"
+    app = "{import_path: 'manta:build', args: {models: [{name: m, model: /nowhere}]}}"
     parallel = app.replace("model: /nowhere", "model: pocket, engine: {tensor_parallel: 7}")
     for text in (
         "applications: [" + app + "]",

@@ -62,7 +62,7 @@ class ChaosCluster:
 
     def put(self, args: dict[str, Any], deployments: list[dict[str, Any]]) -> None:
         """Returns once Serve has taken the configuration, which then begins to change the application."""
-        app = {"name": "manta", "route_prefix": "/", "import_path": "cluster.app:build"}
+        app = {"name": "manta", "route_prefix": "/", "import_path": "manta:build"}
         config = {
             "proxy_location": "HeadOnly",  # the nodes of this machine would all want the same port
             "http_options": {"host": "127.0.0.1", "port": self.port},

@@ -125,7 +125,7 @@ class ServeRun:
         app = {
             "name": "manta",
             "route_prefix": "/",
-            "import_path": "cluster.app:build",
+            "import_path": "manta:build",
             "args": args,
         }
         if policy is not None:

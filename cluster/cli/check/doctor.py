@@ -18,14 +18,15 @@ from packaging.requirements import Requirement
 
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.model_fit import check_models
+from cluster.cli.check.names import check_distributions, check_folder
 from cluster.cli.check.ports import check_ports
 from cluster.cli.check.serve_config import address_of, check_serve_config, load, ours
 from cluster.config import HOST, PORT, AppConfig
+from cluster.distribution import DISTRIBUTION
 from deployments import ray_compat
 from engine.errors import StartupError
 from placement.capacity import Node, can_grow, cluster_nodes
 
-DISTRIBUTION = "manta-serve"
 EXTRAS = {"nixl": "KV between pools over RDMA", "otel": "traces"}
 GPU_QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
 
@@ -37,6 +38,8 @@ def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     yield from check_packages()
+    yield from check_distributions()
+    yield from check_folder(Path.cwd())
     yield from check_gpus()
     found = find_nodes(address)
     nodes = found or [this_machine()]

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from cluster.config import BUILDER, HOST, PORT, AppConfig
+from cluster.config import BUILDER, BUILDERS, HOST, PORT, AppConfig
 from cluster.model_info import model_info
 from engine.errors import ConfigError, Described
 from engine.model.checkpoint.folder import resolve
@@ -127,7 +127,7 @@ def ours(serve_config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]
     for i, application in enumerate(serve_config["applications"]):
         if not isinstance(application, dict) or "import_path" not in application:
             raise ConfigError(f"applications[{i}].import_path", None, "given")
-        if application["import_path"] == BUILDER:
+        if application["import_path"] in BUILDERS:
             yield i, application
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from cluster.cli.lint import serve
 from cluster.cli.lint.manifests import Manifest, Service, read
 from cluster.cli.lint.violation import Violation
-from cluster.config import BUILDER
+from cluster.config import BUILDER, BUILDERS
 from engine.errors import StartupError
 
 Rule = Callable[[Service], Iterator[Violation]]
@@ -29,7 +29,7 @@ def violations(manifests: Sequence[Manifest], rules: Sequence[Rule] = RULES) -> 
 
 
 def _violations(service: Service, rules: Sequence[Rule]) -> Iterator[Violation]:
-    if BUILDER not in (service.spec.get("serveConfigV2") or ""):
+    if not any(builder in (service.spec.get("serveConfigV2") or "") for builder in BUILDERS):
         message = f"is not a Manta service: no application has the import_path {BUILDER}; nothing else was checked"
         yield Violation("not-manta", service.name, message)
         return

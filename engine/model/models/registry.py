@@ -27,11 +27,11 @@ def model_class(architecture: str) -> type[Model]:
     if architecture == image_encoder.ARCHITECTURE:
         module, name = image_encoder.__name__, architecture
     elif family is None:
-        module, name = "engine.model.transformers_backend.model", "TransformersModel"
+        module, name = "..transformers_backend.model", "TransformersModel"
     else:
         file, _, name = family.model.partition(".")
-        module = f"engine.model.models.{file}"
-    cls: type[Model] = getattr(importlib.import_module(module), name)
+        module = f".{file}"
+    cls: type[Model] = getattr(importlib.import_module(module, __package__), name)
     return cls
 
 

@@ -32,7 +32,7 @@ def test_name_that_would_break_the_file_is_refused():
 def test_manta_check_looks_at_the_file_of_keys(tmp_path):
     keys, config = tmp_path / "keys", tmp_path / "serve_config.yaml"
     args = f"{{models: [{{name: m, model: pocket}}], ingress: {{api_keys_file: '{keys}'}}}}"
-    config.write_text(f"applications: [{{import_path: 'cluster.app:build', args: {args}}}]")
+    config.write_text(f"applications: [{{import_path: 'manta:build', args: {args}}}]")
     keys.write_text("sk-plain\n")
     assert isinstance(CliRunner().invoke(cli.app, ["check", str(config)]).exception, ConfigError)
     keys.write_text(CliRunner().invoke(cli.app, ["hash-key", "alice", "--generate"]).stdout)

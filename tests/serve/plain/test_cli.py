@@ -106,7 +106,7 @@ def test_doctor_says_which_replicas_fit_the_nodes_of_a_cluster(tmp_path: Path, m
         config = tmp_path / "serve_config.yaml"
         decode = {"num_cpus": 1.5, "label_selector": {"pool": "decode"}}
         models = [{"name": "tiny", "model": str(model_folder), "decode": decode}]
-        app = {"name": "manta", "import_path": "cluster.app:build", "args": {"models": models}}
+        app = {"name": "manta", "import_path": "manta:build", "args": {"models": models}}
         for num_replicas, code in ((1, 0), (3, 1)):
             decode["num_replicas"] = num_replicas
             config.write_text(yaml.safe_dump({"applications": [app]}))

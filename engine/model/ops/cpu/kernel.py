@@ -2,14 +2,20 @@
 
 A kernel is a Numba function of one argument, an array of int64: element 0 is a counter from which the threads take
 their work, the others are addresses and sizes. `launch` runs it on all threads of torch's OpenMP pool, so that no
-second pool competes for the cores. Compiled code is cached on disk beside the source (or where NUMBA_CACHE_DIR says).
+second pool competes for the cores. Compiled code is cached on disk where NUMBA_CACHE_DIR says, beside the source, in
+the user's cache, or in a folder of the user's below /tmp: the first of these that can be written.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
+import stat
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,9 +23,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 I64 = ir.IntType(64)
 I32 = ir.IntType(32)
@@ -29,7 +37,33 @@ PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 # a function that is compiled into the kernels that call it: if one were called, it would be another copy of it, with
 # other instructions and bits, in a process that has just compiled the kernel than in one that has found it in the cache
 device_function = njit(nogil=True, boundscheck=False, forceinline=True, **OPTIONS)
-compiled = cfunc(types.void(types.CPointer(types.int64)), cache=True, **OPTIONS)
+
+
+def keeps_code() -> bool:
+    """Return whether Numba finds a folder for compiled code. It raises RuntimeError where it does not."""
+    try:
+        njit(cache=True)(keeps_code)
+    except RuntimeError:
+        return False
+    return True
+
+
+def private_folder() -> str | None:
+    """Return a folder below /tmp for compiled code; None if there is none that nobody else can write."""
+    with suppress(OSError):
+        folder = Path(tempfile.gettempdir(), f"manta-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            return str(folder)
+    return None
+
+
+if not keeps_code():
+    config.CACHE_DIR = private_folder()
+    if not keeps_code():
+        logger.warning("compiled kernels can be kept nowhere, so every start compiles them; set NUMBA_CACHE_DIR")
+compiled = cfunc(types.void(types.CPointer(types.int64)), cache=keeps_code(), **OPTIONS)
 
 
 def kernel(function: Callable[[Any], None]) -> Callable[[], Any]:

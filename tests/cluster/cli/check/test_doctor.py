@@ -15,7 +15,7 @@ CONFIG = """
 http_options: {{host: 127.0.0.1, port: 65123}}
 applications:
   - name: manta
-    import_path: cluster.app:build
+    import_path: manta:build
     args:
       models:
         - name: tiny
@@ -53,7 +53,7 @@ def test_model_that_fits_this_machine_is_said_to_and_one_that_does_not_ends_with
 
 def test_mistake_in_a_configuration_is_one_of_the_problems(tmp_path):
     config = tmp_path / "serve_config.yaml"
-    config.write_text("applications: [{name: a, import_path: 'cluster.app:build', args: {models: []}}]")
+    config.write_text("applications: [{name: a, import_path: 'manta:build', args: {models: []}}]")
     code, found = findings("--config", str(config))
     assert code == 1
     assert [f["message"] for f in found if f["topic"] == "configuration"] == [

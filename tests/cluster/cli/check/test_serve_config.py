@@ -11,7 +11,7 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 from cluster.cli.check import serve_config as config
 from engine.errors import ConfigError
 
-APPLICATION = {"import_path": "cluster.app:build", "args": {"models": [{"name": "pocket", "model": "pocket"}]}}
+APPLICATION = {"import_path": "manta:build", "args": {"models": [{"name": "pocket", "model": "pocket"}]}}
 
 
 def with_(**keys: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_deployments_that_there_will_be_may_be_named():
         ("a: [1", "must be YAML, got"),
         ("", "a mapping with a list `applications`"),
         ("applications: 3", "a mapping with a list `applications`"),
-        ("applications: [{import_path: 'other:build'}]", "an application whose import_path is cluster.app:build"),
+        ("applications: [{import_path: 'other:build'}]", "an application whose import_path is manta:build"),
         ("applications: [{}]", "applications[0].import_path must be given"),
     ],
 )

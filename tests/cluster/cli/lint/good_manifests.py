@@ -22,8 +22,8 @@ class Deployed:
             "applications": [
                 {
                     "name": "manta",
-                    "import_path": "cluster.app:build",
-                    "autoscaling_policy": {"policy_function": "cluster.autoscaling.policy:Policy"},
+                    "import_path": "manta:build",
+                    "autoscaling_policy": {"policy_function": "manta:AutoscalingPolicy"},
                     "args": {
                         "models": [
                             {

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from engine.model.ops.cpu import kernel
 
 ANSWER = """
 from engine import LLM, SamplingParams
@@ -16,6 +20,37 @@ with LLM("pocket", dtype="float32", num_threads=1, num_blocks=64) as llm:
     (output,) = llm.generate(["The quick brown fox jumps over the lazy dog, and then"], params, progress=False)
 print([(entry.token_id, entry.logprob) for entry in output.outputs[0].logprobs])
 """
+
+
+KERNELS = """
+import numba
+from engine.model.ops.cpu import kernel
+print(numba.config.CACHE_DIR, kernel.keeps_code())
+"""
+
+
+def where_code_is_kept(tmp_path: Path, **variables: str) -> tuple[str, str]:
+    """The folder that a process chooses whose source and home cannot be written, and whether it keeps code."""
+    program = f"import sys; sys.path.insert(0, {str(tmp_path / 'code')!r}){KERNELS}"
+    if not (tmp_path / "code").exists():
+        source = Path(kernel.__file__).parents[4] / "engine"
+        shutil.copytree(source, tmp_path / "code" / "engine", ignore=shutil.ignore_patterns("__pycache__"))
+        (tmp_path / "code/engine/model/ops/cpu/__pycache__").touch()  # a file, so that root cannot write there either
+    environment = {"PATH": os.defpath, "HOME": "/dev/null", "PYTHONDONTWRITEBYTECODE": "1", **variables}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    folder, keeps = done.stdout.split()
+    return folder, keeps
+
+
+def test_where_neither_source_nor_home_can_be_written_kernels_are_kept_in_a_private_folder(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    folder = tmp_path / "tmp" / f"manta-{os.getuid()}"
+    assert where_code_is_kept(tmp_path, TMPDIR=str(tmp_path / "tmp")) == (str(folder), "True")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert where_code_is_kept(tmp_path, TMPDIR=str(tmp_path / "tmp")) == ("None", "False")
+    given = str(tmp_path / "given")
+    assert where_code_is_kept(tmp_path, NUMBA_CACHE_DIR=given) == (given, "True")
 
 
 @pytest.mark.slow

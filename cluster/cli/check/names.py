@@ -1,0 +1,36 @@
+"""Names of our packages, which a file of the user's may have too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+from cluster.cli.check.finding import Finding
+from cluster.distribution import DISTRIBUTION, ROOT
+
+BELOW = __name__.removesuffix("cluster.cli.check.names")  # `manta.` where a wheel is installed
+OUTERMOST = ("manta",) if BELOW else ("manta", "engine", "placement", "deployments", "cluster")
+
+
+def check_folder(folder: Path) -> Iterator[Finding]:
+    """Check what hides our packages from Ray's workers, which look into the folder where their driver has started,
+    before all others."""
+    ours = ROOT.parent if BELOW else ROOT
+    for name in OUTERMOST:
+        found = PathFinder.find_spec(name, [str(folder)])
+        if found is not None and found.origin is not None and not Path(found.origin).is_relative_to(ours / name):
+            message = f"{found.origin} would be imported in place of Manta's `{name}` by Ray's workers"
+            yield Finding("problem", "names", message, "Rename it, or start in another folder")
+
+
+def check_distributions() -> Iterator[Finding]:
+    """Check whether another distribution has installed a package of ours: pip overwrites files without a word."""
+    owners = packages_distributions()
+    for name in OUTERMOST:
+        if others := sorted(set(owners.get(name, ())) - {DISTRIBUTION}):
+            message = (
+                f"`{name}` is a package of {', '.join(others)} too, and whichever came last has overwritten the other"
+            )
+            yield Finding("problem", "names", message, f"Install {DISTRIBUTION} into an environment of its own")

@@ -1,0 +1,49 @@
+"""Manta as it is installed: its version, its commit, and the files that come with it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+from engine.errors import InvalidParameter
+
+DISTRIBUTION = "manta-serve"
+ROOT = Path(__file__).resolve().parents[1]  # of a checkout; installed, the package `manta`, which has the same files
+EXAMPLES = ("serve_config.yaml", "serve_config_pd.yaml", "docs", "k8s")
+
+
+def version_and_commit() -> str:
+    """Return a line like `0.1.0 (commit 0123456789ab)`; without the commit where neither a build nor git tells it."""
+    found = commit()
+    return version(DISTRIBUTION) + (f" (commit {found})" if found else "")
+
+
+def commit() -> str | None:
+    """Return the commit of this code, with `-dirty` after it if files differ from it."""
+    if (built := ROOT / "COMMIT").exists():  # by tools/build_backend.py
+        return built.read_text()
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def copy_examples(folder: Path) -> list[Path]:
+    """Copy what the commands name in their help: configurations, manifests for Kubernetes, and documentation.
+
+    Return the copies. Raises InvalidParameter, and copies nothing, if one of them exists already.
+    """
+    copies = {ROOT / name: folder / name for name in EXAMPLES}
+    for copy in copies.values():
+        if copy.exists():
+            raise InvalidParameter("FOLDER", str(folder), f"one without a {copy.name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for source, copy in copies.items():
+        if source.is_dir():
+            shutil.copytree(source, copy)
+        else:
+            shutil.copy(source, copy)
+    return list(copies.values())

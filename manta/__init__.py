@@ -1,0 +1,65 @@
+"""Manta for those who use it: `from manta import LLM, SamplingParams`, and `import_path: manta:build` for Ray Serve.
+
+In an installed wheel all other packages lie below this one, as `manta.engine` and so on, where nothing can hide them.
+In a checkout they lie beside it (docs/install.md).
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cluster.app import build
+    from cluster.autoscaling.policy import Policy as AutoscalingPolicy
+    from engine.offline.llm import LLM
+
+__all__ = [
+    "LLM",
+    "AutoscalingPolicy",
+    "PoolingParams",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "build",
+]
+
+
+def _find_neighbours(folder: Path) -> None:
+    """Raise ImportError if some other package hides one of those beside this one. folder: of this package."""
+    for name in ("engine", "placement", "deployments", "cluster"):
+        if (folder / name).is_dir():  # an installed wheel
+            continue
+        spec, ours = find_spec(name), folder.parent / name
+        places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
+        if str(ours) not in places:
+            found = places[-1] or places[0] if places else "nothing"
+            raise ImportError(
+                f"{found} is imported as `{name}` in place of {ours}: rename it, start in another folder, or install "
+                "Manta's wheel, which has no such names"
+            )
+
+
+_find_neighbours(Path(__file__).resolve().parent)
+
+from engine import PoolingParams, SamplingParams, StructuredOutputsParams  # noqa: E402
+
+
+def __getattr__(name: str) -> Any:
+    """Import what takes seconds to load when it is used."""
+    if name == "LLM":
+        from engine.offline.llm import LLM
+
+        return LLM
+    if name == "build":
+        from cluster.app import build
+
+        return build
+    if name == "AutoscalingPolicy":
+        from cluster.autoscaling.policy import Policy
+
+        return Policy
+    if name == "__version__":
+        return version("manta-serve")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,43 @@
+"""`import manta`, in a checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import manta
+from cluster.app import build
+from cluster.autoscaling.policy import Policy
+from cluster.config import BUILDER
+from engine import LLM, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_facade_has_the_very_objects_of_the_packages():
+    assert (manta.LLM, manta.SamplingParams) == (LLM, SamplingParams)
+    assert (manta.build, manta.AutoscalingPolicy) == (build, Policy)
+    assert f"manta:{manta.build.__name__}" == BUILDER
+    with pytest.raises(AttributeError, match="no attribute 'engines'"):
+        _ = manta.engines
+    assert all(getattr(manta, name) is not None for name in manta.__all__)
+
+
+@pytest.mark.parametrize("file", ["engine.py", "deployments.py", "cluster/__init__.py"])
+def test_whoever_imports_it_where_another_package_hides_ours_is_told_which(file, tmp_path):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", "import manta"], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT / "docs",
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    name = file.partition("/")[0].removesuffix(".py")
+    assert last.startswith(
+        f"ImportError: {tmp_path / file} is imported as `{name}` in place of {ROOT / name}: rename it"
+    )
