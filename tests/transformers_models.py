@@ -137,19 +137,23 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def make_transformers_model(folder: Path, architecture: str, **overrides: Any) -> Path:
     """Write a model of `architecture` (of engine/model/families.py, SPECIAL or TEXT_PARTS) and return its folder."""
-    cls = getattr(transformers, architecture.split()[0])
-    if architecture in TEXT_PARTS:
-        text_class, text, rest = TEXT_PARTS[architecture]
-        text = known_fields(getattr(transformers, text_class), {**COMMON, **text, **overrides})
-        config = cls.config_class(text_config=getattr(transformers, text_class)(**text).to_dict(), **rest)
-    else:
-        fields = {**COMMON, **MORE, **SPECIAL.get(architecture, {}), **overrides}
-        config = cls.config_class(**known_fields(cls.config_class, fields))
-    model = cls(config).eval()
+    config = transformers_config(architecture, **overrides)
+    model = getattr(transformers, architecture.split()[0])(config).eval()
     randomise(model, tied=bool(config.tie_word_embeddings), seed=0)
     model.generation_config = transformers.GenerationConfig(eos_token_id=EOS, pad_token_id=0)
     model.save_pretrained(folder)
     return folder
+
+
+def transformers_config(architecture: str, **overrides: Any) -> Any:
+    """Return the configuration of such a model."""
+    cls = getattr(transformers, architecture.split()[0])
+    if architecture in TEXT_PARTS:
+        text_class, text, rest = TEXT_PARTS[architecture]
+        text = known_fields(getattr(transformers, text_class), {**COMMON, **text, **overrides})
+        return cls.config_class(text_config=getattr(transformers, text_class)(**text).to_dict(), **rest)
+    fields = {**COMMON, **MORE, **SPECIAL.get(architecture, {}), **overrides}
+    return cls.config_class(**known_fields(cls.config_class, fields))
 
 
 def known_fields(cls: Any, fields: dict[str, Any]) -> dict[str, Any]:
