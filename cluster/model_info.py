@@ -21,14 +21,15 @@ from engine.wire.sampling_params import SamplingParams
 
 def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     """Read the facts of a model. Raises StartupError for a model that could not be loaded."""
-    folder, tokenizer = engine_folder(model.engine_config()), model.engine_config().tokenizer
+    engine = model.engine_config()
+    folder, tokenizer = engine_folder(engine), engine.tokenizer
     text_folder = model_folder.resolve(model.model) if tokenizer is None else model_folder.resolve_tokenizer(tokenizer)
-    config = ModelConfig.from_folder(folder, language_model_only=model.engine_config().language_model_only)
+    config = ModelConfig.from_folder(folder, engine.quantization, language_model_only=engine.language_model_only)
     _check_pools(model, config)
     Tokenizer.from_folder(folder, decodes="generate" in config.supported_tasks)
     identity = ModelIdentity.of(folder)
     template, sampling = _chat_template(model.chat_template), _default_sampling(model, folder)
-    max_model_len = config.longest_sequence(model.engine_config().max_model_len)
+    max_model_len = config.longest_sequence(engine.max_model_len)
     numerics = fingerprint(
         identity,
         text_folder,
@@ -57,19 +58,19 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         chat_template_kwargs=model.default_chat_template_kwargs,
         request_timeout_s=ingress.request_timeout_s,
         admission=AdmissionLimits(
-            max_num_seqs=model.engine_config().max_num_seqs,
+            max_num_seqs=engine.max_num_seqs,
             num_engines=max(1, model.decode.bounds[0]),
             num_ingresses=ingress.num_replicas,
             max_waiting=ingress.max_waiting,
             max_waiting_tokens=ingress.max_waiting_tokens,
         ),
-        block_size=model.engine_config().shared_block_size if shares_prefixes else None,
+        block_size=engine.shared_block_size if shares_prefixes else None,
         supported_tasks=config.supported_tasks,
         may_sleep=model.decode.bounds[0] == 0,
         max_replays=ingress.max_replays,
         sdc_check_every=model.sdc_check_every,
-        drafts=model.engine_config().speculative is not None,
-        has_priorities=model.engine_config().scheduling_policy == "priority",
+        drafts=engine.speculative is not None,
+        has_priorities=engine.scheduling_policy == "priority",
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,
     )

@@ -151,8 +151,10 @@ class EngineConfig:
         "auto",
         "Data type of activations, KV cache and weights that are not quantized; `auto` takes the model's own.",
     )
-    quantization: Literal["fp8", "int8", "int4"] | None = option(
-        None, "What the weights of an unquantized model are rounded to as they are loaded."
+    quantization: Literal["fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "mxfp4"] | None = option(
+        None,
+        "`fp8`, `int8` or `int4`: what the weights of an unquantized model are rounded to as they are loaded. How a "
+        "checkpoint is quantized is read from it; the option may name it.",
     )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
         "auto", "`fp8` (the same as `fp8_e4m3`) stores each number of K and V in one byte; `auto` takes `dtype`."

@@ -14,9 +14,8 @@ import typer
 from typer.exceptions import TyperException
 
 from cluster.cli.bench.commands import bench
-from cluster.cli.serve import serve
+from cluster.cli.serve import TakesVllmFlags, serve
 from cluster.cli.simulate import simulate
-from cluster.cli.vllm_flags import TakesVllmFlags
 from cluster.distribution import copy_examples, version_and_commit
 from cluster.flags import ApiKeyOption, EngineFlags, HtmlOption, JsonOption, ModelOption, given, with_flags
 from engine.errors import RequestError, ServingError

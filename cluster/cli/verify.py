@@ -18,10 +18,11 @@ from typing import Any, Literal
 import msgspec
 
 from cluster.cli.check.serve_config import load, ours
-from cluster.cli.serve import YAML, configuration
+from cluster.cli.serve import YAML
 from cluster.config import AppConfig, IngressSection, ModelSection
 from cluster.fingerprint import differing_parts
 from cluster.model_info import model_info
+from cluster.serve_flags import configuration
 from deployments.frontend.sequence import SequenceContext
 from deployments.http.body import parse
 from deployments.http.context import RequestContext

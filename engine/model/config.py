@@ -21,7 +21,7 @@ from engine.wire.pooling_params import SupportedTasks, Task
 
 if TYPE_CHECKING:
     from engine.model.quantization.format import WeightFormat
-    from engine.model.quantization.online import Method, Online
+    from engine.model.quantization.online import Online
     from engine.model.quantization.scheme import Scheme
 
 Fields = dict[str, Any]
@@ -169,13 +169,13 @@ class ModelConfig:
     def from_folder(
         cls,
         folder: Path,
-        quantization: Method | None = None,
+        quantization: str | None = None,
         max_model_len: int | None = None,
         language_model_only: bool = False,
     ) -> ModelConfig:
-        """quantization: what weights are rounded to as they are loaded. max_model_len: the longest sequence, by which a
-        model with `longrope` turns short sequences too; None stands for the model's own context. language_model_only:
-        leave out what encodes images.
+        """quantization: what weights are rounded to as they are loaded, or how they are stored. max_model_len: the
+        longest sequence, by which a model with `longrope` turns short sequences too; None stands for the model's own
+        context. language_model_only: leave out what encodes images.
 
         Raises UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError.
         """
@@ -184,7 +184,7 @@ class ModelConfig:
 
     @classmethod
     def from_fields(
-        cls, raw: Fields, folder: Path, quantization: Method | None = None, max_model_len: int | None = None
+        cls, raw: Fields, folder: Path, quantization: str | None = None, max_model_len: int | None = None
     ) -> ModelConfig:
         """The same with the fields of config.json already read, and possibly changed."""
         whole = raw
@@ -229,12 +229,16 @@ class ModelConfig:
             default_prompt_name=pooling.default_prompt_name,
         )
 
-    def quantized(self, method: Method) -> ModelConfig:
-        """Return the same model with weights that are rounded as they are loaded. Raises ConfigError if it is quantized
-        in another way."""
+    def quantized(self, method: str) -> ModelConfig:
+        """Return the same model with weights that are rounded as they are loaded, or itself if that is how they are
+        stored. Raises ConfigError if they are quantized in another way."""
+        from engine.model.quantization.online import METHODS
         from engine.model.quantization.scheme import online
 
         if self.quantization is None:
+            if method not in METHODS:
+                limit = f"left out: the model is not quantized; {', '.join(METHODS)} round it as it is loaded"
+                raise ConfigError("quantization", method, limit)
             return replace(self, quantization=online(method))
         if self.quantization.method != method:
             raise ConfigError("quantization", method, f"left out: the model is quantized ({self.quantization.method})")

@@ -19,6 +19,7 @@ from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
 from engine.model.models.image_encoder import encoder_config
+from engine.model.quantization.online import METHODS
 from engine.model.tensor_names import is_of_text
 from engine.runner import kv_cache
 from placement.capacity import Node, can_grow, missing
@@ -66,7 +67,7 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
     on_gpu = pool.num_gpus > 0 and engine.device != "cpu"
     weights = weight_bytes(folder, dtype, with_text=role != "encode") // engine.tensor_parallel
-    quantized = " before they are quantized" if engine.quantization is not None else ""
+    quantized = " before they are quantized" if engine.quantization in METHODS else ""
     yield Finding("ok", topic, f"about {weights / GIB:.2f} GiB of weights per rank, in {str(dtype)[6:]}{quantized}")
     if here and (torch.cuda.is_available() or not on_gpu):
         yield check_kv_cache(topic, engine, shape, dtype, weights, on_gpu=on_gpu)

@@ -25,10 +25,11 @@ def engine_folder(config: EngineConfig) -> Path:
         return folder
     links = {file.name: file.resolve() for file in folder.iterdir()}
     if config.tokenizer is not None:
-        own = {file.name for file in tokenizer_files(folder)}
+        replaced = {file.name for file in tokenizer_files(folder)}
         others = {file.name: file.resolve() for file in tokenizer_files(resolve_tokenizer(config.tokenizer))}
-        links = {name: file for name, file in links.items() if name not in own} | others
-    fields = _merged(read_json(folder, "config.json"), _overrides(config.hf_overrides))
+        links = {name: file for name, file in links.items() if name not in replaced} | others
+    own = read_json(folder, "config.json")
+    fields = _merged(own, _named_as(own, _overrides(config.hf_overrides)))
     state = [fields, sorted((name, str(file), file.stat().st_mtime_ns) for name, file in links.items())]
     target = CACHE.expanduser() / hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
     if not target.exists():
@@ -58,6 +59,22 @@ def _overrides(text: str | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError("hf_overrides", text, 'a JSON object, such as {"rope_theta": 1e6}')
     return found
+
+
+def _named_as(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the overrides with the rotary embedding where the fields have it: `rope_parameters` since transformers 5,
+    which hold what was `rope_scaling` and `rope_theta` before. Raises ConfigError if there is one for each kind of
+    layer."""
+    parameters = fields.get("rope_parameters")
+    old = [key for key in ("rope_scaling", "rope_theta") if key in overrides]
+    if not isinstance(parameters, dict) or not old:
+        return overrides
+    if any(isinstance(value, dict) for value in parameters.values()):
+        limit = "rope_parameters, as in the model's config.json: one set for each kind of layer"
+        raise ConfigError("hf_overrides", old[0], limit)
+    new = {**(overrides.get("rope_scaling") or {}), **{key: overrides[key] for key in old if key == "rope_theta"}}
+    rest = {key: value for key, value in overrides.items() if key not in old}
+    return {**rest, "rope_parameters": {**new, **rest.get("rope_parameters", {})}}
 
 
 def _merged(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

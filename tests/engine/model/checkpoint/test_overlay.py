@@ -51,6 +51,21 @@ def test_overrides_replace_fields_of_the_configuration_also_inside_others(model)
     assert json.loads((model / "config.json").read_text())["rope_theta"] == 1e4
 
 
+def test_a_rotary_embedding_by_its_old_names_is_put_where_the_configuration_has_it(model):
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    (model / "config.json").write_text('{"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}')
+    config = EngineConfig(model=str(model), hf_overrides=json.dumps({"rope_scaling": scaling}))
+    fields = json.loads((engine_folder(config) / "config.json").read_text())
+    assert fields == {"rope_parameters": {**scaling, "rope_theta": 5e6}}
+    config = EngineConfig(model=str(model), hf_overrides='{"rope_theta": 1}')
+    fields = json.loads((engine_folder(config) / "config.json").read_text())
+    assert fields == {"rope_parameters": {"rope_type": "default", "rope_theta": 1}}
+
+    (model / "config.json").write_text('{"rope_parameters": {"full_attention": {"rope_type": "default"}}}')
+    with pytest.raises(ConfigError, match=r"rope_parameters, as in the model's config\.json"):
+        engine_folder(config)
+
+
 def test_another_tokenizer_replaces_all_files_of_the_models_own(model, tmp_path):
     other = tmp_path / "other"
     other.mkdir()

@@ -138,8 +138,15 @@ def test_a_quantized_model_is_not_quantized_again(source, tmp_path):
     quantize_folder(source, tmp_path / "model", tmp_path / "twin", *FORMATS["awq"])
     with pytest.raises(ConfigError, match=r"quantization must be left out: the model is quantized \(awq\)"):
         ModelConfig.from_folder(tmp_path / "model", "fp8")
-    quantize_folder(source, tmp_path / "fp8", tmp_path / "twin", *FORMATS["fp8_tensor"])
-    assert ModelConfig.from_folder(tmp_path / "fp8", "fp8") == ModelConfig.from_folder(tmp_path / "fp8")
+
+
+@pytest.mark.parametrize(("name", "method"), [("fp8_tensor", "fp8"), ("awq", "awq"), ("gptq", "gptq")])
+def test_the_option_may_name_how_a_model_is_quantized(source, tmp_path, name, method):
+    quantize_folder(source, tmp_path / "model", tmp_path / "twin", *FORMATS[name])
+    found = ModelConfig.from_folder(tmp_path / "model", method)
+    assert found == ModelConfig.from_folder(tmp_path / "model")
+    with pytest.raises(ConfigError, match="quantization must be left out: the model is not quantized"):
+        ModelConfig.from_folder(source, "awq")
 
 
 def group(**changes: Any) -> dict[str, Any]:

@@ -1,0 +1,182 @@
+"""Flags of `manta serve`, and the keys of a configuration that they stand for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import typer
+import yaml
+
+from cluster.autoscaling.slo import POLICY
+from cluster.config import BUILDER, HOST, PORT
+from cluster.flags import flag
+from deployments.frontend.api_keys import key_line
+from engine.errors import ConfigError, InvalidParameter
+
+ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
+API_KEY_VARIABLES = ["MANTA_API_KEY", "VLLM_API_KEY"]
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any key of the configuration, for instance handoff.policy=always, prefill.num_cpus=2 or "
+        "ingress.num_replicas=2. May be given more than once.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlags:
+    PANEL: ClassVar = "API"
+    served_model_name: list[str] | None = flag(  # noqa: RUF009  the default is None
+        None, "What clients send as `model`; may be given more than once. Default: MODEL's last part."
+    )
+    revision: str | None = flag(None, "Branch, tag or commit of a Hub id.")
+    chat_template: str | None = flag(None, "A file of Jinja. Default: the model's own.")
+    default_chat_template_kwargs: str | None = flag(None, "Variables of it: '{\"enable_thinking\": false}'.")
+    generation_config: str | None = flag(None, "Defaults of sampling: auto, vllm (none), or a folder.")
+    override_generation_config: str | None = flag(None, "Single ones: '{\"temperature\": 0.6}'.")
+    tool_call_parser: str | None = flag(None, "Default: read off the chat template.")
+    reasoning_parser: str | None = flag(None, "Default: read off the chat template.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFlags:
+    PANEL: ClassVar = "API"
+    host: str | None = flag(None, "0.0.0.0 listens on all interfaces.", show_default=HOST)
+    port: int | None = flag(None, "", min=1, max=65535, show_default=str(PORT))
+    api_keys_file: str | None = flag(None, "Who may come in; see `manta hash-key`. Default: everybody.")
+    api_key: list[str] | None = flag(  # noqa: RUF009  the default is None
+        None, "A key that may come in; only its hash is kept.", envvar=API_KEY_VARIABLES
+    )
+    ssl_certfile: str | None = flag(None, "HTTPS with this certificate (PEM).")
+    ssl_keyfile: str | None = flag(None, "Its private key.")
+    allowed_origins: str | None = flag(
+        None, "Web pages that may send requests from browsers: '[\"https://a.example\"]'."
+    )
+    root_path: str | None = flag(None, "Prefix of all paths at a proxy in front, such as /llm.")
+    log_level: Literal["debug", "info", "warning", "error"] | None = flag(None, "", show_default="info")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFlags:
+    PANEL: ClassVar = "Replicas"
+    num_replicas: int | None = flag(
+        None, "Replicas that answer requests.", "--num-replicas", "--decode-replicas", show_default="1"
+    )
+    max_replicas: int | None = flag(None, "In place of a fixed number: load decides (docs/autoscaling.md).")
+    min_replicas: int | None = flag(None, "With --max-replicas.", show_default="1")
+    prefill_replicas: int | None = flag(None, "Replicas that only compute prompts for the others (docs/handoff.md).")
+    num_cpus: float | None = flag(None, "CPUs of each rank of a replica.", show_default="1")
+    num_gpus: float | None = flag(None, "GPUs of each rank; at most 1.", show_default="0")
+    accelerator_type: str | None = flag(None, "GPU that a rank needs, as Ray names it: L4, H100.")
+
+
+def http_options(server: ServerFlags) -> dict[str, Any]:
+    """Return the keys of Serve's `http_options` that the flags set."""
+    options: dict[str, Any] = {"host": server.host, "port": server.port}
+    for key in ("ssl_certfile", "ssl_keyfile"):
+        file = getattr(server, key)
+        options[key] = file and str(Path(file).absolute())
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def model_keys(model: ModelFlags, engine: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a model's section that the flags set, by their paths."""
+    names, template = model.served_model_name or [], model.chat_template
+    keys: dict[str, Any] = {
+        "name": names[0] if names else None,
+        "aliases": names[1:] or None,
+        "chat_template": template and str(Path(template).absolute()) if Path(template or "").is_file() else template,
+        "default_chat_template_kwargs": _json(model, "default_chat_template_kwargs", dict),
+        "generation_config": model.generation_config,
+        "override_generation_config": _json(model, "override_generation_config", dict),
+        "tool_call_parser": model.tool_call_parser,
+        "reasoning_parser": model.reasoning_parser,
+        "engine": engine or None,
+    }
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def server_keys(server: ServerFlags, replicas: ReplicaFlags) -> dict[str, Any]:
+    """Return the keys of pools and ingress that the flags set, by their paths."""
+    keys: dict[str, Any] = {
+        "decode.num_replicas": replicas.num_replicas,
+        "decode.min_replicas": replicas.min_replicas,
+        "decode.max_replicas": replicas.max_replicas,
+        "prefill.num_replicas": replicas.prefill_replicas,
+        "ingress.api_keys_file": server.api_keys_file,
+        "ingress.api_keys": [key_line(f"key-{i}", key) for i, key in enumerate(server.api_key or (), 1)] or None,
+        "ingress.cors_origins": _json(server, "allowed_origins", list),
+        "ingress.root_path": server.root_path,
+        "log_level": server.log_level,
+    }
+    for pool in ("decode",) if replicas.prefill_replicas is None else ("decode", "prefill"):
+        for key in ("num_cpus", "num_gpus", "accelerator_type"):
+            keys[f"{pool}.{key}"] = getattr(replicas, key)
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def set_keys(sets: list[str] | None) -> dict[str, Any]:
+    """Return the keys that --set sets, by their paths; values are YAML. Raises InvalidParameter."""
+    keys = {}
+    for text in sets or ():
+        key, equals, value = text.partition("=")
+        try:
+            if not key or not equals:
+                raise ValueError(text)
+            keys[key] = yaml.safe_load(value)
+        except (ValueError, yaml.YAMLError):
+            raise InvalidParameter("--set", text, "KEY=VALUE, for instance handoff.policy=always") from None
+    return keys
+
+
+def model_args(model: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return `args` of an application with one model. Raises ConfigError.
+
+    given: keys of the model's section, or of the sections above all models, by their paths (`decode.num_cpus`).
+    """
+    section: dict[str, Any] = {"name": Path(model).name.partition("@")[0], "model": model}
+    args: dict[str, Any] = {"models": [section]}
+    for path, value in given.items():
+        *parents, key = path.split(".")
+        target = args if (parents or [key])[0] in ABOVE_MODELS else section
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise ConfigError(path, value, f"below a section, which {parent} is not")
+        target[key] = value
+    return args
+
+
+def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> dict[str, Any]:
+    """Return a Serve configuration of one model. given: as for model_args. http: host and port."""
+    application = {
+        "name": "manta",
+        "route_prefix": "/",
+        "import_path": BUILDER,
+        "autoscaling_policy": {"policy_function": POLICY},
+        "args": model_args(model, given),
+    }
+    return {"http_options": http, "applications": [application]}
+
+
+def _json(flags: ModelFlags | ServerFlags, name: str, kind: type) -> Any:
+    """Return the value of a flag in JSON; None if it is not given. Raises InvalidParameter."""
+    text = getattr(flags, name)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, kind):
+        raise InvalidParameter(
+            f"--{name.replace('_', '-')}", text, f"JSON, {'an object' if kind is dict else 'a list'}"
+        )
+    return value

@@ -1,0 +1,269 @@
+"""Arguments of `vllm serve` as those of `manta serve`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.vllm.flags import NAMES, VALUES, Row, find, takes
+from engine.errors import ConfigError, InvalidParameter, RequestError
+
+SEVERAL = ("--served-model-name", "--api-key")  # vLLM's take several values after one flag
+OBJECTS = (  # flags of ours whose value is a JSON object, and may come in parts: --hf-overrides.rope_theta 1e6
+    "--speculative-config", "--hf-overrides", "--override-generation-config", "--default-chat-template-kwargs",
+    "--limit-mm-per-prompt",
+)  # fmt: skip
+NOT_DRAFTED = ("draft_tensor_parallel_size", "disable_by_batch_size", "max_model_len")  # only say how fast, or how far
+
+
+@dataclass(slots=True)
+class Command:
+    """What a command of vLLM's says in our words."""
+
+    args: list[str] = field(default_factory=list)
+    """Flags of ours, and what is no flag."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Flags that were left out, and why that does no harm."""
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Values of flags in OBJECTS."""
+    seen: dict[str, str | None] = field(default_factory=dict)
+    """All flags of vLLM's, by their names there."""
+
+    @property
+    def warning(self) -> str:
+        """One line about what was left out; empty if nothing was."""
+        reasons: dict[str, list[str]] = {}
+        for flag, why in self.ignored.items():
+            reasons.setdefault(why, []).append(flag)
+        left_out = "; ".join(f"{' '.join(flags)} ({why})" for why, flags in reasons.items())
+        return left_out and f"left out: {left_out}"
+
+
+def translated(args: list[str]) -> Command:
+    """Return the command that `args` of `vllm serve` stand for, without `vllm serve` itself. Flags of ours stay.
+
+    Raises RequestError for a flag that would change results or capacity, with what stands for it.
+    """
+    command, rest = Command(), _repeated(_with_file(args))
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word.lstrip("-")[:1].isdigit() or word in ("-", "--"):
+            command.args.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        _take(command, _dashed(name), value if equals else None, rest)
+    _check_experts(command)
+    for flag, content in command.objects.items():
+        _add_object(command, flag, content)
+    return command
+
+
+def arguments(engine_kwargs: Mapping[str, Any]) -> list[str]:
+    """Return arguments of vLLM's engine, such as `engine_kwargs` of Ray Serve LLM, as flags of `vllm serve`."""
+    args = []
+    for key, value in engine_kwargs.items():
+        flag = f"--{key.replace('_', '-')}"
+        match value:
+            case None:
+                continue
+            case bool():
+                args.append(flag if value else flag.replace("--", "--no-", 1))
+            case list() | tuple() if flag in SEVERAL:
+                args += [f"{flag}={item}" for item in value]
+            case dict() | list() | tuple():
+                args.append(f"{flag}={json.dumps(value)}")
+            case _:
+                args.append(f"{flag}={value}")
+    return args
+
+
+def _take(command: Command, name: str, value: str | None, rest: list[str]) -> None:
+    """Add a flag to a command, with its value, which may be the next word of `rest`."""
+    base, _, path = name.partition(".")
+    if re.fullmatch(r"-O\d", base):
+        base, value = "-O", base[2:]
+    if base.startswith("--no-") and _switch(base) in NAMES:
+        _take_negated(command, base)
+        return
+    if base not in NAMES and base not in OBJECTS:
+        command.args.append(name if value is None else f"{name}={value}")
+        if base in VALUES:
+            _translate_value(command, base, value, rest)
+        return
+    several = base in NAMES and takes(base) == "*"
+    if value is None and (base in OBJECTS or path or takes(base)):
+        value = _next(rest, several)
+    elif value is not None and several and not value.startswith("["):
+        value = json.dumps([value])
+    command.seen[base] = value
+    row = find(base, value)
+    if base in OBJECTS and (row is None or row.effect == "other name"):
+        _merge(command, base, path, value)
+    elif row is None or row.effect == "refused":
+        assert row is not None, base
+        raise RequestError(f"{name} is vLLM's: {row.note}")
+    elif row.effect == "ignored":
+        command.ignored[name] = row.note
+    else:
+        _rename(command, row, value, rest)
+
+
+def _take_negated(command: Command, name: str) -> None:
+    """Leave out a switch that asks for what is so anyway, or turn around what has another name."""
+    row = find(_switch(name))
+    assert row is not None
+    if row.effect == "other name":
+        command.args.append(row.note.replace("--", "--no-", 1))
+    else:
+        command.ignored[name] = row.note
+
+
+def _rename(command: Command, row: Row, value: str | None, rest: list[str]) -> None:
+    """Add what stands for a flag with another name: a flag, a key of an object, or a key of the configuration."""
+    if row.note.endswith("={}"):
+        command.args += ["--set", row.note.format(value)]
+    elif "." in row.note:
+        flag, _, path = row.note.partition(".")
+        _merge(command, flag, path, value)
+    else:
+        _take(command, row.note, value, rest)
+
+
+def _translate_value(command: Command, flag: str, value: str | None, rest: list[str]) -> None:
+    """Give the newest word of the command, a flag of VALUES, the name that its value has here."""
+    command.args.pop()
+    value = rest.pop(0) if value is None and rest else value
+    ours = VALUES[flag].get(value or "", value)
+    if ours is not None:
+        command.args += [flag, ours]
+    elif value is None:
+        command.args.append(flag)
+
+
+def _merge(command: Command, flag: str, path: str, value: str | None) -> None:
+    """Set a value, or a key at a path inside, of a flag in OBJECTS. Raises InvalidParameter for what is no object."""
+    try:
+        found = json.loads(value or "")
+    except ValueError:
+        found = value
+    target = command.objects.setdefault(flag, {})
+    *parents, key = path.split(".") if path else [""]
+    for parent in parents:
+        target = target.setdefault(parent, {})
+    if key:
+        target[key] = found
+    elif isinstance(found, dict):
+        target |= found
+    else:
+        raise InvalidParameter(flag, value, "JSON, an object")
+
+
+def _add_object(command: Command, flag: str, content: dict[str, Any]) -> None:
+    """Add a flag in OBJECTS with all that was said of it."""
+    if flag == "--limit-mm-per-prompt":
+        _add_images(command, content)
+        return
+    if flag == "--speculative-config":
+        method = content.get("method")
+        if isinstance(method, str) and method.endswith("_mtp"):  # vLLM has had a name for each family
+            content = content | {"method": "mtp"}
+        if content.get("method") == "mtp":
+            content = {key: value for key, value in content.items() if key != "model"}  # the model's own layers
+        left_out = [key for key in NOT_DRAFTED if key in content]
+        content = {key: value for key, value in content.items() if key not in left_out}
+        for key in left_out:
+            command.ignored[f"{flag}.{key}"] = "drafts are made on the model's ranks, fewer of them under load"
+    command.args += [flag, json.dumps(content)]
+
+
+def _add_images(command: Command, limits: dict[str, Any]) -> None:
+    """Add what limits of media per prompt mean for images; there are no others."""
+    images = limits.get("image")
+    images = images.get("count") if isinstance(images, dict) else images
+    if images == 0:
+        command.args.append("--language-model-only")
+    elif images is not None:
+        command.args += ["--set", f"ingress.images.max_per_request={images}"]
+    for kind in sorted(limits.keys() - {"image"}):
+        command.ignored[f"--limit-mm-per-prompt.{kind}"] = "models take text and images"
+
+
+def _check_experts(command: Command) -> None:
+    """Raise RequestError where vLLM would spread experts over replicas: a replica here has them all."""
+    seen = command.seen
+    size = next((seen[name] for name in ("--data-parallel-size", "-dp") if name in seen), "1")
+    if size != "1" and not seen.keys().isdisjoint(("--enable-expert-parallel", "-ep")):
+        instead = f"a replica has all experts: --tensor-parallel-size {size} splits them over as many GPUs"
+        raise RequestError(f"--enable-expert-parallel with --data-parallel-size is vLLM's: {instead}")
+
+
+def _with_file(args: list[str]) -> list[str]:
+    """Return the arguments with the flags of a `--config FILE` before the others, which come first where they differ,
+    and without `--model`. Raises ConfigError."""
+    found: list[str] = []
+    rest, before = list(args), []
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name == "--model":
+            found.insert(0, value if equals else _next(rest) or "")
+        elif name == "--config":
+            before = _flags_of_file(Path(value if equals else _next(rest) or ""), args)
+        else:
+            found.append(word)
+    return found[:1] + before + found[1:] if found and not found[0].startswith("-") else before + found
+
+
+def _flags_of_file(file: Path, args: list[str]) -> list[str]:
+    """Return the flags that stand in a YAML file of vLLM's, but for those that `args` has too."""
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError("--config", str(file), f"a YAML file that can be read ({type(error).__name__})") from None
+    if not isinstance(content, dict) or "applications" in content:
+        limit = "flags of vllm serve in YAML; what `serve run` takes is given as MODEL: manta serve FILE.yaml"
+        raise ConfigError("--config", str(file), limit)
+    given = {_dashed(word.partition("=")[0]) for word in args}
+    kept = {key: value for key, value in content.items() if f"--{str(key).replace('_', '-')}" not in given}
+    model = kept.pop("model", None)
+    return [*([str(model)] if model is not None else []), *arguments(kept)]
+
+
+def _next(rest: list[str], several: bool = False) -> str | None:
+    """Take the value of a flag from the words behind it."""
+    if several:
+        taken = [rest.pop(0) for _ in iter(lambda: bool(rest) and not rest[0].startswith("--"), False)]
+        return json.dumps(taken)
+    return rest.pop(0) if rest and not rest[0].startswith("--") else None
+
+
+def _dashed(name: str) -> str:
+    """Return a flag with dashes for underscores, but for the keys of an object behind it."""
+    base, dot, path = name.partition(".")
+    return base.replace("_", "-") + dot + path
+
+
+def _switch(name: str) -> str:
+    return name.replace("--no-", "--", 1)
+
+
+def _repeated(args: list[str]) -> list[str]:
+    """Repeat a flag of SEVERAL before each of its values, if the model comes before all flags, as in vLLM's examples.
+    Elsewhere a second value might be the model."""
+    if not args or args[0].startswith("-"):
+        return args
+    result: list[str] = []
+    flag = ""
+    for arg in args:
+        if arg.startswith("-"):
+            flag = arg
+        elif flag in SEVERAL and result[-1] != flag:
+            result.append(flag)
+        result.append(arg)
+    return result

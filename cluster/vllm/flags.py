@@ -1,0 +1,321 @@
+"""Every flag of `vllm serve` that is none of Manta's, and what becomes of it: the one table that the command line, the
+`engine_kwargs` of Ray Serve LLM and docs/vllm.md follow.
+
+`--flag` is a switch, `--flag=` takes a value, `--flag=*` several; `--flag=a|b` stands for those values only, and the
+rest of the flag in another row. A switch also exists as `--no-flag`, which asks for what is so anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Effect = Literal["other name", "ignored", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What becomes of some flags."""
+
+    effect: Effect
+    flags: str
+    note: str
+    """`other name`: ours, or with a value `KEY={}` of a configuration. `ignored`: why that does no harm. `refused`:
+    what stands for it."""
+
+    def named(self) -> Iterator[tuple[str, str | None]]:
+        """Yield name and values of each flag; values is None for a switch, "" for any one, "*" for several."""
+        for flag in self.flags.split():
+            name, takes, values = flag.partition("=")
+            yield name, values if takes else None
+
+
+def same(flags: str, ours: str) -> Row:
+    return Row("other name", flags, ours)
+
+
+def ignored(flags: str, why: str) -> Row:
+    return Row("ignored", flags, why)
+
+
+def refused(flags: str, instead: str) -> Row:
+    return Row("refused", flags, instead)
+
+
+TABLE = (
+    same("--data-parallel-size= -dp=", "--num-replicas"),
+    same("--num-gpu-blocks-override=", "--num-blocks"),
+    same("--async-scheduling", "--overlap"),
+    same("--uvicorn-log-level=", "--log-level"),
+    same("-q=", "--quantization"),
+    same("-sc=", "--speculative-config"),
+    same("--spec-method=", "--speculative-config.method"),
+    same("--spec-model= --speculative-model=", "--speculative-config.model"),
+    same("--spec-tokens= --num-speculative-tokens=", "--speculative-config.num_speculative_tokens"),
+    same("--rope-scaling=", "--hf-overrides.rope_scaling"),
+    same("--rope-theta=", "--hf-overrides.rope_theta"),
+    same("--api-server-count= -asc=", "ingress.num_replicas={}"),
+    same("--max-num-queued-reqs=", "ingress.max_waiting={}"),
+    same("--max-num-queued-tokens=", "ingress.max_waiting_tokens={}"),
+    same("--distributed-timeout-seconds=", "decode.startup_timeout_s={}"),
+    # the server
+    refused("--grpc --uds= --tokens-only", "the API is HTTP over TCP: --host, --port"),
+    refused("--ssl-ca-certs= --ssl-cert-reqs=", "clients are told apart by --api-key, not by certificates of theirs"),
+    refused("--ssl-ciphers=", "TLS 1.2 and 1.3 have HAProxy's default ciphers"),
+    refused("--enable-ssl-refresh", "a renewed certificate is read when the server starts again"),
+    refused("--middleware=*", "put a proxy in front: there are no plugins"),
+    refused("--shutdown-timeout=", "--set ingress.drain_s=N, and decode.drain_s"),
+    refused("--enable-force-include-usage", "clients ask for it by stream_options.include_usage"),
+    refused("--return-tokens-as-token-ids", "requests may ask for it by a field of that name"),
+    ignored("--response-role=assistant", "answers have the role assistant"),
+    refused("--response-role=", "answers have the role assistant"),
+    ignored("--allow-credentials", "browsers send an API key without it; there are no cookies"),
+    ignored("--allowed-methods=* --allowed-headers=*", "--allowed-origins may send any"),
+    ignored("--h11-max-incomplete-event-size= --h11-max-header-count=", "--set ingress.max_body_bytes=N limits bodies"),
+    ignored("--disable-fastapi-docs --enable-offline-docs", "there is /openapi.json, and no page for it"),
+    ignored("--enable-request-id-headers", "X-Request-Id is always sent back"),
+    ignored("--enable-server-load-tracking", "/load is always there"),
+    ignored("--enable-prompt-tokens-details", "usage always says how many tokens were cached"),
+    ignored("--enable-per-request-metrics", "manta explain ID shows where a request spent its time"),
+    ignored("--enable-tokenizer-info-endpoint", "the server does not show its templates"),
+    ignored("--fingerprint-mode= --fingerprint-value=", "system_fingerprint is a digest of weights and options"),
+    ignored("--disable-frontend-multiprocessing", "HTTP and engine are always processes of their own"),
+    ignored("--trust-request-chat-template", "templates are code, and no code of a request is run"),
+    # logs and metrics
+    ignored(
+        "--enable-log-requests --enable-log-outputs --enable-log-deltas --max-log-len=",
+        "--log-level debug shows each request, but never its text",
+    ),
+    ignored(
+        "--disable-log-requests --disable-uvicorn-access-log --disable-access-log-for-endpoints=",
+        "requests are only logged with --log-level debug",
+    ),
+    ignored("--log-config-file= --log-error-stack", "--log-level, and --set log_format=json"),
+    ignored("--disable-log-stats --aggregate-engine-logging", "figures are only at /metrics"),
+    refused("--otlp-traces-endpoint=", "--set tracing.otlp_endpoint=http://HOST:4318/v1/traces"),
+    ignored(
+        "--collect-detailed-traces= --show-hidden-metrics-for-version= --kv-cache-metrics --kv-cache-metrics-sample= "
+        "--cudagraph-metrics --enable-mfu-metrics --enable-logging-iteration-details --per-request-spec-decode-metrics",
+        "/metrics has all there is (docs/observability.md)",
+    ),
+    ignored(
+        "--enable-layerwise-nvtx-tracing --profiler-config= --jit-monitor-mode= --jit-monitor-verbose",
+        "python -m benchmarks.step measures a step",
+    ),
+    # chats
+    ignored("--enable-auto-tool-choice", "models whose calls can be parsed may always call tools"),
+    ignored("--exclude-tools-when-tool-choice-none", "the model is not shown tools that it must not call"),
+    ignored("--enable-reasoning", "reasoning is always told apart; see --reasoning-parser"),
+    ignored("--structured-outputs-config= --guided-decoding-backend=", "structured outputs are always on"),
+    ignored("--chat-template-content-format=auto|string", "templates get the content as text"),
+    refused("--chat-template-content-format=", "templates get the content as text, and images as they expect them"),
+    refused("--reasoning-config=", "--reasoning-parser says how a model writes its reasoning"),
+    refused(
+        "--tool-parser-plugin= --reasoning-parser-plugin= --logits-processors=* --logits-processor-pattern= "
+        "--io-processor-plugin=",
+        "there are no plugins; see --tool-call-parser and --reasoning-parser",
+    ),
+    refused("--tool-server=", "clients run their tools themselves"),
+    refused("--cohere-is-reasoning-model --cohere-format=", "there is no API of Cohere's"),
+    # the model
+    ignored(
+        "--trust-remote-code --code-revision=",
+        "code from a model's folder is never run; `manta check MODEL` says by whose code it runs",
+    ),
+    ignored("--model-impl=", "`manta check MODEL` says by whose code it runs"),
+    refused("--model-class-overrides=", "`manta check MODEL` says by whose code it runs"),
+    ignored("--runner= --convert= --task= --enable-flash-late-interaction", "the model's folder says what it can do"),
+    refused("--pooler-config= --override-pooler-config=", "how a model pools is read from its folder"),
+    ignored("--config-format=", "config.json is read, as transformers writes it"),
+    ignored("--tokenizer-mode=auto|hf|slow|mistral", "tokenizer.json is read, or tokenizer.model"),
+    refused("--tokenizer-mode=", "tokenizer.json is read, or tokenizer.model, and the chat template beside it"),
+    ignored("--allow-deprecated-quantization", "the model's folder says how it is quantized"),
+    refused(
+        "--hf-config-path= --tokenizer-revision= --quantization-config= --kv-cache-dtype-skip-layers=* "
+        "--calculate-kv-scales",
+        "it is read from the model's folder",
+    ),
+    refused("--skip-tokenizer-init --enable-prompt-embeds", "prompts are text or token ids"),
+    refused("--hf-token=", "set HF_TOKEN in the environment"),
+    refused("--download-dir=", "set HF_HOME in the environment"),
+    ignored(
+        "--ignore-patterns=* --model-loader-extra-config= --safetensors-load-strategy= "
+        "--safetensors-prefetch-num-threads= --safetensors-prefetch-block-size= --use-tqdm-on-load "
+        "--pt-load-map-location= --max-parallel-loading-workers=",
+        "weights are read from safetensors, each rank its part",
+    ),
+    refused("--weight-transfer-config=", "weights are read from safetensors when an engine starts"),
+    ignored("--seed=", "requests bring their own `seed`"),
+    ignored("--max-logprobs=5|10|20", "the limit is 20"),
+    refused("--max-logprobs=", "the limit is 20"),
+    ignored("--logprobs-mode=raw_logprobs", "log-probabilities are those of the model, before temperature"),
+    refused(
+        "--logprobs-mode= --return-sampling-mask --enable-return-routed-experts --use-fp64-gumbel "
+        "--enable-trace-replay",
+        "log-probabilities are those of the model, before temperature and penalties",
+    ),
+    ignored(
+        "--enable-sleep-mode --enable-cumem-allocator --enable-nccl-comm-suspend",
+        "--min-replicas 0 --max-replicas N gives an idle model's GPUs back",
+    ),
+    refused(
+        "--enable-lora --lora-modules=* --max-loras= --max-lora-rank= --lora-dtype= --enable-tower-connector-lora "
+        "--max-cpu-loras= --fully-sharded-loras --lora-target-modules=* --default-mm-loras= --specialize-active-lora "
+        "--enable-mixed-moe-lora-format --enable-moe-shared-loras",
+        "there are no LoRA adapters: merge the adapter into the weights, and serve those",
+    ),
+    # images
+    same("--limit-mm-per-prompt=", "ingress.images.max_per_request={}"),
+    same("--allowed-media-domains=*", "ingress.images.allowed_media_domains={}"),
+    ignored(
+        "--mm-processor-cache-gb= --mm-processor-cache-type= --mm-hasher-algorithm= "
+        "--mm-shm-cache-max-object-size-mb= --mm-encoder-tp-mode= --mm-encoder-attn-backend= --mm-encoder-attn-dtype= "
+        "--mm-encoder-fp8-scale-path= --mm-encoder-fp8-scale-save-path= --mm-encoder-fp8-scale-save-margin= "
+        "--skip-mm-profiling --mm-tensor-ipc= --mm-processor-device= --mm-ipc-gpu-memory-gb= "
+        "--mm-device-do-normalize --renderer-num-workers= --disable-chunked-mm-input --enable-mm-processor-cache "
+        "--disable-mm-preprocessor-cache",
+        "images are encoded once and kept as ingress.images and --encoder-cache-size say (docs/images.md)",
+    ),
+    ignored("--allowed-local-media-path=", "images come in the request or from a URL, never from the server's files"),
+    refused(
+        "--enable-mm-embeds --media-io-kwargs= --mm-processor-kwargs= --mm-encoder-only --interleave-mm-strings "
+        "--video-pruning-rate= --video-pruning-method= --ec-transfer-config= --ec-manager-config= --diffusion-config= "
+        "-dc=",
+        "models take text and images, as the model's folder and ingress.images say",
+    ),
+    ignored(
+        "--mamba-backend= --mamba-ssu-algorithm= --mamba-block-size= --mamba-cache-mode= --replayssm-buffer-len= "
+        "--use-replayssm --gdn-prefill-backend= --kda-prefill-backend= --disable-hybrid-kv-cache-manager",
+        "it is about layers of other kinds than attention",
+    ),
+    refused(
+        "--enable-mamba-cache-stochastic-rounding --mamba-cache-philox-rounds= --mamba-cache-dtype= "
+        "--mamba-ssm-cache-dtype=",
+        "states have the model's own data type",
+    ),
+    # ranks, nodes and replicas
+    ignored(
+        "--pipeline-parallel-size=1 -pp=1 --decode-context-parallel-size=1 -dcp=1 "
+        "--prefill-context-parallel-size=1 -pcp=1",
+        "there is one stage",
+    ),
+    refused(
+        "--pipeline-parallel-size= -pp= --decode-context-parallel-size= -dcp= --prefill-context-parallel-size= -pcp= "
+        "--dcp-comm-backend= --dcp-q-replicate --dcp-kv-cache-interleave-size= --cp-kv-cache-interleave-size=",
+        "--tensor-parallel-size N splits a model over N ranks; there is no other way",
+    ),
+    ignored(
+        "--enable-expert-parallel -ep --enable-ep-weight-filter --all2all-backend= --enable-eplb --eplb-config= "
+        "--expert-placement-strategy= --enable-elastic-ep",
+        "--tensor-parallel-size splits experts too",
+    ),
+    ignored(
+        "--enable-dbo --ubatch-size= --dbo-decode-token-threshold= --dbo-prefill-token-threshold= "
+        "--enable-batch-sharded-sampling",
+        "ranks compute one batch together",
+    ),
+    refused(
+        "--headless --data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= --data-parallel-hybrid-lb -dph "
+        "--data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm --node-rank= -r=",
+        "start one server: --num-replicas N starts N replicas behind one address, and Ray places them on nodes",
+    ),
+    ignored(
+        "--data-parallel-size-local= -dpl= --data-parallel-address= -dpa= --data-parallel-rpc-port= -dpp= "
+        "--data-parallel-backend= -dpb= --data-parallel-supervisor-port= --dp-supervisor-probe-interval-s= "
+        "--dp-supervisor-probe-timeout-s= --dp-supervisor-probe-failure-threshold= --dp-sync-interval= "
+        "--disable-nccl-for-dp-synchronization --distributed-executor-backend= --master-addr= --master-port= "
+        "--nnodes= -n= --numa-bind --numa-bind-nodes=* --numa-bind-cpus=* --ray-workers-use-nsight --worker-use-ray "
+        "--engine-use-ray --cpu-distributed-timeout-seconds=",
+        "Ray places ranks and replicas on nodes; --address joins a cluster",
+    ),
+    refused("--device-ids=*", "CUDA_VISIBLE_DEVICES says which GPUs Ray may give to ranks"),
+    refused("--worker-cls= --worker-extension-cls= --scheduler-cls=", "there is one worker, and one scheduler"),
+    ignored("--enable-fault-tolerance --fault-tolerance-config=", "requests of a replica that dies go on elsewhere"),
+    refused("--kv-transfer-config=", "--prefill-replicas N starts replicas that compute prompts for the others"),
+    # KV cache and memory
+    refused("--kv-cache-memory-bytes=", "--kv-cache-memory-gib has the same meaning, in GiB"),
+    refused("--kv-events-config=", "routers hear of cached blocks by themselves (docs/routing.md)"),
+    ignored(
+        "--prefix-caching-hash-algo= --prefix-match-unit= --prefix-cache-retention-interval=",
+        "blocks are found by a hash of their tokens (docs/routing.md)",
+    ),
+    ignored("--swap-space= --preemption-mode= --cpu-offload-gb=0", "KV is computed again, never swapped"),
+    refused("--kv-offloading-size= --kv-offloading-backend=", "KV that does not fit the device is computed again"),
+    refused(
+        "--cpu-offload-gb= --cpu-offload-params=* --offload-backend= --offload-group-size= --offload-num-in-group= "
+        "--offload-prefetch-step= --offload-params=*",
+        "weights stay on their device: --tensor-parallel-size or --quantization fp8 make them fit",
+    ),
+    # scheduler and kernels
+    ignored(
+        "--enable-chunked-prefill --long-prefill-token-threshold= --max-num-partial-prefills= "
+        "--max-long-partial-prefills= --max-num-scheduled-tokens= --prefill-schedule-interval=",
+        "prompts are always computed in chunks; see --max-num-batched-tokens",
+    ),
+    ignored(
+        "--scheduler-reserve-full-isl --watermark= --num-lookahead-slots= --num-scheduler-steps= "
+        "--use-v2-block-manager",
+        "there is one scheduler; see --scheduling-policy",
+    ),
+    ignored("--stream-interval=", "tokens are sent as they come, several at once to a client that is slow"),
+    ignored(
+        "--compilation-config= -cc= --optimization-level= -O= --performance-mode= --cudagraph-capture-sizes=* "
+        "--max-cudagraph-capture-size= --cuda-graph-sizes=* --max-seq-len-to-capture=",
+        "--torch-compile compiles, --enforce-eager does without CUDA graphs",
+    ),
+    ignored(
+        "--attention-backend= --attention-config= -ac= --kernel-config= --ir-op-priority= "
+        "--enable-flashinfer-autotune --enable-bf16x3-router-gemm --moe-backend= --linear-backend= "
+        "--disable-cascade-attn --kv-sharing-fast-prefill",
+        "the fastest kernels that fit the device are taken",
+    ),
+    refused("--disable-sliding-window", "a model's windows are part of it"),
+    refused("--additional-config=", "it is for plugins of vLLM's"),
+    ignored("--fail-on-environ-validation", "variables of vLLM's are not read, but for VLLM_API_KEY"),
+)
+SPECIAL = {  # of the command line
+    "--model=": "the model itself, which has no flag here",
+    "--config=": "a YAML file of flags, which are read in its place",
+}
+VALUES: dict[str, dict[str, str | None]] = {  # of flags that are the same; None leaves the flag out
+    "--dtype": {"half": "float16", "float": "float32"},
+    "--load-format": dict.fromkeys(
+        ("safetensors", "hf", "mistral", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"
+    ),
+    "--log-level": {"trace": "debug", "critical": "error"},
+    "--max-model-len": {"auto": None, "-1": None},  # without the flag it is the model's own, or what fits
+    "--quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4", "None": None},
+}
+NAMES = {name for row in TABLE for name, _ in row.named()}
+
+
+def find(name: str, value: str | None = None) -> Row | None:
+    """Return the row of a flag with a value; None for a flag that has no row."""
+    for row in TABLE:
+        for known, values in row.named():
+            if known == name and (values in (None, "", "*") or value in values.split("|")):
+                return row
+    return None
+
+
+def takes(name: str) -> str:
+    """Return how many values a flag of the table takes: "" for none, "1" or "*"."""
+    values = next(values for row in TABLE for known, values in row.named() if known == name)
+    return "" if values is None else "*" if values == "*" else "1"
+
+
+def markdown() -> str:
+    """The table of docs/vllm.md."""
+    lines = ["| flags of `vllm serve` | here |", "| --- | --- |"]
+    for row in TABLE:
+        named = [f"{name}={values}" if values and values != "*" else name for name, values in row.named()]
+        flags = " ".join(f"`{flag}`" for flag in named).replace("|", "\\|")
+        ours = f"--set {row.note.format('N')}" if row.note.endswith("={}") else row.note
+        what = {"other name": f"`{ours}`", "ignored": row.note, "refused": f"**ends the start**: {row.note}"}
+        lines.append(f"| {flags} | {what[row.effect]} |")
+    return "\n".join([*lines, *(f"| `{name.rstrip('=')}` | {what} |" for name, what in SPECIAL.items())])
+
+
+if __name__ == "__main__":
+    print(markdown())

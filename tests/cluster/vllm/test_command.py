@@ -1,0 +1,140 @@
+"""What `manta serve` makes of the flags of `vllm serve`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cluster.cli.main import app, main
+from cluster.vllm.command import arguments, translated
+from cluster.vllm.flags import TABLE
+from engine.errors import ConfigError, InvalidParameter, RequestError
+
+FLAGS = [(row, name, values) for row in TABLE for name, values in row.named()]
+
+
+def configured(*args: str) -> dict[str, Any]:
+    """Return the `args` that a command stands for."""
+    result = CliRunner().invoke(app, ["serve", *args, "--print-config"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = yaml.safe_load(result.stdout)["applications"][0]["args"]
+    return found
+
+
+@pytest.mark.parametrize(("row", "name", "values"), FLAGS, ids=[f"{name}={values}" for _, name, values in FLAGS])
+def test_a_flag_takes_no_more_than_its_value_and_does_what_its_row_says(row, name, values):
+    value = (values or "").split("|")[0].strip("*") or "7"
+    given = [name] if values is None else [name, value]
+    if row.effect == "refused":
+        with pytest.raises(RequestError, match="is vLLM's: ") as refusal:
+            translated(["pocket", *given, "--num-cpus", "2"])
+        assert str(refusal.value).endswith(row.note)
+    elif row.effect == "ignored":
+        command = translated(["pocket", *given, "--num-cpus", "2"])
+        assert command.args == ["pocket", "--num-cpus", "2"]
+        assert command.ignored == {name: row.note}
+
+
+def test_one_line_names_all_that_was_left_out(capsys, monkeypatch):
+    given = ["--seed", "1", "--trust-remote-code", "--swap-space=4", "--runner", "generate", "--no-enable-lora"]
+    monkeypatch.setattr("sys.argv", ["manta", "serve", "pocket", *given, "--print-config"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("manta: left out: --seed (requests bring their own `seed`); --trust-remote-code (code")
+    assert all(flag in line for flag in ("--swap-space (", "--runner (", "--no-enable-lora ("))
+
+
+def test_what_would_change_results_or_capacity_ends_with_exit_code_1(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["manta", "serve", "pocket", "--cpu-offload-gb", "4"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("manta: --cpu-offload-gb is vLLM's: weights stay on their device")
+
+
+def test_flags_with_another_name_do_what_they_do_in_vllm_with_underscores_too():
+    given = ["--data-parallel-size=3", "--num_gpu_blocks_override", "64", "--max_model_len", "128", "-asc", "2"]
+    found = configured("pocket", *given, "--no-async-scheduling", "--max-num-queued-reqs", "9")
+    (model,) = found["models"]
+    assert model["decode"]["num_replicas"] == 3
+    assert model["engine"] == {"num_blocks": 64, "max_model_len": 128, "overlap": False}
+    assert found["ingress"] == {"num_replicas": 2, "max_waiting": 9}
+
+
+def test_values_of_vllms_mean_what_they_mean_there():
+    given = ["--dtype=half", "--load-format", "mistral", "--uvicorn-log-level", "trace", "--max-model-len", "-1"]
+    found = configured("pocket", *given, "-q", "awq_marlin")
+    assert found["models"][0]["engine"] == {"dtype": "float16", "load_format": "auto", "quantization": "awq"}
+    assert found["log_level"] == "debug"
+
+
+def test_limits_of_images_are_ours_and_no_images_at_all_leaves_their_encoder_out():
+    two = configured("pocket", "--limit-mm-per-prompt", '{"image": 2, "video": 1}')
+    assert two["ingress"]["images"] == {"max_per_request": 2}
+    none = configured("pocket", "--limit-mm-per-prompt.image=0")
+    assert none["models"][0]["engine"] == {"language_model_only": True}
+    assert configured("pocket", "--allowed-media-domains", "a.example", "b.example")["ingress"]["images"] == {
+        "allowed_media_domains": ["a.example", "b.example"]
+    }
+
+
+def test_an_object_may_come_in_parts():
+    parts = ["--speculative-config.method", "ngram", "--spec-tokens", "3", "--hf-overrides", '{"rope_theta": 1}']
+    found = configured("pocket", *parts, "--rope-scaling", '{"rope_type": "yarn"}', "--rope-theta=2")
+    engine = found["models"][0]["engine"]
+    assert engine["speculative"] == {"method": "ngram", "num_speculative_tokens": 3}
+    assert json.loads(engine["hf_overrides"]) == {"rope_theta": 2, "rope_scaling": {"rope_type": "yarn"}}
+    with pytest.raises(InvalidParameter, match="--hf-overrides"):
+        translated(["pocket", "--hf-overrides", "no"])
+
+
+def test_drafts_by_the_models_own_layers_have_one_name():
+    config = '{"method": "ernie_mtp", "model": "itself", "num_speculative_tokens": 1, "draft_tensor_parallel_size": 1}'
+    command = translated(["pocket", "--speculative-config", config])
+    assert json.loads(command.args[-1]) == {"method": "mtp", "num_speculative_tokens": 1}
+    assert list(command.ignored) == ["--speculative-config.draft_tensor_parallel_size"]
+
+
+def test_experts_over_ranks_are_no_harm_and_over_replicas_they_are():
+    assert "-ep" in translated(["pocket", "-ep", "-tp", "8"]).ignored
+    assert "-ep" in translated(["pocket", "-ep", "-dp", "1"]).ignored
+    with pytest.raises(RequestError, match="--tensor-parallel-size 8 splits them"):
+        translated(["pocket", "-dp", "8", "--enable-expert-parallel"])
+
+
+def test_a_file_of_flags_stands_for_them_and_the_command_line_comes_first(tmp_path):
+    (file := tmp_path / "flags.yaml").write_text(
+        "model: pocket\nmax-model-len: 64\nmax-num-seqs: 2\nno-enable-prefix-caching: true\nserved-model-name: [a, b]\n"
+    )
+    (model,) = configured("--config", str(file), "--max-num-seqs", "3")["models"]
+    assert (model["name"], model["aliases"], model["model"]) == ("a", ["b"], "pocket")
+    assert model["engine"] == {"max_model_len": 64, "max_num_seqs": 3, "enable_prefix_caching": False}
+    file.write_text("applications: []")
+    with pytest.raises(ConfigError, match=r"manta serve FILE\.yaml"):
+        translated(["--config", str(file)])
+
+
+def test_the_model_may_come_as_a_flag():
+    (model,) = configured("--max-num-seqs", "3", "--model", "pocket", "--served-model-name", "a")["models"]
+    assert (model["model"], model["name"]) == ("pocket", "a")
+
+
+@pytest.mark.parametrize("given", ["-O3", "-O=3", "--compilation-config.mode=3", "-cc.pass_config.x=True"])
+def test_every_way_to_write_a_flag_is_understood(given):
+    assert list(translated([given]).ignored.values()) == [
+        "--torch-compile compiles, --enforce-eager does without CUDA graphs"
+    ]
+
+
+def test_arguments_of_the_engine_are_flags():
+    kwargs = {"max_model_len": 64, "trust_remote_code": True, "enable_prefix_caching": False, "seed": None,
+              "hf_overrides": {"a": 1}}  # fmt: skip
+    expected = ["--max-model-len=64", "--trust-remote-code", "--no-enable-prefix-caching", '--hf-overrides={"a": 1}']
+    assert arguments(kwargs) == expected
