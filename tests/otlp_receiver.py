@@ -9,6 +9,8 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+POLL_S = 0.01  # to notice that it is to end
+
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
@@ -45,7 +47,7 @@ class OtlpReceiver:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(POLL_S,), daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()

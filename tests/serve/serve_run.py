@@ -26,8 +26,6 @@ from cluster.autoscaling.slo import POLICY
 STARTUP_S = 180.0
 SERVE_RUN = [str(Path(sys.executable).with_name("serve")), "run"]
 MANTA_SERVE = [str(Path(sys.executable).with_name("manta")), "serve"]
-PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
-"""Serve ends a proxy that takes longer to start, and with its third one itself."""
 
 
 class ServeRun:
@@ -62,7 +60,7 @@ class ServeRun:
         self._process = subprocess.Popen(
             [*(MANTA_SERVE if manta else SERVE_RUN), "--address", address, str(config)],
             cwd=Path(__file__).parents[2],
-            env=ray_environment(self._ray_folder.name) | PATIENCE | (environment or {}),
+            env=ray_environment(self._ray_folder.name) | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -14,6 +14,7 @@ from httpx import ASGITransport, AsyncClient
 
 from cluster import ray_environment
 from deployments.app import http_app
+from deployments.console import feed
 from deployments.console.config import ConsoleConfig
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig, around_serve
@@ -48,7 +49,9 @@ def auth(tmp_path: Path) -> AuthConfig:
     return AuthConfig(api_keys_file=str(path))
 
 
-def test_every_route_but_health_and_the_page_wants_a_key(auth):
+def test_every_route_but_health_and_the_page_wants_a_key(auth, monkeypatch):
+    monkeypatch.setattr(feed, "STREAM_S", 0.1)
+
     async def scenario() -> None:
         async with fake_api(auth=auth) as api:
             await api.until_status()

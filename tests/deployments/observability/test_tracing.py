@@ -22,6 +22,11 @@ from tests.otlp_receiver import OtlpReceiver
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
+@pytest.fixture(autouse=True)
+def all_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "CLOSE_S", 60.0)
+
+
 @pytest.fixture
 def receiver() -> Iterator[OtlpReceiver]:
     receiver = OtlpReceiver()
@@ -122,7 +127,9 @@ def test_a_client_that_sends_a_traceparent_decides_and_else_the_ratio_does(recei
     assert len([span for span in receiver.spans if span.name == "ingress"]) == traced
 
 
-def test_requests_are_served_though_no_collector_listens(receiver):
+def test_requests_are_served_though_no_collector_listens(receiver, monkeypatch):
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.1)
+
     async def scenario() -> None:
         receiver.close()
         tracing = Tracing(TracingConfig(otlp_endpoint=receiver.endpoint))

@@ -88,8 +88,8 @@ def test_a_replaced_value_lives_longer_and_one_that_has_expired_is_free(url):
         async with opened(url) as store:
             async with asyncio.timeout(60):
                 while not await store.replace("a", b"1", b"1", 60):
-                    await store.set("a", b"1", 1.0)
-                await store.set("b", b"2", 1.0)
+                    await store.set("a", b"1", 0.2)
+                await store.set("b", b"2", 0.2)
                 while not await store.add("b", b"3", 60):
                     await asyncio.sleep(0.01)
             assert (await store.get("a"), await store.get("b")) == (b"1", b"3")

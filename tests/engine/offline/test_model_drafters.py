@@ -13,6 +13,7 @@ from engine.errors import ConfigError, ModelFolderError
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
 from tests.fake_drafter import draft_always
+from tests.products import each_once
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1, "num_blocks": 128}
 PROMPTS = [list(range(3, 30)), [5, 6, 7], [40] * 30, [9, 8]]
@@ -77,8 +78,9 @@ def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["same_model", "noisy_model", "eagle3"])
+@pytest.mark.parametrize(
+    ("method", "dtype"), each_once(["same_model", "noisy_model", "eagle3"], ["float32", "bfloat16"])
+)
 def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expected, method, dtype):
     folder, options = folders[method]
     speculative = {**options, "num_speculative_tokens": HEADS}

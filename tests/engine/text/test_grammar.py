@@ -184,16 +184,18 @@ def test_a_request_whose_grammar_had_to_wait_for_those_of_others_may_try_again(m
     assert "the grammars of other requests took more than 0 s" in error.message
 
 
+@pytest.mark.parametrize("make_core", [False], ids=["plain"], indirect=True)
 def test_a_short_grammar_waits_for_no_long_ones_and_those_of_one_client_wait_for_one_of_another(
     make_core, compiling, monkeypatch
 ):
     monkeypatch.setattr(grammar, "THREADS", 1)
+    monkeypatch.setattr("engine.fairness.compile_queue.LONG_CHARS", 50)
     run, compiled = Run(make_core()), []
     source = grammar.source
     monkeypatch.setattr(grammar, "source", lambda params: (compiled.append(params.text[2:9]), source(params))[1])
     for i in range(3):
-        run.add(f"slow {i}", client="a", choice=[f"slow {i} " + "a" * 9_000])
-    run.add("other", client="b", choice=["slow b " + "a" * 9_000])
+        run.add(f"slow {i}", client="a", choice=[f"slow {i} " + "a" * 60])
+    run.add("other", client="b", choice=["slow b " + "a" * 60])
     run.add("quick", client="a", choice=["quick answer"])
     run.until("quick")
     assert not any(run.deltas[f"slow {i}"] for i in range(3))
