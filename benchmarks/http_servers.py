@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from ray import serve
@@ -23,7 +22,11 @@ from ray.serve.handle import DeploymentHandle
 from cluster.app import ingress
 from cluster.config import AppConfig
 from cluster.model_info import model_info
-from engine.wire.messages import EngineStats, EngineStatus, GenerateRequest, TokenBatch, TokenDelta
+from deployments import ray_compat
+from deployments.replicas.encoded_request import EncodedRequest
+from deployments.routing.routing_context import RoutingContext
+from engine.distributed.sockets import PushSockets
+from engine.wire.messages import Add, EngineStats, EngineStatus, GenerateRequest, TokenBatch, TokenDelta
 
 TICK_S = 0.02
 TOKEN = 300  # of the bundled model; some word
@@ -95,18 +98,18 @@ class Clock:
     """Answers as a Decode replica and its engine do: one open call per request, one message per tick and ingress."""
 
     def __init__(self) -> None:
-        self._context = zmq.asyncio.Context()
-        self._peers: dict[str, zmq.asyncio.Socket] = {}
+        self._ingresses = PushSockets(zmq.Context(), key=ray_compat.cluster_key())
         self._left: dict[str, tuple[GenerateRequest, int]] = {}
         self._ended: dict[str, asyncio.Future[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def generate(self, request: bytes) -> None:
-        message = msgspec.msgpack.decode(request, type=GenerateRequest)
-        self._left[message.request_id] = (message, message.params.max_tokens or 1)
-        self._ended[message.request_id] = asyncio.get_running_loop().create_future()
+    async def generate(self, requests: list[EncodedRequest], _: RoutingContext) -> None:
+        for request in requests:
+            message = msgspec.msgpack.decode(request.start, type=Add).request
+            self._left[message.request_id] = (message, message.params.max_tokens or 1)
+            self._ended[message.request_id] = asyncio.get_running_loop().create_future()
         self._task = self._task or asyncio.create_task(self._run())
-        await self._ended[message.request_id]
+        await asyncio.gather(*(self._ended[request.request_id] for request in requests))
 
     async def status(self) -> bytes:
         stats = EngineStats(
@@ -137,13 +140,7 @@ class Clock:
                     self._ended.pop(request_id).set_result(None)
             for address, deltas in batches.items():
                 batch = TokenBatch(engine_id="clock", commands_to="", step=step, deltas=deltas)
-                await self._peer(address).send(msgspec.msgpack.encode(batch))
-
-    def _peer(self, address: str) -> zmq.asyncio.Socket:
-        if address not in self._peers:
-            self._peers[address] = self._context.socket(zmq.PUSH)
-            self._peers[address].connect(address)
-        return self._peers[address]
+                self._ingresses.send(address, msgspec.msgpack.encode(batch))
 
 
 def manta(args: dict[str, Any]) -> Application:

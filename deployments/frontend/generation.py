@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 
 from deployments.frontend.sequence import Aborted, AttemptError, Record, Sequence, SequenceContext, Usage
 from deployments.frontend.sequence_metrics import Reason
@@ -13,7 +13,7 @@ from deployments.frontend.token_channel import Inbox
 from deployments.observability.telemetry import current_request
 from engine.errors import Overloaded
 from engine.text.text_stream import TextChunk
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import GenerateRequest, TokenDelta
 
 TIMEOUT_GRACE_S = 10.0
 """Time beyond a request's deadline that its engine and its replica have to end it; they may both be lost."""
@@ -42,6 +42,7 @@ class LiveGeneration:
                 )
                 self._sequences[request.request_id] = sequence
         self._admission, self._channel, self._client = context.admission, context.channel, client
+        self._num_unfinished = len(self._sequences)
         self._timed_out = False
         self.admitted = asyncio.Event()  #: set when it no longer waits for its turn
 
@@ -58,16 +59,17 @@ class LiveGeneration:
             for metrics in all_metrics:
                 metrics.waits()
             left_s = self._left_s()
-            async with (
-                self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as queued,
-                aclosing(self._run()) as chunks,
-            ):
+            async with self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as queued:
                 self.admitted.set()
                 for metrics in all_metrics:
                     metrics.admitted()
-                async for chunk in chunks:
-                    self._admission.charge(queued, len(chunk.token_ids))
-                    yield chunk
+                with self._inbox() as inbox:
+                    await self._start(inbox)
+                    while self._num_unfinished:
+                        for delta in await inbox.take():
+                            if (chunk := self._take(delta, inbox)) is not None:
+                                self._admission.charge(queued, len(chunk.token_ids))
+                                yield chunk
         except Aborted:
             raise  # counts as `abort`
         except Exception as error:
@@ -77,31 +79,13 @@ class LiveGeneration:
             for metrics in all_metrics:
                 metrics.ended(left, failure)
 
-    async def _run(self) -> AsyncGenerator[TextChunk]:
+    @contextmanager
+    def _inbox(self) -> Iterator[Inbox]:
+        """Give the inbox of all sequences, and at the end abort those that are unfinished."""
         inbox = self._channel.open(self._sequences)
         timer = self._start_timer(inbox)
-        num_unfinished = len(self._sequences)
         try:
-            for i, sequence in enumerate(list(self._sequences.values())):
-                if i % STARTED_AT_ONCE == STARTED_AT_ONCE - 1:
-                    await asyncio.sleep(0)  # encoding a thousand requests would hold up all other streams
-                sequence.start(inbox)
-            while num_unfinished:
-                for delta in await inbox.take():
-                    if delta is None:
-                        self._check(inbox)
-                        continue
-                    live = self._sequences.get(delta.request_id)
-                    if live is None or live.finished:
-                        continue  # of an attempt that was given up
-                    try:
-                        chunk = live.add(delta)
-                    except AttemptError as error:
-                        self._go_on(live, error, inbox)
-                        continue
-                    if chunk is not None:
-                        num_unfinished -= live.finished
-                        yield chunk
+            yield inbox
         finally:
             if timer is not None:
                 timer.cancel()
@@ -109,6 +93,28 @@ class LiveGeneration:
                 if not sequence.finished:
                     sequence.abort()
             self._channel.close(self._sequences)
+
+    async def _start(self, inbox: Inbox) -> None:
+        for i, sequence in enumerate(list(self._sequences.values())):
+            if i % STARTED_AT_ONCE == STARTED_AT_ONCE - 1:
+                await asyncio.sleep(0)  # encoding a thousand requests would hold up all other streams
+            sequence.start(inbox)
+
+    def _take(self, delta: TokenDelta | None, inbox: Inbox) -> TextChunk | None:
+        """Return what a delta brings, if that is anything for the client."""
+        if delta is None:
+            self._check(inbox)
+            return None
+        live = self._sequences.get(delta.request_id)
+        if live is None or live.finished:
+            return None  # of an attempt that was given up
+        try:
+            chunk = live.add(delta)
+        except AttemptError as error:
+            self._go_on(live, error, inbox)
+            return None
+        self._num_unfinished -= live.finished
+        return chunk
 
     def _check(self, inbox: Inbox) -> None:
         """Handle what comes without a delta: the deadline, and attempts that were lost."""

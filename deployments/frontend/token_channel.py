@@ -19,25 +19,36 @@ from engine.wire.messages import Abort, TokenBatch, TokenDelta
 logger = logging.getLogger(__name__)
 
 MAX_UNMERGED = 32
-"""Deltas are merged only when more than this many are waiting; otherwise each is read as it came."""
+"""Deltas are merged only when more than this many are waiting."""
 
 
-class Inbox(asyncio.Queue[TokenDelta | None]):
+class Inbox:
     """Filled by the token channel, read by one Generation. None never comes from an engine: it wakes the reader."""
 
+    def __init__(self) -> None:
+        self._waiting: list[TokenDelta | None] = []
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, delta: TokenDelta | None) -> None:
+        self._waiting.append(delta)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
     def wake(self) -> None:
-        self.put_nowait(None)
+        self.put(None)
 
     async def take(self) -> list[TokenDelta | None]:
-        """Wait for a delta and return it; if many wait, return all, with those of a sequence merged into one.
+        """Wait for a delta and return all that wait; if they are many, with those of a sequence merged into one.
 
         So a client that is slow to read gets fewer and larger chunks, and is never further behind than it has to be.
         None comes last. A delta that reports an error is not merged.
         """
-        first = await self.get()
-        if self.qsize() < MAX_UNMERGED:
-            return [first]
-        waiting = [first, *(self.get_nowait() for _ in range(self.qsize()))]
+        if not self._waiting:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        waiting, self._waiting = self._waiting, []
+        if len(waiting) <= MAX_UNMERGED:
+            return waiting
         groups: list[list[TokenDelta]] = []
         newest: dict[str, list[TokenDelta]] = {}  # by request id
         for delta in waiting:
@@ -110,7 +121,7 @@ class TokenChannel:
                 self._stats.dropped_deltas += 1  # some are normal after a client has left
             else:
                 self._working[delta.request_id] = engine
-                inbox.put_nowait(delta)
+                inbox.put(delta)
 
 
 def _follows(later: TokenDelta, before: TokenDelta) -> bool:

@@ -23,9 +23,10 @@ _encode = msgspec.json.Encoder().encode
 class EventStream(StreamingResponse):
     """Closes its source as soon as the client disconnects, not when the garbage collector gets there."""
 
-    def __init__(self, events: AsyncGenerator[bytes]):
+    def __init__(self, events: AsyncGenerator[bytes], first: bytes = b""):
+        """first: comes before the other events."""
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._events = events
+        self._events, self._first = events, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":  # nobody would read the events, which may go on for ever
@@ -34,10 +35,15 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self._events):
-            await super().stream_response(send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if self._first:
+                await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def unnamed_event(body: msgspec.Struct) -> bytes:
+def unnamed_event(body: msgspec.Struct | msgspec.Raw) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
@@ -50,7 +56,8 @@ def named_event(body: msgspec.Struct) -> bytes:
 class EventFormat:
     """The form in which an API writes the events of a stream; as it stands, that of OpenAI's completions."""
 
-    encode: Callable[[msgspec.Struct], bytes] = unnamed_event
+    encode: Callable[[Any], bytes] = unnamed_event
+    """Makes the event of a body."""
     error: Callable[[Exception], msgspec.Struct] = lambda error: error_body(error)[1]
     """Makes the event of an error, after which nothing but the end follows."""
     end: bytes = b"data: [DONE]\n\n"
@@ -60,7 +67,9 @@ OPENAI_EVENTS, NO_IDS = EventFormat(), NoEventIds()
 
 
 async def stream(
-    chunks: AsyncGenerator[msgspec.Struct], event_format: EventFormat = OPENAI_EVENTS, ids: NoEventIds = NO_IDS
+    chunks: AsyncGenerator[msgspec.Struct | msgspec.Raw],
+    event_format: EventFormat = OPENAI_EVENTS,
+    ids: NoEventIds = NO_IDS,
 ) -> EventStream:
     """Wait for the first event that the client does not have, so that a request which is refused gets its own HTTP
     status, as does one that resumes a stream from a position it never had."""
@@ -72,36 +81,30 @@ async def stream(
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(_until_error(first, events, event_format, ids))
+    return EventStream(events, first)
 
 
 async def _encoded(
-    chunks: AsyncGenerator[msgspec.Struct], event_format: EventFormat, ids: NoEventIds
+    chunks: AsyncGenerator[msgspec.Struct | msgspec.Raw], event_format: EventFormat, ids: NoEventIds
 ) -> AsyncGenerator[bytes]:
-    """Yield the events that the client does not have, each with its id if they have ids."""
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            if (event_id := ids.next(chunk)) is not None:
-                yield event_id + event_format.encode(chunk)
-    if event_format.end and (event_id := ids.next()) is not None:
-        yield event_id + event_format.end
-
-
-async def _until_error(
-    first: bytes, rest: AsyncGenerator[bytes], event_format: EventFormat, ids: NoEventIds
-) -> AsyncGenerator[bytes]:
-    """Yield all events. An error in between becomes the last one but the end."""
-    async with aclosing(rest):
-        try:
-            if first:
-                yield first
-            async for event in rest:
-                yield event
-        except Exception as error:  # noqa: BLE001  whatever it is, the client has to be told inside the stream
-            ids.fail(error)
-            yield event_format.encode(event_format.error(error))
-            if event_format.end:
-                yield event_format.end
+    """Yield the events that the client does not have, each with its id if they have ids. An error behind the first of
+    them becomes the last one but the end."""
+    begun = False
+    try:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if (event_id := ids.next(chunk)) is not None:
+                    begun = True
+                    yield event_id + event_format.encode(chunk)
+        if event_format.end and (event_id := ids.next()) is not None:
+            yield event_id + event_format.end
+    except Exception as error:  # whatever it is, the client has to be told inside the stream
+        if not begun:
+            raise
+        ids.fail(error)
+        yield event_format.encode(event_format.error(error))
+        if event_format.end:
+            yield event_format.end
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from deployments.http.context import RequestContext
+from deployments.http.text_chunks import TextChunks
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.chat_output import ChatOutput, tool_call_id
 from deployments.openai.logprobs import prompt_logprobs
@@ -70,10 +71,11 @@ class ChatResponse:
             answer.prompt_token_ids = self.output.prompt
         return answer
 
-    async def chunks(self) -> AsyncGenerator[ChatChunk]:
+    async def chunks(self) -> AsyncGenerator[ChatChunk | Raw]:
         """Yield chunks of all choices; the first of each carries the role."""
         options, with_ids = self.body.stream_options, self.body.return_token_ids
-        started: set[int] = set()
+        more = with_ids or bool(options and options.continuous_usage_stats)
+        texts, started = None if more else TextChunks(self._text_chunk), set[int]()
         async with aclosing(self.output.chunks()) as chunks:
             async for chunk in chunks:
                 index = chunk.index
@@ -85,7 +87,9 @@ class ChatResponse:
                     yield first
                     if echoed := self.body.echoed:
                         yield self._chunk([ChatChunkChoice(index, ChatDelta(content=echoed))])
-                if chunk.events or chunk.logprobs or chunk.finish_reason or with_ids:
+                if texts is not None and (text := chunk.only_text) is not None:
+                    yield texts.encoded(index, text)
+                elif chunk.events or chunk.logprobs or chunk.finish_reason or with_ids:
                     delta = _delta(chunk.events, chunk.num_tool_calls)
                     logprobs = ChatLogprobs(chunk.logprobs) if chunk.logprobs else None
                     choice = ChatChunkChoice(index, delta, logprobs, chunk.finish_reason, chunk.stop_reason)
@@ -94,6 +98,9 @@ class ChatResponse:
                     yield self._chunk([choice])
         if options and options.include_usage:
             yield self._chunk([], with_usage=True)
+
+    def _text_chunk(self, index: int, text: str) -> ChatChunk:
+        return self._chunk([ChatChunkChoice(index, ChatDelta(content=text))])
 
     def _chunk(self, choices: list[ChatChunkChoice], *, with_usage: bool = False) -> ChatChunk:
         context, options = self.context, self.body.stream_options

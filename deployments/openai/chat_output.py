@@ -14,7 +14,7 @@ from deployments.frontend.sequence import Usage
 from deployments.jobs.source import Generation
 from deployments.openai.formats.choice_parser import ChoiceParser, OutputFormat
 from deployments.openai.logprobs import token_name
-from deployments.openai.parsers.output_parser import OutputEvent
+from deployments.openai.parsers.output_parser import Content, OutputEvent
 from deployments.openai.response_bodies import ChatTokenLogprob, FinishReason, TopLogprob
 from engine.text.text_stream import TextChunk
 from engine.text.tokenizer import Tokenizer
@@ -36,6 +36,14 @@ class ChatOutputChunk(msgspec.Struct, frozen=True):
     token_ids: list[int]
     prompt_logprobs: list[TokenLogprob | None] | None
     """Present in the first chunk of a choice, if the request asks for them."""
+
+    @property
+    def only_text(self) -> str | None:
+        """The content, if the chunk has nothing else to tell."""
+        if len(self.events) != 1 or self.logprobs or self.finish_reason is not None:
+            return None
+        event = self.events[0]
+        return event.text if isinstance(event, Content) else None
 
 
 @dataclass(slots=True)

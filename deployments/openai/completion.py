@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from deployments.http.context import RequestContext
+from deployments.http.text_chunks import TextChunks
 from deployments.jobs.source import Generation
 from deployments.openai.completion_body import CompletionBody
 from deployments.openai.logprobs import prompt_logprobs, token_name
@@ -65,11 +66,17 @@ class CompletionResponse:
                     _extend(choice.logprobs, more.logprobs)
         return self._completion(choices, with_usage=True)
 
-    async def chunks(self) -> AsyncGenerator[Completion]:
+    async def chunks(self) -> AsyncGenerator[Completion | Raw]:
         options = self.body.stream_options
         with_usage = bool(options and options.continuous_usage_stats)
+        more = with_usage or self.body.echo or self.body.return_token_ids or self.body.logprobs is not None
+        texts = None if more else TextChunks(self._text_chunk)
         async with aclosing(self.generation.chunks()) as chunks:
             async for chunk in chunks:
+                if texts is not None and chunk.finish_reason is None:
+                    if chunk.text:
+                        yield texts.encoded(chunk.index, chunk.text)
+                    continue
                 choice = self._choice(chunk)
                 if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids is not UNSET:
                     yield self._completion([choice], with_usage=with_usage)
@@ -121,6 +128,9 @@ class CompletionResponse:
 
     def _name(self, token_id: int) -> str:
         return token_name(self.tokenizer, token_id, self.body.return_tokens_as_token_ids)
+
+    def _text_chunk(self, index: int, text: str) -> Completion:
+        return self._completion([CompletionChoice(index, text, None, None, None)], with_usage=False)
 
     def _completion(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
         context = self.context

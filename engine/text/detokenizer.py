@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 
 class TokenBytes(Protocol):
@@ -15,9 +16,8 @@ class TokenBytes(Protocol):
     def is_special(self, token_id: int) -> bool: ...
 
 
-@dataclass(slots=True, frozen=True)
-class DecodedText:
-    """Text that a call of `Detokenizer.add` released."""
+class DecodedText(msgspec.Struct, frozen=True, gc=False):
+    """Text that a call of `Detokenizer.add` released. msgspec, because a stream makes one per token."""
 
     text: str
     offsets: list[int]  #: per token taken, the number of characters before it
@@ -48,6 +48,7 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._in_character = False  # the bytes so far end within one
         self._held = ""
         self._length = 0  # characters decoded so far, held ones included
 
@@ -66,7 +67,7 @@ class Detokenizer:
                 self._skip_special_tokens and self._tokenizer.is_special(token_id)
             )
             if not hidden:
-                text.append(self._release(self._utf8.decode(self._tokenizer.token_bytes(token_id))))
+                text.append(self._release(self._decode(self._tokenizer.token_bytes(token_id))))
         return DecodedText("".join(text), offsets)
 
     def finish(self) -> str:
@@ -77,6 +78,13 @@ class Detokenizer:
         if self.stopped_by is None:
             rest, self._held = rest + self._held, ""
         return rest
+
+    def _decode(self, data: bytes) -> str:
+        if not self._in_character and data.isascii():  # Python's decoder takes ten times as long
+            return data.decode()
+        text = self._utf8.decode(data)
+        self._in_character = bool(self._utf8.getstate()[0])
+        return text
 
     def _release(self, new: str) -> str:
         self._length += len(new)

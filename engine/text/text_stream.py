@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from engine.text.detokenizer import Detokenizer, TokenBytes
 from engine.wire.messages import TokenDelta, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 
 
-@dataclass(slots=True)
-class TextChunk:
-    """The text of one delta."""
+class TextChunk(msgspec.Struct):
+    """The text of one delta. msgspec, because a stream makes one per token."""
 
     text: str
     token_ids: list[int]  #: tokens taken, whose text may still be held back; see Detokenizer

@@ -29,9 +29,9 @@ def test_deltas_reach_the_inbox_of_their_request_and_others_are_counted():
             deltas = [TokenDelta(request_id=name, token_ids=[1]) for name in ("a", "c", "unknown", "b")]
             engine.send(msgspec.msgpack.encode(TokenBatch(engine_id="fake", commands_to="", step=1, deltas=deltas)))
             async with asyncio.timeout(60):
-                got = [await ours.get(), await ours.get()]
+                got = await ours.take()
                 assert [delta and delta.request_id for delta in got] == ["a", "b"]
-                assert (await theirs.get()) == deltas[1]
+                assert await theirs.take() == [deltas[1]]
             assert (stats.dropped_deltas, refused.count) == (1, 1)
             channel.close(["a", "b"])
             engine.send(msgspec.msgpack.encode(TokenBatch(engine_id="fake", commands_to="", step=2, deltas=deltas)))
@@ -58,7 +58,7 @@ def test_a_stop_goes_to_the_engine_that_works_for_the_request_and_unused_sockets
                 delta = TokenDelta(request_id=name, token_ids=[1])
                 batch = TokenBatch(engine_id="fake", commands_to=address, step=1, deltas=[delta])
                 tokens.send(msgspec.msgpack.encode(batch))
-                await inbox.get()
+                await inbox.take()
             for name, engine in zip("abc", [*engines, engines[1]], strict=True):
                 channel.abort(name, "stop")
                 assert await asyncio.to_thread(engine.poll, 5000), f"no command for {name}"
@@ -89,7 +89,7 @@ def test_a_request_that_moves_keeps_its_inbox_after_its_old_engine_was_told_to_d
 
             async with asyncio.timeout(60):
                 say("a")
-                await inbox.get()
+                await inbox.take()
                 channel.abort("a")
                 channel.abort("b")  # no engine is known to work for it
                 channel.move("a", "a.1")
@@ -98,7 +98,9 @@ def test_a_request_that_moves_keeps_its_inbox_after_its_old_engine_was_told_to_d
                 assert msgspec.msgpack.decode(engine.recv(), type=Command) == Abort("a", "abort")
                 for name in ("a", "b", "b.1", "a.1"):
                     say(name)
-                got = [await inbox.get(), await inbox.get()]
+                got = await inbox.take()
+                while len(got) < 2:
+                    got += await inbox.take()
             assert [delta and delta.request_id for delta in got] == ["b.1", "a.1"]
             assert stats.dropped_deltas == 2
         task.cancel()
@@ -141,11 +143,8 @@ def taken(deltas: list[TokenDelta | None]) -> list[TokenDelta | None]:
     async def read() -> list[TokenDelta | None]:
         inbox = Inbox()
         for delta in deltas:
-            inbox.put_nowait(delta)
-        out: list[TokenDelta | None] = []
-        while not inbox.empty():
-            out += await inbox.take()
-        return out
+            inbox.put(delta)
+        return await inbox.take()
 
     return asyncio.run(read())
 
