@@ -121,13 +121,12 @@ def shares_memory(result: Any, args: tuple[Any, ...]) -> bool:
 def as_on_a_gpu(capability: tuple[int, int]) -> Iterator[None]:
     """Let layers that are built on META choose the kernels of a GPU of this compute capability."""
     from engine.model.ops.gpu import attention as triton_attention
-    from engine.model.ops.gpu import grouped_mm
-    from engine.model.ops.gpu import moe as triton_moe
     from engine.model.ops.gpu import quantized_linear as gpu_linear
 
+    select_experts = moe.select
+
     def mix(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device) -> Any:
-        whole = capability >= (9, 0) and grouped_mm.fits(hidden_size, slice_size, dtype)
-        return grouped_mm.mix_experts if whole else triton_moe.mix_experts
+        return select_experts(hidden_size, slice_size, dtype, torch.device("cuda"))
 
     patches: list[tuple[Any, str, Any]] = [
         (dispatch, "gpu_kernels", lambda dtype, device: True),

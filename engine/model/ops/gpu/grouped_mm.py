@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.model.ops.gpu.routing import combine, sort_pairs
 
 ALIGNMENT = 8  # values, 16 bytes: rows of both operands must start there
+MAJORS = (9, 10)  # compute capabilities that torch 2.13's grouped product has a kernel for (cuda/GroupedBlas.cpp)
 
 
 def fits(hidden_size: int, slice_size: int, dtype: torch.dtype) -> bool:
@@ -22,8 +23,8 @@ def fits(hidden_size: int, slice_size: int, dtype: torch.dtype) -> bool:
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Return whether torch has a kernel for this GPU: from Hopper on. Elsewhere it loops, and waits."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    """Return whether torch has a kernel for this GPU. Elsewhere it reads `offs` on the host, so no graph can hold it."""
+    return torch.cuda.get_device_capability(device)[0] in MAJORS
 
 
 def mix_experts(

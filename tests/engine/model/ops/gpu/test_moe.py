@@ -258,3 +258,15 @@ def test_a_model_gets_the_kernel_where_torch_has_none(monkeypatch):
     assert ops.select(32, 24, torch.float32, cpu) is moe.mix_experts
     assert not grouped_mm.fits(32, 20, torch.bfloat16) and not grouped_mm.fits(36, 24, torch.bfloat16)
     assert not grouped_mm.fits(32, 24, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "ours"),
+    [((8, 9), True), ((9, 0), False), ((10, 0), False), ((10, 3), False), ((11, 0), True), ((12, 0), True)],
+)
+def test_torch_multiplies_experts_only_on_cards_for_which_it_has_a_kernel(monkeypatch, capability, ours):
+    """Elsewhere it reads the ends of the groups on the host, in every layer of every step."""
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    expected = moe.mix_experts if ours else grouped_mm.mix_experts
+    assert ops.select(32, 24, torch.bfloat16, torch.device("cuda")) is expected
