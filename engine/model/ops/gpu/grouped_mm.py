@@ -23,7 +23,7 @@ def fits(hidden_size: int, slice_size: int, dtype: torch.dtype) -> bool:
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Return whether torch has a kernel for this GPU. Elsewhere it reads `offs` on the host, so no graph can hold it."""
+    """Return whether torch has a kernel for this GPU. Elsewhere it reads `offs` on the host: no graph can hold that."""
     return torch.cuda.get_device_capability(device)[0] in MAJORS
 
 

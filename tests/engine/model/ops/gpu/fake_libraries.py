@@ -88,8 +88,9 @@ def flash_infer() -> ModuleType:
     def trtllm_batch_decode_with_kv_cache(
         query: Tensor, kv_cache: tuple[Tensor, Tensor], workspace_buffer: Tensor, block_tables: Tensor,
         seq_lens: Tensor, max_seq_len: int, bmm1_scale: float = 1.0, bmm2_scale: float = 1.0, window_left: int = -1,
-        out: Tensor | None = None, kv_layout: str = "HND",
+        out: Tensor | None = None, kv_layout: str = "HND", multi_ctas_kv_counter_buffer: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
+        assert multi_ctas_kv_counter_buffer is None or not any(multi_ctas_kv_counter_buffer.tolist())
         assert query.is_contiguous() and block_tables.is_contiguous() and seq_lens.is_contiguous()
         assert len(query) == len(seq_lens) == len(block_tables), "every sequence has one row"
         assert kv_layout == "HND" and isinstance(kv_cache, tuple) and not any(workspace_buffer.tolist())

@@ -61,6 +61,10 @@ def install(monkeypatch):
 
     monkeypatch.setattr(attention_libraries, "capture", capture)
     monkeypatch.setattr(attention_libraries, "WORKSPACE_BYTES", 1024)
+    monkeypatch.setattr(attention_libraries, "COUNTER_BYTES", 1024)
+    monkeypatch.setattr(
+        attention_libraries, "seconds", lambda attend, *_: [1.0 + (attend is attention.paged_attention)]
+    )
     caches = attention_libraries.select, attention_libraries.load
     for cached in caches:
         cached.cache_clear()
@@ -113,9 +117,7 @@ def test_a_library_is_called_so_that_it_gives_what_plain_gives(install, case, li
         ((), HOPPER, "decode steps by Triton, others by Triton"),
     ],
 )
-def test_the_first_library_that_is_made_for_the_card_is_taken_and_told_once(
-    install, caplog, installed, capability, line
-):
+def test_a_library_that_is_made_for_the_card_is_taken_and_logged_once(install, caplog, installed, capability, line):
     install(*installed, capability=capability)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
@@ -173,6 +175,60 @@ def test_a_library_that_is_wrong_or_that_a_graph_cannot_hold_is_left_out_by_one_
         assert chosen(CASES["rows"]) == (False, False)
     (line,) = [record.message for record in caplog.records if "FlashAttention 3 is left out" in record.message]
     assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("takes", "name"),
+    [
+        ({"FlashInfer": (1.0, 1.0, 1.0), "Triton": (1.1, 1.1, 1.1)}, "FlashInfer"),
+        # one long sequence among short ones, that FlashInfer does not split: twelve times as long
+        ({"FlashInfer": (1.0, 1.0, 12.0), "Triton": (1.2, 1.3, 1.0)}, "Triton"),
+        ({"FlashInfer": (1.0, 1.0, 1.4), "Triton": (1.5, 1.0, 1.0)}, "FlashInfer"),
+    ],
+)
+def test_decode_steps_are_computed_by_what_is_never_far_behind(install, monkeypatch, caplog, takes, name):
+    install("flashinfer.decode")
+
+    def seconds(attend, shape, device) -> list[float]:
+        return list(takes["Triton" if attend is attention.paged_attention else "FlashInfer"])
+
+    monkeypatch.setattr(attention_libraries, "seconds", seconds)
+    with caplog.at_level(logging.INFO):
+        assert chosen(CASES["rows"]) == (name == "FlashInfer", False)
+    assert f"attention: decode steps by {name}, others by Triton" in [record.message for record in caplog.records]
+
+
+@pytest.mark.parametrize("shift", [-1, 1, None], ids=["one too few", "one too many", "ignored"])
+@pytest.mark.parametrize("window", [7, 1024])
+def test_a_library_whose_window_is_another_is_left_out(install, monkeypatch, window, shift):
+    install("flashinfer.decode")
+    function = sys.modules["flashinfer.decode"].trtllm_batch_decode_with_kv_cache
+
+    def attend(*args: object, window_left: int, **options: object) -> Tensor:
+        return function(*args, window_left=-1 if shift is None else window_left + shift, **options)
+
+    case = Case([(300, 1)], block_size=64, head_dim=16, window=window)
+    assert chosen(case) == (True, False)
+    attention_libraries.select.cache_clear()
+    attention_libraries.load.cache_clear()
+    monkeypatch.setattr(sys.modules["flashinfer.decode"], "trtllm_batch_decode_with_kv_cache", attend)
+    assert chosen(case) == (False, False)
+
+
+def test_each_launch_counts_in_the_same_zeros(install, monkeypatch):
+    """trtllm-gen leaves them at zero; without a buffer it launches a kernel that fills a new one."""
+    install("flashinfer.decode")
+    seen: list[Tensor] = []
+    function = sys.modules["flashinfer.decode"].trtllm_batch_decode_with_kv_cache
+
+    def attend(*args: object, multi_ctas_kv_counter_buffer: Tensor, **options: object) -> Tensor:
+        seen.append(multi_ctas_kv_counter_buffer)
+        return function(*args, **options)
+
+    monkeypatch.setattr(sys.modules["flashinfer.decode"], "trtllm_batch_decode_with_kv_cache", attend)
+    check(CASES["rows"])
+    assert len(seen) > 4 and {buffer.data_ptr() for buffer in seen if buffer is not None} == {seen[0].data_ptr()}
+    assert not seen[0].any()
 
 
 def test_decode_without_a_window_asks_for_none(install, monkeypatch):
