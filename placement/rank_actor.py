@@ -14,6 +14,7 @@ import ray
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
 from placement.console_log import LogConfig, log_to_console
+from placement.cuda_device import device_index
 from placement.rank_order import RankLocation
 
 if TYPE_CHECKING:  # torch takes seconds, and the processes that start ranks do without
@@ -67,6 +68,7 @@ class RankActor:
         from engine.distributed.tp_group import TPGroup
 
         config = task.config
+        _take_device(config)
         shared = not config.disable_custom_all_reduce
         self._group = TPGroup.listen(
             config.tensor_parallel, host, device=config.device, shared_memory=shared, key=task.key
@@ -84,6 +86,7 @@ class RankActor:
             "rank starts pid=%d node=%s host=%s CUDA_VISIBLE_DEVICES=%s",
             os.getpid(), location.node, location.host, os.environ.get("CUDA_VISIBLE_DEVICES"),
         )  # fmt: skip
+        _take_device(task.config)
         if rank == 0:
             return self._lead(task, location.host)
         self._follow(task, rank, rank_0, location.host)
@@ -118,6 +121,17 @@ class RankActor:
             rank, size, rank_0, task.timeout_s, device=config.device, shared_memory=shared, key=task.key
         )
         self._process = Worker(config, group, host)
+
+
+def _take_device(config: EngineConfig) -> None:
+    """Make the GPU that Ray gave this actor the current one, before anything makes a CUDA context."""
+    import torch
+
+    from engine.device import is_gpu
+
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    if gpus and is_gpu(config.device):
+        torch.cuda.set_device(device_index(gpus[0], os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def _end_with_raylet(raylet: int) -> None:

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
 from engine.errors import EngineUnavailable, ServingError, StartupError
+from placement.cuda_device import rank_options
 from placement.rank_actor import RankActor, RankReady, RankTask
 from placement.rank_order import meeting_host, rank_order
 from placement.spec import GroupSpec
@@ -88,9 +89,7 @@ class RankGroup:
         actor = ray.remote(RankActor)
         return [
             actor.options(
-                num_cpus=self._spec.num_cpus,
-                num_gpus=self._spec.num_gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+                **rank_options(self._spec), scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)
             ).remote()
             for bundle in range(self._spec.num_ranks)
         ]

@@ -18,6 +18,9 @@ from torch._C import _distributed_c10d as c10d
 
 from engine.distributed.collectives import Collectives
 
+#: Ranks whose larger sums NVLink's switch makes, by the major compute capability; fewer read as much from the switch.
+#: As vLLM measured (device_communicators/symm_mem.py); its 6 ranks are not among SIZES.
+MULTICAST_SIZES = {9: (4, 8), 10: (8,)}
 SIZES = (2, 4, 8)  # ranks whose addends the kernels add in the same order on each
 DTYPES = (torch.bfloat16, torch.float32)
 ALIGNMENT = 16  # bytes
@@ -96,7 +99,7 @@ def open_symmetric_memory(
         c10d._SymmetricMemory.set_group_info(name, rank, size, store)
         buffer = c10d._SymmetricMemory.empty_strided_p2p((BUFFER_BYTES,), (1,), torch.uint8, device, name)
         mapped: Any = c10d._SymmetricMemory.rendezvous(buffer, name)
-        multicast = size > 2 and mapped.multicast_ptr != 0  # of two ranks each reads as much from the switch
+        multicast = mapped.multicast_ptr != 0 and size in MULTICAST_SIZES.get(torch.cuda.get_device_capability()[0], ())
         return SymmetricMemory(plain, buffer, name, multicast, torch.ops.symm_mem)
     except BaseException:
         c10d._unregister_process_group(name)
