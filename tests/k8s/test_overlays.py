@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
-import runpy
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -16,7 +14,9 @@ import yaml
 from cluster import ray_environment
 from cluster.cli.lint.manifests import Manifest, Service, quantity
 from cluster.config import BUILDER, AppConfig
+from tests.k8s import crds
 from tests.k8s.overlays import (
+    GONE,
     OVERLAYS,
     ROOT,
     containers,
@@ -24,24 +24,14 @@ from tests.k8s.overlays import (
     needs_kustomize,
     of_kind,
     pods,
+    put,
     ray_groups,
     ray_service,
     rendered,
 )
 from tests.k8s.rules.every_rule import violations
 
-CRDS = ROOT.parent / "shared" / "crds"
 KUBERNETES = "1.37"
-NOT_BUILT_IN = ("ray.io/", "monitoring.coreos.com/")
-
-
-@cache
-def crds() -> tuple[dict[tuple[str, str], Any], Any]:
-    """Validators by apiVersion and kind, and the function that applies one."""
-    if not CRDS.is_dir():
-        pytest.skip(f"KubeRay's CRDs are not in {CRDS}")
-    checker = runpy.run_path(str(CRDS / "crd_validate.py"))
-    return checker["load"](CRDS), checker["errors"]
 
 
 @every_overlay
@@ -61,7 +51,7 @@ def test_ray_service_carries_the_text_that_serve_run_reads(overlay):
 @needs_kustomize
 @every_overlay
 def test_built_in_kinds_of_an_overlay_follow_their_schemas(overlay):
-    built_in = [m for m in rendered(overlay) if not m["apiVersion"].startswith(NOT_BUILT_IN)]
+    built_in = [m for m in rendered(overlay) if (m["apiVersion"], m["kind"]) not in crds.kinds()]
     assert {"Namespace", "NetworkPolicy", "PodDisruptionBudget", "ConfigMap"} <= {m["kind"] for m in built_in}
     for manifest in built_in:
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
@@ -69,18 +59,27 @@ def test_built_in_kinds_of_an_overlay_follow_their_schemas(overlay):
 
 @needs_kustomize
 @every_overlay
-def test_ray_service_of_an_overlay_follows_the_schema_of_kuberay(overlay):
-    validators, errors = crds()
-    service = ray_service(rendered(overlay))
-    assert errors(validators["ray.io/v1", "RayService"], service) == []
+def test_custom_resources_of_an_overlay_follow_their_schemas(overlay):
+    custom = [m for m in rendered(overlay) if (m["apiVersion"], m["kind"]) in crds.kinds()]
+    assert "RayService" in {m["kind"] for m in custom}
+    assert [error for manifest in custom for error in crds.errors(manifest)] == []
 
 
 @needs_kustomize
-def test_the_schema_of_kuberay_sees_a_misspelt_key():
-    validators, errors = crds()
-    service = yaml.safe_load(yaml.safe_dump(ray_service(rendered(OVERLAYS[0]))))
-    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["maxReplica"] = 1
-    assert any("maxReplica" in error for error in errors(validators["ray.io/v1", "RayService"], service))
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("rayClusterConfig.workerGroupSpecs.0.maxReplica", 1, "'maxReplica' was unexpected"),
+        ("rayClusterConfig.workerGroupSpecs.0.maxReplicas", "2", "is not of type 'integer'"),
+        ("rayClusterConfig.headGroupSpec.template.spec.containers", GONE, "'containers' is a required property"),
+        ("rayClusterConfig.authOptions.mode", "open", "is not one of"),
+    ],
+)
+def test_mistake_in_a_ray_service_is_seen_by_the_schema_of_kuberay(path, value, says):
+    service = copy.deepcopy(ray_service(rendered(OVERLAYS[0])))
+    put(service["spec"], path, value)
+    (error,) = crds.errors(service)
+    assert says in error
 
 
 @needs_kustomize

@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from cluster.cli.lint.manifests import Manifest
-from tests.k8s.overlays import ROOT, needs_kustomize, rendered
+from tests.k8s.overlays import GONE, ROOT, needs_kustomize, put, rendered
 from tests.k8s.rules.every_rule import violations
 
-GONE = object()
 HEAD = "rayClusterConfig.headGroupSpec"
 INGRESS, PREFILL, DECODE = (f"rayClusterConfig.workerGroupSpecs.{i}" for i in range(3))
 POD, MAIN = "template.spec", "template.spec.containers.0"
@@ -47,18 +46,6 @@ class Variant:
 
 def name_of(manifest: Manifest) -> str:
     return f"{manifest['kind']}/{manifest['metadata']['name']}"
-
-
-def put(place: Any, path: str, value: Any) -> None:
-    """path: names and indices with dots between them. GONE removes."""
-    *middle, last = path.split(".")
-    for step in middle:
-        place = place[int(step) if isinstance(place, list) else step]
-    key = int(last) if isinstance(place, list) else last
-    if value is GONE:
-        del place[key]
-    else:
-        place[key] = value
 
 
 def of_ray(rule: str, path: str, value: Any, says: str) -> Variant:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -59,10 +61,22 @@ def private_folder() -> str | None:
     return None
 
 
+def bring_compiled(folder: Path) -> None:
+    """Copy the kernels that an image was built with to Numba's cache: it reads no folder that it cannot write."""
+    for file in folder.rglob("*.nb[ci]") if config.CACHE_DIR else ():
+        target = Path(config.CACHE_DIR) / file.relative_to(folder)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy = target.with_suffix(f".{os.getpid()}")  # other ranks do the same
+            shutil.copyfile(file, copy)
+            copy.replace(target)
+
+
 if not keeps_code():
     config.CACHE_DIR = private_folder()
     if not keeps_code():
         logger.warning("compiled kernels can be kept nowhere, so every start compiles them; set NUMBA_CACHE_DIR")
+bring_compiled(Path(sys.prefix) / "kernels")
 compiled = cfunc(types.void(types.CPointer(types.int64)), cache=keeps_code(), **OPTIONS)
 
 

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from numba import config
+
+from engine.model.ops.cpu.kernel import bring_compiled
 
 from engine.model.ops.cpu import kernel
 
@@ -63,3 +66,21 @@ def test_a_process_that_compiles_the_kernels_gives_the_bits_of_one_that_finds_th
     )
     assert first == second
     assert first.count("(") == 24
+
+
+def test_kernels_of_an_image_are_copied_to_where_numba_looks_and_replace_none(tmp_path, monkeypatch):
+    image, cache = tmp_path / "image", tmp_path / "cache"
+    (image / "cpu_1").mkdir(parents=True)
+    (image / "cpu_1" / "norm.nbi").write_bytes(b"index")
+    (image / "cpu_1" / "norm.nbc").write_bytes(b"code")
+    bring_compiled(image)
+    assert not cache.exists()
+    monkeypatch.setattr(config, "CACHE_DIR", str(cache))
+    (cache / "cpu_1").mkdir(parents=True)
+    (cache / "cpu_1" / "norm.nbc").write_bytes(b"newer code")
+    bring_compiled(image)
+    assert {file.name: file.read_bytes() for file in (cache / "cpu_1").iterdir()} == {
+        "norm.nbi": b"index",
+        "norm.nbc": b"newer code",
+    }
+    bring_compiled(tmp_path / "absent")
