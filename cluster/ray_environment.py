@@ -15,7 +15,6 @@ from typing import Any
 from cluster.haproxy import BINARY_PATH, CERTFILE, KEYFILE
 from cluster.server_folder import server_folder
 from cluster.server_ports import server_ports
-from deployments.http import server_header
 from deployments.http.server_header import SERVER_VARIABLE
 
 FRONT = {  # on every node
@@ -27,7 +26,7 @@ FRONT = {  # on every node
     # For a client that sends nothing more of a body, or reads nothing more of an answer; Ray has an hour.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
     # Serve decodes headers before it calls an ingress, and answers 500 to bytes that are no text.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{server_header.__package__}.middleware:around_serve",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "manta:around_serve",
 }
 ENVIRONMENT = {
     **FRONT,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cluster.app import build
     from cluster.autoscaling.policy import Policy as AutoscalingPolicy
+    from deployments.http.middleware import around_serve
     from engine.offline.llm import LLM
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "PoolingParams",
     "SamplingParams",
     "StructuredOutputsParams",
+    "around_serve",
     "build",
 ]
 
@@ -60,6 +62,10 @@ def __getattr__(name: str) -> Any:
         from cluster.autoscaling.policy import Policy
 
         return Policy
+    if name == "around_serve":  # Ray Serve is told this name, the same in a checkout and in a wheel
+        from deployments.http.middleware import around_serve
+
+        return around_serve
     if name == "__version__":
         return version("manta-serve")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -61,6 +61,7 @@ def build_wheel(
                 target = tree / "manta" / path.relative_to(tree)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(path, target)
+        shutil.rmtree(tree / "manta" / "k8s" / "chart", ignore_errors=True)  # of links
         (tree / "MANIFEST.in").write_text("graft manta\n")
         return build_meta.build_wheel(wheel_directory, config_settings)
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from numba import config
 
-from engine.model.ops.cpu.kernel import bring_compiled
-
 from engine.model.ops.cpu import kernel
 
 ANSWER = """
@@ -73,14 +71,14 @@ def test_kernels_of_an_image_are_copied_to_where_numba_looks_and_replace_none(tm
     (image / "cpu_1").mkdir(parents=True)
     (image / "cpu_1" / "norm.nbi").write_bytes(b"index")
     (image / "cpu_1" / "norm.nbc").write_bytes(b"code")
-    bring_compiled(image)
+    kernel.bring_compiled(image)
     assert not cache.exists()
     monkeypatch.setattr(config, "CACHE_DIR", str(cache))
     (cache / "cpu_1").mkdir(parents=True)
     (cache / "cpu_1" / "norm.nbc").write_bytes(b"newer code")
-    bring_compiled(image)
+    kernel.bring_compiled(image)
     assert {file.name: file.read_bytes() for file in (cache / "cpu_1").iterdir()} == {
         "norm.nbi": b"index",
         "norm.nbc": b"newer code",
     }
-    bring_compiled(tmp_path / "absent")
+    kernel.bring_compiled(tmp_path / "absent")
