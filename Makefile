@@ -3,6 +3,7 @@
 # make test-all  also those marked slow: every fault in every state, every Kubernetes overlay
 # make test-clients  conversations of well-known clients; installs them into build/clients
 # make test-browser  the console in Chromium, where one is installed
+# make site    the pages as HTML in build/site/html, without a network
 # make check   lint, format and types
 # make test-gpu, make bench-gpu  on a machine with a GPU; they install nothing (docs/gpu.md)
 
@@ -13,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 # helm and kubectl, with which tests of k8s/ render; elsewhere the machine's own, or these tests are skipped
 HELM := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),build/kubernetes/helm)
 
-.PHONY: serve test test-all test-clients test-browser test-gpu bench-gpu check install clean
+.PHONY: serve test test-all test-clients test-browser test-gpu bench-gpu site check install clean
 
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
@@ -60,6 +61,10 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/openai_2/req
 	npm install --no-audit --no-fund --prefix $(CLIENTS)
 	node $(CLIENTS)/node_modules/@anthropic-ai/claude-code/install.cjs  # npm may be set up to run no scripts of packages
 	@touch $@
+
+site: $(INSTALLED)
+	$(BIN)/python tools/site.py build/site/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q -f tools/mkdocs.yml
 
 # Needs a Chromium: apt-get install chromium
 test-browser: $(INSTALLED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -119,6 +120,7 @@ def _check_capacity(config: AppConfig) -> None:
     if not ray.is_initialized():
         return
     nodes = capacity.cluster_nodes()
+    warn_of_idle_gpus(config, nodes)
     for model in config.models:
         for role in model.pools:
             problem = capacity.missing(model.group_spec(role), nodes)
@@ -127,6 +129,16 @@ def _check_capacity(config: AppConfig) -> None:
             if not capacity.can_grow(nodes):
                 raise StartupError(f"model {model.name!r}, {role}: {problem}")
             logger.warning("model %r waits for new nodes for %s: %s", model.name, role, problem)
+
+
+def warn_of_idle_gpus(config: AppConfig, nodes: Sequence[capacity.Node]) -> None:
+    """Warn if there are GPUs and no rank asks for one: Ray then shows it none, so it runs on the CPU."""
+    gpus = sum(node.resources.get("GPU", 0.0) for node in nodes)
+    if gpus and not any(pool.num_gpus for model in config.models for pool in model.pools.values()):
+        logger.warning(
+            "the cluster has %g GPU%s, but all models run on CPUs: set `decode.num_gpus: 1`, or --num-gpus 1", gpus,
+            "" if gpus == 1 else "s",
+        )  # fmt: skip
 
 
 def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, dict[PeerPool, Application]]:
