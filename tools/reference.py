@@ -1,4 +1,4 @@
-"""`python tools/reference.py` prints docs/reference.md: classes that users fill in, with what the code says of each field."""
+"""`python tools/reference.py` prints docs/reference.md: what users fill in, as the code describes it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`python tools/site.py FOLDER` collects the pages for mkdocs (tools/mkdocs.yml): those that README.md leads to, link by
-link, at the paths that they have in the repository, and the pictures and files that they name."""
+"""`python tools/site.py FOLDER` collects the pages for mkdocs (tools/mkdocs.yml).
+
+They are those that README.md leads to, link by link, at their paths in the repository, with the files that they name.
+"""
 
 from __future__ import annotations
 
