@@ -235,13 +235,14 @@ class ModelConfig:
         from engine.model.quantization.online import METHODS
         from engine.model.quantization.scheme import online
 
-        if self.quantization is None:
-            if method not in METHODS:
-                limit = f"left out: the model is not quantized; {', '.join(METHODS)} round it as it is loaded"
-                raise ConfigError("quantization", method, limit)
+        stored = None if self.quantization is None else self.quantization.method
+        if stored is None and method not in METHODS:
+            limit = f"left out: the model is not quantized; {', '.join(METHODS)} round it as it is loaded"
+            raise ConfigError("quantization", method, limit)
+        if stored is None or (stored == "gguf" and method in METHODS):  # whose weights are also read as numbers
             return replace(self, quantization=online(method))
-        if self.quantization.method != method:
-            raise ConfigError("quantization", method, f"left out: the model is quantized ({self.quantization.method})")
+        if stored != method:
+            raise ConfigError("quantization", method, f"left out: the model is quantized ({stored})")
         return self
 
     @property

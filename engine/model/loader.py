@@ -20,12 +20,13 @@ from typing import Protocol
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
 from engine.model.checkpoint.folder import weight_files
+from engine.model.checkpoint.weights import open_weights, slice_for
 from engine.model.layers.embedding import TiedLMHead
 from engine.model.layers.moe import Experts
 from engine.model.shard import Shard, Sharded, TensorSlice
@@ -92,13 +93,13 @@ def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
     with Progress(console=Console(stderr=True), disable=quiet) as progress:
         bar = progress.add_task("loading weights", total=num_bytes)
         for file, names in files.items():
-            with safe_open(file, framework="pt") as tensors:
+            with open_weights(file) as tensors:
                 for name in names:
                     if (now := time.monotonic()) >= logged_at + LOG_INTERVAL_S:
                         logged_at = now
                         logger.info("loading weights folder=%s read=%.2f", folder, read / num_bytes)
                     if parts := shards.get(canonical[name]):
-                        load_tensor(parts, tensors.get_slice(name), name, folder)
+                        load_tensor(parts, slice_for(tensors, name, parts[0][1]), name, folder)
                         read += sum(target.nbytes for _, target in parts)
                         progress.update(bar, completed=read)
     seconds = time.monotonic() - started
@@ -172,7 +173,7 @@ def has_own_head(files: dict[Path, list[str]], canonical: dict[str, str]) -> boo
     if HEAD not in where or EMBEDDING not in where:
         return False
     (head_file, head_name), (file, name) = where[HEAD], where[EMBEDDING]
-    with safe_open(head_file, framework="pt") as heads, safe_open(file, framework="pt") as embeddings:
+    with open_weights(head_file) as heads, open_weights(file) as embeddings:
         head, embedding = heads.get_slice(head_name), embeddings.get_slice(name)
         if head.get_shape() != embedding.get_shape() or head.get_dtype() != embedding.get_dtype():
             return True
@@ -185,7 +186,7 @@ def zero_biases(files: dict[Path, list[str]], canonical: dict[str, str], wanted:
     found = set()
     for file, names in files.items():
         if biases := [name for name in names if name.endswith(".bias") and canonical[name] not in wanted]:
-            with safe_open(file, framework="pt") as tensors:
+            with open_weights(file) as tensors:
                 found |= {name for name in biases if not tensors.get_tensor(name).any()}
     return found
 
@@ -216,7 +217,7 @@ def tensors_by_file(folder: Path) -> dict[Path, list[str]]:
     names = {}
     for file in weight_files(folder):
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with open_weights(file) as tensors:
                 names[file] = list(tensors.keys())
         except (OSError, SafetensorError) as e:
             raise ModelFolderError(str(folder), f"cannot read {file.name}: {e}") from e

@@ -10,13 +10,13 @@ import re
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError, OutOfMemory
 from engine.kv_transfer.transport import nixl
+from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
 
@@ -126,7 +126,7 @@ def read_scales(folder: Path, num_layers: int, device: torch.device) -> Tensor:
     scales = torch.ones(num_layers, 2)
     found = 0
     for file, names in tensors_by_file(folder).items():
-        with safe_open(file, framework="pt") as tensors:
+        with open_weights(file) as tensors:
             for name in names:
                 if match := SCALE.search(name):
                     scales[int(match[1]), "kv".index(match[2])] = tensors.get_tensor(name).float().item()

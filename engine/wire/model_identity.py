@@ -31,20 +31,22 @@ class ModelIdentity(msgspec.Struct, frozen=True):
         """Identify the model in `folder`; reads little and imports no torch. Raises ModelFolderError."""
         try:
             weights = hashlib.sha256((folder / "config.json").read_bytes())
-            sample_weights(weights, sorted(folder.glob("*.safetensors")))
+            sample_weights(weights, sorted((*folder.glob("*.safetensors"), *folder.glob("*.gguf"))))
             return cls(short(weights), _vocabulary(folder))
         except OSError as error:
             raise ModelFolderError(str(folder), f"cannot be read: {error}") from error
 
 
 def sample_weights(digest: hashlib._Hash, files: Iterable[Path]) -> None:
-    """Add names, sizes and headers of safetensors files and a sample of their pages. That tells models and their
+    """Add names, sizes, headers of safetensors files and a sample of all files' pages. That tells models and their
     versions apart in milliseconds, but does not detect a deliberate change of a few bytes. Raises OSError."""
     for path in files:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = file.read(8)  # of the header, which follows
-            digest.update(f"{path.name} {size} ".encode() + length + file.read(int.from_bytes(length, "little")))
+            digest.update(f"{path.name} {size} ".encode())
+            if path.suffix == ".safetensors":
+                length = file.read(8)  # of the header, which follows
+                digest.update(length + file.read(int.from_bytes(length, "little")))
             for page in range(PAGES):
                 file.seek(page * max(0, size - PAGE) // max(1, PAGES - 1))
                 digest.update(file.read(PAGE))

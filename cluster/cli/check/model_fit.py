@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.placement import Deployment, deployments_of, place
@@ -16,6 +15,7 @@ from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, OutOfMemory
 from engine.model.checkpoint.overlay import engine_folder
+from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
 from engine.model.models.image_encoder import encoder_config
@@ -106,7 +106,7 @@ def weight_bytes(folder: Path, dtype: torch.dtype, *, with_text: bool = True) ->
     """
     total = 0
     for file, names in tensors_by_file(folder).items():
-        with safe_open(file, framework="pt") as tensors:
+        with open_weights(file) as tensors:
             for part in (tensors.get_slice(name) for name in names if with_text or not is_of_text(name)):
                 count = torch.Size(part.get_shape()).numel()
                 total += count * (dtype.itemsize if part.get_dtype() in CONVERTED else 1)

@@ -15,6 +15,7 @@ from cluster.model_info import model_info
 from engine.errors import ConfigError, Described
 from engine.model.checkpoint.folder import resolve
 
+WEIGHTS = (".safetensors", ".gguf")
 KV_CACHE_GIB = 2.0  # at most, where nothing is set
 
 # Keys of Ray's schemas, which silently accept any other; a test compares these with them.
@@ -59,7 +60,7 @@ def memory_may_be_short(serve_config: Mapping[str, Any]) -> bool:
     needed = 0.0
     for _, application in ours(serve_config):
         for model in AppConfig.of(application).models:
-            weights = sum(file.stat().st_size for file in resolve(model.model).glob("*.safetensors"))
+            weights = sum(file.stat().st_size for file in resolve(model.model).iterdir() if file.suffix in WEIGHTS)
             for role, pool in model.pools.items():
                 kv_gib = model.engine_config(role).kv_cache_memory_gib or KV_CACHE_GIB
                 needed += pool.bounds[0] * (weights + kv_gib * 2**30)

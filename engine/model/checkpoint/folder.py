@@ -11,9 +11,11 @@ from typing import Any
 
 from engine import pocket
 from engine.errors import ModelFolderError
+from engine.model.checkpoint.gguf.folder import INDEX as GGUF_INDEX
+from engine.model.checkpoint.gguf.folder import gguf_folder, parts_of
 from engine.wire.model_identity import VOCABULARY_FILES
 
-HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<gguf>[\w./-]+))?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 CONFIG_FILES = ["config.json", "generation_config.json", "modules.json", "config_sentence_transformers.json"]
 TOKENIZER_FILES = [*VOCABULARY_FILES, "*token*.json", "chat_template.*"]
@@ -26,7 +28,8 @@ RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 
 def resolve(model: str, weights: bool = True) -> Path:
     """Return the folder of `pocket` (bundled), of a local path, or of a Hub id "org/name" or "org/name@revision",
-    downloading it if needed.
+    downloading it if needed; of a GGUF file ("org/name:file.gguf", or "org/name:Q4_K_M" as vLLM writes it) the folder
+    that is made of it.
 
     weights: False if none are needed. Raises ModelFolderError if there is no such folder, or if it lacks config.json or
     safetensors weights.
@@ -56,11 +59,34 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def _find(model: str, files: list[str]) -> Path:
     if model == "pocket":
         return pocket.PATH
-    if (folder := Path(model).expanduser()).is_dir():
-        return folder
+    if (path := Path(model).expanduser()).is_dir():
+        return _folder(path)
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf_folder(path)
     if (hub := HUB_ID.fullmatch(model)) and not model.startswith("."):
-        return _download(hub["repo"], hub["revision"], files)
+        if (wanted := hub["gguf"]) is None:
+            return _folder(_download(hub["repo"], hub["revision"], files))
+        # one file, or its parts; else the quantization, as it is part of the names of files
+        patterns = [wanted] if wanted.endswith(".gguf") else [f"*{wanted}{rest}" for rest in (".gguf", "-*-of-*.gguf")]
+        folder = _download(hub["repo"], hub["revision"], patterns, [])
+        return _only_gguf(model, [file for pattern in patterns for file in folder.rglob(pattern)])
     raise ModelFolderError(model, "no such folder, and it does not look like a Hub id (org/name) either")
+
+
+def _folder(folder: Path) -> Path:
+    """Return a folder that is a model's, or what is made of the GGUF file in it."""
+    files = [] if (folder / "config.json").is_file() else list(folder.glob("*.gguf"))
+    return _only_gguf(str(folder), files) if files else folder
+
+
+def _only_gguf(model: str, files: list[Path]) -> Path:
+    firsts = sorted({parts_of(file)[0] for file in files})
+    if len(firsts) != 1:
+        found = (
+            f"has {len(firsts)} models, name one: {', '.join(f.name for f in firsts)}" if firsts else "has no such file"
+        )
+        raise ModelFolderError(model, found)
+    return gguf_folder(firsts[0])
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -82,7 +108,10 @@ def _decode_float(value: dict[str, Any]) -> Any:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model; only those that the index names, if there is one."""
+    """The safetensors files of the model; only those that the index names, if there is one. The index of a GGUF
+    file's tensors stands for that file."""
+    if (folder / GGUF_INDEX).exists():
+        return [folder / GGUF_INDEX]
     if (folder / INDEX).exists():
         return sorted({folder / file for file in read_json(folder, INDEX).get("weight_map", {}).values()})
     if (folder / "model.safetensors").exists():
@@ -135,12 +164,12 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return read_json(folder, file.name)
 
 
-def _download(model: str, revision: str | None, files: list[str]) -> Path:
+def _download(model: str, revision: str | None, files: list[str], ignored: list[str] = HUB_IGNORED) -> Path:
     """Download the model's files, or return a complete local copy without using the network."""
     from huggingface_hub import snapshot_download  # slow to import, and not needed for a local folder
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=HUB_IGNORED))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=ignored))
     # OSError: unreachable, offline, not found, gated, disk full
     except (OSError, ValueError) as e:
         reason = " ".join(str(e).split())
@@ -151,7 +180,7 @@ def _download(model: str, revision: str | None, files: list[str]) -> Path:
 def _check(folder: Path, weights: bool) -> None:
     if not (folder / "config.json").is_file():
         raise ModelFolderError(str(folder), "has no config.json")
-    if weights and not any(folder.glob("*.safetensors")):
+    if weights and not weight_files(folder):
         others = sorted(p.name for pattern in ("*.bin", "*.pth", "*.gguf") for p in folder.glob(pattern))
         found = f"only {', '.join(others)}; convert them first" if others else "and no other weights either"
         raise ModelFolderError(str(folder), f"has no *.safetensors, {found}")

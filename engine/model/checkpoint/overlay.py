@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.model.checkpoint.cache import made_folder
 from engine.model.checkpoint.folder import read_json, resolve, resolve_tokenizer, tokenizer_files
-
-CACHE = Path("~/.cache/manta/models")
 
 
 def engine_folder(config: EngineConfig) -> Path:
@@ -31,24 +26,13 @@ def engine_folder(config: EngineConfig) -> Path:
     own = read_json(folder, "config.json")
     fields = _merged(own, _named_as(own, _overrides(config.hf_overrides)))
     state = [fields, sorted((name, str(file), file.stat().st_mtime_ns) for name, file in links.items())]
-    target = CACHE.expanduser() / hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
-    if not target.exists():
-        _make(target, links, fields)
-    return target
 
+    def fill(folder: Path) -> None:
+        for name in links.keys() - {"config.json"}:
+            (folder / name).symlink_to(links[name])
+        (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
 
-def _make(target: Path, links: dict[str, Path], fields: dict[str, Any]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=target.parent))
-    for name in links.keys() - {"config.json"}:
-        (made / name).symlink_to(links[name])
-    (made / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    try:
-        os.rename(made, target)
-    except OSError:  # another process was faster
-        shutil.rmtree(made)
-        if not target.exists():
-            raise
+    return made_folder(state, fill)
 
 
 def _overrides(text: str | None) -> dict[str, Any]:

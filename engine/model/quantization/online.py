@@ -25,6 +25,8 @@ class Online:
     output, int4 a scale and a zero point per group of inputs."""
 
     method: Method
+    group: int | None = None
+    """Of int8: inputs that share a scale, and then inputs are not expected to be rounded."""
 
     def check(self, weight: Shard) -> None:
         """Raise ConfigError unless this rank's shard of the weight can be rounded so."""
@@ -45,8 +47,8 @@ class Online:
         if self.method == "int4":
             return quantize_int4(weight)
         dtype = FP8 if self.method == "fp8" else torch.int8
-        values, scale = quantize_rows(weight, dtype)
-        return QuantizedWeight(values, scale, None, 8, dtype)
+        values, scale = quantize_rows(weight, dtype, self.group)
+        return QuantizedWeight(values, scale, None, 8, None if self.group else dtype)
 
 
 def quantize_int4(weight: Tensor) -> QuantizedWeight:

@@ -11,6 +11,7 @@ import torch
 
 from engine.model.quantization.eight_bit import EightBit
 from engine.model.quantization.format import WeightFormat
+from engine.model.quantization.ggml import GGML
 from engine.model.quantization.mxfp4 import MXFP4
 from engine.model.quantization.online import Method, Online
 from engine.model.quantization.packed_int import AWQ, GPTQ, PackQuantized
@@ -19,6 +20,7 @@ from engine.model.quantization.weight import FP8
 from engine.model.tensor_names import canonical_name
 
 Fields = dict[str, Any]
+GGUF_VOCABULARY = ("lm_head", "model.embed_tokens")
 # The beginning of an expression that names layers inside a multimodal model; see canonical_name.
 WRAPPED = re.compile(r"^\^?(model\\?\.language_model|language_model\\?\.model)\\?\.")
 
@@ -65,7 +67,7 @@ def online(method: Method) -> Scheme:
 def parse(config: Fields) -> Scheme:
     """Read a `quantization_config`. Raises UnsupportedScheme."""
     method = _one_of(config, "quant_method", tuple(PARSERS), "none")
-    return Scheme(method, PARSERS[method](config))
+    return Scheme(method, PARSERS[method](config), _gguf_head(config) if method == "gguf" else None)
 
 
 def _fp8(config: Fields) -> tuple[Rule, ...]:
@@ -112,6 +114,22 @@ def _mxfp4(config: Fields) -> tuple[Rule, ...]:
     """Only experts are stored so. Patterns of `modules_to_not_convert` have a star for each number of a layer."""
     left_out = [re.escape(name).replace(r"\*", ".*") for name in config.get("modules_to_not_convert") or ()]
     return *(Rule(pattern, None) for pattern in left_out), Rule(r".*\.experts$", MXFP4())
+
+
+def _gguf(config: Fields) -> tuple[Rule, ...]:
+    """The types of a GGUF file's layers (engine/model/checkpoint/gguf), each by its name."""
+    types = {name: type for name, type in config["types"].items() if name not in GGUF_VOCABULARY}
+    return tuple(
+        Rule("|".join(rf"{re.escape(name)}$" for name, own in types.items() if own == type), GGML(type))
+        for type in sorted(set(types.values()))
+    )
+
+
+def _gguf_head(config: Fields) -> Online | None:
+    """The head, or the embedding that it is tied to, has one scale for 32 numbers in eight bits; the embedding itself
+    is dequantized."""
+    head = next((config["types"][name] for name in GGUF_VOCABULARY if name in config["types"]), None)
+    return None if head is None else Online("int8", group=32)
 
 
 def _compressed_tensors(config: Fields) -> tuple[Rule, ...]:
@@ -193,4 +211,6 @@ def _group_size(config: Fields, key: str, path: str = "") -> int | None:
     return None if value == -1 else value
 
 
-PARSERS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}
+PARSERS = {
+    "fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4, "gguf": _gguf,
+}  # fmt: skip

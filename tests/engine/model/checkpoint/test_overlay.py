@@ -9,7 +9,7 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelFolderError
-from engine.model.checkpoint import overlay
+from engine.model.checkpoint import cache as cache_module
 from engine.model.checkpoint.folder import resolve
 from engine.model.checkpoint.overlay import engine_folder
 from engine.text.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ from tests.models import make_tokenizer
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(overlay, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(cache_module, "CACHE", tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -1,0 +1,32 @@
+"""Folders that are made from a model's files, once for all processes of a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CACHE = Path("~/.cache/manta/models")
+
+
+def made_folder(state: Any, fill: Callable[[Path], None]) -> Path:
+    """Return the folder that belongs to a JSON value, which every process finds in the same place. `fill` puts its
+    files into it, if it is not there yet."""
+    target = CACHE.expanduser() / hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        fill(made)
+        os.rename(made, target)
+    except BaseException:
+        shutil.rmtree(made)
+        if not target.exists():  # another process was faster
+            raise
+    return target

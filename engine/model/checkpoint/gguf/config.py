@@ -1,0 +1,245 @@
+"""The config.json of a model from the metadata of its GGUF file. A value that would change the output and has no place
+there is refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.model.checkpoint.gguf.entry import PLAIN, Entry
+
+Metadata = Mapping[str, Any]
+Fields = dict[str, Any]
+# Keys of an architecture that no family here has, and that change what a model computes.
+REFUSED = (
+    "attention.clamp_kqv", "attention.max_alibi_bias", "attention.kv_lora_rank", "attention.scale",
+    "attention.shared_kv_layers", "embedding_scale", "residual_scale", "logit_scale", "full_attention_interval",
+    "rope.scaling.yarn_log_multiplier", "router_logit_softcapping",
+)  # fmt: skip
+SIGMOID = 2  # of `expert_gating_func`
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}  # 27B, by their layers: queries are scaled by hidden_size / heads
+
+
+class Unsupported(Exception):
+    """The file cannot be read as a model, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture of llama.cpp is called in a checkpoint, and how it differs there."""
+
+    architecture: str
+    model_type: str
+    fields: Fields = field(default_factory=dict)
+    """Fields of config.json that all its models have."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Parts of tensors' names in a checkpoint, and what this family has in their place."""
+    rotated_pairs: bool = False
+    """Whether llama.cpp stores the rows of queries and keys in pairs."""
+    norm_shift: float = 0.0
+    """What llama.cpp has added to the weights of norms."""
+    partial_rotary: bool = False
+    """Whether heads may be rotated in part."""
+    stacked_experts: bool = False
+    """Whether a checkpoint has the experts of a layer in one tensor, their gates and ups alternating."""
+
+
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "llama", rotated_pairs=True),
+    "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", {"norm_topk_prob": False}),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", {"norm_topk_prob": True}),
+    "gemma2": Family("Gemma2ForCausalLM", "gemma2", GEMMA, norm_shift=1.0),
+    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", GEMMA, norm_shift=1.0),
+    "phi3": Family(
+        "Phi3ForCausalLM", "phi3", renamed={"mlp.up_proj.": "mlp.gate_up_proj."}, partial_rotary=True
+    ),
+    "glm4": Family("Glm4ForCausalLM", "glm4", renamed={"mlp.up_proj.": "mlp.gate_up_proj."}, partial_rotary=True),
+    "glm4moe": Family(
+        "Glm4MoeForCausalLM", "glm4_moe", renamed={"shared_expert.": "shared_experts."}, partial_rotary=True
+    ),
+    "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", renamed={"mlp.gate.": "mlp.router."}, stacked_experts=True),
+}  # fmt: skip
+MIXTRAL = Family("MixtralForCausalLM", "mixtral", rotated_pairs=True)
+
+
+def family(metadata: Metadata) -> Family:
+    """Raises Unsupported for an architecture that is not known here."""
+    name = metadata.get("general.architecture")
+    if name not in FAMILIES:
+        raise Unsupported(f"general.architecture = {name!r} is not supported: must be one of {', '.join(FAMILIES)}")
+    return MIXTRAL if name == "llama" and metadata.get("llama.expert_count") else FAMILIES[name]
+
+
+class Keys:
+    """The keys of the file's architecture."""
+
+    def __init__(self, metadata: Metadata):
+        self.metadata, self.prefix = metadata, metadata["general.architecture"]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.metadata.get(f"{self.prefix}.{name}", default)
+        if isinstance(value, list):  # one for each layer
+            if len(set(value)) != 1:
+                raise Unsupported(f"{self.prefix}.{name} = {value} is not supported: must be the same for all layers")
+            return value[0]
+        return value
+
+    def __getitem__(self, name: str) -> Any:
+        if (value := self.get(name)) is None:
+            raise Unsupported(f"it has no {self.prefix}.{name}")
+        return value
+
+
+def num_layers(metadata: Metadata) -> int:
+    """Layers without those that predict further tokens."""
+    keys = Keys(metadata)
+    return int(keys["block_count"]) - int(keys.get("nextn_predict_layers", 0))
+
+
+def head_counts(metadata: Metadata) -> dict[str, int]:
+    """Heads of the projections whose rows may be stored in pairs."""
+    keys = Keys(metadata)
+    heads = int(keys["attention.head_count"])
+    return {"q_proj": heads, "k_proj": int(keys.get("attention.head_count_kv", heads))}
+
+
+def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, list[float]]) -> Fields:
+    """Return the fields of config.json. tensors: by their names in the file. factors: what tensors of it say of rotary
+    frequencies. Raises Unsupported."""
+    keys, own = Keys(metadata), family(metadata)
+    for name in REFUSED:
+        if keys.get(name):
+            raise Unsupported(f"{keys.prefix}.{name} = {keys.get(name)!r} is not supported")
+    if keys.get("attention.causal") is False:
+        raise Unsupported(f"{keys.prefix}.attention.causal = False is not supported: it is an encoder")
+    hidden, heads = keys["embedding_length"], keys["attention.head_count"]
+    head_dim = keys.get("attention.key_length", hidden // heads)
+    if (value_length := keys.get("attention.value_length", head_dim)) != head_dim:
+        raise Unsupported(f"{keys.prefix}.attention.value_length = {value_length} differs from the length of keys")
+    rotated = keys.get("rope.dimension_count", head_dim)
+    if rotated != head_dim and not own.partial_rotary:
+        raise Unsupported(f"{keys.prefix}.rope.dimension_count = {rotated} is not supported: must be {head_dim}")
+    parts = {name.partition(".")[2].partition(".")[2] for name in tensors if name.startswith("blk.")}
+    return {
+        "architectures": [own.architecture],
+        "model_type": own.model_type,
+        "dtype": _dtype(tensors),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": keys.get("feed_forward_length") or keys["expert_feed_forward_length"],
+        "num_hidden_layers": num_layers(metadata),
+        "num_attention_heads": heads,
+        "num_key_value_heads": head_counts(metadata)["k_proj"],
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
+        "max_position_embeddings": keys["context_length"],
+        "rope_theta": keys.get("rope.freq_base", 10_000.0),
+        "rope_scaling": _rope_scaling(keys, factors),
+        "partial_rotary_factor": rotated / head_dim,
+        "original_max_position_embeddings": keys.get("rope.scaling.original_context_length"),
+        "attention_bias": "attn_q.bias" in parts,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        **_windows(keys, hidden // heads, head_dim),
+        **_experts(keys, tensors, parts),
+        **own.fields,
+    }  # fmt: skip
+
+
+def _dtype(tensors: dict[str, Entry]) -> str:
+    """The type of the matrices that are not in blocks; bfloat16 if those are the most."""
+    sizes: dict[str, int] = {}
+    for entry in tensors.values():
+        if len(entry.shape) > 1:
+            sizes[entry.type] = sizes.get(entry.type, 0) + entry.nbytes
+    most = max(sizes, key=sizes.__getitem__)
+    return DTYPES[most] if most in PLAIN else "bfloat16"
+
+
+def _rope_scaling(keys: Keys, factors: dict[str, list[float]]) -> Fields | None:
+    """Factors of frequencies are those of `longrope`, also where llama.cpp has computed them by Llama 3's rule."""
+    context = keys["context_length"]
+    original = keys.get("rope.scaling.original_context_length", context)
+    if own := factors.get("rope_freqs.weight"):
+        return {
+            "rope_type": "longrope", "short_factor": own, "long_factor": own, "attention_factor": 1.0,
+            "original_max_position_embeddings": context,
+        }  # fmt: skip
+    if long := factors.get("rope_factors_long.weight"):
+        scaling = {
+            "rope_type": "longrope", "short_factor": factors["rope_factors_short.weight"], "long_factor": long,
+            "original_max_position_embeddings": original,
+        }  # fmt: skip
+        factor = keys.get("rope.scaling.attn_factor")
+        return scaling if factor is None else scaling | {"attention_factor": factor}
+    kind = keys.get("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise Unsupported(f"{keys.prefix}.rope.scaling.type = {kind!r} is not supported: must be none, linear or yarn")
+    scaling = {"rope_type": kind, "factor": keys["rope.scaling.factor"]}
+    if kind == "yarn":
+        scaling |= {"original_max_position_embeddings": original, "truncate": keys.prefix != "gpt-oss"}
+        for name in ("beta_fast", "beta_slow"):
+            if (value := keys.get(f"rope.scaling.yarn_{name}")) is not None:
+                scaling[name] = value
+    return scaling
+
+
+def _windows(keys: Keys, per_head: int, head_dim: int) -> Fields:
+    fields: Fields = {"sliding_window": keys.get("attention.sliding_window")}
+    if keys.prefix not in ("gemma2", "gemma3"):
+        return fields
+    largest = (keys.prefix, keys["block_count"]) in LARGEST_GEMMAS
+    fields["query_pre_attn_scalar"] = per_head if largest else head_dim
+    if keys.prefix == "gemma2":
+        caps = ("attn_logit_softcapping", "final_logit_softcapping")
+        return fields | {name: keys.get(name) for name in caps}
+    return fields | {"rope_local_base_freq": keys.get("rope.freq_base_swa", 10_000.0)}
+
+
+def _experts(keys: Keys, tensors: dict[str, Entry], parts: set[str]) -> Fields:
+    count = keys.get("expert_count", 0)
+    if not count:
+        return {}
+    layers = range(keys["block_count"])
+    size = keys.get("expert_feed_forward_length") or keys["feed_forward_length"]
+    fields = {
+        "num_experts_per_tok": keys["expert_used_count"],
+        "moe_intermediate_size": size,
+        "mlp_only_layers": [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in tensors],
+    }
+    match keys.prefix:
+        case "llama":
+            return {"num_local_experts": count, "num_experts_per_tok": keys["expert_used_count"]}
+        case "gpt-oss":
+            return {**fields, "num_local_experts": count, "intermediate_size": size}
+        case "qwen2moe":
+            shared = keys.get("expert_shared_feed_forward_length", 0)
+            return {**fields, "num_experts": count, "shared_expert_intermediate_size": shared}
+        case "glm4moe":
+            if keys.get("expert_gating_func", SIGMOID) != SIGMOID:
+                raise Unsupported(f"glm4moe.expert_gating_func = {keys['expert_gating_func']} is not supported")
+            return {
+                "n_routed_experts": count,
+                "num_experts_per_tok": keys["expert_used_count"],
+                "moe_intermediate_size": size,
+                "n_shared_experts": keys.get("expert_shared_count", 1),
+                "first_k_dense_replace": keys.get("leading_dense_block_count", 0),
+                "routed_scaling_factor": keys.get("expert_weights_scale", 1.0),
+                "norm_topk_prob": keys.get("expert_weights_norm", True),
+                "n_group": keys.get("expert_group_count", 1),
+                "topk_group": keys.get("expert_group_used_count", 1),
+                "use_qk_norm": "attn_q_norm.weight" in parts,
+                "num_nextn_predict_layers": keys.get("nextn_predict_layers", 0),
+            }
+        case _:
+            return {**fields, "num_experts": count}

@@ -1,0 +1,111 @@
+"""A GGUF file as a model folder in the cache: config.json, the tokenizer and its chat template from the metadata, an
+index of the tensors, and links to the file. Whatever reads a model then finds what it finds in any other."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import ModelFolderError
+from engine.model.checkpoint.cache import made_folder
+from engine.model.checkpoint.gguf import config, names
+from engine.model.checkpoint.gguf.config import Metadata, Unsupported
+from engine.model.checkpoint.gguf.entry import TYPES, Entry
+from engine.text import gguf_tokenizer
+from engine.text.gguf_tokenizer import UnsupportedTokenizer
+
+logger = logging.getLogger(__name__)
+
+INDEX = "gguf_tensors.json"
+VERSION = 1  # of what is made of a file
+PART = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
+SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+            "repetition_penalty": "penalty_repeat"}  # fmt: skip
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return the files of a model: one, or all its parts if it names one of them."""
+    match = PART.fullmatch(file.name)
+    return [file] if match is None else sorted(file.parent.glob(f"{match[1]}-?????-of-?????.gguf"))
+
+
+def gguf_folder(file: Path) -> Path:
+    """Return the folder that stands for a file, and make it if it is not there yet, which takes some seconds.
+
+    Raises ModelFolderError that names what is not supported.
+    """
+    files = [part.absolute() for part in parts_of(file)]
+    try:
+        stats = [(str(part), part.stat()) for part in files]
+        state = ["gguf", VERSION, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
+        return made_folder(state, lambda folder: _fill(folder, files))
+    except (Unsupported, UnsupportedTokenizer) as error:
+        raise ModelFolderError(str(file), str(error)) from None
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        problem = f"cannot be read as GGUF: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise ModelFolderError(str(file), problem) from error
+
+
+def _fill(folder: Path, files: list[Path]) -> None:
+    started = time.monotonic()
+    metadata, tensors = _read(files)
+    checked = {entry.type for entry in tensors.values()} - TYPES.keys()
+    if checked:
+        limit = f"must be one of {', '.join(TYPES)}"
+        raise Unsupported(f"its tensors of type {', '.join(sorted(checked))} are not supported: {limit}")
+    found = names.entries(metadata, tensors)
+    fields = config.config(metadata, tensors, _rope_factors(files, tensors))
+    if types := names.types(found):
+        fields["quantization_config"] = {"quant_method": "gguf", "types": types}
+    for part in files:
+        (folder / part.name).symlink_to(part)
+    (folder / INDEX).write_bytes(msgspec.json.encode(found))
+    _write(folder / "config.json", fields)
+    sampling = {name: metadata.get(f"general.sampling.{own}") for name, own in SAMPLING.items()}
+    ends = {"eos_token_id": gguf_tokenizer.eos_token_ids(metadata)}
+    _write(folder / "generation_config.json", {**ends, **{k: v for k, v in sampling.items() if v is not None}})
+    gguf_tokenizer.read_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    _write(folder / "tokenizer_config.json", gguf_tokenizer.special_tokens(metadata))
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    logger.info("gguf file=%s made=%s seconds=%.1f", files[0], folder, time.monotonic() - started)
+
+
+def _read(files: list[Path]) -> tuple[Metadata, dict[str, Entry]]:
+    """Read the metadata, which the first part has, and where each tensor lies."""
+    from gguf import GGUFReader
+
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, Entry] = {}
+    for file in files:
+        reader = GGUFReader(file)
+        metadata = {name: field.contents() for name, field in reader.fields.items()} | metadata
+        for tensor in reader.tensors:
+            tensors[tensor.name] = Entry(
+                file=file.name,
+                offset=int(tensor.data_offset),
+                shape=tuple(int(size) for size in reversed(tensor.shape)),
+                type=tensor.tensor_type.name,
+            )
+    return metadata, tensors
+
+
+def _rope_factors(files: list[Path], tensors: dict[str, Entry]) -> dict[str, list[float]]:
+    """Read what the file says of rotary frequencies, once for all layers."""
+    import numpy as np
+
+    paths, found = {file.name: file for file in files}, {}
+    for name in names.ROPE_FACTORS:
+        if (entry := tensors.get(name) or tensors.get(f"blk.0.{name}")) is not None:
+            found[name] = np.fromfile(paths[entry.file], np.float32, entry.shape[0], offset=entry.offset).tolist()
+    return found
+
+
+def _write(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value), encoding="utf-8")

@@ -1,0 +1,112 @@
+"""Tensors of a GGUF file under the names, and in the shapes, that they have in a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from msgspec.structs import replace
+
+from engine.model.checkpoint.gguf.config import Metadata, Unsupported, family, head_counts, num_layers
+from engine.model.checkpoint.gguf.entry import Entry
+
+# Modules of Hugging Face's models that the tables of the package `gguf` know, of which a file has some. Where two stand
+# for the same tensor, the first does, save for a family that has the second (`Family.renamed`).
+LAYER = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    "post_self_attn_layernorm", "post_mlp_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+    "self_attn.qkv_proj", "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.sinks",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate", "mlp.gate.e_score_correction",
+    "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj", "mlp.shared_expert.gate_proj",
+    "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj", "mlp.shared_expert_gate",
+)  # fmt: skip
+MODEL = ("model.embed_tokens", "model.norm", "lm_head")
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+def entries(metadata: Metadata, tensors: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the file's tensors by their names in a checkpoint. Raises Unsupported for one that has no place there."""
+    own, last, heads = family(metadata), num_layers(metadata), head_counts(metadata)
+    paths, strange = _paths(metadata), []
+    found: dict[str, Entry] = {}
+    for name, entry in tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        layer = LAYER_NAME.match(name)
+        if name in ROPE_FACTORS or (layer and (int(layer[1]) >= last or layer[2] in ROPE_FACTORS)):
+            continue  # what predicts further tokens, and what config.json says
+        if (path := paths.get(stem)) is None:
+            strange.append(name)
+            continue
+        for other, theirs in own.renamed.items():
+            path = f"{path}.".replace(other, theirs).removesuffix(".")
+        if path.endswith("norm"):
+            entry = replace(entry, added=own.norm_shift)
+        if own.rotated_pairs:
+            entry = replace(entry, pairs_of_heads=heads.get(path.rpartition(".")[2], 0))
+        found |= _placed(path, suffix, entry, own.stacked_experts)
+    if strange:
+        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+        raise Unsupported(f"its tensors {', '.join(sorted(strange)[:3])}{more} are not known in a {own.architecture}")
+    return _alternating(found) if own.stacked_experts else found
+
+
+def types(found: dict[str, Entry]) -> dict[str, str]:
+    """Return the types of the weights that are stored in blocks, by the layers that they belong to in a checkpoint."""
+    named: dict[str, str] = {}
+    for name, entry in found.items():
+        if entry.in_blocks and name.endswith(".weight"):
+            path, _, layer = name.removesuffix(".weight").rpartition(".")
+            named |= {f"{path}.{part}": entry.type for part in MERGED.get(layer, (layer,))}
+    return named
+
+
+def _paths(metadata: Metadata) -> dict[str, str]:
+    """Return a module's path in a checkpoint by its path in the file, from the tables of `gguf`."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == metadata["general.architecture"])
+    count = num_layers(metadata)
+    table = get_tensor_name_map(arch, count)
+    paths = [*MODEL, *(f"model.layers.{i}.{name}" for i in range(count) for name in LAYER)]
+    found: dict[str, str] = {}
+    for path in paths:
+        if (name := table.get_name(path)) is not None:
+            found.setdefault(name, path)
+    return found
+
+
+def _placed(path: str, suffix: str, entry: Entry, stacked_experts: bool) -> dict[str, Entry]:
+    """Return one tensor by its name, or that of each expert where the file has those of all in one."""
+    if path.endswith("e_score_correction"):
+        return {f"{path}_{suffix}": entry}
+    if path.endswith("sinks"):
+        return {path: entry}
+    if path.endswith("shared_expert_gate"):
+        return {f"{path}.{suffix}": replace(entry, shape=(1, math.prod(entry.shape)))}
+    before, _, projection = path.partition(".experts.")
+    if not projection or stacked_experts:
+        return {f"{path}.{suffix}": entry}
+    count, *shape = entry.shape
+    one = replace(entry, shape=tuple(shape))
+    name = f"{projection}.{suffix}"
+    return {f"{before}.experts.{i}.{name}": replace(one, offset=one.offset + i * one.nbytes) for i in range(count)}
+
+
+def _alternating(found: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors with experts as gpt-oss has them: gates and ups in turns in one, inputs before outputs."""
+    arranged: dict[str, Entry] = {}
+    for name, entry in found.items():
+        path, _, projection = name.partition(".experts.")
+        own = {"weight": "", "bias": "_bias"}.get(projection.rpartition(".")[2], "")
+        entry = replace(entry, transposed=len(entry.shape) == 3)
+        match projection.partition(".")[0]:
+            case "":
+                arranged[name] = entry
+            case "gate_proj":
+                up = found[name.replace("gate_proj", "up_proj")]
+                arranged[f"{path}.experts.gate_up_proj{own}"] = replace(entry, alternate=up.offset)
+            case "down_proj":
+                arranged[f"{path}.experts.down_proj{own}"] = entry
+    return arranged

@@ -1,0 +1,116 @@
+"""Reads the tensors of a GGUF file as those of a Hugging Face checkpoint. Only what is asked for is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model.checkpoint.gguf.entry import TYPES, Entry
+from engine.model.quantization.ggml import unpack
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GGUFTensors:
+    """The tensors that an index names, in files beside it; as `safetensors.safe_open`."""
+
+    def __init__(self, index: Path):
+        self._folder = index.parent
+        self._entries = msgspec.json.decode(index.read_bytes(), type=dict[str, Entry])
+        self._mapped: dict[str, Tensor] = {}
+
+    def __enter__(self) -> GGUFTensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mapped.clear()
+
+    def keys(self) -> list[str]:
+        return list(self._entries)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.get_slice(name)[()]
+
+    def get_slice(self, name: str) -> GGUFSlice:
+        entry = self._entries[name]
+        if entry.file not in self._mapped:
+            # read-only, which torch warns of: nobody writes to what comes of it
+            mapped = np.memmap(self._folder / entry.file, np.uint8, "c")
+            self._mapped[entry.file] = torch.from_numpy(mapped)
+        return GGUFSlice(self._mapped[entry.file], entry)
+
+
+class GGUFSlice:
+    """A tensor as numbers, which are float32 where it is stored in blocks."""
+
+    def __init__(self, file: Tensor, entry: Entry):
+        self._file, self._entry = file, entry
+
+    def get_shape(self) -> list[int]:
+        return list(self._entry.shape_in_checkpoint)
+
+    def get_dtype(self) -> str:
+        return self._entry.type
+
+    @property
+    def blocks(self) -> GGUFBlocks:
+        """The same tensor as it is stored."""
+        return GGUFBlocks(self)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        entry = self._entry
+        if entry.alternate is None and not entry.transposed:
+            index = index if isinstance(index, tuple) else (index,)
+            return self._decode(self.rows(*index[:1]))[(slice(None), *index[1:])]
+        whole = self._decode(self._stored(entry.offset))
+        if entry.alternate is not None:
+            whole = torch.stack((whole, self._decode(self._stored(entry.alternate))), dim=2).flatten(1, 2)
+        return (whole.mT if entry.transposed else whole)[index]
+
+    def rows(self, index: slice = slice(None)) -> Tensor:
+        """Read rows of the checkpoint's tensor: [..., bytes of a row] uint8."""
+        rows = self._stored(self._entry.offset)
+        if not self._entry.pairs_of_heads:
+            return rows[index]
+        pairs = torch.arange(len(rows)).view(self._entry.pairs_of_heads, -1, 2)
+        return rows[pairs.mT.flatten()[index]]
+
+    def _stored(self, offset: int) -> Tensor:
+        entry = self._entry
+        if len(entry.shape) == 1:  # a row of numbers, each a row of the checkpoint's
+            return self._file[offset : offset + entry.nbytes].view(entry.shape[0], -1)
+        return self._file[offset : offset + entry.nbytes].view(*entry.shape[:-1], entry.row_bytes)
+
+    def _decode(self, rows: Tensor) -> Tensor:
+        entry = self._entry
+        if entry.in_blocks:
+            blocks = rows.flatten(0, -2).unflatten(-1, (-1, TYPES[entry.type][1]))
+            return unpack(blocks, entry.type).dequantize(torch.float32).unflatten(0, rows.shape[:-1])
+        numbers = rows.contiguous().view(PLAIN[entry.type])
+        numbers = numbers.flatten() if len(entry.shape) == 1 else numbers
+        return numbers.float() - entry.added if entry.added else numbers
+
+
+class GGUFBlocks:
+    """A tensor as it is stored: [rows, blocks, bytes of a block] uint8."""
+
+    def __init__(self, tensor: GGUFSlice):
+        self._tensor, self._bytes = tensor, TYPES[tensor.get_dtype()][1]
+
+    def get_shape(self) -> list[int]:
+        rows, columns = self._tensor.get_shape()
+        return [rows, columns // TYPES[self._tensor.get_dtype()][0], self._bytes]
+
+    def get_dtype(self) -> str:
+        return self._tensor.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        return self._tensor.rows(index[0]).unflatten(-1, (-1, self._bytes))[(slice(None), *index[1:])]

@@ -1,0 +1,193 @@
+"""Makes a `tokenizers` tokenizer, its special tokens and those that end a text from the metadata of a GGUF file. A kind
+of vocabulary, or a way to split texts, that is not known here is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+Metadata = Mapping[str, Any]
+CONTROL, USER_DEFINED = 3, 4  # of `tokenizer.ggml.token_type`
+PADDING = re.compile(r"\[PAD\d+\]")  # llama.cpp's names for rows of an embedding without a token
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our name -> the file's
+# Tokens that end a turn, whatever the file names: it has room for one or two, and templates use others. As llama.cpp,
+# src/llama-vocab.cpp; `<|end|>` ends a message of gpt-oss, of which a turn may have several.
+END_OF_TURN = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<|user|>", "<|observation|>",
+)  # fmt: skip
+HARMONY = {"<|return|>", "<|call|>", "<|end|>"}
+
+
+class UnsupportedTokenizer(Exception):
+    """The file's tokenizer cannot be rebuilt, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The way a byte-level vocabulary cuts a text before it is merged."""
+
+    pattern: str | None
+    """Regular expression of the pieces; None for GPT-2's."""
+    digits: bool = False
+    """Whether each digit is a piece of its own."""
+    ignore_merges: bool = False
+    """Whether a piece that is a token is taken whole."""
+    add_bos: bool = False
+    """Whether texts begin with a token of their own, where the file does not say."""
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+APOSTROPHE"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*APOSTROPHE"
+    r"|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O = CASED.replace("APOSTROPHE", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", "{1,3}")
+TEKKEN = CASED.replace("APOSTROPHE", "").replace("DIGITS", "")
+# by `tokenizer.ggml.pre`
+SPLITS: dict[str, Split] = {
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), Split(LLAMA3, ignore_merges=True, add_bos=True)
+    ),
+    **dict.fromkeys(("chatglm-bpe", "glm4"), Split(LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split(QWEN2)),
+    **dict.fromkeys(("gpt-4o", "llama4"), Split(GPT4O)),
+    "tekken": Split(TEKKEN, ignore_merges=True, add_bos=True),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), Split(None, digits=True)),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo"), Split(None)),
+}
+
+
+def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
+    """Build the tokenizer that the metadata describes. Raises UnsupportedTokenizer."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise UnsupportedTokenizer("it has no tokenizer.ggml.tokens")
+    if kind == "gpt2":
+        tokenizer, add_bos = _byte_level(metadata)
+    elif kind == "llama":
+        tokenizer, add_bos = _sentencepiece(metadata), True
+    else:
+        raise UnsupportedTokenizer(f"tokenizer.ggml.model = {kind!r} is not supported: must be gpt2 or llama")
+    _add_tokens(tokenizer, metadata)
+    _frame(tokenizer, metadata, add_bos)
+    return tokenizer
+
+
+def special_tokens(metadata: Metadata) -> dict[str, str]:
+    """Return the special tokens by their names in tokenizer_config.json."""
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    ids = {name: metadata.get(f"tokenizer.ggml.{own}_token_id") for name, own in SPECIAL.items()}
+    return {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
+
+
+def eos_token_ids(metadata: Metadata) -> list[int]:
+    """Return the tokens that end a generation: those that the file names, and those known to end a turn."""
+    tokens, types = metadata.get("tokenizer.ggml.tokens") or [], metadata.get("tokenizer.ggml.token_type") or []
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    named = {int(metadata[key]) for key in keys if key in metadata}
+    control = {tokens[i]: i for i, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED)}
+    ends = {control[token] for token in END_OF_TURN if token in control}
+    if control.keys() >= HARMONY:
+        ends.discard(control["<|end|>"])
+        named.discard(control["<|end|>"])
+    return sorted(named | ends)
+
+
+def _byte_level(metadata: Metadata) -> tuple[tokenizers.Tokenizer, bool]:
+    name = metadata.get("tokenizer.ggml.pre")
+    if (split := SPLITS.get(name or "")) is None:
+        raise UnsupportedTokenizer(
+            f"tokenizer.ggml.pre = {name!r} is not supported: must be one of {', '.join(SPLITS)}"
+        )
+    vocab = {token: i for i, token in _tokens(metadata)}
+    pairs = [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", ())]
+    merges = [(left, right) for left, right in pairs]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=split.ignore_merges))
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
+    if split.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.add_bos
+
+
+def _sentencepiece(metadata: Metadata) -> tokenizers.Tokenizer:
+    """Build a BPE with byte fallback. sentencepiece joins the pair that makes the best token, and stores no merges."""
+    architecture = metadata.get("general.architecture", "")
+    vocab = {token: i for i, token in _tokens(metadata)}
+    scores = metadata.get("tokenizer.ggml.scores") or []
+    if architecture.startswith("gemma"):  # whose tokens are in the order of their merges, and their scores are not
+        scores = range(0, -len(vocab) - 1, -1)
+        # spaces in a row are written as spaces
+        vocab = {"▁" * len(token) if token and not token.strip(" ") else token: i for token, i in vocab.items()}
+    if len(scores) < max(vocab.values()) + 1:
+        raise UnsupportedTokenizer("it has no tokenizer.ggml.scores for its tokens")
+    merges = [
+        (scores[i], len(token[:cut]), len(token[cut:]), -vocab[token[:cut]], token[:cut], token[cut:])
+        for token, i in vocab.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    merges.sort(key=lambda merge: merge[:4], reverse=True)
+    unknown = special_tokens(metadata).get("unk_token", "<unk>")
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab, [merge[4:] for merge in merges], unk_token=unknown if unknown in vocab else None, fuse_unk=True,
+            byte_fallback=True,
+        )
+    )  # fmt: skip
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
+    return tokenizer
+
+
+def _tokens(metadata: Metadata) -> list[tuple[int, str]]:
+    """Return the tokens with their ids, without the names of rows that have none."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    return [(i, token) for i, token in enumerate(tokens) if not PADDING.fullmatch(token)]
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, metadata: Metadata) -> None:
+    """Add the tokens that are found in a text before it is split: control tokens, which steer the model and are no
+    text, and those that were put beside the vocabulary."""
+    types = metadata.get("tokenizer.ggml.token_type") or ()
+    kinds = dict(enumerate(types))
+    special = [AddedToken(t, normalized=False) for i, t in _tokens(metadata) if kinds.get(i) == CONTROL]
+    others = [AddedToken(t, normalized=False) for i, t in _tokens(metadata) if kinds.get(i) == USER_DEFINED]
+    known = set(special_tokens(metadata).values()) - {token.content for token in special + others}
+    tokenizer.add_special_tokens([*special, *(AddedToken(token, normalized=False) for token in sorted(known))])
+    tokenizer.add_tokens(others)
+
+
+def _frame(tokenizer: tokenizers.Tokenizer, metadata: Metadata, add_bos: bool) -> None:
+    """Put the tokens around a text that the file asks for."""
+    names, ends = special_tokens(metadata), []
+    for name, default in (("bos", add_bos), ("eos", False)):
+        token = names.get(f"{name}_token")
+        asked = metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+        ends.append([token] if asked and token is not None else [])
+    if any(ends):
+        (before, after), ids = ends, [(token, tokenizer.token_to_id(token)) for token in {*ends[0], *ends[1]}]
+        first, second = ([*before, f"${letter}", *after] for letter in "AB")
+        second = [f"{part}:1" for part in second]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=first, pair=[*first, *second], special_tokens=ids
+        )

@@ -1,0 +1,94 @@
+"""GGUF files of every family and type, against transformers on the numbers that they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from engine.model.checkpoint import cache
+from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.gguf.entry import PLAIN, TYPES
+from engine.model.ops.cpu.quantized_linear import Integers
+from tests.batches import load_by_hand
+from tests.gguf_files import WIDE, write_gguf
+from tests.models import FAMILIES, make_model
+from tests.products import each_once
+from tests.ranks import make_ranks, on_all
+
+IN_BLOCKS = sorted(TYPES.keys() - set(PLAIN))
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+# of a file nothing tells a model with a sliding window from Llama, nor one with heads of another scale
+OTHERS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "gemma3": {
+        "query_pre_attn_scalar": 16,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    },
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "qwen2_moe": {"mlp_only_layers": []},  # of which llama.cpp has no other
+    "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def cached(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cache, "CACHE", tmp_path / "cache")
+
+
+def make(tmp_path: Path, family: str, type: str, **overrides: Any) -> tuple[Path, Path]:
+    """A file, and the folder of what it stands for."""
+    source = make_model(tmp_path / "source", family, **{**WIDE, **OTHERS.get(family, {}), **overrides})
+    return tmp_path / "model.gguf", write_gguf(source, tmp_path / "model.gguf", type)
+
+
+@pytest.mark.parametrize(("family", "type"), each_once(FAMILIES, TYPES))
+@torch.inference_mode()
+def test_a_file_gives_the_tokens_that_transformers_gives_for_its_numbers(tmp_path, family, type):
+    file, numbers = make(tmp_path, family, type)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(numbers, dtype=torch.float32).eval()
+    expected = oracle(torch.tensor([PROMPT])).logits[0]
+    folder = resolve(str(file))
+    torch.testing.assert_close(load_by_hand(folder).step({0: PROMPT}), expected, atol=2e-4, rtol=2e-4)
+    ids = torch.tensor([PROMPT])
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    greedy = oracle.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    assert load_by_hand(folder).generate([PROMPT], 8, 5) == [greedy[0, len(PROMPT) :].tolist()]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The ratio of root mean squares."""
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("type", IN_BLOCKS)
+def test_weights_stay_in_blocks_and_mean_the_same_in_bfloat16(tmp_path, type):
+    file, numbers = make(tmp_path, "llama", type)
+    packed = load_by_hand(resolve(str(file)), dtype=torch.bfloat16)
+    mlp = packed.model.layers[0].mlp
+    assert all(isinstance(layer.kernel, Integers) for layer in (mlp.gate_up_proj, mlp.down_proj))
+    assert error(packed.step({0: PROMPT}), load_by_hand(numbers).step({0: PROMPT})) < 0.06
+
+
+@pytest.mark.parametrize("type", ["Q4_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_two_ranks_read_their_parts_of_the_blocks(tmp_path, family, type):
+    """Of 256 numbers that are in one block, too."""
+    file, numbers = make(tmp_path, family, type)
+    folder, ranks = resolve(str(file)), make_ranks(2)
+    parts = [load_by_hand(folder, tp) for tp in ranks]
+    expected = load_by_hand(numbers).step({0: PROMPT})
+    for found in on_all(ranks, lambda rank: parts[rank].step({0: PROMPT})):
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_in_blocks_are_rounded_if_that_is_asked_for(tmp_path, quantization):
+    file, numbers = make(tmp_path, "llama", "Q8_0")
+    found = load_by_hand(resolve(str(file)), quantization=quantization).step({0: PROMPT})
+    assert torch.equal(found, load_by_hand(numbers, quantization=quantization).step({0: PROMPT}))
