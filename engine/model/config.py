@@ -236,14 +236,14 @@ class ModelConfig:
         from engine.model.quantization.scheme import online
 
         stored = None if self.quantization is None else self.quantization.method
-        if stored is None and method not in METHODS:
-            limit = f"left out: the model is not quantized; {', '.join(METHODS)} round it as it is loaded"
-            raise ConfigError("quantization", method, limit)
-        if stored is None or (stored == "gguf" and method in METHODS):  # whose weights are also read as numbers
+        if stored == method:
+            return self
+        if stored in (None, "gguf") and method in METHODS:  # weights in a GGUF file are also read as numbers
             return replace(self, quantization=online(method))
-        if stored != method:
+        if stored is not None:
             raise ConfigError("quantization", method, f"left out: the model is quantized ({stored})")
-        return self
+        limit = f"left out: the model is not quantized; {', '.join(METHODS)} round it as it is loaded"
+        raise ConfigError("quantization", method, limit)
 
     @property
     def head_format(self) -> Online | None:

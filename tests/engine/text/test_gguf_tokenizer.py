@@ -108,7 +108,7 @@ def test_a_token_in_front_is_added_if_the_file_asks_or_its_kind_of_vocabulary_wa
         _, metadata = byte_level(pre)
         if asked is not None:
             metadata["tokenizer.ggml.add_bos_token"] = asked
-        ids = read_tokenizer(metadata).encode("the").ids
+        ids = read_tokenizer(metadata).encode("a").ids
         assert ids[:-1] == [metadata["tokenizer.ggml.bos_token_id"]] * expected
 
 

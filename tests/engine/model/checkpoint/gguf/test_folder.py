@@ -67,10 +67,11 @@ def test_a_folder_with_one_file_is_that_file_and_with_two_models_is_refused(sour
 
 
 def test_a_file_in_the_hub_is_named_by_its_name_or_its_quantization(source, monkeypatch):
-    write(source, "tiny-Q8_0.gguf")
-    write(source, "tiny-F16.gguf")
+    (hub := source.parent / "hub").mkdir()
+    os.link(write(source), hub / "tiny-Q8_0.gguf")
+    os.link(write(source), hub / "tiny-F16.gguf")
     asked = []
-    monkeypatch.setattr(folder, "_download", lambda *args: asked.append(args[:2]) or source.parent)
+    monkeypatch.setattr(folder, "_download", lambda *args: asked.append(args[:2]) or hub)
     assert resolve("org/tiny@v1:tiny-F16.gguf") == resolve("org/tiny:F16")
     assert asked == [("org/tiny", "v1"), ("org/tiny", None)]
     with pytest.raises(ModelFolderError, match="org/tiny:Q4_0': has no such file"):
