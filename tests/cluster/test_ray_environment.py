@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from cluster import server_ports
-from cluster.ray_environment import own_environment
+from cluster.ray_environment import own_environment, proxy_threads
 from engine.errors import StartupError
 from tests.serve.serve_run import wait_until
 
@@ -123,3 +123,8 @@ def test_paths_of_haproxys_sockets_fit_with_what_ray_and_haproxy_add_to_them():
     assert len(paths) == 2
     for path in paths:
         assert len(os.path.join(os.path.dirname(path), node_id, os.path.basename(path) + temporary)) < 108
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (8, 2), (16, 4), (192, 4)])
+def test_haproxy_has_a_thread_for_four_cores_and_never_more_than_rays(cores, threads):
+    assert proxy_threads(cores) == threads
