@@ -51,10 +51,10 @@ Answer = list[tuple[int, float]]  # each token with its log-probability
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """How many of the requests that were computed in one way differ from the same requests alone."""
+class Comparison:
+    """Numbers of the requests of one scenario that differ from the same requests alone."""
 
-    way: str
+    scenario: str
     dtype: str
     determinism: str
     requests: int
@@ -69,11 +69,11 @@ class DeterminismReport:
     model: str
     threads: int
     output_len: int
-    shares: list[Share]
+    comparisons: list[Comparison]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Scenario:
     """Requests that were computed in one way, and the same ones alone."""
 
     name: str
@@ -82,10 +82,10 @@ class Way:
     counted: list[bool]  #: whether the request was computed in this way at all
     cpu_s: float | None = None
 
-    def share(self, dtype: str, determinism: str) -> Share:
+    def compare(self, dtype: str, determinism: str) -> Comparison:
         pairs = zip(self.answers, self.expected, self.counted, strict=True)
         found = [(answer, wanted) for answer, wanted, counted in pairs if counted]
-        return Share(
+        return Comparison(
             self.name,
             dtype,
             determinism,
@@ -108,24 +108,24 @@ def measure(
     seed: int = 0,
     **options: Any,
 ) -> DeterminismReport:
-    """Compute the requests in every way, with one dtype and one mode of determinism after the other.
+    """Compute the requests in every scenario, with one dtype and one mode of determinism after the other.
 
     ranks: numbers of them that are compared with one. options: fields of EngineConfig. Raises StartupError, or
     EngineError if a request fails.
     """
-    shares = []
+    comparisons = []
     for dtype in dtypes:
         for mode in modes:
             engine = {"dtype": dtype, "determinism": None if mode == "off" else mode, **options}
-            found = ways(model, engine, ranks, requests, output_len, seed)
-            shares += [way.share(dtype, mode) for way in found]
-    return DeterminismReport(Path(model).name, torch.get_num_threads(), output_len, shares)
+            found = scenarios(model, engine, ranks, requests, output_len, seed)
+            comparisons += [scenario.compare(dtype, mode) for scenario in found]
+    return DeterminismReport(Path(model).name, torch.get_num_threads(), output_len, comparisons)
 
 
-def ways(
+def scenarios(
     model: str, options: dict[str, Any], ranks: Sequence[int], requests: int, output_len: int, seed: int
-) -> Iterator[Way]:
-    """Compute the requests in each way. The engines come and go one after the other."""
+) -> Iterator[Scenario]:
+    """Compute the requests in each scenario. The engines come and go one after the other."""
     rng, vocab_size = random.Random(seed), ModelConfig.from_folder(resolve(model)).vocab_size
     prompts = [random_ids(rng, rng.randint(*PROMPT_LEN), vocab_size) for _ in range(requests)]
     kept = [rng.randrange(1, output_len) for _ in range(requests)]  # tokens of the answer that were there before a move
@@ -138,36 +138,38 @@ def ways(
         started = time.process_time()
         outputs = one_by_one(llm, prompts, params)
         cpu_s, alone = time.process_time() - started, answers(outputs)
-        yield Way("alone", alone, alone, every, cpu_s)
+        yield Scenario("alone", alone, alone, every, cpu_s)
         longer = [prompt + tokens_of(answer[:k]) for prompt, answer, k in zip(prompts, alone, kept, strict=True)]
         moved = one_by_one(llm, longer, [sampling(i, output_len - k) for i, k in enumerate(kept)])
-        yield Way("moved", answers(moved), [answer[k:] for answer, k in zip(alone, kept, strict=True)], every)
+        yield Scenario("moved", answers(moved), [answer[k:] for answer, k in zip(alone, kept, strict=True)], every)
     with engine(max_num_seqs=BATCH) as llm:
         started = time.process_time()
         outputs = llm.generate(prompts, params, progress=False)
-        yield Way(f"in batches of {BATCH}", answers(outputs), alone, every, time.process_time() - started)
+        yield Scenario(f"in batches of {BATCH}", answers(outputs), alone, every, time.process_time() - started)
     with engine(max_num_seqs=1, max_num_batched_tokens=CHUNK) as llm:
         cut = [len(prompt) > CHUNK for prompt in prompts]
-        yield Way(f"in chunks of {CHUNK}", answers(one_by_one(llm, prompts, params)), alone, cut)
+        yield Scenario(f"in chunks of {CHUNK}", answers(one_by_one(llm, prompts, params)), alone, cut)
     with engine(enable_prefix_caching=True) as llm:
         llm.generate(prompts, sampling(0, 1), progress=False)
         outputs = one_by_one(llm, prompts, params)
-        yield Way("prefix cached", answers(outputs), alone, [output.num_cached_tokens > 0 for output in outputs])
+        yield Scenario("prefix cached", answers(outputs), alone, [output.num_cached_tokens > 0 for output in outputs])
     blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts[:BATCH])  # none is left for their answers
     with engine(max_num_seqs=BATCH, num_blocks=blocks) as llm:
         outputs = llm.generate(prompts, params, progress=False)
-        yield Way("preempted", answers(outputs), alone, [output.outputs[0].num_preemptions > 0 for output in outputs])
+        yield Scenario(
+            "preempted", answers(outputs), alone, [output.outputs[0].num_preemptions > 0 for output in outputs]
+        )
     with engine(speculative=SPECULATIVE) as llm:
         outputs, verified = one_by_one(llm, prompts, params), llm.stats().spec_decode
         assert verified is not None
-        yield Way("drafted", answers(outputs), alone, [verified.num_draft_tokens > 0] * requests)
+        yield Scenario("drafted", answers(outputs), alone, [verified.num_draft_tokens > 0] * requests)
     for size in ranks:
         with engine(max_num_seqs=BATCH, tensor_parallel=size) as llm:
-            yield Way(f"on {size} ranks", answers(llm.generate(prompts, params, progress=False)), alone, every)
+            yield Scenario(f"on {size} ranks", answers(llm.generate(prompts, params, progress=False)), alone, every)
     for size in (1, *ranks):
         config = EngineConfig(**{"model": model, "block_size": BLOCK_SIZE, "enable_prefix_caching": False, **options})
         found, received = with_prefill_engine(config, size, prompts, params)
-        yield Way(f"prompt on {size} other rank{'s' * (size > 1)}", found, alone, received)
+        yield Scenario(f"prompt on {size} other rank{'s' * (size > 1)}", found, alone, received)
 
 
 def sampling(index: int, tokens: int) -> SamplingParams:
@@ -246,12 +248,12 @@ def largest_difference(one: Answer, other: Answer) -> float:
 def show_report(report: DeterminismReport) -> None:
     show(f"{report.model}, {report.threads} threads: answers of {report.output_len} tokens against alone")
     columns = "requests", "other tokens", "other logprobs", "difference", "CPU ms per token"
-    for (dtype, mode), shares in itertools.groupby(report.shares, lambda share: (share.dtype, share.determinism)):
+    for (dtype, mode), comparisons in itertools.groupby(report.comparisons, lambda one: (one.dtype, one.determinism)):
         table = make_table("computed", *columns)
-        for share in shares:
-            counts = map(str, (share.requests, share.other_tokens, share.other_logprobs))
-            difference, cpu = f"{share.largest_difference:.2g}", figure(share.cpu_ms_per_token, 3)
-            table.add_row(share.way, *counts, difference, cpu)
+        for comparison in comparisons:
+            counts = map(str, (comparison.requests, comparison.other_tokens, comparison.other_logprobs))
+            difference, cpu = f"{comparison.largest_difference:.2g}", figure(comparison.cpu_ms_per_token, 3)
+            table.add_row(comparison.scenario, *counts, difference, cpu)
         show(f"{dtype}, determinism {mode}", table)
 
 

@@ -36,24 +36,24 @@ PATH_PROCESSES = re.compile(r"ray::(ServeReplica|Proxy)|haproxy")  # Ray's own d
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way from an engine to a client."""
+class Stack:
+    """The processes that a token passes between an engine and a client."""
 
     name: str
     application: str  #: in `http_servers`; the bare one runs without Serve
     environment: Mapping[str, str]
 
 
-WAYS = [
-    Way("uvicorn alone", "bare", {}),
-    Way("Serve: proxy and streaming handle", "plain", {}),
-    Way("Manta behind Serve's proxy", "manta", {}),
-    Way("Manta behind HAProxy (make serve)", "manta", ray_environment.environment()),
+STACKS = [
+    Stack("uvicorn alone", "bare", {}),
+    Stack("Serve: proxy and streaming handle", "plain", {}),
+    Stack("Manta behind Serve's proxy", "manta", {}),
+    Stack("Manta behind HAProxy (make serve)", "manta", ray_environment.environment()),
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class WayResult:
+class StackResult:
     name: str
     us_per_token: list[float]  #: CPU time of all processes between engine and client, per repetition
 
@@ -67,39 +67,39 @@ class HttpReport:
     streams: int
     tokens: int
     tick_s: float
-    ways: list[WayResult]
+    stacks: list[StackResult]
 
 
 def measure(*, streams: int, tokens: int, repetitions: int, progress: Progress) -> HttpReport:
     """Run each server in turn; the first run against each does not count. Raises EngineUnavailable."""
     from benchmarks.http_servers import TICK_S
 
-    ways = [way for way in WAYS if sys.platform == "linux" or not way.environment]
-    bar = progress.add_task("http", total=len(ways) * (repetitions + 1))
+    stacks = [stack for stack in STACKS if sys.platform == "linux" or not stack.environment]
+    bar = progress.add_task("http", total=len(stacks) * (repetitions + 1))
     results = []
-    for way in ways:
-        with _running(way) as (server, url):
+    for stack in stacks:
+        with _running(stack) as (server, url):
             costs = []
             for _ in range(repetitions + 1):
                 before = _cpu_seconds(server)
                 received = asyncio.run(_load(url, streams, tokens))
                 costs.append(1e6 * (_cpu_seconds(server) - before) / received)
                 progress.advance(bar)
-            results.append(WayResult(way.name, costs[1:]))
+            results.append(StackResult(stack.name, costs[1:]))
     return HttpReport(streams, tokens, TICK_S, results)
 
 
 @contextmanager
-def _running(way: Way) -> Iterator[tuple[psutil.Process, str]]:
+def _running(stack: Stack) -> Iterator[tuple[psutil.Process, str]]:
     """Start a server; yield its first process, and its URL."""
     with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder:  # Ray's socket paths must be short
         port = _free_port()
-        environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", **way.environment}
-        if way.environment:
+        environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", **stack.environment}
+        if stack.environment:
             environment |= {f"RAY_SERVE_HAPROXY_{name}_PORT": str(_free_port()) for name in ("METRICS", "STATS")}
         with Path(folder, "log").open("w+") as log:
             process = subprocess.Popen(
-                _command(way, port, folder), env=environment, stdout=log, stderr=log, start_new_session=True
+                _command(stack, port, folder), env=environment, stdout=log, stderr=log, start_new_session=True
             )
             try:
                 asyncio.run(_wait_until_up(f"http://127.0.0.1:{port}/health", process, log.name))
@@ -108,15 +108,15 @@ def _running(way: Way) -> Iterator[tuple[psutil.Process, str]]:
                 _stop(process)
 
 
-def _command(way: Way, port: int, folder: str) -> list[str]:
-    if way.application == "bare":
+def _command(stack: Stack, port: int, folder: str) -> list[str]:
+    if stack.application == "bare":
         options = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
         return [sys.executable, "-m", "uvicorn", f"{SERVERS}:bare", *options]
     config = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
         "logging_config": {"enable_access_log": False},
-        "applications": [{"name": "http", "route_prefix": "/", "import_path": f"{SERVERS}:{way.application}"}],
+        "applications": [{"name": "http", "route_prefix": "/", "import_path": f"{SERVERS}:{stack.application}"}],
     }
     path = Path(folder, "serve_config.yaml")
     path.write_text(yaml.safe_dump(config))
@@ -193,8 +193,8 @@ def _free_port() -> int:
 
 def show_report(report: HttpReport) -> None:
     table = make_table("", "µs of CPU per token", "against the first")
-    for way in report.ways:
-        table.add_row(way.name, figure(way.median), f"{way.median / report.ways[0].median:.1f}")
+    for stack in report.stacks:
+        table.add_row(stack.name, figure(stack.median), f"{stack.median / report.stacks[0].median:.1f}")
     show(
         f"{report.streams} streams of {report.tokens} tokens, one every {1000 * report.tick_s:.0f} ms each; medians",
         table,

@@ -7,6 +7,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 
 def pairwise(*factors: Iterable[Any]) -> list[Any]:
@@ -21,19 +22,28 @@ def each_once(*factors: Iterable[Any]) -> list[Any]:
 
 def covering(together: int, *factors: Iterable[Any]) -> list[Any]:
     """Return the product of the factors. Ordinary runs hold any `together` values of different factors, chosen greedily
-    as what holds most that are missing; the others have the mark `slow`."""
+    as what holds most that are missing; the others have the mark `slow`, as have all that hold a value with a mark."""
     values = [list(factor) for factor in factors]
     runs = list(product(*(range(len(factor)) for factor in values)))
-    missing = {held for run in runs for held in _held(run, together)}
+    unmarked = [run for run in runs if not any(_is_marked(factor[i]) for factor, i in zip(values, run, strict=True))]
+    missing = {held for run in unmarked for held in _held(run, together)}
     chosen = set()
     while missing:
-        best = max(runs, key=lambda run: (len(missing & _held(run, together)), -_uses(run, chosen)))
+        best = max(unmarked, key=lambda run: (len(missing & _held(run, together)), -_uses(run, chosen)))
         chosen.add(best)
         missing -= _held(best, together)
     return [
-        pytest.param(*(factor[i] for factor, i in zip(values, run, strict=True)), marks=_marks(run in chosen))
+        pytest.param(*(_plain(factor[i]) for factor, i in zip(values, run, strict=True)), marks=_marks(run in chosen))
         for run in runs
     ]
+
+
+def _is_marked(value: Any) -> bool:
+    return isinstance(value, ParameterSet) and bool(value.marks)
+
+
+def _plain(value: Any) -> Any:
+    return value.values[0] if isinstance(value, ParameterSet) else value
 
 
 def _uses(run: tuple[int, ...], chosen: set[tuple[int, ...]]) -> int:

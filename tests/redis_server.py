@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -61,7 +62,8 @@ def redis_server(persistent: bool = False) -> Iterator[RedisServer]:
         program = str(Path(package.origin).parent / "bin" / "redis-server")
     if program is None:
         pytest.skip("there is no redis-server")
-    with tempfile.TemporaryDirectory() as folder:
+    patience = mock.patch("deployments.storage.redis.TIMEOUT_S", 60.0)  # of this process: the machine may be busy
+    with tempfile.TemporaryDirectory() as folder, patience:
         path = Path(folder) / "redis.sock"
         command = [program, "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", folder]
         command += ["--appendonly", "yes", "--appendfsync", "always"] if persistent else []

@@ -21,6 +21,12 @@ def test_ordinary_runs_hold_each_value_and_the_slow_ones_are_the_rest_of_the_pro
     assert sorted(ordinary + runs(params, slow=True)) == sorted(product(*FACTORS))
 
 
+def test_values_that_are_slow_are_in_no_ordinary_run():
+    params = each_once([1, 2, pytest.param(3, marks=pytest.mark.slow)], "abc")
+    assert {run[0] for run in runs(params, slow=False)} == {1, 2} and len(runs(params, slow=False)) == 3
+    assert sorted(runs(params, slow=False) + runs(params, slow=True)) == sorted(product([1, 2, 3], "abc"))
+
+
 @pytest.mark.parametrize("factors", [FACTORS, FACTORS[:2], [range(2)] * 4, [range(5), range(1), range(3)]])
 def test_ordinary_runs_hold_every_pair_of_values_of_two_factors(factors):
     params = pairwise(*factors)

@@ -31,7 +31,7 @@ class Pool:
             self._balancer = Balancer(RoutingConfig(policy=spec.router), role, block_size, self._random)
             # the other policies ignore prefixes, so they need not be read
             self._digester = PromptDigester(block_size if spec.router == "prefix_aware" else None)
-        #: Whether the router wants the engines' updates.
+        #: True if the router wants the engines' updates.
         self.wants_updates = spec.router in ("prefix_aware", "power_of_two")
         self._names: list[str] = []
         self._since: dict[Replica, float] = {}  # when it came, of those that are still there

@@ -125,7 +125,7 @@ class CountTokensBody(RequestBody):
     system: Text = ""
     tools: list[CustomTool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoiceBody | None = None
-    """How the model may use the tools. With the type `none` it is not shown them either."""
+    """The use that the model may make of the tools. With the type `none` it is not shown them either."""
     thinking: Thinking | None = None
     """Sets the variable `enable_thinking` of the chat template; if not given, the template decides."""
     output_config: OutputConfig | None = None

@@ -9,8 +9,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleConfig:
     enabled: bool = True
-    """Whether the ingress serves it."""
+    """True for an ingress that serves it."""
     texts: bool = False
-    """Whether the timelines of requests show prompts and outputs."""
+    """True for timelines of requests that show prompts and outputs."""
     configuration: dict[str, Any] = field(default_factory=dict)
     """The application's configuration with all defaults; for people, and without its secrets."""

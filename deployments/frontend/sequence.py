@@ -27,7 +27,7 @@ from engine.wire.model_identity import ModelIdentity
 logger = logging.getLogger(__name__)
 
 FINAL_DELTA_S = 2.0
-"""How much later than the end of the call the final delta may come: tokens do not pass through the call."""
+"""Time after the end of the call in which the final delta may come: tokens do not pass through the call."""
 
 
 Record = Callable[[int, TokenDelta], None]
@@ -46,7 +46,7 @@ class SequenceContext:
     stats: ModelStats
     timelines: RequestTimelines
     max_replays: int
-    """How often one sequence may go on in another engine."""
+    """Number of times that one sequence may resume in another engine."""
     sdc_check: SdcCheck | None = None
 
 

@@ -1,4 +1,4 @@
-"""How far a client is in a stream, as the ids of its events say.
+"""Positions of clients in a stream, as the ids of its events say.
 
 The streams of jobs have one token to a group of events, so events are a function of the tokens. When a stream is
 computed again, the tokens of several choices may come in another order. So a position counts the tokens of each choice,
@@ -52,7 +52,7 @@ class ChoicePosition:
 
     @property
     def is_possible(self) -> bool:
-        """Whether some tokens have this position."""
+        """Return whether some tokens have this position."""
         return self.tokens > 0 or self.checksum == 0
 
 
@@ -71,7 +71,7 @@ class Position:
 
     @property
     def is_first(self) -> bool:
-        """Whether the event came before the first token."""
+        """Return whether the event came before the first token."""
         return not any(choice.tokens or choice.ended for choice in self.choices)
 
     def __str__(self) -> str:

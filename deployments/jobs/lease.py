@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 
 LEASE_S = 10.0
-"""How long a job belongs to an ingress that gives no sign."""
+"""Time for which a job belongs to an ingress that gives no sign."""
 RENEW_S = LEASE_S / 4
 RETRY_S = 1.0
 """Until a lease is renewed again where the store has failed; shorter than the store takes to settle."""

@@ -36,7 +36,7 @@ class GenerationSource(Protocol):
 
     @property
     def started(self) -> bool:
-        """Whether nothing is left to be admitted."""
+        """Return whether nothing is left to be admitted."""
         ...
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class RequestedImage:
     field: str
-    """How errors name it: `messages[0].content[1].image_url`."""
+    """Name of it in errors: `messages[0].content[1].image_url`."""
     url: str
     low_detail: bool
     """It may be made smaller, for fewer tokens."""

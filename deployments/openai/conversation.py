@@ -118,7 +118,7 @@ class ImagePart(Part):
     detail: Detail | None = None
     """`low` may make the image smaller, for fewer tokens; all others mean the same."""
     _path: str = PrivateAttr("")
-    """How errors name the part, where it came from another API than the chat's."""
+    """Name of the part in errors, where it came from another API than the chat's."""
 
     @property
     def url(self) -> str:

@@ -52,7 +52,7 @@ class PoolingBody(EngineBody):
     truncate_prompt_tokens: int | None = Field(default=None, le=INT32)
     """Tokens to keep of a longer text, or -1 for as many as the model takes."""
     use_activation: bool | None = None
-    """Whether an embedding is scaled to length 1, and a score passed through a sigmoid."""
+    """True to scale an embedding to length 1, and to pass a score through a sigmoid."""
     priority: int = Field(default=0, ge=-INT32, le=INT32)
     """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
     cache_salt: str = Field(default="", max_length=1024)
@@ -143,7 +143,7 @@ class RerankBody(PairsBody):
     top_n: int = Field(default=0, ge=0)
     """Documents to return, the best first; 0 for all."""
     return_documents: bool = True
-    """Whether the response has the texts of the documents."""
+    """True for a response with the texts of the documents."""
 
     def texts(self) -> list[str]:
         return [document if isinstance(document, str) else document.text for document in self.documents]

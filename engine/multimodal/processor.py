@@ -24,7 +24,7 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFamily:
-    """How prompts of a family name an image."""
+    """The way in which prompts of a family name an image."""
 
     marker: str
     """The text that a chat template writes for an image."""

@@ -1,4 +1,4 @@
-"""How many tokens are drafted: as many as are likely enough to be accepted for what they cost. Pure Python."""
+"""Length of drafts: as many tokens as are likely enough to be accepted for what they cost. Pure Python."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SequenceDrafts:
 
     @property
     def untried(self) -> bool:
-        """Whether its rate of acceptance is a mere hope, at the start and after a pause."""
+        """Return whether its rate of acceptance is a mere hope, at the start and after a pause."""
         return self._retries or not self._tried
 
     def record(self, drafted: int, accepted: int, length: int) -> None:

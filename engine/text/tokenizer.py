@@ -28,7 +28,7 @@ class _PairFrame:
     between: list[int]
     after: list[int]
     typed_from: int | None
-    """How many tokens after the first text those of type 1 begin; None if there are none."""
+    """Number of tokens from the first text to those of type 1; None if there are none."""
 
 
 class Tokenizer:

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import determinism
 from benchmarks.command import run
-from benchmarks.determinism import Share
+from benchmarks.determinism import Comparison
 from engine.model.ops import linear
 from tests.models import make_model
 
@@ -19,10 +19,10 @@ def wide(tmp_path_factory) -> str:
     return str(make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True, **sizes))
 
 
-def differing(**arguments) -> list[Share]:
-    shares = determinism.measure(dtypes=["bfloat16"], num_threads=1, **arguments).shares
-    assert all(share.requests for share in shares)
-    return [share for share in shares if share.other_tokens or share.other_logprobs or share.largest_difference]
+def differing(**arguments) -> list[Comparison]:
+    comparisons = determinism.measure(dtypes=["bfloat16"], num_threads=1, **arguments).comparisons
+    assert all(one.requests for one in comparisons)
+    return [one for one in comparisons if one.other_tokens or one.other_logprobs or one.largest_difference]
 
 
 @pytest.mark.slow
@@ -37,8 +37,8 @@ def test_so_does_a_model_with_a_wide_mlp(wide):
 @pytest.mark.slow
 def test_with_several_ranks_it_does_if_determinism_is_strict(wide):
     found = differing(model=wide, requests=16, output_len=24, ranks=(2, 4))
-    ways = {"on 2 ranks", "on 4 ranks", "prompt on 2 other ranks", "prompt on 4 other ranks"}
-    assert {(share.way, share.determinism) for share in found} == {(way, "off") for way in ways}
+    scenarios = {"on 2 ranks", "on 4 ranks", "prompt on 2 other ranks", "prompt on 4 other ranks"}
+    assert {(one.scenario, one.determinism) for one in found} == {(scenario, "off") for scenario in scenarios}
 
 
 def test_the_command_counts_what_differs(wide, monkeypatch, capsys):
@@ -52,8 +52,8 @@ def test_the_command_counts_what_differs(wide, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         run(determinism.main, [*arguments, "--modes", "off", "--ranks", "", "--json"])
     assert ended.value.code == 0
-    shares = [Share(**share) for share in json.loads(capsys.readouterr().out)["shares"]]
-    assert shares[0].way == "alone" and shares[0].other_logprobs == 0
-    (batched,) = (share for share in shares if share.way == "in batches of 16")
+    comparisons = [Comparison(**comparison) for comparison in json.loads(capsys.readouterr().out)["comparisons"]]
+    assert comparisons[0].scenario == "alone" and comparisons[0].other_logprobs == 0
+    (batched,) = (comparison for comparison in comparisons if comparison.scenario == "in batches of 16")
     assert (batched.dtype, batched.determinism, batched.requests, batched.other_logprobs) == ("float32", "off", 16, 16)
     assert batched.other_tokens <= 16 and batched.largest_difference > 0

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from cluster.autoscaling.slo import Slo
 from tests.cluster.autoscaling.world import Traffic, World
+from tests.examples import examples
 
 SLO = Slo(ttft_ms=1000, itl_ms=30)
 
@@ -18,7 +19,7 @@ open_loop = st.builds(
 closed_loop = st.builds(Traffic, clients=st.integers(1, 600), output_tokens=st.just(100))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(40))
 @given(traffic=st.one_of(open_loop, closed_loop), replicas=st.integers(1, 40), blocks=st.sampled_from([1, 20, 60]))
 def test_constant_load_ends_in_constant_replicas_wherever_it_began(traffic, replicas, blocks):
     world = World(SLO, replicas=replicas, blocks_per_sequence=blocks)

@@ -32,8 +32,7 @@ from tests.redis_server import RedisServer, redis_server
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may be busy."""
-    for module in (redis_module, sqlite_module):
-        monkeypatch.setattr(module, "TIMEOUT_S", 30.0)
+    monkeypatch.setattr(sqlite_module, "TIMEOUT_S", 30.0)
 
 
 @pytest.fixture

@@ -17,16 +17,16 @@ from engine.wire.messages import EngineStats, GenerateRequest, TokenLogprob
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from tests.models import FAMILIES, make_model, with_slow
-from tests.products import each_once
+from tests.products import each_once, pairwise
 from tests.rank_pool import RankPool
 
 MAX_TOKENS = 12
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES},  # 2 KV heads, 97 tokens: neither suits four ranks
+ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_one_kv_head": ("llama", {"num_key_value_heads": 1}),
     "llama_fewer_tokens_than_ranks_hold": ("llama", {"vocab_size": 9}),  # 3 + 3 + 3 + 0
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
 }
+VARIANTS = {family: (family, {}) for family in FAMILIES} | ODD  # 2 KV heads, 97 tokens: neither suits four ranks
 POOLED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_bidirectional": ("gemma3", {"use_bidirectional_attention": True})
 }
@@ -134,8 +134,10 @@ def run_mixed(core: EngineCore) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize(("size", "overlap"), each_once([2, 4], [True, False]))
-@pytest.mark.parametrize("variant", with_slow(VARIANTS))
+@pytest.mark.parametrize(
+    ("variant", "size", "overlap"),  # the layers of every family on both numbers of ranks: model/models/
+    each_once(with_slow(FAMILIES), [2, 4], [True, False]) + pairwise(ODD, [2, 4], [True, False]),
+)
 def test_ranks_give_the_tokens_of_one_rank_with_preemption_and_cached_prefixes(
     pool, folder_of, on_one_rank, variant, size, overlap
 ):

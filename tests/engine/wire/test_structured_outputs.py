@@ -21,6 +21,7 @@ from engine.offline.outputs import CompletionOutput
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import ThinkingBudget
 from engine.wire.structured_outputs import MAX_CHARS, MAX_GBNF_CHARS, StructuredOutputsParams
+from tests.examples import examples
 from tests.models import EOS, make_model
 from tests.rank_pool import RankPool
 
@@ -163,7 +164,7 @@ def check(form: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llm", "overlapping_llm", "pocket"])
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(24), suppress_health_check=list(HealthCheck))
 @given(forms=st.lists(FORMS, min_size=6, max_size=10), temperature=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 99))
 def test_every_answer_has_its_form_whatever_it_is_batched_with(name, forms, temperature, seed, request):
     llm = request.getfixturevalue(name)

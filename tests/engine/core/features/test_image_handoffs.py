@@ -41,6 +41,12 @@ IMAGE, BLOCK, NUM_BLOCKS = 90, 4, 6
 # -- with engines ------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may be busy."""
+    monkeypatch.setattr("engine.core.features.image_handoffs.TIMEOUT_S", 60.0)
+
+
 @contextmanager
 def engines(folder: Path, ranks: int = 1, **options) -> Iterator[tuple[EngineCore, EngineCore]]:
     """An engine that answers, of so many ranks, and one that encodes images for it."""
