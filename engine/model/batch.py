@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+
+from engine.model.state import StateBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class Batch:
     tiles: Tensor | None = None
     """The attention kernel's division of `single` and `chunks`, made by the first layer for all layers, unless it is
     given: see `row_tiles`."""
+    latent_tiles: Tensor | None = None
+    """The same of the CPU kernel for latent attention."""
     plans: dict[object, Tensor] = field(default_factory=dict)
     """Derived from lengths by attention on a GPU, once for all layers: see `plan` in ops/gpu/attention.py."""
     kv_scales: Tensor | None = None
@@ -73,6 +78,8 @@ class Batch:
     rope_table: Tensor | None = None
     """[tokens, rotary_dim], in place of the layers' own, for tokens whose heights and widths count as positions too;
     `positions` are then rows of it."""
+    states: StateBatch | None = None
+    """In a model with recurrent layers."""
 
 
 def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
@@ -96,3 +103,27 @@ def row_tiles(chunks: list[Chunk], rows: int) -> NDArray[np.int32]:
             count = min(rows, chunk.count - row)
             tiles.append((chunk.seq, chunk.first_row + row, count, chunk.count - row - count))
     return np.array(tiles, dtype=np.int32).reshape(-1, 4)
+
+
+class StateRows(NamedTuple):
+    """What a step computes of a sequence with a recurrent state, on the host."""
+
+    first: int  #: row
+    last: int  #: end of its rows
+    start: int  #: position of the first
+    slot: int
+    save_at: int
+    save_slot: int
+
+
+def state_rows(batch: Batch) -> list[StateRows]:
+    """Those of each sequence that is no padding."""
+    states = batch.states
+    assert states is not None
+    starts, kv_lens = batch.query_start.tolist(), batch.kv_len.tolist()
+    slots = zip(states.slots.tolist(), states.save_at.tolist(), states.save_slots.tolist(), strict=True)
+    return [
+        StateRows(first, last, kv_len - last + first, *seq)
+        for first, last, kv_len, seq in zip(starts, starts[1:], kv_lens, slots, strict=False)
+        if kv_len
+    ]

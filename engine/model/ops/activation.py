@@ -1,5 +1,6 @@
 """Gated activations: x [tokens, 2 * n], contiguous, the gate before the value -> [tokens, n].
 
+`relu2` has no gate: [tokens, n] -> [tokens, n].
 `swigluoai` (vLLM's name) is gpt-oss's, arXiv:2508.10925: pairs of a gate and a value, both clamped.
 """
 
@@ -13,6 +14,20 @@ from torch import Tensor
 
 from engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.model.ops import dispatch
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """By exp: torch's own, like its silu and softplus, has other bits for the last elements of a tensor on a CPU, so
+    that a row's would depend on how many follow it."""
+    return 1 / (1 + (-x).exp())
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + (-x).exp())
+
+
+def softplus(x: Tensor) -> Tensor:
+    return torch.where(x > 20, x, x.exp().log1p())
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -30,15 +45,22 @@ def swigluoai_mul(x: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate * SWIGLU_ALPHA) * (value + 1)
 
 
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
     "gelu_pytorch_tanh": gelu_tanh_mul,
     "swigluoai": swigluoai_mul,
+    "relu2": relu2,
 }
 
 
 def select(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
     """The fastest version of the activation that config.json names."""
+    if name == "relu2":
+        return relu2
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import activation as cpu
 

@@ -41,6 +41,17 @@ def select(dtype: torch.dtype, device: torch.device) -> ModuleType:
     return attention_plain
 
 
+def select_latent(dtype: torch.dtype, device: torch.device) -> attention_plain.LatentAttention:
+    """latent_attention(q, batch, layer, scale, rank) -> [tokens, heads, rank]: `paged_attention` over one vector for
+    all heads of a token, which is its key, and the first `rank` of which are its value (arXiv:2405.04434). There is no
+    V in the cache, or nothing in it. q: [tokens, heads, head_dim]"""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu import attention
+
+        return attention.latent_attention
+    return attention_plain.latent_attention
+
+
 def tile_rows(longest: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
     """Rows that a tile of `Batch.tiles` has at most, with chunks of up to `longest` rows."""
     if not dispatch.gpu_kernels(dtype, device):

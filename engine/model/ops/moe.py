@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.model.ops import dispatch
+from engine.model.ops.activation import sigmoid
 from engine.model.ops.linear import linear
 from engine.model.ops.quantized_linear import Multiply, kind, log_once
 from engine.model.quantization.packed_experts import PackedExperts
@@ -104,16 +105,31 @@ def top_k_sigmoid_plain(
 ) -> tuple[Tensor, Tensor]:
     """logits [tokens, num_experts] float32, correction [num_experts] -> experts [tokens, k] int64, weights [tokens, k]
     float32, the best choice first."""
-    scores, (num_groups, topk_groups) = logits.sigmoid(), groups
+    scores, (num_groups, topk_groups) = sigmoid(logits), groups
     choice = scores + correction
     if num_groups > 1:
-        grouped = choice.unflatten(1, (num_groups, -1))
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(topk_groups, dim=-1).indices
-        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
-        choice = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
+        of_groups = choice.unflatten(1, (num_groups, -1)).topk(2, dim=-1).values.sum(-1)
+        choice = left_in(choice, of_groups, topk_groups, -torch.inf)
     experts = choice.topk(k, dim=-1).indices
     weights = scores.gather(1, experts)
     return experts, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if normalise else weights
+
+
+def top_k_of_groups_plain(logits: Tensor, groups: tuple[int, int], k: int) -> tuple[Tensor, Tensor]:
+    """logits [tokens, num_experts] float32, (num_groups, topk_groups) -> experts [tokens, k] int64, weights [tokens, k]
+    float32: probabilities among all experts, the best of those groups first whose best expert is best."""
+    scores, (num_groups, topk_groups) = logits.softmax(-1), groups
+    if num_groups > 1:
+        scores = left_in(scores, scores.unflatten(1, (num_groups, -1)).amax(-1), topk_groups, 0.0)
+    weights, experts = scores.topk(k, dim=-1)
+    return experts, weights
+
+
+def left_in(scores: Tensor, of_groups: Tensor, topk_groups: int, rest: float) -> Tensor:
+    """scores [tokens, num_experts] of the groups that are best, and `rest` for others. of_groups: [tokens, groups]"""
+    best = of_groups.topk(topk_groups, dim=-1).indices
+    left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, best, False)
+    return scores.unflatten(1, (of_groups.shape[1], -1)).masked_fill(left_out[..., None], rest).flatten(1)
 
 
 def mix_experts_plain(

@@ -35,3 +35,14 @@ def rms_norm_plain(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tenso
 def add_rms_norm_plain(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:
     total = x + y
     return total, rms_norm_plain(total, weight, eps, shift)
+
+
+def unit_length(x: Tensor, eps: float) -> Tensor:
+    """x divided by its length over the last dimension, sqrt(sum of squares + eps)."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def unit_q_and_k(q: Tensor, k: Tensor, scale: float, eps: float | None) -> tuple[Tensor, Tensor]:
+    """Both in float32, of unit length unless `eps` is None, and q multiplied by `scale`."""
+    q, k = (x.float() if eps is None else unit_length(x.float(), eps) for x in (q, k))
+    return q * scale, k

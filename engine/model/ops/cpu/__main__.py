@@ -11,7 +11,7 @@ from engine.model.ops.cpu.kernel import Kernel
 
 MAX_PROCESSES = 8  # each takes some hundred MiB
 
-for module in pkgutil.iter_modules(cpu.__path__, f"{cpu.__name__}."):
+for module in pkgutil.walk_packages(cpu.__path__, f"{cpu.__name__}."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 ENTRIES = [(kernel, dtype) for kernel in Kernel.imported for dtype in kernel.entries]

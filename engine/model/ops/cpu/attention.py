@@ -140,6 +140,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
     block_size, head_dim, block_stride, window, chunk = args[13], args[14], args[15], args[16], args[17]
     scale, softcap, sinks, image_ends = numbers[0], numbers[1], cast(args[18]), as_i32(args[19])
     head_size = size * block_size * head_dim
+    value_offset = args[20] * kv_heads * head_size  # 0 where a key is the value too
     max_rows, span = tiles[1], 1 if tiles[2] else kv_heads
     ranges = kv_heads // span
     items = tiles[0] * ranges
@@ -172,7 +173,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
         start = first // TILE_TOKENS * TILE_TOKENS
         table, base = as_i32(args[7] + 4 * seq * table_stride), args[2] + first_head * head_size
         find_keys(
-            space, 0, start, first, kv_len - 1, table, block_size, head_dim, block_stride, base, kv_heads * head_size,
+            space, 0, start, first, kv_len - 1, table, block_size, head_dim, block_stride, base, value_offset,
             size,
         )  # fmt: skip
         side = 0
@@ -181,7 +182,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
             if after < kv_len:
                 find_keys(
                     space, 1 - side, after, first, kv_len - 1, table, block_size, head_dim, block_stride, base,
-                    kv_heads * head_size, size,
+                    value_offset, size,
                 )  # fmt: skip
             count = min(kv_len - start, TILE_TOKENS)
             for head in range(span):
@@ -234,12 +235,31 @@ def paged_attention(
         q.dtype, (len(batch.tiles) - 1) * kv_heads, q, cache[0, layer], out, constants(scale, softcap or 0.0),
         batch.tiles, batch.kv_len, batch.block_table, batch.block_table.stride(0), q.stride(0), out.stride(0),
         kv_heads, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0), window or NO_WINDOW,
-        chunk or NO_WINDOW, 0 if sinks is None else sinks, 0 if batch.image_ends is None else batch.image_ends,
+        chunk or NO_WINDOW, 0 if sinks is None else sinks, 0 if batch.image_ends is None else batch.image_ends, 1,
     )  # fmt: skip
     return out
 
 
-def row_tiles(batch: Batch) -> Tensor:
+def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
+    """q [tokens, heads, head_dim] -> [tokens, heads, rank]; by the plain version as in `paged_attention`. Heads share
+    what they read, so a tile has fewer rows, of all heads, or as many as one row's where there are threads to spare."""
+    cache, heads = batch.kv_cache, q.shape[1]
+    block_size, head_dim = cache.shape[4:]
+    if head_dim % LANES or batch.kv_scales is not None:
+        return attention_plain.latent_attention(q, batch, layer, scale, rank)
+    out = empty(q.shape, q.dtype)
+    if batch.latent_tiles is None:
+        batch.latent_tiles = row_tiles(batch, max(1, TILE_ROWS // heads))
+    tiles = batch.latent_tiles
+    ATTEND.launch(
+        q.dtype, len(tiles) - 1, q, cache[0, layer], out, constants(scale, 0.0), tiles, batch.kv_len,
+        batch.block_table, batch.block_table.stride(0), q.stride(0), out.stride(0), 1, heads, block_size, head_dim,
+        cache.stride(0), NO_WINDOW, NO_WINDOW, 0, 0, 0,
+    )  # fmt: skip
+    return out[..., :rank]
+
+
+def row_tiles(batch: Batch, tile_rows: int = TILE_ROWS) -> Tensor:
     """[1 + tiles, 4] int64: sequence, first row, number of rows, and how many rows the sequence has after these.
 
     Before them stand the number of tiles, the rows that one may have, and whether threads take its KV heads one by one.
@@ -247,11 +267,11 @@ def row_tiles(batch: Batch) -> Tensor:
     """
     tiles = []
     for chunk in batch.chunks:
-        for row in range((chunk.count - 1) // TILE_ROWS * TILE_ROWS, -1, -TILE_ROWS):
-            rows = min(TILE_ROWS, chunk.count - row)
+        for row in range((chunk.count - 1) // tile_rows * tile_rows, -1, -tile_rows):
+            rows = min(tile_rows, chunk.count - row)
             tiles.append((chunk.seq, chunk.first_row + row, rows, chunk.count - row - rows))
     first_rows = batch.query_start[batch.single].tolist()
     tiles += [(seq, row, 1, 0) for seq, row in zip(batch.single.tolist(), first_rows, strict=True) if seq >= 0]
     # all heads of a row at once, unless that leaves threads idle or exceeds the core's cache
     spread = bool(batch.chunks) or len(tiles) < ITEMS_PER_THREAD * torch.get_num_threads()
-    return torch.tensor([(len(tiles), TILE_ROWS if batch.chunks else 1, spread, 0), *tiles], dtype=torch.int64)
+    return torch.tensor([(len(tiles), tile_rows if batch.chunks else 1, spread, 0), *tiles], dtype=torch.int64)

@@ -1,0 +1,309 @@
+"""Linear attention on a CPU. See ops/recurrent/linear_attention.py, whose names are used here.
+
+An item of work is one head of one sequence. Each sum is over keys' channels or over rows in order, in tiles of up to 8
+rows by 32 columns whose sums never depend on how many rows a tile has (tile_product.py): what a prompt computes in
+tiles has the bits that a decoded row has alone. A decoded row reads the state once, for its key and its query.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model.batch import Batch, state_rows
+from engine.model.ops.cpu.kernel import Kernel, as_f32, as_i64, device_function, exp, kernel, take
+from engine.model.ops.cpu.tile_product import (
+    COLUMNS,
+    PACK_WORDS,
+    ROWS,
+    add_product_tile,
+    multiply_columns,
+    pack_columns,
+    product_tile,
+    rows_at_once,
+)
+from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES
+from engine.model.ops.norm_plain import unit_q_and_k
+from engine.model.state import CHUNK, States
+
+FEW_ROWS = 4  # of keys and queries, which are multiplied with keys where these lie
+
+
+class Space(NamedTuple):
+    """A thread's memory, by addresses; float32. `rows` are those of keys, and as many of queries behind them."""
+
+    rows: int  #: [2 * rows, d_k]
+    read: int  #: [2 * rows, d_v], what the state says about them
+    inner: int  #: [2 * rows, CHUNK], their products with the chunk's keys
+    sums: int  #: [ROWS, d_v]
+    keys: int  #: [d_k, CHUNK]
+    weights: int  #: [ROWS, CHUNK]
+    decays: int  #: [CHUNK]
+    factors: int  #: [ROWS]
+    key_at: int  #: [CHUNK] int64, addresses of the chunk's keys
+    end: int
+
+
+@device_function
+def divide_space(start: int, rows: int, key_dim: int, value_dim: int) -> Space:
+    read = start + 8 * rows * key_dim
+    inner = read + 8 * rows * value_dim
+    sums = inner + 8 * rows * CHUNK
+    keys = sums + 4 * ROWS * value_dim
+    weights = keys + 4 * key_dim * CHUNK
+    decays = weights + 4 * ROWS * CHUNK
+    factors = decays + 4 * CHUNK
+    key_at = factors + CACHE_LINE_BYTES
+    return Space(start, read, inner, sums, keys, weights, decays, factors, key_at, key_at + 8 * CHUNK)
+
+
+@device_function
+def multiply(out: int, rows: int, a: int, b: int, count: int, width: int) -> None:
+    """out[r, c] = sum over i < count of a[r, i] * b[i, c], c < width; matrices at addresses, with dense rows."""
+    row = 0
+    while row < rows:
+        some = rows_at_once(rows - row)
+        for c in range(0, width, COLUMNS):
+            product_tile(
+                some, as_f32(out + 4 * (row * width + c)), width, as_f32(a + 4 * row * count), count,
+                as_f32(b + 4 * c), width, count,
+            )  # fmt: skip
+        row += some
+
+
+@device_function
+def multiply_keys(space: Space, rows: int, key_dim: int, end: int) -> None:
+    """Fill `inner`: products of rows with the first `end` keys, and others up to a multiple of COLUMNS."""
+    for c in range(0, end, COLUMNS):
+        row = 0
+        while row < rows:
+            out, a = space.inner + 4 * (row * CHUNK + c), space.rows + 4 * row * key_dim
+            if rows <= FEW_ROWS:
+                some = min(rows_at_once(rows - row), FEW_ROWS)
+                multiply_columns(some, as_f32(out), CHUNK, as_f32(a), as_i64(space.key_at + 8 * c), 0, key_dim)
+            else:
+                some = rows_at_once(rows - row)
+                b = as_f32(space.keys + 4 * c)
+                product_tile(some, as_f32(out), CHUNK, as_f32(a), key_dim, b, CHUNK, key_dim)
+            row += some
+
+
+@device_function
+def weigh(space: Space, r: int, row: int, end: int, inner: int) -> None:
+    """weights[r, j] = inner[j] * exp(G_row - G_j) for j < end, a row of the chunk; inner: an address."""
+    weights, decays, products = as_f32(space.weights + 4 * r * CHUNK), as_f32(space.decays), as_f32(inner)
+    now = decays[row]
+    for j in range(end):
+        weights[j] = products[j] * exp(now - decays[j])
+
+
+@device_function
+def add_rows(space: Space, r: int, rows: int, values: int, first: int, last: int, value_dim: int) -> None:
+    """sums[r + i] += sum over first <= j < last of weights[r + i, j] * values[j], for i < rows."""
+    if last <= first:
+        return
+    for c in range(0, value_dim, COLUMNS):
+        add_product_tile(
+            rows, as_f32(space.sums + 4 * (r * value_dim + c)), value_dim, as_f32(space.factors),
+            as_f32(space.weights + 4 * (r * CHUNK + first)), CHUNK, as_f32(values + 4 * (first * value_dim + c)),
+            value_dim, last - first,
+        )  # fmt: skip
+
+
+@device_function
+def sum_before(space: Space, rows: int, first: int, values: int, value_dim: int) -> None:
+    """sums = what the rows of the chunk before `first` give to `rows` rows, by their weights."""
+    sums = as_f32(space.sums)
+    for i in range(rows * value_dim):
+        sums[i] = np.float32(0.0)
+    r = 0
+    while r < rows:
+        some = rows_at_once(rows - r)
+        add_rows(space, r, some, values, 0, first, value_dim)
+        r += some
+
+
+@device_function
+def attend_tile(
+    space: Space, values: int, v: int, v_stride: int, out: int, beta: int, beta_stride: int, first: int, rows: int,
+    row: int, count: int, value_dim: int,
+) -> None:  # fmt: skip
+    """Compute u and o of `rows` rows of the chunk from `row` on, which do not reach past a multiple of ROWS. `first`
+    counts them among the `count` rows of the portion. Addresses: v and out of the first of them, beta 0 for none."""
+    base, sums, decays = row // ROWS * ROWS, as_f32(space.sums), as_f32(space.decays)
+    if beta:
+        for r in range(rows):
+            weigh(space, r, row + r, row + r, space.inner + 4 * (first + r) * CHUNK)
+        sum_before(space, rows, base, values, value_dim)
+    for r in range(rows):
+        u, source = as_f32(values + 4 * (row + r) * value_dim), as_f32(v + 4 * r * v_stride)
+        if beta:
+            add_rows(space, r, 1, values, base, row + r, value_dim)
+            share, past = as_f32(beta)[r * beta_stride], exp(decays[row + r])
+            known = as_f32(space.read + 4 * (first + r) * value_dim)
+            for i in range(value_dim):
+                u[i] = share * (source[i] - past * known[i] - sums[r * value_dim + i])
+        else:
+            for i in range(value_dim):
+                u[i] = source[i]
+    for r in range(rows):
+        weigh(space, r, row + r, row + r + 1, space.inner + 4 * (count + first + r) * CHUNK)
+    sum_before(space, rows, base, values, value_dim)
+    for r in range(rows):
+        add_rows(space, r, 1, values, base, row + r + 1, value_dim)
+        past, known = exp(decays[row + r]), as_f32(space.read + 4 * (count + first + r) * value_dim)
+        target = as_f32(out + 4 * r * v_stride)
+        for i in range(value_dim):
+            target[i] = past * known[i] + sums[r * value_dim + i]
+
+
+@device_function
+def move_state(space: Space, state: int, values: int, key_dim: int, value_dim: int, begun: bool) -> None:
+    """Let the rows of a whole chunk move the state; `keys` holds their keys, which are decayed in place."""
+    decays, last = as_f32(space.decays), as_f32(space.decays)[CHUNK - 1]
+    for i in range(key_dim):
+        keys = as_f32(space.keys + 4 * i * CHUNK)
+        for j in range(CHUNK):
+            keys[j] *= exp(last - decays[j])
+    factors = as_f32(space.factors)
+    for r in range(ROWS):
+        factors[r] = exp(last) if begun else np.float32(0.0)
+    for i in range(0, key_dim, ROWS):
+        for c in range(0, value_dim, COLUMNS):
+            add_product_tile(
+                ROWS, as_f32(state + 4 * (i * value_dim + c)), value_dim, factors, as_f32(space.keys + 4 * i * CHUNK),
+                CHUNK, as_f32(values + 4 * c), value_dim, CHUNK,
+            )  # fmt: skip
+    for r in range(ROWS):
+        factors[r] = np.float32(1.0)
+
+
+@device_function
+def find_keys(space: Space, kept: int, new: int, stride: int, row: int, end: int, key_dim: int) -> None:
+    """Set the addresses of a chunk's keys: those before `row` are kept, from there on new. Past `end` is the last."""
+    key_at = as_i64(space.key_at)
+    for j in range(row):
+        key_at[j] = kept + 4 * j * key_dim
+    for j in range(row, CHUNK):
+        key_at[j] = new + 4 * (min(j, end - 1) - row) * stride
+
+
+@device_function
+def linear_attention_rows(args: Any) -> None:
+    """args: q, k, v, decay, beta, out, state, keys, values, decays, table of sequences, their number, heads, k_heads,
+    d_k, d_v, and the rows of the longest portion."""
+    seqs, heads, key_heads, key_dim, value_dim = args[12], args[13], args[14], args[15], args[16]
+    group, q_stride, v_stride = heads // key_heads, key_heads * key_dim, heads * value_dim
+    memory = np.zeros(divide_space(0, args[17], key_dim, value_dim).end + CACHE_LINE_BYTES, np.uint8)
+    start = memory.ctypes.data
+    space = divide_space(
+        (start + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES, args[17], key_dim, value_dim
+    )
+    for r in range(ROWS):
+        as_f32(space.factors)[r] = np.float32(1.0)
+    while True:
+        item = take(args, 1)
+        if item >= seqs * heads:
+            break
+        seq, head = as_i64(args[11] + 48 * (item // heads)), item % heads
+        token, position, slot = seq[0], seq[2], seq[3]
+        at = slot * heads + head
+        state, values = args[7] + 4 * at * key_dim * value_dim, args[9] + 4 * at * CHUNK * value_dim
+        kept = args[8] + 4 * (slot * key_heads + head // group) * CHUNK * key_dim
+        sums_of_decays, decays = as_f32(args[10] + 4 * at * CHUNK), as_f32(space.decays)
+        while token < seq[1]:
+            row = position % CHUNK
+            count = min(CHUNK - row, seq[1] - token)
+            end, begun = row + count, position >= CHUNK
+            for j in range(row):
+                decays[j] = sums_of_decays[j]
+            for j in range(row, end):
+                step = as_f32(args[4])[(token + j - row) * heads + head]
+                decays[j] = step if j == 0 else decays[j - 1] + step
+                sums_of_decays[j] = decays[j]
+            q = args[1] + 4 * (token * q_stride + head // group * key_dim)
+            k = args[2] + 4 * (token * q_stride + head // group * key_dim)
+            rows = as_f32(space.rows)
+            for r in range(count):
+                for i in range(key_dim):
+                    rows[r * key_dim + i] = as_f32(k)[r * q_stride + i]
+                    rows[(count + r) * key_dim + i] = as_f32(q)[r * q_stride + i]
+            if begun:
+                multiply(space.read, 2 * count, space.rows, state, key_dim, value_dim)
+            else:
+                for i in range(2 * count * value_dim):
+                    as_f32(space.read)[i] = np.float32(0.0)
+            find_keys(space, kept, k, q_stride, row, end, key_dim)
+            if 2 * count > FEW_ROWS or end == CHUNK:
+                for t in range(0, CHUNK, LANES):
+                    pack_columns(as_f32(space.keys + 4 * t), CHUNK, as_i64(space.key_at + 8 * t), 0, key_dim)
+            multiply_keys(space, 2 * count, key_dim, end)
+            done = 0
+            while done < count:
+                some = min(ROWS - (row + done) % ROWS, count - done)
+                first = (token + done) * v_stride + head * value_dim
+                beta = args[5] + 4 * ((token + done) * heads + head) if args[5] else 0
+                attend_tile(
+                    space, values, args[3] + 4 * first, v_stride, args[6] + 4 * first, beta, heads, done, some,
+                    row + done, count, value_dim,
+                )  # fmt: skip
+                done += some
+            token, position = token + count, position + count
+            if end == CHUNK:
+                move_state(space, state, values, key_dim, value_dim, begun)
+                if position == seq[4]:
+                    saved = args[7] + 4 * (seq[5] * heads + head) * key_dim * value_dim
+                    for i in range(key_dim * value_dim):
+                        as_f32(saved)[i] = as_f32(state)[i]
+    memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
+
+
+@kernel
+def linear_attention_f32(args: Any) -> None:
+    linear_attention_rows(args)
+
+
+LINEAR_ATTENTION = Kernel({torch.float32: linear_attention_f32})
+
+
+def supports(key_dim: int, value_dim: int, decay_dim: int) -> bool:
+    return key_dim % PACK_WORDS == 0 and value_dim % COLUMNS == 0 and decay_dim == 1
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, states: States, batch: Batch, scale: float,
+    eps: float | None,
+) -> Tensor:  # fmt: skip
+    """q, k: [tokens, k_heads, d_k]; v: [tokens, heads, d_v]; decay: [tokens, heads, 1]; beta: [tokens, heads]. Returns
+    [tokens, heads, d_v] of v's dtype."""
+    assert batch.states is not None
+    q, k = (x.contiguous() for x in unit_q_and_k(q, k, scale, eps))
+    values, (heads, value_dim), (key_heads, key_dim) = v.float().contiguous(), v.shape[1:], k.shape[1:]
+    if batch.states.tables is None:
+        batch.states.tables = tables(batch)
+    table, slots, rows, tokens = batch.states.tables
+    longest = min(CHUNK, int((table[:, 1] - table[:, 0]).max()))
+    out = torch.zeros_like(values)
+    LINEAR_ATTENTION.launch(
+        torch.float32, len(table) * heads, q, k, values, decay.contiguous(), 0 if beta is None else beta.contiguous(),
+        out, states["state"], states["keys"], states["values"], states["decays"], table, len(table), heads, key_heads,
+        key_dim, value_dim, longest,
+    )  # fmt: skip
+    # once all heads have read those that they take the place of
+    states["keys"][slots, :, rows] = k[tokens]
+    return out.to(v.dtype)
+
+
+def tables(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[seqs, 6] int64, the sequences; and slots, rows and tokens [n] int64 of the keys that are kept, those since the
+    last border."""
+    table = torch.tensor(state_rows(batch), dtype=torch.int64)
+    first, last, start, slot = table[:, :4].unbind(1)
+    end = start + last - first
+    count = torch.minimum(last - first, end % CHUNK)
+    tokens = torch.arange(int(count.sum())) + (last - count.cumsum(0)).repeat_interleave(count)
+    rows = (tokens - (last - end).repeat_interleave(count)) % CHUNK
+    return table, slot.repeat_interleave(count), rows, tokens

@@ -1,0 +1,1 @@
+"""Ops of layers whose past is a state instead of a KV cache."""

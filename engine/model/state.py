@@ -1,0 +1,132 @@
+"""What layers with a recurrent state keep of a sequence, and how a step finds it.
+
+A state stands at a border: a position that is a multiple of CHUNK. The tokens from there on are rows that are kept
+until the next border, where all of them move the state at once. So a token has the same bits whether a prompt computes
+it or it is decoded, a copy of a state that stands at a border is all that a prefix cache needs, and drafts that were
+refused leave nothing behind: their rows are written again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.model.recurrent_config import RecurrentConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from engine.device import StagedCopy
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 64
+RING = 16
+"""Inputs of a convolution that are kept, that of position p at p % RING: those that it reads, and as many as drafts may
+have overwritten."""
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
+Shape = tuple[tuple[int, ...], str]
+States = dict[str, "Tensor"]
+"""The tensors of one layer by name, [slots, *shape]. A slot needs no clearing: a sequence's position says what it has
+written."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The tensors that one layer has for each sequence on this rank, by name."""
+
+    kept: dict[str, Shape]
+    """Those that a state at a border consists of: `state`, and `conv` with RING inputs."""
+    rows: dict[str, Shape] = field(default_factory=dict)
+    """Those with the CHUNK rows since the last border, which only a sequence that is computed has."""
+
+    @property
+    def kept_bytes(self) -> int:
+        return total_bytes(self.kept)
+
+    @property
+    def row_bytes(self) -> int:
+        return total_bytes(self.rows)
+
+    def allocate(self, running: int, kept: int, device: torch.device | str) -> States:
+        """Slots for `running` sequences, and for `kept` states behind them."""
+        import torch
+
+        sizes = [(self.kept, running + kept), (self.rows, running)]
+        return {
+            name: torch.empty(slots, *shape, dtype=getattr(torch, dtype), device=device)
+            for shapes, slots in sizes
+            for name, (shape, dtype) in shapes.items()
+        }
+
+
+def total_bytes(shapes: dict[str, Shape]) -> int:
+    return sum(math.prod(shape) * DTYPES[dtype] for shape, dtype in shapes.values())
+
+
+def state_specs(recurrent: RecurrentConfig | None, dtype: str, tp_size: int = 1) -> list[StateSpec]:
+    """What each layer with a state keeps on one rank, in the order of the layers. dtype: of the model.
+
+    Raises ConfigError when heads and ranks do not divide."""
+    if recurrent is None:
+        return []
+    kept: dict[str, Shape] = {"conv": ((RING, recurrent.channels_per_rank(tp_size)), dtype)}
+    rows: dict[str, Shape] = {}
+    if recurrent.heads:
+        heads, key_heads = recurrent.heads_per_rank(tp_size)
+        kept["state"] = (heads, recurrent.key_dim, recurrent.value_dim), "float32"
+        rows = {
+            "keys": ((key_heads, CHUNK, recurrent.key_dim), "float32"),
+            "values": ((heads, CHUNK, recurrent.value_dim), "float32"),
+            "decays": ((heads, CHUNK, recurrent.decay_dim), "float32"),
+        }
+    return [StateSpec(kept, rows)] * len(recurrent.layers)
+
+
+@dataclass(slots=True)
+class StateBatch:
+    """The recurrent part of a Batch."""
+
+    layers: list[States]
+    """One per layer that has a state, in the order of the layers."""
+    slots: Tensor
+    """[seqs] int32, where each sequence's state is."""
+    save_at: Tensor
+    """[seqs] int32, a border that this step reaches, where the state is also written to another slot; -1 for none."""
+    save_slots: Tensor
+    """[seqs] int32, that slot."""
+    tables: tuple[Tensor, ...] | None = None
+    """What the CPU kernel of linear attention makes of all this, once for all layers."""
+
+
+class StateCache:
+    """The states of the sequences that run, each in the slot that it has in the runner.
+
+    A sequence begins at its first token, also after a preemption, so nothing is saved at a border.
+    """
+
+    def __init__(self, specs: list[StateSpec], slots: int, device: torch.device):
+        """specs: of the layers with a state, if there are any."""
+        self.layers = [spec.allocate(slots, 0, device) for spec in specs]
+        if specs:
+            size = slots * sum(spec.kept_bytes + spec.row_bytes for spec in specs)
+            logger.info("states of recurrent layers: %d sequences, %.2f GiB", slots, size / 2**30)
+
+    def batch(self, slots: np.ndarray, staged: StagedCopy) -> StateBatch | None:
+        """The states of a step's sequences. slots: [seqs] int64"""
+        if not self.layers:
+            return None
+        nowhere = np.full(len(slots), -1, dtype=np.int32)
+        return StateBatch(self.layers, staged.add(slots.astype(np.int32)), staged.add(nowhere), staged.add(nowhere))
+
+
+def max_drafts(position: int, kernel: int) -> int:
+    """Return how many drafts may follow the token at `position` in a step: none of them may move the state, or
+    overwrite an input that a convolution over `kernel` tokens still reads."""
+    return min((CHUNK - 2 - position) % CHUNK, RING - kernel)
