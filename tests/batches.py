@@ -13,6 +13,10 @@ from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
 from engine.model.models.registry import build_model
+from engine.model.state import StateBatch, state_specs
+from tests.state_batches import garbage
+
+SLOTS = 16  # sequences in a model with recurrent layers
 
 
 class ByHand:
@@ -26,6 +30,8 @@ class ByHand:
         shape = (num_blocks, cfg.num_layers, 2, heads, block_size, cfg.head_dim)
         self.kv_cache = torch.full(shape, torch.nan, dtype=next(model.parameters()).dtype)
         self.kv_scales: Tensor | None = None
+        dtype = str(self.kv_cache.dtype).removeprefix("torch.")
+        self.states = [garbage(spec, SLOTS) for spec in state_specs(cfg.recurrent, dtype, tp.size)]
         self.free = list(range(num_blocks))
         random.Random(0).shuffle(self.free)
         self.blocks: dict[int, list[int]] = {}
@@ -57,10 +63,17 @@ class ByHand:
             single=single,
             chunks=chunks,
             kv_scales=self.kv_scales,
+            states=self.state_batch(list(tokens)),
         )
         with torch.inference_mode():
             hidden = self.model(torch.tensor([t for ids in tokens.values() for t in ids]), batch)
             return self.model.logits(hidden)
+
+    def state_batch(self, seqs: list[int]) -> StateBatch | None:
+        if not self.states:
+            return None
+        slots, none = torch.tensor(seqs, dtype=torch.int32), torch.full((len(seqs),), -1, dtype=torch.int32)
+        return StateBatch(self.states, slots, none, none)
 
     def generate(self, prompts: list[list[int]], max_tokens: int, chunk: int) -> list[list[int]]:
         """Greedy. Sequence i starts at step i, and prompts go in chunks, so steps mix prefill and decode."""

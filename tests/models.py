@@ -59,6 +59,133 @@ GPT_OSS_ROPE = {
     "original_max_position_embeddings": 128,
     "truncate": False,
 }
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
+GATED_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": PARTIAL_ROPE,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_expand": 2,
+}
+GRANITE4: dict[str, Any] = {
+    **MAMBA2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+    "hidden_size": 64,
+    "mamba_n_heads": 8,
+}
+# With recurrent layers.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3Next", {**GATED_DELTA_NET, **SHARED_EXPERT, "mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5", GATED_DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**GATED_DELTA_NET, **SHARED_EXPERT}),
+    "bamba": ("Bamba", {**MAMBA2, "attn_layer_indices": [1], "rope_parameters": PARTIAL_ROPE}),
+    "granite4": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 0}),
+    "granite4_moe": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 5, "position_embedding_type": "rope"}),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            **MAMBA2,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_multipliers": [0.5, 1.5, 0.7, 1.3, 0.9],
+            "mlp_multipliers": [0.8, 1.2],
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 1.5,
+            "key_multiplier": 0.8,
+            "attention_in_multiplier": 0.9,
+            "attention_out_multiplier": 1.1,
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.9,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **LATENT,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "q_lora_rank": None,
+            "num_experts": 8,
+            "num_experts_per_token": 3,
+            "num_shared_experts": 1,
+            "model_max_length": 512,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "routed_scaling_factor": 2.4,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": True, "hidden_size": 64},
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "tie_word_embeddings": True,
+            "hidden_size": 64,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
@@ -117,6 +244,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "num_mtp_layers": 0,
+            "rope_parameters": DEEPSEEK_ROPE,
+        },
+    ),
+    "minicpm3": ("MiniCPM3", {**LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 24}),
     "gpt_oss": (
         "GptOss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": GPT_OSS_ROPE},
@@ -125,7 +279,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # Whole engines of these, and on ranks, are run with the slow tests: they differ from others in their layers only.
-SLOW_ENGINES = ("gemma2", "phi3", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss")
+SLOW_ENGINES = ("gemma2", "phi3", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "minicpm3")
 
 
 def with_slow(names: Iterable[str], slow: Iterable[str] = SLOW_ENGINES) -> list[Any]:
@@ -140,14 +294,16 @@ def make_model(folder: Path, family: str, *, tokenizer: bool = False, seed: int 
         400 tokens) instead of 97.
     overrides: fields of transformers' configuration class.
     """
-    name, fields = FAMILIES[family]
+    name, fields = (FAMILIES | HYBRIDS)[family]
     fields = {**COMMON, **fields}
     if tokenizer:
         bpe = make_tokenizer()
         bpe.save_pretrained(folder)
         fields["vocab_size"] = len(bpe)
     fields |= overrides
-    config_name = "Gemma3TextConfig" if family == "gemma3" else f"{name}Config"
+    if "kv_lora_rank" in fields:
+        del fields["head_dim"]
+    config_name = f"{name}TextConfig" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{name}Config"
     config = getattr(transformers, config_name)(**fields)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     randomise(model, tied=config.tie_word_embeddings, seed=seed)

@@ -43,7 +43,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Cohere2ForCausalLM": {"layer_types": LAYERS},
     "GPT2LMHeadModel": {"n_inner": 80},
     "GPTBigCodeForCausalLM": {"n_inner": 80},
-    "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 3, "mamba_n_heads": 4},
     "HeliumForCausalLM": {"head_dim": 12},
     "Llama4ForCausalLM": LLAMA4,
     "MiniMaxM2ForCausalLM": {"intermediate_size": 32},

@@ -149,7 +149,8 @@ def make_channel(
 
 def make_block_pool(loaded: Loaded) -> BlockPool:
     runner, prefix_caching = loaded.runner, loaded.config.enable_prefix_caching
-    return BlockPool(runner.num_blocks, runner.block_size, prefix_caching and not loaded.model.bidirectional)
+    keeps_all = not loaded.model.bidirectional and loaded.model.recurrent is None  # states are not cached
+    return BlockPool(runner.num_blocks, runner.block_size, prefix_caching and keeps_all)
 
 
 def make_limits(loaded: Loaded) -> ModelLimits:

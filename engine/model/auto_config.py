@@ -20,10 +20,10 @@ Fields = dict[str, Any]
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 # Fields of a configuration that stand for something the paged KV cache has no place for.
 REFUSED = {
+    "index_topk": "its attention is sparse, with an indexer",
     "kv_lora_rank": "its attention keeps latent vectors (MLA), and the KV cache holds whole heads",
     "num_kv_shared_layers": "some of its layers read the KV of others",
     "global_head_dim": "the heads of its layers differ in size",
-    "index_topk": "its attention is sparse, with an indexer",
 }
 RECURRENT = "linear_conv_kernel_dim", "mamba_d_conv"
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from engine.errors import ConfigError, ModelFolderError
+from engine.model import multipliers, recurrent_config
 from engine.model.checkpoint.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
 from engine.model.families import VISION, Family, Head, find_family, head_of, text_part
+from engine.model.multipliers import Multipliers
 from engine.model.pooling_config import PoolingConfig, PoolingType
 from engine.model.quantization.unsupported import UnsupportedScheme
+from engine.model.recurrent_config import RecurrentConfig
 from engine.wire.pooling_params import SupportedTasks, Task
 
 if TYPE_CHECKING:
@@ -25,10 +28,9 @@ if TYPE_CHECKING:
     from engine.model.quantization.scheme import Scheme
 
 Fields = dict[str, Any]
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
-ROPE_TYPES = get_args(RopeType)
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "none"]
+ROPE_TYPES = get_args(RopeType)[:-1]  # the last is no type of config.json: nothing turns
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ENCODER_ACTIVATIONS = ("gelu",)
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss; others are refused
 # Fields of config.json that change the output when they are set, and that few families read.
@@ -66,18 +68,36 @@ class MoEConfig:
     norm_topk_prob: bool
     layers: frozenset[int]
     """Sparse layers; the others have an ordinary MLP."""
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """`sigmoid`: the router of DeepSeek V3, whose fields are the next three."""
+    scoring: Literal["softmax", "sigmoid", "group_limited"] = "softmax"
+    """`sigmoid`: the router of DeepSeek V3, whose fields are the next three. `group_limited`: that of DeepSeek V2."""
     num_groups: int = 1
     topk_groups: int = 1
     routed_scaling_factor: float = 1.0
     router_bias: bool = False
+    latent_size: int = 0
+    """Values that routed experts read and write, if they are fewer than a token has."""
     shared_intermediate_size: int = 0
     """Size of the expert, or of all experts side by side, that every token shares; 0 for none."""
     shared_name: str = "shared_expert"
     """Its name in the checkpoint."""
     shared_gate: bool = False
     """Whether what it gives is scaled by a sigmoid of the token's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention: see layers/latent_attention.py."""
+
+    q_rank: int | None
+    """Size of the latent that queries are made of; None if they are made of the token."""
+    rank: int
+    """Size of the latent that keys and values are made of."""
+    nope_dim: int
+    """Size of the part of a head's query and key that is not rotated."""
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+    """Whether pairs that are rotated together are neighbours, instead of halves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +164,13 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     """Tokens that end a generation; empty if the model names none."""
     moe: MoEConfig | None
+    recurrent: RecurrentConfig | None = None
+    """The layers whose past is a state."""
+    latent: LatentConfig | None = None
+    """Latent attention; `num_kv_heads` is then 1, and `head_dim` the size of what is cached of a token."""
+    block_types: tuple[str, ...] = ()
+    """What each layer is, in a family with recurrent layers: see recurrent_config.py."""
+    multipliers: Multipliers = field(default_factory=Multipliers)
     attn_logit_softcapping: float | None = None
     """Attention scores lie between minus this and this."""
     final_logit_softcapping: float | None = None
@@ -332,7 +359,7 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
             raise _Unsupported(key, raw[key])
     if raw.get("use_bidirectional_attention") not in (None, False, True):
         raise _Unsupported("use_bidirectional_attention", raw["use_bidirectional_attention"])
-    encoder = None
+    encoder, raw = None, recurrent_config.common_names(raw)
     if family.encoder:
         raw = _common_names(raw)
         encoder = _encoder(raw)
@@ -343,7 +370,10 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
     if head == "score" and (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:
         raise _Unsupported("num_labels", labels)
     num_layers, num_heads = raw["num_hidden_layers"], raw["num_attention_heads"]
+    latent = _latent(raw)
     head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
+    if latent is not None:
+        head_dim = latent.rank + latent.rope_dim
     windows = _windows(raw, num_layers)
     ropes = _ropes(raw, windows, max_model_len or raw["max_position_embeddings"])
     for rope in ropes:
@@ -358,13 +388,14 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         intermediate_size=raw["intermediate_size"],
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+        num_kv_heads=1 if latent else raw.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
-        attention_scale=float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        latent=latent,
+        attention_scale=_attention_scale(raw, latent, head_dim),
         activation=_one_of(
             "hidden_act",
             raw.get("hidden_activation") or raw["hidden_act"],
-            ENCODER_ACTIVATIONS if encoder else ACTIVATIONS,
+            ENCODER_ACTIVATIONS if encoder else family.activations,
         ),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         max_position_embeddings=_max_positions(raw["max_position_embeddings"], ropes)
@@ -377,6 +408,9 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
         eos_token_ids=as_token_ids(raw.get("eos_token_id")),
         moe=_moe(raw, num_layers),
+        recurrent=recurrent_config.read(raw, num_layers),
+        block_types=recurrent_config.block_types(raw, num_layers) if "recurrent" in raw else (),
+        multipliers=multipliers.read(raw),
         attn_logit_softcapping=raw.get("attn_logit_softcapping"),
         final_logit_softcapping=raw.get("final_logit_softcapping"),
         qk_norm=bool(raw.get("use_qk_norm")),
@@ -386,6 +420,30 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         encoder=encoder,
         head="none" if bidirectional and head == "lm" else head,
     )
+
+
+def _latent(raw: Fields) -> LatentConfig | None:
+    if not raw.get("kv_lora_rank"):
+        return None
+    return LatentConfig(
+        q_rank=raw["q_lora_rank"],
+        rank=raw["kv_lora_rank"],
+        nope_dim=raw["qk_nope_head_dim"],
+        rope_dim=raw["qk_rope_head_dim"],
+        value_dim=raw["v_head_dim"],
+        interleaved=raw.get("rope_interleave", True),
+    )
+
+
+def _attention_scale(raw: Fields, latent: LatentConfig | None, head_dim: int) -> float:
+    """The factor on scores. YaRN with `mscale_all_dim` raises that of latent attention: DeepSeek V2, arXiv:2405.04434,
+    section 3.1.4."""
+    if latent is None:
+        return raw.get("attention_multiplier") or float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    weight, factor = rope.get("mscale_all_dim"), rope.get("factor", 1.0)
+    raised = 0.1 * weight * math.log(factor) + 1.0 if weight and factor > 1 else 1.0
+    return (latent.nope_dim + latent.rope_dim) ** -0.5 * raised**2
 
 
 def _vision(raw: Fields, cfg: ModelConfig) -> VisionConfig | None:
@@ -493,6 +551,8 @@ def _windows(raw: Fields, num_layers: int) -> tuple[int | None, ...]:
 def _ropes(raw: Fields, windows: tuple[int | None, ...], longest: int) -> tuple[RopeConfig, ...]:
     """The rotary embedding of each layer. transformers 5 writes `rope_parameters`, one set or one per layer type;
     before, it was `rope_theta` with `rope_scaling`, and `rope_local_base_freq` for Gemma 3's windowed layers."""
+    if raw.get("position_embedding_type", "rope") in (None, "nope"):
+        return (RopeConfig(type="none"),) * len(windows)
     parameters = raw.get("rope_parameters") or {}
     theta, local_theta = raw.get("rope_theta", 10_000.0), raw.get("rope_local_base_freq", 10_000.0)
     if "full_attention" in parameters or "sliding_attention" in parameters:
@@ -581,10 +641,13 @@ def _moe(raw: Fields, num_layers: int) -> MoEConfig | None:
     step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     first = raw.get("first_k_dense_replace", 0)
     size = raw["moe_intermediate_size"] if "moe_intermediate_size" in raw else raw["intermediate_size"]
+    gated = "shared_expert_intermediate_size" in raw
     shared = raw.get("shared_expert_intermediate_size") or size * (raw.get("n_shared_experts") or 0)
     _one_of("swiglu_limit", raw.get("swiglu_limit", SWIGLU_LIMIT), (SWIGLU_LIMIT,))
     _one_of("swiglu_alpha", raw.get("swiglu_alpha", SWIGLU_ALPHA), (SWIGLU_ALPHA,))
-    groups = raw.get("n_group", 1)
+    groups = raw.get("n_group") or 1
+    if raw.get("topk_method") == "greedy":
+        groups = 1
     if groups != 1 and (num_experts % groups or num_experts == groups):  # groups are chosen by their two best experts
         raise _Unsupported("n_group", groups)
     return MoEConfig(
@@ -595,10 +658,11 @@ def _moe(raw: Fields, num_layers: int) -> MoEConfig | None:
         layers=frozenset(i for i in range(first, num_layers) if (i + 1) % step == 0 and i not in dense),
         scoring=raw.get("scoring", "softmax"),
         num_groups=groups,
-        topk_groups=raw.get("topk_group", 1),
+        topk_groups=raw.get("topk_group") or 1,
         routed_scaling_factor=raw.get("routed_scaling_factor", 1.0),
         router_bias=raw.get("router_bias", False),
         shared_intermediate_size=shared,
-        shared_name="shared_expert" if "shared_expert_intermediate_size" in raw else "shared_experts",
-        shared_gate="shared_expert_intermediate_size" in raw,
+        latent_size=raw.get("moe_latent_size") or 0,
+        shared_name=raw.get("shared_name") or ("shared_expert" if gated else "shared_experts"),
+        shared_gate=raw.get("shared_gate", gated),
     )

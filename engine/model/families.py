@@ -14,7 +14,8 @@ OPTIONAL = frozenset({
     "rope_local_base_freq", "partial_rotary_factor", "use_qk_norm", "use_bidirectional_attention",
     "num_experts", "num_local_experts", "n_routed_experts", "shared_expert_intermediate_size", "n_shared_experts",
     "first_k_dense_replace", "num_nextn_predict_layers", "swiglu_limit", "swiglu_alpha",
-    "output_bias", "router_bias", "scoring",
+    "output_bias", "router_bias", "scoring", "recurrent", "full_attention_interval",
+    "attention_multiplier",
 })  # fmt: skip
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -30,6 +31,8 @@ class Family:
     """Those of OPTIONAL that transformers' code of this family reads."""
     defaults: dict[str, Any] = field(default_factory=dict)
     """Fields that its config.json may leave out: transformers' defaults, or part of the family's code."""
+    activations: tuple[str, ...] = ("silu", "gelu_pytorch_tanh")
+    """Those that its MLPs have."""
     encoder: bool = False
     """Its tokens see each other in both directions, and it has no head that generates."""
 
@@ -61,6 +64,8 @@ TEXT_PARTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
     "Qwen3VLMoeForConditionalGeneration": (
         {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"}, {**UNTIED, "norm_topk_prob": True, "use_sliding_window": False}
     ),
+    "Qwen3_5ForConditionalGeneration": ({"qwen3_5_text": "Qwen3_5ForCausalLM"}, UNTIED),
+    "Qwen3_5MoeForConditionalGeneration": ({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, UNTIED),
     "SmolVLMForConditionalGeneration": ({"llama": "LlamaForCausalLM"}, UNTIED),
 }  # fmt: skip
 # Those of them that see, and the order in which the frequencies of their rotary embeddings belong to time, height and
@@ -75,6 +80,56 @@ VISION: dict[str, Literal["sections", "interleaved"] | None] = {
 }
 LLAMA, QWEN3 = "llama.LlamaForCausalLM", "qwen3.Qwen3ForCausalLM"
 QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+QWEN_HYBRID = ("attention_bias", "layer_types", "partial_rotary_factor", "full_attention_interval")
+QWEN_HYBRID_FIELDS: dict[str, Any] = {
+    "recurrent": "gated_delta_net",
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+LATENT: dict[str, Any] = {"output_bias": False, "eos_token_id": 2}
+LATENT_EXPERTS = (
+    "attention_bias",
+    "n_routed_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
+)
+DEEPSEEK_V3 = LATENT | {
+    "scoring": "sigmoid",
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "n_routed_experts": 256,
+}
+MAMBA2: dict[str, Any] = {
+    "recurrent": "mamba2",
+    "mamba_d_conv": 4,
+    "mamba_d_state": 256,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_conv_bias": True,
+}
+LFM2: dict[str, Any] = {
+    "recurrent": "short_conv",
+    "hidden_act": "silu",
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": True,
+    "block_multiple_of": 256,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "eos_token_id": 2,
+}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(LLAMA, ("attention_bias", "mlp_bias"), {"eos_token_id": 2}),
     # Mistral, arXiv:2310.06825: Llama with a sliding attention window in all layers
@@ -153,6 +208,82 @@ FAMILIES: dict[str, Family] = {
             "n_shared_experts": 1, "first_k_dense_replace": 1,
         },
     ),
+    # Qwen3-Next: Gated DeltaNet in three of four layers, gated attention in the others
+    "Qwen3NextForCausalLM": Family(
+        "hybrid.qwen3_next.Qwen3NextForCausalLM",
+        (*QWEN_HYBRID, "num_experts", "num_local_experts", "shared_expert_intermediate_size"),
+        QWEN_HYBRID_FIELDS | {"norm_topk_prob": True, "num_key_value_heads": 2},
+    ),
+    # Qwen 3.5 and 3.6: the same with the projections of Gated DeltaNet side by side, dense or with experts
+    "Qwen3_5ForCausalLM": Family("hybrid.qwen3_next.Qwen35ForCausalLM", QWEN_HYBRID, QWEN_HYBRID_FIELDS),
+    "Qwen3_5MoeForCausalLM": Family(
+        "hybrid.qwen3_next.Qwen35ForCausalLM",
+        (*QWEN_HYBRID, "num_experts", "num_local_experts", "shared_expert_intermediate_size"),
+        QWEN_HYBRID_FIELDS | {"norm_topk_prob": True, "num_key_value_heads": 2, "intermediate_size": 0},
+    ),
+    # DeepSeek V2 and V3, and Kimi K2, whose config.json names V3: latent attention
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek.DeepseekForCausalLM",
+        ("attention_bias", "mlp_bias", "n_routed_experts", "n_shared_experts", "first_k_dense_replace"),
+        LATENT | {"scoring": "group_limited", "topk_method": "greedy", "n_shared_experts": 2, "n_routed_experts": 64},
+    ),
+    "DeepseekV3ForCausalLM": Family("deepseek.DeepseekForCausalLM", LATENT_EXPERTS, DEEPSEEK_V3),
+    # GLM 4.7 Flash
+    "Glm4MoeLiteForCausalLM": Family(
+        "deepseek.DeepseekForCausalLM", LATENT_EXPERTS, DEEPSEEK_V3 | {"first_k_dense_replace": 1, "n_group": 1},
+    ),
+    "MiniCPM3ForCausalLM": Family(
+        "deepseek.MiniCPM3ForCausalLM",
+        ("attention_bias", "mlp_bias"),
+        LATENT | {"rope_interleave": False, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    ),
+    "BambaForCausalLM": Family(
+        "hybrid.bamba.BambaForCausalLM",
+        ("attention_bias", "mlp_bias", "partial_rotary_factor"),
+        MAMBA2 | {"partial_rotary_factor": 0.5, "attn_layer_indices": [], "eos_token_id": 2},
+    ),
+    # Granite 4, with and without recurrent layers
+    "GraniteMoeHybridForCausalLM": Family(
+        "hybrid.granite4.Granite4ForCausalLM",
+        ("attention_bias", "attention_multiplier", "layer_types", "num_local_experts"),
+        MAMBA2 | {
+            "position_embedding_type": None, "attention_multiplier": 1.0, "num_local_experts": 8,
+            "norm_topk_prob": True, "eos_token_id": 2,
+        },
+    ),
+    "FalconH1ForCausalLM": Family(
+        "hybrid.falcon_h1.FalconH1ForCausalLM",
+        ("attention_bias", "mlp_bias"),
+        MAMBA2 | {"mamba_rms_norm": False, "mamba_norm_before_gate": True, "eos_token_id": 2},
+    ),
+    "KimiLinearForCausalLM": Family(
+        "hybrid.kimi_linear.KimiLinearForCausalLM",
+        ("layer_types", "num_experts", "first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"),
+        LATENT | {
+            "recurrent": "kimi_delta_attention", "position_embedding_type": "nope", "rope_interleave": False,
+            "hidden_act": "silu", "scoring": "sigmoid", "first_k_dense_replace": 1, "q_lora_rank": None,
+            "num_expert_group": 1, "topk_group": 1, "num_shared_experts": 1, "moe_renormalize": True,
+        },
+    ),
+    # Nemotron-H and Nemotron 3
+    "NemotronHForCausalLM": Family(
+        "hybrid.nemotron_h.NemotronHForCausalLM",
+        ("attention_bias", "mlp_bias", "n_routed_experts"),
+        {
+            "recurrent": "nemotron_h", "position_embedding_type": "nope", "hidden_act": "relu2",
+            "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "n_groups": 8, "ssm_state_size": 128, "mamba_num_heads": 128,
+            "mamba_head_dim": 64, "n_routed_experts": 0, "scoring": "sigmoid", "norm_topk_prob": True,
+            "head_dim": 128, "eos_token_id": 2,
+        },
+        activations=("relu2",),
+    ),
+    # LFM2: short convolutions
+    "Lfm2ForCausalLM": Family("hybrid.lfm2.Lfm2ForCausalLM", ("layer_types",), LFM2),
+    "Lfm2MoeForCausalLM": Family(
+        "hybrid.lfm2.Lfm2ForCausalLM",
+        ("layer_types", "num_experts"),
+        LFM2 | {"block_auto_adjust_ff_dim": False, "scoring": "sigmoid", "norm_topk_prob": True, "num_dense_layers": 2},
+    ),
     # gpt-oss, arXiv:2508.10925: attention sinks, every second layer with a window, biases everywhere
     "GptOssForCausalLM": Family(
         "gpt_oss.GptOssForCausalLM",
@@ -218,7 +349,6 @@ TRANSFORMERS: dict[str, str] = {
     "GlmForCausalLM": "GLM-4-9B, GLM-Edge",
     "GraniteForCausalLM": "Granite 3",
     "GraniteMoeForCausalLM": "Granite 3 MoE",
-    "GraniteMoeHybridForCausalLM": "Granite 4 without recurrent layers",
     "GraniteMoeSharedForCausalLM": "Granite MoE with shared experts",
     "HeliumForCausalLM": "Helium",
     "HunYuanDenseV1ForCausalLM": "Hunyuan 0.5B to 7B",

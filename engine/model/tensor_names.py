@@ -7,8 +7,9 @@ from typing import ClassVar
 # The language model of a multimodal one, as transformers 5 and transformers 4 saved it; an encoder with a head.
 WRAPPERS = (
     "model.language_model.", "model.text_model.", "language_model.model.", "language_model.", "bert.", "roberta.",
+    "backbone.",
 )  # fmt: skip
-BARE = ("layers.", "embed_tokens.", "norm.", "embeddings.", "encoder.", "pooler.", "final_norm.")
+BARE = ("layers.", "embed_tokens.", "norm.", "embeddings.", "encoder.", "pooler.", "final_norm.", "norm_f.")
 # The other parts of a multimodal model, whose tensors a text model leaves unread.
 OTHERS = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.",
@@ -40,10 +41,16 @@ class NativeNames:
     """Names of a native model's tensors, which are those of the checkpoint except for merged layers."""
 
     packed: ClassVar[dict[str, str]] = {}
+    embedding_name: ClassVar[str] = "embed_tokens"
+    """Names in the checkpoint, of the embedding and of the last norm."""
+    final_norm_name: ClassVar[str] = "norm"
 
     def checkpoint_name(self, path: str) -> str:
         """The canonical name of a tensor: `layers.0.self_attn.qkv_proj.q.weight` ->
         `model.layers.0.self_attn.q_proj.weight`."""
+        for own, original in (("embed_tokens.", f"{self.embedding_name}."), ("norm.", f"{self.final_norm_name}.")):
+            if path.startswith(own):
+                path = original + path.removeprefix(own)
         for own, original in self.packed.items():
             path = path.replace(f".{own}.", f".{original}.")
         return path if path.startswith(HEADS) else f"model.{path}"

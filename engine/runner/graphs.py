@@ -28,6 +28,8 @@ def can_capture(setup: RankSetup) -> bool:
         why = "its kernels are not ours"
     elif not asynchronous and model.moe is not None:
         why = "tokens are sorted by their experts on the host"
+    elif model.recurrent is not None:
+        why = "states of its recurrent layers are found on the host"
     elif model.bidirectional:
         why = "this model does not decode"
     elif setup.torch_device.type == "cuda" and not dispatch.triton_found():

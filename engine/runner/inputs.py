@@ -13,6 +13,7 @@ from engine.device import Device, StagedCopy
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.ops.sampling import sorts_candidates
+from engine.model.state import StateCache
 from engine.runner.cuda_graphs import StepShape, pad_step
 from engine.runner.images import EmbeddingRows, SlotImages
 from engine.runner.logits_processors import LogitsEdits
@@ -102,10 +103,11 @@ class InputBuilder:
         max_model_len: int,
         shape_for: Callable[[int, int], StepShape | None] = lambda tokens, seqs: None,
         drafts: bool = False,
+        states: StateCache | None = None,
     ):
         """shape_for: returns the shape of the graph for a step of so many tokens and sequences, or None.
         drafts: a drafter computes the batch once more, without graphs."""
-        self._device, self._shape_for, self._drafts = device, shape_for, drafts
+        self._device, self._shape_for, self._drafts, self._states = device, shape_for, drafts, states
         self._kv_cache, self._kv_scales = kv_cache, kv_scales
         self._block_size, self._max_model_len = kv_cache.shape[4], max_model_len
         self._vocab_size = model_config.vocab_size
@@ -201,6 +203,7 @@ class InputBuilder:
             single=staged.add(single.numpy()),
             chunks=chunks,
             kv_scales=self._kv_scales,
+            states=None if self._states is None else self._states.batch(sequences.slots, staged),
         )
         return batch, graph
 

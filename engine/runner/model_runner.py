@@ -23,6 +23,7 @@ from engine.device import DeviceEvent
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.ops import sampling
+from engine.model.state import StateCache
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.graphs import can_capture, graph_shapes, record_cpu_steps
@@ -86,6 +87,7 @@ class ModelRunner:
         if config.torch_compile:
             compile_model(setup, self.model, dummy_step)
         self.drafter = load_drafter(setup, self.model)
+        self.states = StateCache(setup.state_specs, config.max_num_seqs, device)
         drafter_bytes = 0 if self.drafter is None else self.drafter.block_bytes
         self.num_blocks, self.max_model_len = plan_blocks(setup, dummy_step, self._encoder_cache, drafter_bytes)
         self.kv_cache = kv_cache.allocate(
@@ -105,6 +107,7 @@ class ModelRunner:
             max_model_len=self.max_model_len,
             shape_for=self.graphs.shape_for if self.graphs else lambda tokens, seqs: None,
             drafts=self.drafter is not None,
+            states=self.states,
         )
         self._warm_up()
 

@@ -13,6 +13,7 @@ from engine.device import Device, open_device
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
+from engine.model.state import StateSpec, state_specs
 from engine.runner import kv_cache
 
 
@@ -36,6 +37,8 @@ class RankSetup:
         if config.torch_compile and model.transformers:
             limit = f"false for {model.architecture}, which transformers' own code computes"
             raise ConfigError("torch_compile", True, limit)
+        if model.recurrent is not None or model.latent is not None:
+            check_layers(config, model)
         device = open_device(config.device)
         dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         return cls(
@@ -51,8 +54,24 @@ class RankSetup:
         )
 
     @property
+    def state_specs(self) -> list[StateSpec]:
+        """What each recurrent layer keeps of a sequence."""
+        return state_specs(self.model.recurrent, str(self.dtype).removeprefix("torch."), self.tp.size)
+
+    @property
     def torch_device(self) -> torch.device:
         return self.device.torch_device
+
+
+def check_layers(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for options that models with recurrent layers or latent attention do not go with yet."""
+    fp8 = model.latent is not None and config.kv_cache_dtype != "auto"
+    refused = {"torch_compile": config.torch_compile, "kv_cache_dtype": fp8}
+    if model.recurrent is not None:
+        refused |= {key: getattr(config, key) is not None for key in ("speculative", "handoff")}
+    for key in filter(refused.get, refused):
+        limit = f"left out for {model.architecture}, which does not go with it yet"
+        raise ConfigError(key, getattr(config, key), limit)
 
 
 def set_threads(config: EngineConfig, tp: TPGroup) -> None:

@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.model.batch import Batch, split
 from engine.model.models.llama import Model
 from engine.model.ops import sampling
+from engine.model.state import StateCache
 from engine.runner import kv_cache
 from engine.runner.rank_setup import RankSetup
 from engine.runner.sampler import SampledRow, UniformSource, prepare_sampling, sample
@@ -72,6 +73,7 @@ def run_dummy_step(setup: RankSetup, model: Model, kv_scales: Tensor | None, tok
         single=staged.add(single.numpy()),
         chunks=chunks,
         kv_scales=kv_scales,
+        states=StateCache(setup.state_specs, seqs, device).batch(np.arange(seqs), staged),
     )
     if setup.model.head != "lm":
         staged.send()

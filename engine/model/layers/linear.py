@@ -4,6 +4,7 @@ one all-reduce: Megatron-LM, arXiv:1909.08053, section 3."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -119,12 +120,14 @@ class QKVLinear(ColumnParallelLinear):
     prefix: the layer's name in the checkpoint (`layers.0.self_attn`).
     """
 
+    query_parts: ClassVar[int] = 1  #: 2 where a gate follows each head's query, as one more head
+
     def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = ""):
         self.head_dim = cfg.head_dim
         self.kv_heads = cfg.kv_heads_per_rank(tp.size)
         self.heads = cfg.num_heads // tp.size
         first_kv_head = tp.rank * cfg.num_kv_heads // tp.size
-        q = Shard.of_rank((cfg.num_heads * cfg.head_dim,), 0, tp, "query size")
+        q = Shard.of_rank((self.query_parts * cfg.num_heads * cfg.head_dim,), 0, tp, "query size")
         kv_size, start = cfg.num_kv_heads * cfg.head_dim, first_kv_head * cfg.head_dim
         kv = Shard((kv_size,), 0, start, self.kv_heads * cfg.head_dim)
         format = cfg.weight_format(prefix, "q_proj", "k_proj", "v_proj")
@@ -132,7 +135,7 @@ class QKVLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         heads = super().forward(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k, v = heads.split((self.query_parts * self.heads, self.kv_heads, self.kv_heads), dim=1)
         return q, k, v
 
 

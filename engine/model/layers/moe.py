@@ -4,7 +4,7 @@ picks, and one all-reduce ends the layer as it does an ordinary MLP."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,31 @@ class BiasedRouter(Sharded):
         self.weight = packed(self.weight)
 
 
+class GroupLimitedRouter(Sharded):
+    """The router of DeepSeek V2, arXiv:2405.04434, section 2.2.2, in float32: a softmax over all experts, of which
+    those in the groups with the best expert count."""
+
+    def __init__(self, hidden_size: int, moe: MoEConfig):
+        super().__init__()
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        moe, logits = self.moe, linear.linear(x.float(), self.weight)
+        groups = moe.num_groups, moe.topk_groups
+        experts, weights = ops.top_k_of_groups_plain(logits, groups, moe.experts_per_token)
+        return experts, (weights * moe.routed_scaling_factor).to(x.dtype)
+
+    def shards(self) -> Shards:
+        return {"weight": replicated(self.weight)}
+
+    def pack(self) -> None:
+        self.weight = packed(self.weight)
+
+
+ROUTERS = {"softmax": Router, "sigmoid": BiasedRouter, "group_limited": GroupLimitedRouter}
+
+
 class ExpertWeights(NamedTuple):
     """The weights of each expert's `gate_up` and `down`, with their biases [experts, outputs]."""
 
@@ -86,6 +111,8 @@ class Experts(Sharded):
     or keeps those of all experts in one tensor, as a GPU multiplies them; what neither can it dequantizes.
     """
 
+    gated: ClassVar[bool] = True
+    """Whether there is a `gate`; if not, `gate_up` is [experts, slice, hidden]."""
     stacked = False
     """True if the checkpoint holds the weights of all experts in one tensor."""
     kernels: Sequence[ExpertWeights] = ()
@@ -100,7 +127,8 @@ class Experts(Sharded):
         self.tp, self.num_experts = tp, moe.num_experts
         rows = Shard.of_rank((moe.intermediate_size, hidden_size), OUTPUTS, tp, "moe_intermediate_size")
         columns = Shard.of_rank((hidden_size, moe.intermediate_size), INPUTS, tp, "moe_intermediate_size")
-        self.weights = {"gate_up_proj.gate": rows, "gate_up_proj.up": rows, "down_proj": columns}
+        inputs = dict.fromkeys(("gate_up_proj.gate", "gate_up_proj.up") if self.gated else ("up_proj",), rows)
+        self.weights = inputs | {"down_proj": columns}
         self.activation = activations.select(activation, self.dtype, self.device)
         self.mix = ops.select(hidden_size, rows.size, self.dtype, self.device)
         self.stored: list[list[StoredWeight]] = []
@@ -112,11 +140,13 @@ class Experts(Sharded):
             self.online.check(rows)
             self.online.check(columns)
         if format is not None and self.online is None:
-            merged = [{"gate_up_proj.gate": rows, "gate_up_proj.up": rows}, {"down_proj": columns}]
+            merged = [inputs, {"down_proj": columns}]
             self.stored = [[StoredWeight(group, format) for group in merged] for _ in range(moe.num_experts)]
             self.quantized_parameters = sum(weight.numel for weights in self.stored for weight in weights)
         else:
-            self.gate_up = nn.Parameter(torch.empty(moe.num_experts, 2 * rows.size, hidden_size), requires_grad=False)
+            self.gate_up = nn.Parameter(
+                torch.empty(moe.num_experts, len(inputs) * rows.size, hidden_size), requires_grad=False
+            )
             self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, rows.size), requires_grad=False)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -141,7 +171,7 @@ class Experts(Sharded):
             for stored in merged:
                 shards |= {f"{i}.{name}": shard for name, shard in stored.shards.items()}
         if self.gate_up is not None and self.down is not None:
-            targets = (*self.gate_up.data.chunk(2, dim=1), self.down.data)
+            targets = (*self.gate_up.data.chunk(len(self.weights) - 1, dim=1), self.down.data)
             for (name, weight), target in zip(self.weights.items(), targets, strict=True):
                 if self.stacked:
                     shards[name.replace(".", ":")] = weight.stacked(len(target)), target
@@ -188,7 +218,10 @@ class Experts(Sharded):
 
     def gate_up_pieces(self) -> list[Tensor]:
         assert self.gate_up is not None, "quantized weights cannot be cut"
-        return [part.flatten(1, 2) for part in self.gate_up.unflatten(1, (2, -1)).chunk(self.tp.parts, dim=2)]
+        return [
+            part.flatten(1, 2)
+            for part in self.gate_up.unflatten(1, (len(self.weights) - 1, -1)).chunk(self.tp.parts, dim=2)
+        ]
 
     def bias_pieces(self) -> Sequence[ops.Biases]:
         return [None] * self.tp.parts
@@ -214,7 +247,7 @@ class MixtureOfExperts(nn.Module):
         moe = cfg.moe
         assert moe is not None
         self.tp = tp
-        self.gate = (BiasedRouter if moe.scoring == "sigmoid" else Router)(cfg.hidden_size, moe)
+        self.gate = ROUTERS[moe.scoring](cfg.hidden_size, moe)
         self.experts = self.make_experts(cfg, prefix)
         self.shared_expert = self.shared_expert_gate = None
         if moe.shared_intermediate_size:
@@ -233,7 +266,7 @@ class MixtureOfExperts(nn.Module):
         if self.shared_expert is not None:
             shared = self.shared_expert.partials(x)
             if self.shared_expert_gate is not None:
-                gate = torch.sigmoid(self.shared_expert_gate(x))
+                gate = activations.sigmoid(self.shared_expert_gate(x))
                 shared = [part * gate for part in shared]
             parts = [mixed + more for mixed, more in zip(parts, shared, strict=True)]
         return self.tp.sum(parts)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.ops import norm, norm_plain
+from engine.model.ops import activation, norm, norm_plain
 from engine.model.shard import Sharded, Shards, replicated
 
 
@@ -35,6 +35,25 @@ class RMSNorm(Sharded):
     def of_heads(self, k_norm: RMSNorm) -> norm_plain.HeadNorms:
         """This norm for heads of q, and the other for those of k."""
         return norm_plain.HeadNorms(self.weight, k_norm.weight, self.eps, self.shift)
+
+    def shards(self) -> Shards:
+        return {"weight": replicated(self.weight)}
+
+
+class GatedRMSNorm(Sharded):
+    """RMSNorm of parts of x as large as the weight, in float32, times SiLU of the gate: [tokens, heads, size] twice ->
+    the same. Every rank holds the whole weight."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (norm_plain.rms_norm_plain(x, self.weight, self.eps, 0.0) * self.opened(gate.float())).to(x.dtype)
+
+    def opened(self, gate: Tensor) -> Tensor:
+        return activation.silu(gate)
 
     def shards(self) -> Shards:
         return {"weight": replicated(self.weight)}

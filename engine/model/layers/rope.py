@@ -25,6 +25,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """[rotary_dim / 2] float32, radians per token, on the CPU. rotary_dim is the part of head_dim that is rotated."""
     rotary_dim = int(head_dim * rope.partial_rotary_factor)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
+    if rope.type == "none":
+        return torch.zeros_like(exponents)
     wavelengths = rope.theta**exponents
     if rope.type == "linear":
         return 1.0 / wavelengths / rope.factor

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
@@ -32,7 +32,7 @@ class Glm4MoeLayer(LlamaLayer):
 
 class Glm4MoeForCausalLM(LlamaForCausalLM):
     packed: ClassVar[dict[str, str]] = PACKED | {"mlp.shared_expert": "mlp.shared_experts"}
-    layer_type = Glm4MoeLayer
+    layer_type: ClassVar[type[nn.Module]] = Glm4MoeLayer
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__(cfg, tp)

@@ -35,10 +35,14 @@ PACKED = {
 class LlamaAttention(nn.Module):
     """Grouped-query attention with rotary positions: [tokens, hidden] -> [tokens, hidden]."""
 
+    qkv_type: ClassVar[type[QKVLinear]] = QKVLinear
+    name: ClassVar[str] = "self_attn"
+    """Its name in the checkpoint."""
+
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
-        prefix = f"layers.{layer}.self_attn"
-        self.qkv_proj = QKVLinear(cfg, tp, prefix)
+        prefix = f"layers.{layer}.{self.name}"
+        self.qkv_proj = self.qkv_type(cfg, tp, prefix)
         self.attend = Attention(cfg, layer, self.qkv_proj.dtype, self.qkv_proj.device)
         self.o_proj = RowParallelLinear(
             cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias, cfg.weight_format(prefix, "o_proj")

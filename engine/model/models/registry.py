@@ -29,7 +29,7 @@ def model_class(architecture: str) -> type[Model]:
     elif family is None:
         module, name = "..transformers_backend.model", "TransformersModel"
     else:
-        file, _, name = family.model.partition(".")
+        file, _, name = family.model.rpartition(".")
         module = f".{file}"
     cls: type[Model] = getattr(importlib.import_module(module, __package__), name)
     return cls

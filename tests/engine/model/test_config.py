@@ -425,11 +425,12 @@ def test_a_missing_field_is_named(read):
             r"code from a model's folder is never run \(trust_remote_code\)",
         ),
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "no causal language model"),
-        ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, "latent vectors"),
-        ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "recurrent state"),
+        ({"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}, "sparse, with an indexer"),
+        ({"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}, "sparse, with an indexer"),
+        ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, "recurrent state"),
         ({"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}, "'head_dim' is a per-layer attribute"),
     ],
-    ids=["unknown", "remote code", "encoder-decoder", "MLA", "recurrent", "heads of several sizes"],
+    ids=["unknown", "remote code", "encoder-decoder", "DeepSeek V3.2", "GLM 5", "recurrent", "heads of several sizes"],
 )
 def test_an_architecture_that_cannot_work_is_refused_with_the_reason(read, config, reason):
     with pytest.raises(UnsupportedArchitecture, match=reason):

@@ -195,7 +195,7 @@ W8A8 = (compressed("int-quantized", {"strategy": "channel"}, TOKEN), int8())
 
 
 def is_linear(name: str) -> bool:
-    return name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
 
 
 def quantize_folder(

@@ -61,6 +61,9 @@ def test_logits_are_those_of_the_weights_that_are_meant_on_one_rank_and_on_two(s
 MOE_SHAPE = {
     "qwen3_moe": {"moe_intermediate_size": 32},
     "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "deepseek_v2": {"kv_lora_rank": 32, "v_head_dim": 16},
+    "deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},
+    "minicpm3": {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},
 }
 # Phi 3's blocks would span q and k here, gpt-oss is quantized in a way of its own: test_mxfp4.py
 PAIRS = [

@@ -1,0 +1,104 @@
+"""Gated DeltaNet, arXiv:2412.06464, section 3.4, as in Qwen3-Next and Qwen 3.5."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.layers.causal_conv import CausalConv
+from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.model.layers.norm import GatedRMSNorm
+from engine.model.ops.activation import sigmoid, softplus
+from engine.model.ops.recurrent import linear_attention
+from engine.model.shard import Shard, Sharded, Shards
+
+NORM_EPS = 1e-6  # of queries' and keys' lengths
+
+
+class GatedDeltaNet(Sharded):
+    """[tokens, hidden] -> [tokens, hidden], over this rank's heads.
+
+    Queries, keys and values are convolved; each head of values decays its state, replaces in it what it says about the
+    key by some of the value, and reads it by the query. The checkpoint holds the inputs' projections as `in_proj_qkv`,
+    `in_proj_z`, `in_proj_b` and `in_proj_a`.
+    """
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__()
+        assert cfg.recurrent is not None
+        self.index, self.cfg, r = cfg.recurrent.index(layer), cfg.recurrent, cfg.recurrent
+        self.heads, self.key_heads = r.heads_per_rank(tp.size)
+        prefix = f"layers.{layer}.linear_attn"
+        key, self.value = head_shard(r.key_heads, r.key_dim, tp), head_shard(r.heads, r.value_dim, tp)
+        self.sections, self.gates = {"q": key, "k": key, "v": self.value}, head_shard(r.heads, 1, tp)
+        self.make_projections(cfg, tp, prefix)
+        self.conv1d = CausalConv(self.sections, r.kernel, r.conv_bias)
+        self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False)
+        self.linear_attention = linear_attention.select(r.key_dim, r.value_dim, r.decay_dim, self.device)
+        self.norm = GatedRMSNorm(r.value_dim, cfg.rms_norm_eps)
+        format = cfg.weight_format(prefix, "out_proj")
+        self.out_proj = RowParallelLinear(r.heads * r.value_dim, cfg.hidden_size, tp, format=format)
+
+    def make_projections(self, cfg: ModelConfig, tp: TPGroup, prefix: str) -> None:
+        outputs = {f"qkv_{name}": section for name, section in self.sections.items()} | {"z": self.value}
+        format = cfg.weight_format(prefix, "in_proj_qkv", "in_proj_z")
+        self.in_proj = ColumnParallelLinear(cfg.hidden_size, outputs, format=format)
+        self.gate_proj = ColumnParallelLinear(cfg.hidden_size, {"b": self.gates, "a": self.gates})
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [tokens, hidden] -> q, k and v side by side [tokens, channels], z [tokens, heads, value_dim], and what the
+        shares and the decays are made of [tokens, heads]."""
+        channels = self.conv1d.weight.shape[0]
+        projected, gates = self.in_proj(x), self.gate_proj(x)
+        b, a = gates.chunk(2, dim=-1)
+        return projected[:, :channels], projected[:, channels:].unflatten(-1, (self.heads, -1)), b, a
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        assert batch.states is not None
+        states, r = batch.states.layers[self.index], self.cfg
+        qkv, z, b, a = self.project(x)
+        qkv = self.conv1d(qkv, states, batch)
+        size = self.key_heads * r.key_dim
+        q, k, v = qkv.split((size, size, self.heads * r.value_dim), dim=-1)
+        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))
+        decay = -self.A_log.exp() * softplus(a.float() + self.dt_bias)
+        o = self.linear_attention(
+            q, k, v.unflatten(-1, (self.heads, -1)), decay[..., None], sigmoid(b.float()), states, batch,
+            r.key_dim**-0.5, NORM_EPS,
+        )  # fmt: skip
+        return self.out_proj(self.norm(o, z).flatten(1))
+
+    def shards(self) -> Shards:
+        return {"A_log": (self.gates, self.A_log.data), "dt_bias": (self.gates, self.dt_bias.data)}
+
+
+class GroupedGatedDeltaNet(GatedDeltaNet):
+    """The same of a checkpoint with `in_proj_qkvz` and `in_proj_ba`, whose outputs are grouped by heads of keys: each
+    with its query, its key, and the values and gates of the heads that read them."""
+
+    def make_projections(self, cfg: ModelConfig, tp: TPGroup, prefix: str) -> None:
+        r = self.cfg
+        if r.key_heads % tp.size:
+            raise ConfigError("tensor_parallel", tp.size, f"a divisor of the {r.key_heads} key heads")
+        share = r.heads // r.key_heads
+        self.widths = r.key_dim, r.key_dim, share * r.value_dim, share * r.value_dim
+        qkvz = {"qkvz": head_shard(r.key_heads, sum(self.widths), tp)}
+        self.in_proj = ColumnParallelLinear(cfg.hidden_size, qkvz, format=cfg.weight_format(prefix, "in_proj_qkvz"))
+        self.gate_proj = ColumnParallelLinear(cfg.hidden_size, {"ba": head_shard(r.key_heads, 2 * share, tp)})
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, z = self.in_proj(x).unflatten(-1, (self.key_heads, -1)).split(self.widths, dim=-1)
+        qkv = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
+        b, a = self.gate_proj(x).unflatten(-1, (self.key_heads, 2, -1)).unbind(2)
+        return qkv, z.reshape(len(x), self.heads, -1), b.flatten(1), a.flatten(1)
+
+
+def head_shard(heads: int, size: int, tp: TPGroup) -> Shard:
+    """This rank's heads, or the one it shares with others, of `size` values each."""
+    count, first = max(1, heads // tp.size), tp.rank * heads // tp.size
+    return Shard((heads * size,), 0, first * size, count * size)

@@ -1,0 +1,139 @@
+"""Multi-head latent attention: DeepSeek V2, arXiv:2405.04434, section 2.1.
+
+The cache holds one vector for all heads of a token: the latent that keys and values are made of, and a part of the key
+that is rotated. Projections to keys and from values are absorbed into queries and outputs, in decode and for prompts
+alike, so that a token has the same bits in both. A prompt's scores and sums then run over latents instead of a head's
+keys and values: 576 + 512 products for each pair of tokens and head instead of 192 + 128 (DeepSeek V3), in exchange for
+not expanding what is cached.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.layers.gated_delta_net import head_shard
+from engine.model.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from engine.model.layers.norm import RMSNorm
+from engine.model.layers.rope import rope_table
+from engine.model.ops import attention, linear
+from engine.model.ops.rope import rotate_plain
+from engine.model.quantization.format import WeightFormat
+from engine.model.shard import OUTPUTS, Shard
+
+NORM_EPS = 1e-6  # of latents
+
+
+class LatentAttention(nn.Module):
+    """[tokens, hidden] -> [tokens, hidden], over this rank's heads. Every rank holds the whole cache."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__()
+        latent, prefix = cfg.latent, f"layers.{layer}.self_attn"
+        assert latent is not None
+        if cfg.num_heads % tp.size:
+            raise ConfigError("tensor_parallel", tp.size, f"a divisor of the model's {cfg.num_heads} heads")
+        self.cfg, self.layer, self.scale, self.heads = latent, layer, cfg.attention_scale, cfg.num_heads // tp.size
+        queries = head_shard(cfg.num_heads, latent.nope_dim + latent.rope_dim, tp)
+        self.q_proj = self.q_a_proj = None
+        if latent.q_rank is None:
+            self.q_proj = projection(cfg, cfg.hidden_size, queries, f"{prefix}.q_proj")
+        else:
+            whole = Shard((latent.q_rank,), 0, 0, latent.q_rank)
+            self.q_a_proj = projection(cfg, cfg.hidden_size, whole, f"{prefix}.q_a_proj", cfg.qkv_bias)
+            self.q_a_layernorm = RMSNorm(latent.q_rank, NORM_EPS)
+            self.q_b_proj = projection(cfg, latent.q_rank, queries, f"{prefix}.q_b_proj")
+        size = latent.rank + latent.rope_dim
+        self.kv_a_proj_with_mqa = projection(
+            cfg, cfg.hidden_size, Shard((size,), 0, 0, size), f"{prefix}.kv_a_proj_with_mqa", cfg.qkv_bias
+        )
+        self.kv_a_layernorm = RMSNorm(latent.rank, NORM_EPS)
+        rows = head_shard(cfg.num_heads, latent.nope_dim + latent.value_dim, tp)
+        weight = Shard((*rows.shape, latent.rank), OUTPUTS, rows.start, rows.size)
+        self.kv_b_proj = HeadProjections(weight, self.heads, latent.nope_dim, cfg.weight_format(prefix, "kv_b_proj"))
+        self.o_proj = RowParallelLinear(
+            cfg.num_heads * latent.value_dim, cfg.hidden_size, tp, cfg.output_bias, cfg.weight_format(prefix, "o_proj")
+        )
+        dtype, device = self.kv_b_proj.dtype, self.kv_b_proj.device
+        self.table = rope_table(cfg.rope[layer], latent.rope_dim, cfg.max_position_embeddings, dtype, device)
+        self.attend = attention.select_latent(dtype, device)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        latent = self.cfg
+        q = self.queries(x).unflatten(-1, (self.heads, -1))
+        nope, rotated = q.split((latent.nope_dim, latent.rope_dim), dim=-1)
+        c, k = self.kv_a_proj_with_mqa(x).split((latent.rank, latent.rope_dim), dim=-1)
+        c, k = self.kv_a_layernorm(c.contiguous()), self.rotate(k[:, None], batch)
+        write_latent(torch.cat((c, k[:, 0]), dim=-1), batch, self.layer)
+        q = torch.cat((self.kv_b_proj.to_latent(nope), self.rotate(rotated, batch)), dim=-1)
+        out = self.attend(q, batch, self.layer, self.scale, latent.rank)
+        return self.o_proj(self.kv_b_proj.from_latent(out).flatten(1))
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[tokens, heads * (nope_dim + rope_dim)]"""
+        if self.q_proj is not None:
+            return self.q_proj(x)
+        assert self.q_a_proj is not None
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+
+    def rotate(self, x: Tensor, batch: Batch) -> Tensor:
+        """[tokens, heads, rope_dim]. Pairs that are neighbours come out as halves, in queries as in keys."""
+        if self.cfg.interleaved:
+            x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+        return rotate_plain(x, self.table, batch.positions)
+
+
+class HeadProjections(Linear):
+    """Each head's projection of latents to keys, and to values: `kv_b_proj`, [heads * (nope_dim + value_dim), rank].
+
+    `pack` leaves each head's two: to_keys [rank, nope_dim] and to_values [value_dim, rank]. A quantized weight is
+    dequantized for that.
+    """
+
+    def __init__(self, weight: Shard, heads: int, nope_dim: int, format: WeightFormat | None):
+        super().__init__({"": weight}, format)
+        self.heads, self.nope_dim = heads, nope_dim
+        self.to_keys: list[Tensor] = []
+        self.to_values: list[Tensor] = []
+
+    def pack(self) -> None:
+        if self.stored is not None:
+            weight = self.stored.decode().dequantize(self.dtype)
+        else:
+            assert self.weight is not None
+            weight = self.weight.data
+        for head in weight.unflatten(0, (self.heads, -1)):
+            self.to_keys.append(linear.pack(head[: self.nope_dim].T.contiguous()))
+            self.to_values.append(linear.pack(head[self.nope_dim :].contiguous()))
+        self.weight = self.stored = None
+
+    def to_latent(self, q: Tensor) -> Tensor:
+        """[tokens, heads, nope_dim] -> [tokens, heads, rank]"""
+        return of_heads(q, self.to_keys)
+
+    def from_latent(self, out: Tensor) -> Tensor:
+        """[tokens, heads, rank] -> [tokens, heads, value_dim]"""
+        return of_heads(out, self.to_values)
+
+
+def of_heads(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """Multiply each head [tokens, heads, inputs] by its weight, with a layer's kernel: a row has the same bits beside
+    any others."""
+    heads = x.transpose(0, 1).contiguous()
+    return torch.stack([linear.linear(head, weight) for head, weight in zip(heads, weights, strict=True)], dim=1)
+
+
+def projection(cfg: ModelConfig, inputs: int, outputs: Shard, name: str, bias: bool = False) -> ColumnParallelLinear:
+    return ColumnParallelLinear(inputs, {"": outputs}, bias, cfg.weight_format(*name.rsplit(".", 1)))
+
+
+def write_latent(latent: Tensor, batch: Batch, layer: int) -> None:
+    """latent: [tokens, rank + rope_dim]"""
+    real = batch.slot_mapping >= 0
+    size = batch.kv_cache.shape[4]
+    slots = batch.slot_mapping[real]
+    batch.kv_cache[slots // size, layer, 0, 0, slots % size] = latent[real]

@@ -1,0 +1,111 @@
+"""Mamba-2, arXiv:2405.21060, section 7, as in Bamba, Falcon-H1, Granite 4 and Nemotron-H."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.layers.causal_conv import CausalConv
+from engine.model.layers.gated_delta_net import head_shard
+from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.model.ops.activation import silu, softplus
+from engine.model.ops.recurrent import linear_attention
+from engine.model.shard import Shard, Sharded, Shards
+
+# Outputs of the checkpoint's `in_proj`, in its order.
+MAMBA2 = {f"in_proj.{name}": "in_proj" for name in ("z", "x", "B", "C", "dt")}
+
+
+class Mamba2(Sharded):
+    """[tokens, hidden] -> [tokens, hidden], over this rank's heads.
+
+    It is linear attention without the delta rule: of queries C, keys B and values x * dt, with decays by A * dt.
+
+    multipliers: of the five parts of what `in_proj` gives.
+    """
+
+    def __init__(
+        self, cfg: ModelConfig, tp: TPGroup, layer: int, prefix: str = "mamba", multipliers: Sequence[float] = ()
+    ):
+        super().__init__()
+        assert cfg.recurrent is not None
+        self.index, self.cfg, r = cfg.recurrent.index(layer), cfg.recurrent, cfg.recurrent
+        self.heads, self.groups = r.heads_per_rank(tp.size)
+        prefix = f"layers.{layer}.{prefix}"
+        inner, group = head_shard(r.heads, r.value_dim, tp), head_shard(r.key_heads, r.key_dim, tp)
+        self.of_heads = head_shard(r.heads, 1, tp)
+        outputs = {"z": inner, "x": inner, "B": group, "C": group, "dt": self.of_heads}
+        self.in_proj = ColumnParallelLinear(cfg.hidden_size, outputs, r.proj_bias, cfg.weight_format(prefix, "in_proj"))
+        self.multipliers: Tensor | None = None
+        if any(multiplier != 1.0 for multiplier in multipliers):
+            sizes = torch.tensor([shard.size for shard in outputs.values()])
+            self.multipliers = torch.tensor(multipliers, dtype=self.dtype).repeat_interleave(sizes)
+        self.conv1d = CausalConv({"x": inner, "B": group, "C": group}, r.kernel, r.conv_bias)
+        self.A_log, self.D, self.dt_bias = (
+            nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False) for _ in range(3)
+        )
+        self.linear_attention = linear_attention.select(r.key_dim, r.value_dim, r.decay_dim, self.device)
+        self.norm = Mamba2Norm(cfg, tp, inner) if r.gated_norm else None
+        format = cfg.weight_format(prefix, "out_proj")
+        self.out_proj = RowParallelLinear(r.heads * r.value_dim, cfg.hidden_size, tp, r.out_bias, format)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        assert batch.states is not None
+        states, r = batch.states.layers[self.index], self.cfg
+        projected = self.in_proj(x)
+        if self.multipliers is not None:
+            projected = projected * self.multipliers
+        inner = self.heads * r.value_dim
+        z, xbc, dt = projected.split((inner, self.conv1d.weight.shape[0], self.heads), dim=-1)
+        xbc = self.conv1d(xbc, states, batch)
+        x, keys, queries = xbc.split((inner, self.groups * r.key_dim, self.groups * r.key_dim), dim=-1)
+        keys, queries = (part.unflatten(-1, (self.groups, -1)) for part in (keys, queries))
+        dt = softplus(dt.float() + self.dt_bias).clamp(*r.time_step_limit)
+        values = x.unflatten(-1, (self.heads, -1)).float()
+        y = self.linear_attention(
+            queries, keys, values * dt[..., None], (-self.A_log.exp() * dt)[..., None], None, states, batch, 1.0, None
+        )
+        y = (y + self.D[:, None] * values).flatten(1)
+        y = y * silu(z.float()) if self.norm is None else self.norm(y, z)
+        return self.out_proj(y.to(self.dtype))
+
+    def shards(self) -> Shards:
+        return {name: (self.of_heads, getattr(self, name).data) for name in ("A_log", "D", "dt_bias")}
+
+
+class Mamba2Norm(Sharded):
+    """RMSNorm of each group's values, before or after they are gated: [tokens, this rank's values] float32 and the gate
+    -> float32. A group that is split over ranks is normed as a whole."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, inner: Shard):
+        super().__init__()
+        assert cfg.recurrent is not None
+        self.tp, self.inner, self.eps, self.gate_last = tp, inner, cfg.rms_norm_eps, cfg.recurrent.norm_before_gate
+        self.groups, self.size = cfg.recurrent.key_heads, inner.shape[0] // cfg.recurrent.key_heads
+        if tp.fixed_order and self.groups % tp.size:
+            raise ConfigError("determinism", "strict", "left out: norms of recurrent layers are split over the ranks")
+        self.weight = nn.Parameter(torch.empty(inner.size), requires_grad=False)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        opened = silu(gate.float())
+        x = x if self.gate_last else x * opened
+        x = (x.unflatten(-1, (max(1, self.groups // self.tp.size), -1)) * self.factors(x)[..., None]).flatten(1)
+        x = x * self.weight.float()
+        return x * opened if self.gate_last else x
+
+    def factors(self, x: Tensor) -> Tensor:
+        """[tokens, this rank's groups], of the values of each."""
+        squares = x.square().unflatten(-1, (max(1, self.groups // self.tp.size), -1)).sum(-1)
+        if self.groups < self.tp.size:
+            parts = self.tp.all_gather(squares).unflatten(-1, (self.groups, -1)).sum(-1)
+            squares = parts[:, self.tp.rank * self.groups // self.tp.size, None]
+        return torch.rsqrt(squares / self.size + self.eps)
+
+    def shards(self) -> Shards:
+        return {"weight": (self.inner, self.weight.data)}

@@ -1,0 +1,66 @@
+"""Falcon-H1, arXiv:2507.22448: Mamba-2 and attention side by side in every layer, and factors on what parts of the
+model take and give."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.layers.mamba2 import Mamba2
+from engine.model.layers.mlp import GatedMLP
+from engine.model.layers.norm import RMSNorm
+from engine.model.models.hybrid.bamba import BAMBA
+from engine.model.models.hybrid.layer import ScaledForCausalLM
+from engine.model.models.llama import LlamaAttention
+
+
+class FalconH1Attention(LlamaAttention):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__(cfg, tp, layer)
+        self.multiplier = cfg.multipliers.key
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv_proj(x)
+        return self.o_proj(self.attend(q, k * self.multiplier, v, batch))
+
+
+class FalconH1MLP(GatedMLP):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str):
+        super().__init__(cfg, tp, prefix)
+        self.gate, self.down = cfg.multipliers.gate, cfg.multipliers.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x)
+        gate_up[:, : gate_up.shape[1] // 2] *= self.gate
+        return self.down_proj(self.activation(gate_up)) * self.down
+
+
+class FalconH1Layer(nn.Module):
+    """Pre-norm residual block: (x, residual), each [tokens, hidden] -> (x, residual)."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__()
+        self.multipliers = cfg.multipliers
+        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.recurrent = Mamba2(cfg, tp, layer, multipliers=cfg.multipliers.recurrent_parts)
+        self.self_attn = FalconH1Attention(cfg, tp, layer)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.mlp = FalconH1MLP(cfg, tp, f"layers.{layer}.feed_forward")
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        residual, normed = self.input_layernorm.add(residual, x)
+        m = self.multipliers
+        mixed = self.recurrent(normed * m.recurrent_in, batch) * m.recurrent_out
+        mixed = mixed + self.self_attn(normed * m.attention_in, batch) * m.attention_out
+        residual, normed = self.post_attention_layernorm.add(residual, mixed)
+        return self.mlp(normed), residual
+
+
+class FalconH1ForCausalLM(ScaledForCausalLM):
+    packed: ClassVar[dict[str, str]] = BAMBA
+    final_norm_name = "final_layernorm"
+    layer_type: ClassVar[type[nn.Module]] = FalconH1Layer

@@ -1,0 +1,61 @@
+"""Granite 4: Mamba-2 in most layers, attention without positions in the others, an expert that all tokens share beside
+the routed ones or alone, and factors on what blocks take and give."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.layers.mamba2 import MAMBA2, Mamba2
+from engine.model.models.hybrid.layer import HybridLayer, ScaledForCausalLM
+from engine.model.models.llama import PACKED
+
+SHARED = {
+    "shared_mlp.gate_up_proj.gate": "shared_mlp.input_linear",
+    "shared_mlp.gate_up_proj.up": "shared_mlp.input_linear",
+    "shared_mlp.down_proj": "shared_mlp.output_linear",
+}
+
+
+class Granite4Layer(HybridLayer):
+    recurrent_type = Mamba2
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__(cfg, tp, layer)
+        self.multiplier = cfg.multipliers.residual
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = super().forward(x, residual, batch)
+        return x * self.multiplier, residual
+
+    def mix(self, x: Tensor, batch: Batch) -> Tensor:
+        return super().mix(x, batch) * self.multiplier
+
+
+class Granite4ForCausalLM(ScaledForCausalLM):
+    packed: ClassVar[dict[str, str]] = (
+        {"mlp.shared_expert": "shared_mlp", "recurrent": "mamba", "mlp.gate": "mlp.router.layer"}
+        | SHARED
+        | MAMBA2
+        | PACKED
+    )
+    layer_type: ClassVar[type[nn.Module]] = Granite4Layer
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        super().__init__(cfg, tp)
+        if cfg.moe is None:
+            self.renamed = ".mlp.", ".shared_mlp."  # the shared expert is all there is
+        else:
+            self.renamed = ".mlp.experts.", ".mlp."
+
+    def checkpoint_name(self, path: str) -> str:
+        """The routed experts lie in `block_sparse_moe.input_linear` and `output_linear`, all of them in one tensor."""
+        path = super().checkpoint_name(path.replace(*self.renamed))
+        for own, original in (("mlp.gate_up_proj", "mlp.input_linear"), ("mlp.down_proj", "mlp.output_linear")):
+            if path.endswith(own):
+                path = path.replace(own, f"{original}.weight")
+        return path

@@ -1,0 +1,80 @@
+"""Nemotron-H and Nemotron 3, arXiv:2504.03624 and arXiv:2512.20848: each layer is Mamba-2, attention without positions,
+an MLP or experts. MLPs have no gate, and square what a ReLU leaves."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.layers.linear import ReplicatedLinear
+from engine.model.layers.mamba2 import MAMBA2, Mamba2
+from engine.model.layers.mlp import MLP
+from engine.model.layers.moe import BiasedRouter, Experts
+from engine.model.layers.norm import RMSNorm
+from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM
+
+
+class NemotronHAttention(LlamaAttention):
+    name = "mixer"
+
+
+class NemotronHExperts(Experts):
+    gated = False
+
+
+class NemotronHMoE(nn.Module):
+    """[tokens, hidden] -> [tokens, hidden]. DeepSeek V3's routing; in the larger models routed experts read and write
+    fewer values than a token has, through projections that all of them share."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str):
+        super().__init__()
+        moe = cfg.moe
+        assert moe is not None
+        self.tp, self.gate, size = tp, BiasedRouter(cfg.hidden_size, moe), moe.latent_size or cfg.hidden_size
+        names = [f"experts.{i}.{name}" for i in range(moe.num_experts) for name in ("up_proj", "down_proj")]
+        self.experts = NemotronHExperts(size, moe, cfg.activation, tp, cfg.weight_format(prefix, *names))
+        self.shared_experts = MLP(cfg, tp, f"{prefix}.shared_experts", moe.shared_intermediate_size)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if moe.latent_size:
+            self.fc1_latent_proj = ReplicatedLinear(cfg.hidden_size, size, cfg.mlp_bias)
+            self.fc2_latent_proj = ReplicatedLinear(size, cfg.hidden_size, cfg.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed, (experts, weights) = x, self.gate(x)
+        if self.fc1_latent_proj is not None:
+            routed = self.fc1_latent_proj(x)
+        mixed = self.experts(routed, experts, weights)
+        if self.fc2_latent_proj is not None:
+            mixed = self.fc2_latent_proj(mixed)
+        return mixed + self.shared_experts(x)
+
+
+class NemotronHLayer(nn.Module):
+    """Pre-norm residual block of one part: (x, residual), each [tokens, hidden] -> (x, residual)."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__()
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.kind, prefix = cfg.block_types[layer], f"layers.{layer}.mixer"
+        self.mixes = self.kind not in ("moe", "mlp")
+        if self.kind == "attention":
+            self.mixer: nn.Module = NemotronHAttention(cfg, tp, layer)
+        elif self.mixes:
+            self.mixer = Mamba2(cfg, tp, layer, "mixer")
+        else:
+            self.mixer = (NemotronHMoE if self.kind == "moe" else MLP)(cfg, tp, prefix)
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        residual, normed = self.norm.add(residual, x)
+        return self.mixer(normed, batch) if self.mixes else self.mixer(normed), residual
+
+
+class NemotronHForCausalLM(LlamaForCausalLM):
+    packed: ClassVar[dict[str, str]] = PACKED | MAMBA2
+    unused = ("mtp.",)
+    embedding_name, final_norm_name = "embeddings", "norm_f"
+    layer_type: ClassVar[type[nn.Module]] = NemotronHLayer

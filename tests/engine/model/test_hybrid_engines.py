@@ -1,0 +1,43 @@
+"""The whole engine with models that have recurrent layers: transformers' greedy tokens over borders of their states,
+however the work is cut up."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.model.test_parity import Reference, Run
+from tests.models import HYBRIDS, make_model, with_slow
+
+LENGTHS = (70, 1, 64, 130, 63)
+IN_EVERY_RUN = ("qwen3_5", "nemotron_h")
+
+
+@pytest.fixture(scope="module", params=with_slow(HYBRIDS, [family for family in HYBRIDS if family not in IN_EVERY_RUN]))
+def reference(request, tmp_path_factory) -> Reference:
+    return Reference(make_model(tmp_path_factory.mktemp("model"), request.param))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize(
+    ("options", "preempted"),
+    [({}, False), ({"max_num_batched_tokens": 13, "max_num_seqs": 3}, False), ({"num_blocks": 46}, True)],
+    ids=["a batch", "chunks that mix with decodes", "preempted"],
+)
+def test_tokens_are_those_of_transformers(reference, overlap, options, preempted):
+    with Run(reference, overlap, **options) as run:
+        prompts = {str(n): reference.prompt(n, seed=n) for n in LENGTHS}
+        for name, prompt in prompts.items():
+            run.add(name, prompt)
+        stats = run.go()
+        assert (stats.preemptions > 0) == preempted
+        assert run.tokens == {name: reference.output(prompt) for name, prompt in prompts.items()}
+        assert len(set(run.tokens["70"])) > 2, "output that repeats one token would prove nothing"
+
+
+def test_a_prompt_that_was_seen_is_computed_again(reference):
+    with Run(reference, overlap=True) as run:
+        for name in ("first", "again"):
+            run.add(name, reference.prompt(130, seed=130))
+            run.go()
+        assert run.tokens["first"] == run.tokens["again"] == reference.output(reference.prompt(130, seed=130))
+        assert run.cached == {"first": 0, "again": 0}, "no state stands where the prompt was cut"
