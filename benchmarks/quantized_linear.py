@@ -105,7 +105,9 @@ def fp8_blocks(weight: Tensor) -> QuantizedWeight:
 KINDS: dict[str, Callable[[Tensor], QuantizedWeight] | None] = {
     "bfloat16": None,
     "int8 x int8": integers(8, None, torch.int8),
+    "int8, groups of 32": integers(8, 32, None),
     "int4, groups of 128": integers(4, 128, None),
+    "int4, groups of 32": integers(4, 32, None),
     "fp8 x fp8, per output": fp8_rows,
     "fp8 x fp8, 128 x 128": fp8_blocks,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 from llvmlite import binding, ir
@@ -18,6 +19,8 @@ PANEL = VECTORS * LANES
 AHEAD = 4096  # bytes of a weight that are asked for early: no hardware prefetcher looks past the end of a page
 QUAD = 4  # inputs of one output that lie side by side: an instruction multiplies and adds them
 I8, I16 = ir.IntType(8), ir.IntType(16)
+BYTES, WORDS = ir.VectorType(I8, 32), ir.VectorType(I16, 16)  # in a register of AVX2
+PAIRED = 32  # inputs whose products with weights of four bits can be added up in 16 bits, two by two: 15 * 127 * 32 / 2
 U8P, I8P, I32P = (types.CPointer(kind) for kind in (types.uint8, types.int8, types.int32))
 
 
@@ -29,11 +32,13 @@ def add_quads_vnni(builder: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, s
     return builder.call(function, [total, unsigned, signed])
 
 
-def add_quads_plain(builder: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-    """The same on any CPU. A product fits 16 bits if the signed byte is not -128."""
+def add_quads_plain(
+    builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value, *, signed: bool = False
+) -> ir.Value:
+    """The same on any CPU. A product fits 16 bits if the second byte is not -128. signed: the first bytes are too."""
     bytes, words = (ir.VectorType(kind, QUAD * LANES) for kind in (I8, I16))
-    a, b = builder.zext(builder.bitcast(unsigned, bytes), words), builder.sext(builder.bitcast(signed, bytes), words)
-    products = builder.mul(a, b)
+    extend = builder.sext if signed else builder.zext
+    products = builder.mul(extend(builder.bitcast(a, bytes), words), builder.sext(builder.bitcast(b, bytes), words))
     for i in range(QUAD):
         mask = ir.Constant(ir.VectorType(I32, LANES), [QUAD * lane + i for lane in range(LANES)])
         part = builder.shuffle_vector(products, ir.Constant(words, ir.Undefined), mask)
@@ -41,8 +46,49 @@ def add_quads_plain(builder: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, 
     return total
 
 
-has_vnni = binding.get_host_cpu_features().get("avx512vnni", False)
-add_quads = add_quads_vnni if has_vnni else add_quads_plain
+def add_quads_avx2(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The same with AVX2, of signed bytes. It multiplies unsigned bytes by signed ones, so the second ones, which are
+    not -128, take over the signs of the first ones."""
+    parts = []
+    for first, second in zip(halves(builder, a), halves(builder, b), strict=True):
+        size = call(builder, "llvm.abs.v32i8", BYTES, first, ir.Constant(ir.IntType(1), 0))
+        parts.append(pair_sums(builder, size, call(builder, "llvm.x86.avx2.psign.b", BYTES, second, first)))
+    return builder.add(total, quad_sums(builder, parts))
+
+
+def halves(builder: ir.IRBuilder, vector: ir.Value) -> list[ir.Value]:
+    """The two halves of 16 int32, as the bytes that one of AVX2's registers holds."""
+    undefined, some = ir.Constant(VI32, ir.Undefined), LANES // 2
+    masks = [ir.Constant(ir.VectorType(I32, some), list(range(start, start + some))) for start in (0, some)]
+    return [builder.bitcast(builder.shuffle_vector(vector, undefined, mask), BYTES) for mask in masks]
+
+
+def pair_sums(builder: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    """The sums of products of two bytes, in 16 bits, which must hold them."""
+    return call(builder, "llvm.x86.avx2.pmadd.ub.sw", WORDS, unsigned, signed)
+
+
+def quad_sums(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+    """The sums of two neighbours of 16 bits each, of both halves, as 16 int32."""
+    ones = ir.Constant(WORDS, [1] * WORDS.count)
+    low, high = (call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, LANES // 2), part, ones) for part in parts)
+    return builder.shuffle_vector(low, high, ir.Constant(VI32, list(range(LANES))))
+
+
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+FEATURES = binding.get_host_cpu_features()
+has_vnni = FEATURES.get("avx512vnni", False)
+has_avx2 = FEATURES.get("avx2", False) and not has_vnni
+MIDDLE = 128 if has_vnni else 0
+"""What is added to weights of eight bits: VNNI multiplies unsigned ones. Those of four bits are unsigned always."""
+add_quads = {
+    4: add_quads_vnni if has_vnni else add_quads_plain,
+    8: add_quads_vnni if has_vnni else add_quads_avx2 if has_avx2 else partial(add_quads_plain, signed=True),
+}
 
 
 def load_vector(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, kind: ir.VectorType) -> ir.Value:
@@ -51,6 +97,7 @@ def load_vector(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, kind:
 
 def multiply_panel(bits: int, rows: int) -> Any:
     """The product of `rows` rows of inputs in int8 with a panel of weights of 8 or 4 `bits`: code for both numbers."""
+    step_vectors = 1 if has_avx2 and rows > 1 else VECTORS  # whose sums stay in registers
 
     @intrinsic
     def multiply(
@@ -59,8 +106,9 @@ def multiply_panel(bits: int, rows: int) -> Any:
     ) -> Any:  # fmt: skip
         """out[r, o] = the product of row min(r, last) of x with output o of the panel; n groups of `size` inputs.
 
-        x: int8 [rows, n * size]; x_scale float32 and x_sum int32: [rows, n], of each group; panel: values less than
-        2 ** bits, half of which is added, [inputs / (4 * quads), 64, 4 * quads]; scale and zero: float32 [n, 64].
+        x: int8 [rows, n * size]; x_scale float32 and x_sum int32: [rows, n], of each group; panel: values with 8 or
+        MIDDLE added, [inputs / (4 * quads), 64, 4 * quads]; scale: float32 [n, 64]; zero: likewise, with 8 added for 4
+        bits, or a null pointer.
         """
 
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -71,42 +119,34 @@ def multiply_panel(bits: int, rows: int) -> Any:
                 row = ir.Constant(I64, r)
                 chosen.append(builder.select(builder.icmp_signed("<", row, last_row), row, last_row))
             totals = [[cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(VECTORS)] for _ in chosen]
-            dots = [[cgutils.alloca_once(builder, VI32) for _ in range(VECTORS)] for _ in chosen]
-            quads = 8 // bits  # of inputs in a word
-            step = ir.Constant(I64, quads * QUAD)
-            middle = ir.Constant(VI32, [1 << bits - 1] * LANES)
+            has_zeros = builder.icmp_signed("!=", builder.ptrtoint(zeros, I64), ir.Constant(I64, 0))
+            middle = ir.Constant(VI32, [MIDDLE] * LANES)
             with cgutils.for_range(builder, groups, intp=I64) as group:
-                for dot in itertools.chain(*dots):
-                    builder.store(ir.Constant(VI32, [0] * LANES), dot)
                 first = builder.mul(group.index, group_size)
-                with cgutils.for_range_slice(builder, ir.Constant(I64, 0), group_size, step, intp=I64) as (i, _count):
-                    column = builder.add(first, i)
-                    start = builder.mul(column, ir.Constant(I64, PANEL * bits // 8))
-                    offsets = [builder.add(start, ir.Constant(I64, v * QUAD * LANES)) for v in range(VECTORS)]
-                    words = [load_vector(builder, weights, offset, VI32) for offset in offsets]
-                    for offset in offsets:
-                        prefetch_line(builder, builder.gep(weights, [builder.add(offset, ir.Constant(I64, AHEAD))]))
-                    for quad in range(quads):
-                        some = words if bits == 8 else [nibbles(builder, word, quad) for word in words]
-                        for row, row_dots in zip(chosen, dots, strict=True):
-                            offset = builder.add(builder.mul(row, width), column)
-                            address = builder.gep(inputs, [builder.add(offset, ir.Constant(I64, quad * QUAD))])
-                            four = builder.load(builder.bitcast(address, I32.as_pointer()), align=1)
-                            four = splat(builder, four)
-                            for word, dot in zip(some, row_dots, strict=True):
-                                builder.store(add_quads(builder, builder.load(dot), word, four), dot)
-                for v in range(VECTORS):
-                    offset = builder.add(builder.mul(group.index, ir.Constant(I64, PANEL)), ir.Constant(I64, v * LANES))
-                    own = load16(builder, scales, offset, types.float32)
-                    shift = builder.fneg(load16(builder, zeros, offset, types.float32))
-                    for row, row_dots, row_totals in zip(chosen, dots, totals, strict=True):
-                        offset = builder.add(builder.mul(row, groups), group.index)
-                        factor = builder.fmul(own, splat(builder, builder.load(builder.gep(factors, [offset]))))
-                        sum = splat(builder, builder.load(builder.gep(sums, [offset])))
-                        dot = builder.sub(builder.load(row_dots[v]), builder.mul(middle, sum))
-                        dot = multiply_add(builder, shift, builder.sitofp(sum, VF32), builder.sitofp(dot, VF32))
-                        total = builder.load(row_totals[v])
-                        builder.store(multiply_add(builder, dot, factor, total), row_totals[v])
+                places = [builder.add(builder.mul(row, groups), group.index) for row in chosen]
+                rows_x = [builder.gep(inputs, [builder.add(builder.mul(row, width), first)]) for row in chosen]
+                panel_group = builder.gep(weights, [builder.mul(first, ir.Constant(I64, PANEL * bits // 8))])
+                for start in range(0, VECTORS, step_vectors):
+                    vectors = range(start, start + step_vectors)
+                    dots = add_up(builder, bits, rows_x, panel_group, vectors, group_size)
+                    for i, v in enumerate(vectors):
+                        offset = builder.add(
+                            builder.mul(group.index, ir.Constant(I64, PANEL)), ir.Constant(I64, v * LANES)
+                        )
+                        own = load16(builder, scales, offset, types.float32)
+                        for place, row_dots, row_totals in zip(places, dots, totals, strict=True):
+                            factor = builder.fmul(own, splat(builder, builder.load(builder.gep(factors, [place]))))
+                            sum, dot = builder.load(builder.gep(sums, [place])), builder.load(row_dots[i])
+                            if bits == 8 and MIDDLE:
+                                dot = builder.sub(dot, builder.mul(middle, splat(builder, sum)))
+                            product = cgutils.alloca_once(builder, VF32)
+                            builder.store(builder.sitofp(dot, VF32), product)
+                            with builder.if_then(has_zeros, likely=bits == 4):
+                                shift = builder.fneg(load16(builder, zeros, offset, types.float32))
+                                sum = splat(builder, builder.sitofp(sum, F32))
+                                builder.store(multiply_add(builder, shift, sum, builder.load(product)), product)
+                            total = builder.load(row_totals[v])
+                            builder.store(multiply_add(builder, builder.load(product), factor, total), row_totals[v])
             for i, total in enumerate(itertools.chain(*totals)):
                 store16(builder, builder.load(total), target, ir.Constant(I64, i * LANES), types.float32)
             return context.get_dummy_value()
@@ -115,6 +155,60 @@ def multiply_panel(bits: int, rows: int) -> Any:
         return types.void(F32P, I8P, F32P, I32P, size_type, U8P, F32P, F32P, size_type, size_type), generate
 
     return multiply
+
+
+def add_up(
+    builder: ir.IRBuilder, bits: int, rows: list[ir.Value], panel: ir.Value, vectors: range, size: ir.Value
+) -> list[list[ir.Value]]:
+    """Generate the sums over a group of inputs: 16 int32 for each row and vector, in memory that becomes registers."""
+    quads = 8 // bits  # of inputs in a word
+    dots = [[cgutils.alloca_once(builder, VI32) for _ in vectors] for _ in rows]
+    for dot in itertools.chain(*dots):
+        builder.store(ir.Constant(VI32, [0] * LANES), dot)
+
+    def number(value: int) -> ir.Constant:
+        return ir.Constant(I64, value)
+
+    def words_at(column: ir.Value) -> list[ir.Value]:
+        start = builder.mul(column, number(PANEL * bits // 8))
+        offsets = [builder.add(start, number(v * QUAD * LANES)) for v in vectors]
+        words = [load_vector(builder, panel, offset, VI32) for offset in offsets]
+        for offset in offsets:
+            prefetch_line(builder, builder.gep(panel, [builder.add(offset, number(AHEAD))]))
+        return words
+
+    def four_at(row: ir.Value, column: ir.Value) -> ir.Value:
+        return splat(builder, builder.load(builder.bitcast(builder.gep(row, [column]), I32.as_pointer()), align=1))
+
+    if bits == 4 and has_avx2:  # fewer instructions than add_quads_avx2 takes, since small products fit 16 bits
+        sums = [[[cgutils.alloca_once(builder, WORDS) for _ in range(2)] for _ in vectors] for _ in rows]
+        with cgutils.for_range_slice(builder, number(0), size, number(PAIRED), intp=I64) as (start, _count):
+            for half in itertools.chain(*itertools.chain(*sums)):
+                builder.store(ir.Constant(WORDS, [0] * WORDS.count), half)
+            end = builder.add(start, number(PAIRED))
+            end = builder.select(builder.icmp_signed("<", end, size), end, size)
+            with cgutils.for_range_slice(builder, start, end, number(2 * QUAD), intp=I64) as (column, _inner):
+                words = words_at(column)
+                for quad in range(2):
+                    some = [halves(builder, nibbles(builder, word, quad)) for word in words]
+                    for row, row_sums in zip(rows, sums, strict=True):
+                        four, _ = halves(builder, four_at(row, builder.add(column, number(quad * QUAD))))
+                        for word, pair in zip(some, row_sums, strict=True):
+                            for part, total in zip(word, pair, strict=True):
+                                builder.store(builder.add(builder.load(total), pair_sums(builder, part, four)), total)
+            for pair, dot in zip(itertools.chain(*sums), itertools.chain(*dots), strict=True):
+                products = quad_sums(builder, [builder.load(half) for half in pair])
+                builder.store(builder.add(builder.load(dot), products), dot)
+        return dots
+    with cgutils.for_range_slice(builder, number(0), size, number(quads * QUAD), intp=I64) as (column, _count):
+        words = words_at(column)
+        for quad in range(quads):
+            some = words if bits == 8 else [nibbles(builder, word, quad) for word in words]
+            for row, row_dots in zip(rows, dots, strict=True):
+                four = four_at(row, builder.add(column, number(quad * QUAD)))
+                for word, dot in zip(some, row_dots, strict=True):
+                    builder.store(add_quads[bits](builder, builder.load(dot), word, four), dot)
+    return dots
 
 
 def nibbles(builder: ir.IRBuilder, word: ir.Value, index: int) -> ir.Value:

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.ops.cpu.integers import (
+    MIDDLE,
     PANEL,
     QUAD,
     as_i8,
     as_u8,
     from_bits,
+    has_avx2,
     magnitude,
     multiply_panel,
     nearest,
@@ -42,7 +44,7 @@ from engine.model.quantization.weight import QuantizedWeight
 SMALLEST_BITS = np.float32(1e-12).view(np.int32)  # of a group of zeros
 TOKENS = 4  # whose inputs a thread rounds at a time
 INPUT_GROUP = 128  # inputs with one scale, if the checkpoint expects them as they are
-INT8_ROWS, INT4_ROWS = 6, 5  # multiplied by a panel at a time: as many sums as registers hold
+INT8_ROWS, INT4_ROWS = (4, 4) if has_avx2 else (6, 5)  # multiplied by a panel at a time: as many sums as registers hold
 BLOCK_ROWS = 90  # that a thread takes at a time
 
 
@@ -105,7 +107,8 @@ def multiply_rows(cast: Any, row: Any, tile: Any, tile_rows: Any, bits: Any, arg
             break
         panel, block = item // blocks, item % blocks
         values = as_u8(weights + panel * PANEL * width * bits // 8)
-        scale, zero = as_f32(scales + 4 * panel * PANEL * groups), as_f32(zeros + 4 * panel * PANEL * groups)
+        scale = as_f32(scales + 4 * panel * PANEL * groups)
+        zero = as_f32(zeros + 4 * panel * PANEL * groups if zeros else 0)
         filled = min(PANEL, outputs - panel * PANEL)
         for first in range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, tokens), tile_rows):
             count = min(tile_rows, tokens - first)
@@ -165,14 +168,16 @@ class Integers:
         if weight.activations is None and weight.group_size % INPUT_GROUP == 0:
             self.groups = self.inputs // INPUT_GROUP
         quads = 8 // weight.bits  # of inputs in a word
-        middle = 1 << weight.bits - 1
+        middle = MIDDLE if weight.bits == 8 else 8
         values = F.pad(weight.values, (0, -self.inputs % (QUAD * quads), 0, -self.outputs % PANEL)).int() + middle
         self.size = values.shape[1] // self.groups
         # [panels, words, quads in a word, inputs of a quad, outputs] -> [panels, words, outputs, inputs], to a byte
         parts = values.view(-1, PANEL, values.shape[1] // (QUAD * quads), quads, QUAD).permute(0, 2, 1, 4, 3)
         self.values = (parts[..., 0] if quads == 1 else parts[..., 0] | parts[..., 1] << 4).to(torch.uint8).contiguous()
-        zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
-        self.scale, self.zero = self.panels(weight.scale), self.panels(zero)
+        zero = weight.zero
+        if weight.bits == 4:
+            zero = (torch.zeros_like(weight.scale) if zero is None else zero) + middle
+        self.scale, self.zero = self.panels(weight.scale), 0 if zero is None else self.panels(zero)
         self.multiply = MULTIPLY_INT8 if weight.bits == 8 else MULTIPLY_INT4
         ROUND.compile(dtype)
         self.multiply.compile(dtype)
