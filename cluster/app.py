@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from cluster import haproxy
+from cluster import haproxy, ray_serve_llm
 from cluster.autoscaling.slo import autoscaling_config
 from cluster.config import BUILDERS, AppConfig, ModelSection
 from cluster.model_info import model_info
@@ -56,6 +56,19 @@ def build(args: dict[str, Any]) -> Application:
     except StartupError as error:
         ray_compat.end_serve_run(str(error))
         raise
+
+
+def build_openai_app(args: dict[str, Any]) -> Application:
+    """Build the application for `args` of Ray Serve LLM: `llm_configs` (docs/ray_serve_llm.md)."""
+    try:
+        ours = ray_serve_llm.serving_args(args)
+    except StartupError as error:
+        ray_compat.end_serve_run(str(error))
+        raise
+    return build(ours)
+
+
+build_pd_openai_app = build_openai_app  # `prefill_config` and `decode_config`
 
 
 def _check_tls() -> None:

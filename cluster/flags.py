@@ -48,7 +48,7 @@ def flag(default: Any, help: str, *names: str, **details: Any) -> Any:
     return field(default=default, metadata={"help": help, "names": names, **details})
 
 
-def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Make a Typer command of a function: a parameter that is a dataclass, or EngineFlags, becomes a flag per field."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Callable[..., Any], list[inspect.Parameter]]] = {}
@@ -61,11 +61,11 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def run(**values: Any) -> None:
+    def run(**values: Any) -> Any:
         options = {
             name: make(**{flag.name: values.pop(flag.name) for flag in flags}) for name, (make, flags) in groups.items()
         }
-        command(**values, **options)
+        return command(**values, **options)
 
     parameters += [flag for _, flags in groups.values() for flag in flags]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

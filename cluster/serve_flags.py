@@ -9,12 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 import yaml
+from typer.exceptions import TyperException
+from typer.main import get_command
 
 from cluster.autoscaling.slo import POLICY
 from cluster.config import BUILDER, HOST, PORT
-from cluster.flags import flag
+from cluster.flags import EngineFlags, flag, with_flags
 from deployments.frontend.api_keys import key_line
-from engine.errors import ConfigError, InvalidParameter
+from engine.errors import ConfigError, InvalidParameter, RequestError
 
 ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
 API_KEY_VARIABLES = ["MANTA_API_KEY", "VLLM_API_KEY"]
@@ -77,6 +79,9 @@ class ReplicaFlags:
     accelerator_type: str | None = flag(None, "GPU that a rank needs, as Ray names it: L4, H100.")
 
 
+NO_SERVER = ServerFlags()
+
+
 def http_options(server: ServerFlags) -> dict[str, Any]:
     """Return the keys of Serve's `http_options` that the flags set."""
     options: dict[str, Any] = {"host": server.host, "port": server.port}
@@ -134,6 +139,23 @@ def set_keys(sets: list[str] | None) -> dict[str, Any]:
         except (ValueError, yaml.YAMLError):
             raise InvalidParameter("--set", text, "KEY=VALUE, for instance handoff.policy=always") from None
     return keys
+
+
+@with_flags
+def _keys(flags: ModelFlags, replicas: ReplicaFlags, engine: EngineFlags, sets: SetOption = None) -> dict[str, Any]:
+    return model_keys(flags, engine) | server_keys(NO_SERVER, replicas) | set_keys(sets)
+
+
+def keys_of(args: list[str]) -> dict[str, Any]:
+    """Return the keys that flags of a model, of its replicas and of its engine set, by their paths. Raises RequestError
+    for a flag that there is not."""
+    command = typer.Typer(add_completion=False)
+    command.command()(_keys)
+    try:
+        found: dict[str, Any] = get_command(command)(args, standalone_mode=False)
+    except TyperException as error:
+        raise RequestError(error.format_message()) from None
+    return found
 
 
 def model_args(model: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import logging
 import ssl
 import time
 import urllib.request
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from deployments import ray_compat
 from deployments.app import http_app
 from deployments.console.config import ConsoleConfig
 from deployments.frontend.token_channel import TokenChannel
+from deployments.http import in_process
 from deployments.http.middleware import AuthConfig
 from deployments.multimodal.config import ImageConfig
 from deployments.observability.stats import IngressStats
@@ -111,7 +114,21 @@ class Ingress:
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Serve after the constructor
-        return http_app(self._models, self._telemetry, self._auth, self._batches, self._store, self._console)
+        self._app = http_app(self._models, self._telemetry, self._auth, self._batches, self._store, self._console)
+        return self._app
+
+    async def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+        """Answer a request of another deployment's, as by HTTP: the JSON of the answer. headers: an API key, for
+        instance. Raises RefusedInProcess."""
+        return await in_process.answer(self._app, path, body, headers or {})
+
+    async def stream(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> AsyncGenerator[Any]:
+        """Yield the JSON of each event of an answer to a body with `stream`. Raises RefusedInProcess."""
+        async with aclosing(in_process.events(self._app, path, body, headers or {})) as events:
+            async for event in events:
+                yield event
 
     async def stats(self) -> bytes:
         """Return what this ingress counts: IngressStats, in msgpack."""

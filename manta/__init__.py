@@ -12,19 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cluster.app import build
+    from cluster.app import build, build_openai_app, build_pd_openai_app
     from cluster.autoscaling.policy import Policy as AutoscalingPolicy
+    from cluster.ray_serve_llm import LLMConfig
     from deployments.http.middleware import around_serve
     from engine.offline.llm import LLM
 
 __all__ = [
     "LLM",
     "AutoscalingPolicy",
+    "LLMConfig",
     "PoolingParams",
     "SamplingParams",
     "StructuredOutputsParams",
     "around_serve",
     "build",
+    "build_openai_app",
+    "build_pd_openai_app",
 ]
 
 
@@ -54,10 +58,14 @@ def __getattr__(name: str) -> Any:
         from engine.offline.llm import LLM
 
         return LLM
-    if name == "build":
-        from cluster.app import build
+    if name in ("build", "build_openai_app", "build_pd_openai_app"):
+        from cluster import app
 
-        return build
+        return getattr(app, name)
+    if name == "LLMConfig":
+        from cluster.ray_serve_llm import LLMConfig
+
+        return LLMConfig
     if name == "AutoscalingPolicy":
         from cluster.autoscaling.policy import Policy
 

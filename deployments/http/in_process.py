@@ -1,12 +1,14 @@
-"""Requests that the server sends to itself: all its checks, without a socket."""
+"""Requests that the server sends to itself, or that other deployments send by a handle: all its checks, no socket."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
@@ -37,8 +39,69 @@ async def post(
         else:
             chunks.append(message.get("body", b""))
 
+    with suppress(Exception):  # it has become a response, and the log has it
+        await app(_scope(path, body, headers, state), receive, send)
+    response.body = b"".join(chunks)
+    return response
+
+
+class RefusedInProcess(Exception):
+    """A request of another deployment's was answered by an error: HTTP status and body, as clients see them."""
+
+    def __init__(self, status: int, body: str):
+        super().__init__(status, body)
+        self.status, self.body = status, body
+
+
+async def answer(app: ASGIApp, path: str, body: Mapping[str, Any], headers: dict[str, str]) -> Any:
+    """Return the JSON that a route answers. Raises RefusedInProcess."""
+    response = await post(app, path, msgspec.json.encode(body), headers, {})
+    if response.status >= 400:
+        raise RefusedInProcess(response.status, response.body.decode())
+    return msgspec.json.decode(response.body)
+
+
+async def events(app: ASGIApp, path: str, body: Mapping[str, Any], headers: dict[str, str]) -> AsyncGenerator[Any]:
+    """Yield the JSON of each event of a stream, which `body` asks for. Closing this ends the request. Raises
+    RefusedInProcess."""
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    encoded = msgspec.json.encode(body)
+    request: list[Message] = [{"type": "http.request", "body": encoded, "more_body": False}]
+
+    async def receive() -> Message:
+        if not request:
+            await asyncio.Event().wait()  # whoever leaves cancels it
+        return request.pop()
+
+    async def run() -> None:
+        try:
+            with suppress(Exception):  # it has become a response, and the log has it
+                await app(_scope(path, encoded, headers, {}), receive, messages.put)
+        finally:
+            messages.put_nowait(None)
+
+    running = asyncio.create_task(run())
+    status, buffer = 500, b""
+    try:
+        while (message := await messages.get()) is not None:
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                continue
+            buffer += message.get("body", b"")
+            while status < 400 and b"\n\n" in buffer:
+                event, _, buffer = buffer.partition(b"\n\n")
+                data = b"".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+                if data and data != b"[DONE]":
+                    yield msgspec.json.decode(data)
+        if status >= 400:
+            raise RefusedInProcess(status, buffer.decode())
+    finally:
+        running.cancel()
+
+
+def _scope(path: str, body: bytes, headers: dict[str, str], state: dict[str, Any]) -> Scope:
     given = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body)), **headers}
-    scope: Scope = {
+    return {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
@@ -53,7 +116,3 @@ async def post(
         "server": None,
         "state": state,
     }
-    with suppress(Exception):  # it has become a response, and the log has it
-        await app(scope, receive, send)
-    response.body = b"".join(chunks)
-    return response

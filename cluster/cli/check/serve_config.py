@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from cluster import ray_serve_llm
 from cluster.config import BUILDER, BUILDERS, HOST, PORT, AppConfig
 from cluster.model_info import model_info
 from engine.errors import ConfigError, Described
@@ -118,6 +119,9 @@ def parse(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(name, " ".join(str(error).split()), "YAML") from None
     if not isinstance(found, dict) or not isinstance(found.get("applications"), list):
         raise ConfigError(name, type(found).__name__, "a mapping with a list `applications`, as for Serve")
+    found["applications"] = [
+        ray_serve_llm.application(given) if isinstance(given, dict) else given for given in found["applications"]
+    ]
     if not any(ours(found)):
         raise ConfigError(name, None, f"given an application whose import_path is {BUILDER}")
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from cluster import ray_serve_llm
 from cluster.cli.lint import serve
 from cluster.cli.lint.manifests import Manifest, Service, read
 from cluster.cli.lint.violation import Violation
@@ -29,7 +30,8 @@ def violations(manifests: Sequence[Manifest], rules: Sequence[Rule] = RULES) -> 
 
 
 def _violations(service: Service, rules: Sequence[Rule]) -> Iterator[Violation]:
-    if not any(builder in (service.spec.get("serveConfigV2") or "") for builder in BUILDERS):
+    builders = (*BUILDERS, *ray_serve_llm.BUILDERS)
+    if not any(builder in (service.spec.get("serveConfigV2") or "") for builder in builders):
         message = f"is not a Manta service: no application has the import_path {BUILDER}; nothing else was checked"
         yield Violation("not-manta", service.name, message)
         return

@@ -3,66 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 import yaml
 from typer.testing import CliRunner
 
 from cluster.cli.check.serve_config import check_serve_config
 from cluster.cli.main import app
-from cluster.cli.models import architectures, check_model
+from cluster.cli.models import check_model
 from engine.errors import RequestError, UnsupportedArchitecture
 from engine.model.checkpoint import overlay
-from tests.models import make_tokenizer
-from tests.transformers_models import transformers_config
+from tests.weightless_models import make_folder
 
-COVERED = {architecture.name for architecture in architectures()}
 RECIPES = yaml.safe_load((Path(__file__).parent / "recipes.yaml").read_text())
-SIZES = {  # that the ranks and lengths of the commands fit
-    "hidden_size": 96,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 2**18,
-}
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
-                "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
-            }
-        },
-        "ignore": ["lm_head"],
-    },
-}
-
-
-def make_folder(folder: Path, recipe: dict[str, Any]) -> None:
-    """Write all that a server reads of a model before its weights."""
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder)
-    config: dict[str, Any] = {}
-    if recipe["model"] in COVERED:
-        config = transformers_config(recipe["model"], **SIZES, vocab_size=len(tokenizer)).to_dict()
-    elif hasattr(transformers, recipe["model"]):
-        config = getattr(transformers, recipe["model"]).config_class().to_dict()
-    config |= {"architectures": [recipe["model"]], **recipe.get("fields", {})}
-    if "quantized" in recipe:
-        config["quantization_config"] = QUANTIZED[recipe["quantized"]]
-    (folder / "config.json").write_text(json.dumps(config, default=str))
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
 
 
 def start(recipe: dict[str, Any], folder: Path) -> str:
@@ -75,7 +32,7 @@ def start(recipe: dict[str, Any], folder: Path) -> str:
     for template in re.findall(r"\S+\.jinja", recipe["command"]):
         Path(template).parent.mkdir(exist_ok=True)
         Path(template).write_text("{{ messages }}")
-    make_folder(folder, recipe)
+    make_folder(folder, recipe["model"], recipe.get("quantized"), recipe.get("fields"))
     flags = [flag.replace(model, str(folder)) for flag in flags]
     ranks = flags[flags.index("-tp") + 1] if "-tp" in flags else "1"
     result = CliRunner().invoke(app, ["serve", str(folder), *flags, "--print-config"], catch_exceptions=False)

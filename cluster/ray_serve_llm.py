@@ -1,0 +1,248 @@
+"""Files of Ray Serve LLM: `args` of its builders as those of ours (docs/ray_serve_llm.md).
+
+A key that says what a model, its engine or its replicas are is translated; one that has no counterpart and would change
+an answer or how much can be served is an error, and the others are left out with a line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.autoscaling.slo import POLICY
+from cluster.config import BUILDER
+from cluster.serve_flags import ABOVE_MODELS, keys_of, model_args
+from cluster.vllm.command import arguments, translated
+from engine.errors import ConfigError, Described, RequestError, StartupError
+
+logger = logging.getLogger(__name__)
+
+Keys = dict[str, Any]
+LLMConfig = dict  # for Python code that makes one; its keys are the arguments
+NAMES = ("build_openai_app", "build_pd_openai_app")  # as Ray Serve LLM has them
+BUILDERS = tuple(f"{module}:{name}" for module in ("manta", f"{__package__}.app") for name in NAMES)
+MODEL = (
+    "model_loading_config", "llm_engine", "engine_kwargs", "accelerator_type", "accelerator_config",
+    "placement_group_config", "deployment_config", "lora_config", "runtime_env", "server_cls", "experimental_configs",
+    "log_engine_metrics", "callback_config",
+)  # fmt: skip
+AUTOSCALING = ("min_replicas", "max_replicas", "upscale_delay_s", "downscale_delay_s")  # the same in our pools
+TO_ZERO = {"downscale_to_zero_delay_s": "scale_to_zero_delay_s"}
+DEPLOYMENT = {"num_replicas": "num_replicas", "max_ongoing_requests": "max_ongoing_requests",
+              "graceful_shutdown_timeout_s": "drain_s"}  # fmt: skip
+LEFT_OUT = {  # and why that does no harm
+    "autoscaling_config": "replicas follow `slo`",
+    "deployment_config": "deployments have options of their own",
+    "experimental_configs": "tokens are sent as they come",
+    "ingress_deployment_config": "deployments have options of their own",
+}
+HARMLESS_VARIABLES = ("VLLM_", "RAY_SERVE_LLM_")  # of another engine
+
+
+def application(given: dict[str, Any]) -> dict[str, Any]:
+    """Return an application of a Serve configuration as one of Manta's, if it names a builder for files of Ray Serve
+    LLM; else itself. Raises StartupError."""
+    if given.get("import_path") not in BUILDERS:
+        return given
+    args = given.get("args") or {}
+    variables: dict[str, str] = {}
+    ours = {**given, "import_path": BUILDER, "args": serving_args(args, variables)}
+    ours.setdefault("autoscaling_policy", {"policy_function": POLICY})
+    if variables:
+        environment = given.get("runtime_env") or {}
+        ours["runtime_env"] = {**environment, "env_vars": variables | (environment.get("env_vars") or {})}
+    return ours
+
+
+def serving_args(args: Mapping[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return our `args` for those of `build_openai_app` (llm_configs) or `build_pd_openai_app`. Keys of ours that
+    belong to no model may stand beside them.
+
+    variables: takes the environment variables that models are to have. Without it they must be set already, since
+    only the application that `args` stand in could set them. Raises StartupError.
+    """
+    _check_keys(args, ("llm_configs", "prefill_config", "decode_config", "ingress_cls_config",
+                       "ingress_deployment_config", *ABOVE_MODELS), "")  # fmt: skip
+    _refuse(args, "ingress_cls_config", "", "there is one ingress")
+    result: dict[str, Any] = {"models": [], **{key: dict(args[key]) if isinstance(args[key], dict) else args[key]
+                                               for key in ABOVE_MODELS if key in args}}  # fmt: skip
+    found: list[dict[str, Any]] = []
+    if "decode_config" in args or "prefill_config" in args:
+        found.append(_with_prefill(args, variables))
+    for i, config in enumerate(args.get("llm_configs") or []):
+        found.append(_model(config, f"llm_configs[{i}]", variables))
+    if not found:
+        raise ConfigError("llm_configs", args.get("llm_configs"), "a list of models")
+    for model in found:
+        result["models"] += model.pop("models")
+        for key, value in model.items():  # what a model says of the ingress
+            result[key] = {**value, **result.get(key, {})} if isinstance(value, dict) else value
+    ingress = _pool(args.get("ingress_deployment_config") or {}, "ingress_deployment_config")
+    if replicas := ingress.get("num_replicas", ingress.get("max_replicas")):
+        result["ingress"] = {"num_replicas": replicas, **result.get("ingress", {})}
+    return result
+
+
+def _with_prefill(args: Mapping[str, Any], variables: dict[str, str] | None) -> dict[str, Any]:
+    """Return the `args` of one model with two pools."""
+    result = _model(args.get("decode_config"), "decode_config", variables)
+    (decode,) = result["models"]
+    (prefill,) = _model(args.get("prefill_config"), "prefill_config", variables)["models"]
+    for key in ("name", "model"):
+        if prefill[key] != decode[key]:
+            raise ConfigError(f"prefill_config ({key})", prefill[key], f"that of decode_config ({decode[key]})")
+    pool = prefill["decode"]
+    decode["decode"] = {**decode["decode"], "engine": decode.pop("engine", {})}
+    decode["prefill"] = {**pool, "engine": prefill.get("engine", {})}
+    return result
+
+
+def _model(given: Any, path: str, variables: dict[str, str] | None) -> dict[str, Any]:
+    """Return `args` with one model for an LLMConfig, or for the file that it stands in."""
+    config = _config(given, path)
+    _check_keys(config, MODEL, f"{path}.")
+    if config.get("llm_engine", "vLLM") != "vLLM":
+        raise ConfigError(f"{path}.llm_engine", config["llm_engine"], "vLLM, or left out: the engine is Manta's own")
+    _refuse(config, "lora_config", path, "there are no LoRA adapters: merge the adapter into the weights")
+    _refuse(config, "server_cls", path, "the engine is Manta's own")
+    _refuse(config, "callback_config", path, "no code of others is run in engines")
+    name, model, keys = _loading(config.get("model_loading_config"), f"{path}.model_loading_config")
+    keys |= {f"decode.{key}": value for key, value in _hardware(config, path).items()}
+    keys |= {
+        f"decode.{key}": value
+        for key, value in _pool(config.get("deployment_config") or {}, f"{path}.deployment_config").items()
+    }
+    experimental = config.get("experimental_configs") or {}
+    if "num_ingress_replicas" in experimental:
+        keys["ingress.num_replicas"] = experimental["num_ingress_replicas"]
+    _leave_out(experimental, ("num_ingress_replicas",), f"{path}.experimental_configs", "experimental_configs")
+    kwargs = dict(config.get("engine_kwargs") or {})
+    environment = dict(config.get("runtime_env") or {})
+    if token := kwargs.pop("hf_token", None):
+        environment["env_vars"] = {"HF_TOKEN": token, **(environment.get("env_vars") or {})}
+    _environment(environment, f"{path}.runtime_env", variables)
+    engine = _engine(kwargs, f"{path}.engine_kwargs")
+    tokenizer = keys.pop("engine", {})
+    if engine.get("engine") or tokenizer:
+        engine["engine"] = {**tokenizer, **engine.get("engine", {})}
+    return model_args(model, keys | engine | {"name": name})
+
+
+def _config(given: Any, path: str) -> dict[str, Any]:
+    """Return an LLMConfig, which may stand in a YAML file."""
+    if isinstance(given, str):
+        try:
+            given = yaml.safe_load(Path(given).read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(path, given, f"a YAML file that can be read ({type(error).__name__})") from None
+    elif hasattr(given, "model_dump"):  # an LLMConfig of Python code
+        given = given.model_dump(mode="json", exclude_unset=True)
+    if not isinstance(given, dict):
+        raise ConfigError(path, given, "an LLMConfig: a section with keys, or the name of its file")
+    return given
+
+
+def _loading(given: Any, path: str) -> tuple[str, str, Keys]:
+    """Return name and folder or Hub id of a model, and keys of its section."""
+    given = given if isinstance(given, dict) else {}
+    _check_keys(given, ("model_id", "model_source", "tokenizer_source"), f"{path}.")
+    if not isinstance(given.get("model_id"), str):
+        raise ConfigError(f"{path}.model_id", given.get("model_id"), "given: what clients send as `model`")
+    source = given.get("model_source") or given["model_id"]
+    if not isinstance(source, str) or "://" in source:
+        limit = "a folder or a Hub id: mount the bucket, or copy it to a folder that all nodes have"
+        raise ConfigError(f"{path}.model_source", Described(f"{source}"), limit)
+    tokenizer = given.get("tokenizer_source")
+    return given["model_id"], source, {} if tokenizer is None else {"engine": {"tokenizer": tokenizer}}
+
+
+def _hardware(config: Mapping[str, Any], path: str) -> Keys:
+    """Return what each rank needs, as keys of a pool: a GPU unless it is said to be on CPUs."""
+    group = config.get("placement_group_config") or {}
+    _check_keys(group, ("bundle_per_worker", "bundles", "strategy"), f"{path}.placement_group_config.")
+    kind = (config.get("accelerator_config") or {}).get("kind")
+    bundles = group.get("bundles") or [group.get("bundle_per_worker") or {"GPU": int(kind != "cpu")}]
+    if kind not in (None, "gpu", "cpu"):
+        raise ConfigError(f"{path}.accelerator_config.kind", kind, "gpu or cpu")
+    if any(bundle != bundles[0] for bundle in bundles) or not bundles[0].keys() <= {"CPU", "GPU"}:
+        limit = "CPUs and GPUs, as many in each bundle: a bundle is a rank"
+        raise ConfigError(f"{path}.placement_group_config.bundles", bundles, limit)
+    pool = {
+        "num_gpus": bundles[0].get("GPU", 0),
+        "num_cpus": bundles[0].get("CPU"),
+        "placement_strategy": group.get("strategy"),
+        "accelerator_type": config.get("accelerator_type"),
+    }
+    return {key: value for key, value in pool.items() if value is not None}
+
+
+def _pool(given: Mapping[str, Any], path: str) -> Keys:
+    """Return the keys of a pool for options of a Serve deployment."""
+    scaling = dict(given.get("autoscaling_config") or {})
+    pool = {ours: given[key] for key, ours in DEPLOYMENT.items() if key in given}
+    if pool.get("num_replicas") == "auto":  # Serve's defaults for it
+        del pool["num_replicas"]
+        scaling = {"min_replicas": 1, "max_replicas": 100, **scaling}
+    if scaling:
+        low, high = scaling.get("min_replicas", 1), scaling.get("max_replicas", 1)
+        pool |= {key: scaling[key] for key in AUTOSCALING if key in scaling}
+        pool |= {ours: scaling[key] for key, ours in TO_ZERO.items() if key in scaling}
+        if low == high:  # a fixed number
+            pool = {key: value for key, value in pool.items() if key not in ("min_replicas", "max_replicas")}
+            pool["num_replicas"] = low
+        else:
+            pool["max_replicas"] = high
+            _leave_out(scaling, (*AUTOSCALING, *TO_ZERO), f"{path}.autoscaling_config", "autoscaling_config")
+    _leave_out(given, (*DEPLOYMENT, "autoscaling_config"), path, path.rpartition(".")[2])
+    return pool
+
+
+def _engine(kwargs: Mapping[str, Any], path: str) -> Keys:
+    """Return the keys that arguments of vLLM's engine stand for. Raises StartupError for one that has none."""
+    given = {key: value for key, value in kwargs.items() if key != "kv_transfer_config"}  # pools find each other
+    try:
+        command = translated(arguments(given))
+        keys = keys_of(command.args)
+    except RequestError as error:
+        raise StartupError(f"{path}: {error}") from None
+    if command.warning:
+        logger.warning("%s: %s", path, command.warning)
+    return {key: value for key, value in keys.items() if key not in ("name", "aliases")}
+
+
+def _environment(given: Mapping[str, Any], path: str, variables: dict[str, str] | None) -> None:
+    """Take the environment variables of a model. Raises ConfigError for what else is in a runtime environment, and for
+    variables that nobody would set."""
+    _check_keys(given, ("env_vars",), f"{path}.")
+    needed = {
+        name: value for name, value in (given.get("env_vars") or {}).items() if not name.startswith(HARMLESS_VARIABLES)
+    }
+    if variables is not None:
+        variables |= needed
+        return
+    for name, value in needed.items():
+        if os.environ.get(name) != value:
+            limit = "set by runtime_env of the application, beside `args`, or in the environment of `ray start`"
+            raise ConfigError(f"{path}.env_vars.{name}", Described("a value"), limit)
+
+
+def _leave_out(given: Mapping[str, Any], known: tuple[str, ...], path: str, section: str) -> None:
+    """Say which keys of a section are left out."""
+    if others := [key for key in given if key not in known]:
+        logger.warning("left out: %s of %s (%s)", ", ".join(others), path, LEFT_OUT[section])
+
+
+def _refuse(given: Mapping[str, Any], key: str, path: str, why: str) -> None:
+    if given.get(key):
+        raise ConfigError(f"{path}.{key}".lstrip("."), given[key], f"left out: {why}")
+
+
+def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], path: str) -> None:
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"{path}{key}", key, f"one of the known keys ({', '.join(known)})")
