@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -161,8 +160,3 @@ def test_the_configuration_is_shown_with_its_defaults_and_without_its_secrets():
 )
 def test_no_part_of_a_password_is_shown(url, shown):
     assert without_credentials({"urls": [url]}) == {"urls": [shown]}
-
-
-def test_the_package_brings_the_page_along():
-    lines = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
-    assert '"deployments.console" = ["page/*"]' in lines
