@@ -321,8 +321,11 @@ class ModelSection(Section):
 
 
 class TracingSection(Section):
-    otlp_endpoint: str  #: where traces are sent by OTLP over HTTP: http://collector:4318/v1/traces
-    sampling_ratio: float = 1.0  #: fraction of requests that are traced, unless a `traceparent` header decides
+    otlp_endpoint: str | None = None
+    """Where traces are sent by OTLP over HTTP: http://collector:4318/v1/traces; None takes OTEL_EXPORTER_OTLP_ENDPOINT
+    of the environment."""
+    sampling_ratio: float | None = None
+    """Fraction of requests that are traced, unless a `traceparent` header decides; None takes OTEL_TRACES_SAMPLER."""
 
 
 class AppConfig(Section):

@@ -112,7 +112,9 @@ class SequenceMetrics:
         now, timeline = time.monotonic(), self._timeline
         if timeline.state == "ended":
             return
-        timeline.state, timeline.reason, timeline.error = "ended", reason, None if error is None else str(error)
+        timeline.state, timeline.reason = "ended", reason
+        if error is not None:
+            timeline.error, timeline.error_type = str(error), getattr(error, "code", type(error).__name__)
         timeline.seconds = now - self._http.started_at
         if self._texts is not None:
             timeline.prompt, timeline.output = self._texts()
@@ -123,6 +125,7 @@ class SequenceMetrics:
             self._stats.finished[reason] += 1
         if reason in ("stop", "length"):
             self._stats.histograms["e2e_request_latency_seconds"].observe(timeline.seconds)
+            self._stats.operation(self._http.operation).observe(timeline)
         trace = self._http.trace
         starting = timeline.first_token_s is None and not self._availability.was_up
         logger.log(

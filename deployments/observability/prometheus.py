@@ -8,7 +8,7 @@ that ends takes its series along; nothing is added up over replicas here, so no 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counter
@@ -27,10 +27,12 @@ from deployments.observability.engine_metrics import (
     load_metrics,
     request_metrics,
 )
-from deployments.observability.stats import IngressStats, RouteStats
+from deployments.observability.stats import IngressStats, ModelStats, RouteStats
 from deployments.observability.telemetry import Telemetry
+from deployments.observability.tracing import SERVICE
 from deployments.replicas.pools import EnginePool, ModelReplicas
 from deployments.routing.stats import RoutingStats
+from engine.wire.histogram import Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MODEL_LABELS = ["model_name", "ingress"]
@@ -54,6 +56,24 @@ MODELS: list[Row] = [
     (Counter, "manta_request_replays", "Attempts to go on in another engine.", "replays", "reason"),
     (Counter, "manta_sdc_checks", "Answers that were computed again, and compared.", "sdc_checks", "result"),
 ]
+
+
+def _by_operation(time: str) -> Callable[[ModelStats], dict[str, dict[str, Histogram]]]:
+    return lambda model: {name: {SERVICE: getattr(stats, time)} for name, stats in model.operations.items()}
+
+
+# OpenTelemetry's, as its collectors write them for Prometheus; so are the labels
+GEN_AI: list[Row] = [
+    (
+        HistogramMetricFamily, f"gen_ai_server_{time}_seconds", text, _by_operation(time),
+        "gen_ai_operation_name", "gen_ai_provider_name",
+    )
+    for time, text in {
+        "request_duration": "From the HTTP request to the last token.",
+        "time_to_first_token": "From the HTTP request to the first token.",
+        "time_per_output_token": "Between tokens after the first.",
+    }.items()
+]  # fmt: skip
 INGRESSES: list[Row] = [
     (Counter, "manta_dropped_deltas", "Token deltas that came for no open request.", "dropped_deltas"),
     (Counter, "manta_store_errors", "Calls of `ingress.store` that failed.", "store_errors", "reason"),
@@ -108,6 +128,7 @@ class _Snapshot(Collector):
         yield from handoff_metrics(others, self._encode)
         yield from self._routing()
         yield from collect(MODELS, MODEL_LABELS, self._models)
+        yield from collect(GEN_AI, ["gen_ai_request_model", "ingress"], self._models)
         yield from collect(INGRESSES, ["ingress"], [([i.ingress_id], i) for i in self._ingresses])
         routes = [
             ([*reversed(name.split(" ", 1)), i.ingress_id], r) for i in self._ingresses for name, r in i.routes.items()

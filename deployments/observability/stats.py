@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import msgspec
 
+from deployments.observability.timeline import SequenceTimeline
 from deployments.routing.stats import RoutingStats
 from engine.wire.histogram import SECONDS, TOKENS, Histogram
 
 REPLAY_REASONS = ("engine_unavailable", "tokens_lost", "other_model", "overloaded")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+DURATIONS = [0.01 * 2**i for i in range(14)]
+FIRST_TOKENS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
+OUTPUT_TOKENS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]
+
+
+class OperationStats(msgspec.Struct):
+    """Times of one operation of a model's, in seconds, with the names and bounds of OpenTelemetry's `gen_ai.server`."""
+
+    request_duration: Histogram = msgspec.field(default_factory=lambda: Histogram.over(DURATIONS))
+    time_to_first_token: Histogram = msgspec.field(default_factory=lambda: Histogram.over(FIRST_TOKENS))
+    time_per_output_token: Histogram = msgspec.field(default_factory=lambda: Histogram.over(OUTPUT_TOKENS))
+
+    def observe(self, ended: SequenceTimeline) -> None:
+        """Count a sequence that has ended as it was to."""
+        assert ended.seconds is not None
+        self.request_duration.observe(ended.seconds)
+        if ended.first_token_s is None or not ended.output_tokens:
+            return
+        self.time_to_first_token.observe(ended.first_token_s)
+        if ended.output_tokens > 1:
+            self.time_per_output_token.observe((ended.seconds - ended.first_token_s) / (ended.output_tokens - 1))
 
 
 class ModelStats(msgspec.Struct):
@@ -32,6 +56,11 @@ class ModelStats(msgspec.Struct):
         }
     )
     """Histograms by vLLM's names."""
+    operations: dict[str, OperationStats] = {}
+    """By gen_ai.operation.name."""
+
+    def operation(self, name: str) -> OperationStats:
+        return self.operations.setdefault(name, OperationStats())
 
 
 class RouteStats(msgspec.Struct):

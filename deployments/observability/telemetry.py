@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.observability.stats import IngressStats
 from deployments.observability.timeline import IngressOverview, RequestTimeline, RequestTimelines, SequenceTimeline
-from deployments.observability.tracing import RequestTrace, Tracing
+from deployments.observability.tracing import RequestTrace, Tracing, operation_of
 from deployments.replicas.scaling_report import ScalingChange
 from engine.distributed.refusals import REFUSALS
 from engine.errors import RequestNotFound
@@ -49,6 +49,7 @@ class HttpRequest:
     started_at: float  #: on the monotonic clock, before its body was read
     started_ns: int  #: the same time, in ns since 1970
     trace: RequestTrace | None = None
+    operation: str = "text_completion"  #: gen_ai.operation.name
 
     def ns_since_1970(self, at: float) -> int:
         """Convert a time on the monotonic clock. (The other clock may be set meanwhile, and spans would overlap.)"""
@@ -143,7 +144,7 @@ class MetricsMiddleware:
 
         tracing = self._telemetry.tracing
         trace = tracing.start(scope, started_ns) if tracing else None
-        request = HttpRequest(started, started_ns, trace)
+        request = HttpRequest(started, started_ns, trace, operation_of(scope["path"]))
         token = _current.set(request)
         try:
             await self._app(scope, receive, counting)

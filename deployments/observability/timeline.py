@@ -28,6 +28,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
     state: State = "waiting"  #: `waiting` for admission or for its first token, `running` since then
     reason: str | None = None  #: how it ended for its client: stop, length, abort, error, or refused
     error: str | None = None  #: the error sent to the client
+    error_type: str | None = None  #: its code, such as `overloaded`
     cached_tokens: int = 0  #: tokens of the prompt that were cached
     output_tokens: int = 0
     preemptions: int = 0
@@ -47,10 +48,14 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
         """Request ids of all its attempts."""
         return [self.request_id, *(f"{self.request_id}.{n}" for n in range(1, self.replays + 1))]
 
+    @property
+    def answer_id(self) -> str:
+        """The `id` of the answer that it belongs to."""
+        return self.request_id.rsplit("-", 2)[0]
+
     def is_of(self, name: str) -> bool:
         """Return whether `name` names it: an answer's `id`, its X-Request-Id, or the id of a sequence in a log line."""
-        answer_id = self.request_id.rsplit("-", 2)[0]
-        return name in (answer_id, answer_id.partition("-")[2], *self.attempts)
+        return name in (self.answer_id, self.answer_id.partition("-")[2], *self.attempts)
 
 
 class RequestTimeline(msgspec.Struct):

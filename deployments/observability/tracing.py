@@ -1,7 +1,8 @@
 """OpenTelemetry traces of requests, sent by OTLP over HTTP. Needs the extra `otel`.
 
-One trace per HTTP request: the request itself (`ingress`), and under it, for each of its sequences, `sequence` with
-`queue`, `prefill`, `handoff` (the part of prefill that was left to another engine) and `decode`. The engine is not
+One trace per HTTP request: the request itself (`POST /v1/completions`), and under it, for each of its sequences, a span
+such as `chat llama` with `queue`, `prefill`, `handoff` (the part of prefill that was left to another engine) and
+`decode`. Names and attributes follow OpenTelemetry's conventions for HTTP and for generative AI. The engine is not
 slowed down by any of it: its deltas carry the times that it keeps anyway, and the spans are made from them here,
 afterwards.
 """
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"
+SERVICE = "manta"  # service.name where no OTEL_SERVICE_NAME is set, and gen_ai.provider.name
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/responses": "chat",
+              "/v1/embeddings": "embeddings"}  # fmt: skip
 CLOSE_S = 2.0  # to send what is left when the ingress ends
 
 
@@ -31,18 +35,26 @@ CLOSE_S = 2.0  # to send what is left when the ingress ends
 class TracingConfig:
     """The collector that traces are sent to, and the fraction of requests that are traced."""
 
-    otlp_endpoint: str = field(
-        metadata={"help": "URL that takes traces by OTLP over HTTP, for instance http://collector:4318/v1/traces."}
+    otlp_endpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "URL that takes traces by OTLP over HTTP, for instance http://collector:4318/v1/traces. Default: "
+            "as OTEL_EXPORTER_OTLP_ENDPOINT and its like say in the environment of ingresses."
+        },
     )
-    sampling_ratio: float = field(
-        default=1.0,
-        metadata={"help": "Fraction of traces that are begun here; what a client's `traceparent` says comes first."},
+    sampling_ratio: float | None = field(
+        default=None,
+        metadata={
+            "help": "Fraction of traces that are begun here; what a client's `traceparent` says comes first. Default: "
+            "as OTEL_TRACES_SAMPLER says, or all."
+        },
     )
 
     def __post_init__(self) -> None:
-        if not self.otlp_endpoint.startswith(("http://", "https://")):
-            raise ConfigError("tracing.otlp_endpoint", self.otlp_endpoint, "a URL that begins with http:// or https://")
-        if not 0 <= self.sampling_ratio <= 1:
+        endpoint = self.otlp_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError("tracing.otlp_endpoint", endpoint, "a URL that begins with http:// or https://")
+        if self.sampling_ratio is not None and not 0 <= self.sampling_ratio <= 1:
             raise ConfigError("tracing.sampling_ratio", self.sampling_ratio, "from 0 to 1")
 
     def check_installed(self) -> None:
@@ -58,14 +70,15 @@ class Tracing:
         """Raises StartupError. exporter: in place of one for `config.otlp_endpoint`."""
         config.check_installed()
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
+        named = Resource({"service.name": SERVICE}).merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME wins
         self._provider = TracerProvider(
-            sampler=ParentBasedTraceIdRatio(config.sampling_ratio),
-            resource=Resource.create({"service.name": "manta"}),
+            sampler=None if config.sampling_ratio is None else ParentBasedTraceIdRatio(config.sampling_ratio),
+            resource=Resource.create(dict(named.attributes)),
             shutdown_on_exit=False,
         )
         exporter = exporter or OTLPSpanExporter(endpoint=config.otlp_endpoint)
@@ -79,13 +92,21 @@ class Tracing:
 
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         span = self._tracer.start_span(
-            "ingress",
+            scope["method"],
             context=TraceContextTextMapPropagator().extract(headers),
             kind=SpanKind.SERVER,
             start_time=started_ns,
-            attributes={"http.request.method": scope["method"], "url.path": scope["path"]},
+            attributes={
+                "http.request.method": scope["method"],
+                "url.path": scope["path"],
+                "url.scheme": scope.get("scheme", "http"),
+            },
         )
-        return RequestTrace(self._tracer, span, started_ns) if span.is_recording() else None
+        return (
+            RequestTrace(self._tracer, span, started_ns, scope["method"], operation_of(scope["path"]))
+            if span.is_recording()
+            else None
+        )
 
     def close(self) -> None:
         """Send what is left, for at most CLOSE_S. (`shutdown` alone tries for half a minute if nobody listens.)"""
@@ -97,8 +118,10 @@ class Tracing:
 class RequestTrace:
     """The trace of one HTTP request."""
 
-    def __init__(self, tracer: Tracer, span: Span, started_ns: int):
+    def __init__(self, tracer: Tracer, span: Span, started_ns: int, method: str, operation: str):
+        """operation: see operation_of."""
         self._tracer, self._span, self._started_ns = tracer, span, started_ns
+        self._method, self._operation = method, operation
         self.trace_id = f"{span.get_span_context().trace_id:032x}"
 
     def sequence(self, ended: SequenceTimeline, times: RequestTimes | None) -> None:
@@ -106,35 +129,50 @@ class RequestTrace:
         from opentelemetry.trace import set_span_in_context
 
         span = self._tracer.start_span(
-            "sequence",
+            f"{self._operation} {ended.model}",
             context=set_span_in_context(self._span),
             start_time=self._started_ns,
             attributes={
+                "gen_ai.operation.name": self._operation,
+                "gen_ai.provider.name": SERVICE,
                 "gen_ai.request.model": ended.model,
-                "gen_ai.request.id": ended.request_id,
-                "gen_ai.usage.input_tokens": ended.prompt_tokens,
-                "gen_ai.usage.cached_tokens": ended.cached_tokens,
-                "gen_ai.usage.output_tokens": ended.output_tokens,
+                "gen_ai.response.model": ended.model,
+                "gen_ai.response.id": ended.answer_id,
                 "gen_ai.response.finish_reasons": [ended.reason or ""],
+                "gen_ai.usage.input_tokens": ended.prompt_tokens,
+                "gen_ai.usage.cache_read.input_tokens": ended.cached_tokens,
+                "gen_ai.usage.output_tokens": ended.output_tokens,
+                "manta.sequence.id": ended.request_id,
             },
         )
+        if ended.first_token_s is not None:
+            span.set_attribute("gen_ai.response.time_to_first_chunk", ended.first_token_s)
         inside = set_span_in_context(span)
         for name, (start_ns, end_ns) in phases(ended, times, self._started_ns).items():
             self._tracer.start_span(name, context=inside, start_time=start_ns).end(end_ns)
         if ended.reason == "error":
-            self._fail(span)
+            self._fail(span, ended.error_type or "error")
         span.end(self._started_ns + _ns(ended.seconds))
 
     def end(self, route: str, status: int, ended_ns: int) -> None:
+        self._span.update_name(f"{self._method} {route}")
         self._span.set_attributes({"http.route": route, "http.response.status_code": status})
         if status >= 500:
-            self._fail(self._span)
+            self._fail(self._span, str(status))
         self._span.end(ended_ns)
 
-    def _fail(self, span: Span) -> None:
+    def _fail(self, span: Span, kind: str) -> None:
         from opentelemetry.trace import StatusCode
 
+        span.set_attribute("error.type", kind)
         span.set_status(StatusCode.ERROR)
+
+
+def operation_of(path: str) -> str:
+    """Return gen_ai.operation.name of a request to a path; routes that no convention knows have their own."""
+    if path.endswith("/completions") and not path.endswith("/chat/completions"):
+        return "text_completion"
+    return next((name for ending, name in OPERATIONS.items() if path.endswith(ending)), path.rpartition("/")[2])
 
 
 def phases(ended: SequenceTimeline, times: RequestTimes | None, started_ns: int) -> dict[str, tuple[int, int]]:

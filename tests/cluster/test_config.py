@@ -243,7 +243,6 @@ def test_images_of_prefill_and_decode_engines_are_encoded_by_an_encode_pool():
         ({"models": [{**MODEL, "engine": {"block_size": 0}}]}, ["models[0].engine.block_size", "at least 1", "0"]),
         ({"models": [MODEL], "log_format": "xml"}, ["log_format", "json", "'xml'"]),
         ({"models": [MODEL], "log_level": "loud"}, ["log_level", "debug", "'loud'"]),
-        ({"models": [MODEL], "tracing": {}}, ["tracing.otlp_endpoint", "given"]),
         ({"models": [MODEL], "tracing": {"otlp_endpoint": "http://a", "x": 1}}, ["tracing.x", "sampling_ratio"]),
         ({"models": [MODEL], "tracing": {"otlp_endpoint": "a:4317"}}, ["tracing.otlp_endpoint", "http://"]),
     ],

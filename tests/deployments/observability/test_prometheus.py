@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 
 from tests.deployments.fake_api import fake_api, says, until
 from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
@@ -84,6 +85,25 @@ def test_counts_and_sums_are_exact_after_a_known_workload(folder):
             assert scrape.sum("http_request_duration_seconds_count", **answers) == 4
             assert scrape.sum("vllm:cache_config_info", block_size="4", num_gpu_blocks="512") == 1
             assert is_idle(scrape)
+
+    run(scenario())
+
+
+def test_times_have_the_names_of_opentelemetry_by_operation(folder):
+    async def scenario() -> None:
+        async with real_api(folder) as api:
+            await known_workload(api)
+            scrape = await api.scrape()
+            named = {name: name.replace(".", "_") + "_seconds" for name in (
+                gen_ai_metrics.GEN_AI_SERVER_REQUEST_DURATION,
+                gen_ai_metrics.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN,
+                gen_ai_metrics.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN,
+            )}  # fmt: skip
+            counts = [count(scrape, name)[0] for name in named.values()]
+            assert counts == [4, 4, 3], "one of them had one token"
+            labels = {"gen_ai_operation_name": "text_completion", "gen_ai_provider_name": "manta"}
+            assert all(scrape.sum(f"{name}_count", **labels) for name in named.values())
+            assert scrape.sum("gen_ai_server_request_duration_seconds_count", gen_ai_request_model="tiny") == 4
 
     run(scenario())
 

@@ -8,10 +8,11 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 
 from deployments.observability import tracing
 from deployments.observability.timeline import SequenceTimeline
-from deployments.observability.tracing import Tracing, TracingConfig, phases
+from deployments.observability.tracing import Tracing, TracingConfig, operation_of, phases
 from engine.errors import ConfigError, Overloaded, StartupError
 from engine.wire.messages import ErrorInfo, RequestTimes
 from tests.deployments.fake_api import fake_api, says
@@ -52,14 +53,23 @@ def test_a_request_is_one_trace_from_the_clients_span_down_to_the_phases_in_the_
     run(scenario())
     assert {span.trace_id for span in receiver.spans} == {TRACE_ID}
     spans = {span.name: span for span in receiver.spans}
-    assert set(spans) == {"ingress", "sequence", "queue", "prefill", "decode"}
-    ingress, sequence = spans["ingress"], spans["sequence"]
+    assert set(spans) == {"POST /v1/completions", "text_completion tiny", "queue", "prefill", "decode"}
+    ingress, sequence = spans["POST /v1/completions"], spans["text_completion tiny"]
     assert (ingress.parent_id, sequence.parent_id) == (PARENT_ID, ingress.span_id)
     assert ingress.attributes["http.route"] == "/v1/completions"
     assert ingress.attributes["http.response.status_code"] == 200
-    assert sequence.attributes["gen_ai.request.model"] == "tiny"
-    assert sequence.attributes["gen_ai.usage.input_tokens"] == 3
-    assert sequence.attributes["gen_ai.usage.output_tokens"] == 4
+    expected = {
+        gen_ai.GEN_AI_OPERATION_NAME: "text_completion",
+        gen_ai.GEN_AI_PROVIDER_NAME: "manta",
+        gen_ai.GEN_AI_REQUEST_MODEL: "tiny",
+        gen_ai.GEN_AI_RESPONSE_MODEL: "tiny",
+        gen_ai.GEN_AI_USAGE_INPUT_TOKENS: 3,
+        gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: 0,
+        gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS: 4,
+    }
+    assert {name: sequence.attributes[name] for name in expected} == expected
+    assert sequence.attributes[gen_ai.GEN_AI_RESPONSE_ID].startswith("cmpl-")
+    assert sequence.attributes[gen_ai.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] > 0
     queue, prefill, decode = phases = [spans[name] for name in ("queue", "prefill", "decode")]
     assert {span.parent_id for span in phases} == {sequence.span_id}
     assert ingress.start <= sequence.start <= queue.start
@@ -77,9 +87,9 @@ def test_a_prompt_that_another_engine_computes_has_a_handoff_in_its_trace(receiv
 
     run(scenario())
     spans = {span.name: span for span in receiver.spans}
-    assert set(spans) == {"ingress", "sequence", "queue", "prefill", "handoff", "decode"}
+    assert set(spans) == {"POST /v1/completions", "text_completion tiny", "queue", "prefill", "handoff", "decode"}
     prefill, handoff = spans["prefill"], spans["handoff"]
-    assert handoff.parent_id == spans["sequence"].span_id
+    assert handoff.parent_id == spans["text_completion tiny"].span_id
     assert prefill.start <= handoff.start < handoff.end <= prefill.end == spans["decode"].start
 
 
@@ -92,8 +102,10 @@ def test_every_sequence_of_a_request_has_a_span_of_its_own(receiver):
 
     run(scenario())
     names = [span.name for span in receiver.spans]
-    assert (names.count("ingress"), names.count("sequence")) == (1, 4)
-    assert len({span.attributes["gen_ai.request.id"] for span in receiver.spans if span.name == "sequence"}) == 4
+    assert (names.count("POST /v1/completions"), names.count("text_completion fake")) == (1, 4)
+    found = [span for span in receiver.spans if span.name == "text_completion fake"]
+    assert len({span.attributes["manta.sequence.id"] for span in found}) == 4
+    assert len({span.attributes["gen_ai.response.id"] for span in found}) == 1
 
 
 def test_a_failed_request_is_marked_as_failed(receiver):
@@ -106,9 +118,11 @@ def test_a_failed_request_is_marked_as_failed(receiver):
 
     run(scenario())
     spans = {span.name: span for span in receiver.spans}
-    assert spans["sequence"].failed
-    assert spans["sequence"].attributes["gen_ai.response.finish_reasons"].values[0].string_value == "error"
-    assert spans["ingress"].attributes["http.response.status_code"] == 429
+    sequence = spans["text_completion fake"]
+    assert sequence.failed
+    assert sequence.attributes["error.type"] == "overloaded"
+    assert sequence.attributes["gen_ai.response.finish_reasons"].values[0].string_value == "error"
+    assert spans["POST /v1/completions"].attributes["http.response.status_code"] == 429
 
 
 @pytest.mark.parametrize(
@@ -124,7 +138,41 @@ def test_a_client_that_sends_a_traceparent_decides_and_else_the_ratio_does(recei
         tracing.close()
 
     run(scenario())
-    assert len([span for span in receiver.spans if span.name == "ingress"]) == traced
+    assert len([span for span in receiver.spans if span.name == "POST /v1/completions"]) == traced
+
+
+def test_variables_of_opentelemetry_say_what_the_configuration_does_not(receiver, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint.removesuffix("/v1/traces"))
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+
+    async def scenario(config: TracingConfig) -> None:
+        tracing = Tracing(config)
+        assert tracing._provider.resource.attributes["service.name"] == "mine"
+        async with fake_api(says("a"), tracing=tracing) as api:
+            await api.post("completions", prompt="a")
+        tracing.close()
+
+    run(scenario(TracingConfig()))
+    assert not receiver.spans
+    run(scenario(TracingConfig(sampling_ratio=1.0)))
+    assert "POST /v1/completions" in {span.name for span in receiver.spans}
+
+
+@pytest.mark.parametrize(
+    ("path", "operation"),
+    [
+        ("/v1/chat/completions", "chat"),
+        ("/llm/v1/chat/completions", "chat"),
+        ("/v1/completions", "text_completion"),
+        ("/v1/messages", "chat"),
+        ("/v1/responses", "chat"),
+        ("/v1/embeddings", "embeddings"),
+        ("/rerank", "rerank"),
+    ],
+)
+def test_an_operation_has_the_name_of_the_conventions(path, operation):
+    assert operation_of(path) == operation
 
 
 def test_requests_are_served_though_no_collector_listens(receiver, monkeypatch):
