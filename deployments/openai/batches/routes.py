@@ -7,7 +7,6 @@ import re
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -41,6 +40,7 @@ from deployments.openai.served_models import ServedModels
 from deployments.storage.config import StoreConfig, open_store
 from deployments.storage.key_value import KeyValueStore
 from engine.errors import InvalidParameter, UnsupportedMediaType
+from engine.user_folder import user_folder
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class BatchRoutes:
         self._app, self._models, self._config, self._auth = app, models, config, auth
         if config.folder is None:
             return
-        folder = Path(config.folder).expanduser()
+        folder = user_folder(config.folder)
         self._own = AsyncExitStack()
         if values is None:
             values = open_store(StoreConfig(url=f"sqlite://{folder.absolute()}/{DATABASE}"))

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.user_folder import user_folder
+
 CACHE = Path("~/.cache/manta/models")
 
 
 def made_folder(state: Any, fill: Callable[[Path], None]) -> Path:
     """Return the folder that belongs to a JSON value, which every process finds in the same place. `fill` puts its
     files into it, if it is not there yet."""
-    target = CACHE.expanduser() / hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
+    target = user_folder(str(CACHE)) / hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

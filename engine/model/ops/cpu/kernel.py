@@ -12,12 +12,9 @@ import ctypes
 import logging
 import os
 import shutil
-import stat
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +25,8 @@ from llvmlite import ir
 from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 from torch import Tensor
+
+from engine.user_folder import private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +49,6 @@ def keeps_code() -> bool:
     return True
 
 
-def private_folder() -> str | None:
-    """Return a folder below /tmp for compiled code; None if there is none that nobody else can write."""
-    with suppress(OSError):
-        folder = Path(tempfile.gettempdir(), f"manta-{os.getuid()}")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
-            return str(folder)
-    return None
-
-
 def bring_compiled(folder: Path) -> None:
     """Copy the kernels that an image was built with to Numba's cache: it reads no folder that it cannot write."""
     for file in folder.rglob("*.nb[ci]") if config.CACHE_DIR else ():
@@ -73,7 +61,7 @@ def bring_compiled(folder: Path) -> None:
 
 
 if not keeps_code():
-    config.CACHE_DIR = private_folder()
+    config.CACHE_DIR = str(private_folder() or "")
     if not keeps_code():
         logger.warning("compiled kernels can be kept nowhere, so every start compiles them; set NUMBA_CACHE_DIR")
 bring_compiled(Path(sys.prefix) / "kernels")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -26,11 +27,11 @@ print([(entry.token_id, entry.logprob) for entry in output.outputs[0].logprobs])
 KERNELS = """
 import numba
 from engine.model.ops.cpu import kernel
-print(numba.config.CACHE_DIR, kernel.keeps_code())
+print([numba.config.CACHE_DIR, kernel.keeps_code()])
 """
 
 
-def where_code_is_kept(tmp_path: Path, **variables: str) -> tuple[str, str]:
+def where_code_is_kept(tmp_path: Path, **variables: str) -> tuple[str, bool]:
     """The folder that a process chooses whose source and home cannot be written, and whether it keeps code."""
     program = f"import sys; sys.path.insert(0, {str(tmp_path / 'code')!r}){KERNELS}"
     if not (tmp_path / "code").exists():
@@ -39,19 +40,19 @@ def where_code_is_kept(tmp_path: Path, **variables: str) -> tuple[str, str]:
         (tmp_path / "code/engine/model/ops/cpu/__pycache__").touch()  # a file, so that root cannot write there either
     environment = {"PATH": os.defpath, "HOME": "/dev/null", "PYTHONDONTWRITEBYTECODE": "1", **variables}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    folder, keeps = done.stdout.split()
+    folder, keeps = ast.literal_eval(done.stdout)
     return folder, keeps
 
 
 def test_where_neither_source_nor_home_can_be_written_kernels_are_kept_in_a_private_folder(tmp_path):
     (tmp_path / "tmp").mkdir()
     folder = tmp_path / "tmp" / f"manta-{os.getuid()}"
-    assert where_code_is_kept(tmp_path, TMPDIR=str(tmp_path / "tmp")) == (str(folder), "True")
+    assert where_code_is_kept(tmp_path, TMPDIR=str(tmp_path / "tmp")) == (str(folder), True)
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    assert where_code_is_kept(tmp_path, TMPDIR=str(tmp_path / "tmp")) == ("None", "False")
+    assert where_code_is_kept(tmp_path, TMPDIR=str(tmp_path / "tmp")) == ("", False)
     given = str(tmp_path / "given")
-    assert where_code_is_kept(tmp_path, NUMBA_CACHE_DIR=given) == (given, "True")
+    assert where_code_is_kept(tmp_path, NUMBA_CACHE_DIR=given) == (given, True)
 
 
 @pytest.mark.slow

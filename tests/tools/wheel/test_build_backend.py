@@ -12,8 +12,8 @@ from zipfile import ZipFile
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-TOOLS = ROOT / "tools"
+ROOT = Path(__file__).parents[3]
+TOOLS = ROOT / "tools" / "wheel"
 below_one_name = runpy.run_path(str(TOOLS / "build_backend.py"))["below_one_name"]
 
 
@@ -43,7 +43,9 @@ def test_an_import_that_would_bind_another_name_ends_the_build(source):
 
 def build(kind: str, tree: Path, out: Path) -> Path:
     """kind: wheel or sdist."""
-    program = f"import sys; sys.path.insert(0, 'tools'); import build_backend; build_backend.build_{kind}({str(out)!r})"
+    program = (
+        f"import sys; sys.path.insert(0, 'tools/wheel'); import build_backend; build_backend.build_{kind}({str(out)!r})"
+    )
     subprocess.run([sys.executable, "-c", program], cwd=tree, check=True, capture_output=True)
     (file,) = out.iterdir()
     return file

@@ -1,0 +1,238 @@
+"""Batch inference in Ray Data: an engine in each actor of a `map_batches`, with the names of `ray.data.llm`.
+
+from manta import ProcessorConfig, build_processor
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, RequestError, ServingError, StartupError
+from engine.wire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+    from engine.offline.outputs import RequestOutput
+
+Row = dict[str, Any]
+MapRow = Callable[[Row], Row]
+Answer = Row | Exception
+Done = Callable[[Answer], object]
+
+ERROR = "__inference_error__"  # ray.data.llm's column
+PROMPTS = ("messages", "prompt", "tokenized_prompt")
+MAX_CONCURRENT_BATCHES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorConfig:
+    """Options of a processor. Those with names of `ray.data.llm.vLLMEngineProcessorConfig` mean what they do there."""
+
+    model_source: str = "pocket"  #: a Hugging Face model folder or a Hub id
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)  #: fields of EngineConfig
+    task_type: Literal["generate", "embed"] = "generate"
+    batch_size: int = 32  #: rows that come to an engine at a time
+    concurrency: int | tuple[int, int] = 1  #: engines: at most so many, or from the first to the second number
+    max_concurrent_batches: int = MAX_CONCURRENT_BATCHES  #: that one engine works on at a time, for `generate`
+    num_cpus: float = 1.0  #: of each engine
+    num_gpus: float = 0.0  #: of each engine; with `tensor_parallel`, one per rank
+    accelerator_type: str | None = None  #: GPU that an engine needs, as Ray names it: L4, H100
+    id_column: str | None = None
+    """Column that tells rows apart. With it a row is sampled by the same seed whichever engine gets it, and when;
+    without it only rows of temperature 0, or with a seed of their own, give the same text twice."""
+    should_continue_on_error: bool = False
+    """A row that cannot be answered has its error in the column `__inference_error__` and bypasses `postprocess`; else
+    it ends the job."""
+
+
+class Processor:
+    """A function from a dataset to one with answers; see `build_processor`."""
+
+    def __init__(self, config: ProcessorConfig, preprocess: MapRow | None, postprocess: MapRow | None):
+        self.config, self._preprocess, self._postprocess = config, preprocess, postprocess
+
+    def __call__(self, dataset: Dataset) -> Dataset:
+        """Return the dataset with its answers, which are computed when it is read or written."""
+        from ray.data import ActorPoolStrategy
+
+        config = self.config
+        low, high = (1, config.concurrency) if isinstance(config.concurrency, int) else config.concurrency
+        side_by_side = config.max_concurrent_batches if config.task_type == "generate" else 1
+        return dataset.map_batches(
+            {"generate": _Generate, "embed": _Embed}[config.task_type],
+            fn_constructor_args=(config, self._preprocess or _same, self._postprocess or _same),
+            batch_size=config.batch_size,
+            batch_format="pyarrow",
+            compute=ActorPoolStrategy(min_size=low, max_size=high, max_concurrent_calls_per_actor=side_by_side),
+            num_cpus=config.num_cpus,
+            num_gpus=config.num_gpus or None,
+            accelerator_type=config.accelerator_type,
+        )
+
+
+def build_processor(
+    config: ProcessorConfig, preprocess: MapRow | None = None, postprocess: MapRow | None = None
+) -> Processor:
+    """Return a processor, which is called with a dataset.
+
+    preprocess: makes of a row one with `messages`, as of a chat; or a `prompt`, a text; or a `tokenized_prompt`, its
+    token ids. `sampling_params` beside it is a dict of SamplingParams' fields. All columns are carried over.
+    postprocess: makes of that row, with `generated_text`, `generated_tokens`, `num_input_tokens`,
+    `num_generated_tokens` and `finish_reason`, or with `embeddings`, the row of the result.
+    Both run in the engine's process. Raises StartupError if Ray Data is not installed, and ConfigError.
+    """
+    try:
+        import ray.data  # noqa: F401
+    except ImportError as error:
+        raise StartupError(f"Ray Data needs more ({error}): pip install 'manta-serve[data]'") from None
+    try:
+        EngineConfig(model=config.model_source, **config.engine_kwargs)
+    except TypeError as error:
+        raise ConfigError("engine_kwargs", str(error), "fields of EngineConfig") from None
+    return Processor(config, preprocess, postprocess)
+
+
+def _same(row: Row) -> Row:
+    return row
+
+
+class _Engine:
+    """What the actors of both tasks have: an engine that stays, and rows of a batch."""
+
+    def __init__(self, config: ProcessorConfig, preprocess: MapRow, postprocess: MapRow):
+        from engine.offline.llm import LLM
+
+        self.config, self._preprocess, self._postprocess = config, preprocess, postprocess
+        self.llm = LLM(config.model_source, **config.engine_kwargs)
+
+    def rows(self, batch: Any) -> list[Row]:
+        """batch: a table of pyarrow."""
+        return [self._preprocess(row) for row in batch.to_pylist()]
+
+    def columns(self, rows: list[Row], answers: list[Answer]) -> dict[str, list[Any]]:
+        """Return the rows with their answers. Raises the first error, unless the job is to go on."""
+        found: list[Row] = []
+        for row, answer in zip(rows, answers, strict=True):
+            if isinstance(answer, Exception):
+                if not self.config.should_continue_on_error or isinstance(answer, RuntimeError):
+                    raise answer
+                found.append({**row, ERROR: str(answer)})
+            else:
+                found.append(self._postprocess({**row, **answer}))
+                if self.config.should_continue_on_error:
+                    found[-1][ERROR] = ""
+        names = dict.fromkeys(name for row in found for name in row)
+        return {name: [row.get(name) for row in found] for name in names}
+
+
+class _Embed(_Engine):
+    def __call__(self, batch: Any) -> dict[str, list[Any]]:
+        rows = self.rows(batch)
+        return self.columns(rows, self._embeddings([_prompt(row) for row in rows]))
+
+    def _embeddings(self, prompts: list[Any]) -> list[Answer]:
+        try:
+            outputs = self.llm.embed(prompts, progress=False)
+        except RequestError as error:  # none of them is computed
+            return [error] if len(prompts) == 1 else [self._embeddings([prompt])[0] for prompt in prompts]
+        return [{"embeddings": o.outputs.embedding, "num_input_tokens": len(o.prompt_token_ids)} for o in outputs]
+
+
+class _Generate(_Engine):
+    """Batches of one actor run side by side in its engine, so that it has work while one of them ends."""
+
+    def __init__(self, config: ProcessorConfig, preprocess: MapRow, postprocess: MapRow):
+        super().__init__(config, preprocess, postprocess)
+        self._inbox: SimpleQueue[tuple[Row, Done]] = SimpleQueue()
+        self._open: dict[str, Done] = {}
+        self._running: asyncio.Task[None] | None = None
+
+    async def __call__(self, batch: Any) -> AsyncIterator[dict[str, list[Any]]]:
+        rows, loop = self.rows(batch), asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in rows]
+        for row, future in zip(rows, futures, strict=True):
+            self._inbox.put((row, partial(_set_result, loop, future)))
+        answers = asyncio.gather(*futures)
+        while not answers.done():
+            if self._running is None or self._running.done():
+                self._running = asyncio.create_task(asyncio.to_thread(self._run))
+            either: list[asyncio.Future[Any]] = [answers, self._running]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        yield self.columns(rows, answers.result())
+
+    def _run(self) -> None:
+        """Answer rows until there are none, in the only thread that uses the engine."""
+        try:
+            for output in self.llm.run(self, progress=False):
+                self._open.pop(output.request_id)(_answer(output))
+        except Exception as error:  # noqa: BLE001  a step has failed, and whoever waits is to hear of it
+            for done in self._open.values():
+                done(RuntimeError(f"the engine has failed: {error!r}"))
+            self._open.clear()
+
+    def __iter__(self) -> _Generate:
+        return self
+
+    def __next__(self) -> tuple[RequestOutput, SamplingParams]:
+        """Return the next request. That there is none now does not end those that run, and more may come."""
+        while True:
+            try:
+                row, done = self._inbox.get_nowait()
+            except Empty:
+                raise StopIteration from None
+            try:
+                request, params = self.request(row)
+                if request.request_id in self._open:
+                    raise RequestError(f"{self.config.id_column} is that of another row: {request.request_id}")
+            except (ServingError, msgspec.ValidationError) as error:
+                done(error)
+                continue
+            self._open[request.request_id] = done
+            return request, params
+
+    def request(self, row: Row) -> tuple[RequestOutput, SamplingParams]:
+        """Raises RequestError, or a ValidationError of msgspec."""
+        given = {name: value for name, value in (row.get("sampling_params") or {}).items() if value is not None}
+        params = msgspec.convert({"max_tokens": None, **given}, SamplingParams)
+        prompt = _prompt(row)
+        if row.get("messages") is not None:
+            prompt = self.llm.tokenizer.apply_chat_template(prompt)
+        name = uuid.uuid4().hex if self.config.id_column is None else f"row {row.get(self.config.id_column)}"
+        return self.llm.request(prompt, params, request_id=name), params
+
+
+def _set_result(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Answer], answer: Answer) -> None:
+    loop.call_soon_threadsafe(future.set_result, answer)
+
+
+def _prompt(row: Row) -> Any:
+    """Return the prompt of a row. Raises RequestError."""
+    given = [name for name in PROMPTS if row.get(name) is not None]
+    if len(given) != 1:
+        raise RequestError(f"a row needs one of {', '.join(PROMPTS)}, and has {', '.join(given) or 'none'}", "prompt")
+    if given[0] == "messages":  # Arrow gives each dict the keys of all
+        return [{key: value for key, value in message.items() if value is not None} for message in row["messages"]]
+    return row[given[0]]
+
+
+def _answer(output: RequestOutput) -> Answer:
+    first = output.outputs[0]
+    if first.error:
+        return RequestError(first.error)
+    return {
+        "generated_text": first.text,
+        "generated_tokens": first.token_ids,
+        "num_input_tokens": len(output.prompt_token_ids),
+        "num_generated_tokens": len(first.token_ids),
+        "finish_reason": first.finish_reason,
+    }

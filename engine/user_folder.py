@@ -1,0 +1,42 @@
+"""Folders of the user's own, also where the home cannot be written, as in a container."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def user_folder(path: str) -> Path:
+    """Return a folder. One below `~` that cannot be written is below `private_folder` in its place, with a warning."""
+    expanded = Path(os.path.expanduser(path))  # not Path.expanduser, which raises where there is no home at all
+    if not path.startswith("~/") or can_write(expanded) or (private := private_folder()) is None:
+        return expanded
+    logger.warning("%s cannot be written: %s is used, which may not outlive a restart of the machine", path, private)
+    return private / path.removeprefix("~/")
+
+
+def can_write(folder: Path) -> bool:
+    """Make a folder if it is missing, and return whether files can be made there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
+def private_folder() -> Path | None:
+    """Return this user's folder below /tmp (or `$TMPDIR`); None if there is none that nobody else can write."""
+    with suppress(OSError):
+        folder = Path(tempfile.gettempdir(), f"manta-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            return folder
+    return None

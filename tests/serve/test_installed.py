@@ -1,0 +1,112 @@
+"""The wheel, away from the checkout: one server, one offline answer, one pair of prefill and decode, one upgrade.
+
+`pytest -s` prints how long each took.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine import LLM, SamplingParams
+from tests.serve.installed import Installed, build_wheel
+from tests.serve.serve_run import ServeRun
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "An ocean is"
+OFFLINE = """
+import json, sys
+import cluster, deployments, engine
+from manta import LLM, SamplingParams
+
+assert engine.WHOSE == cluster.WHOSE == deployments.WHOSE == "the user"
+with LLM("pocket", dtype="float32", num_threads=1, tensor_parallel=int(sys.argv[1])) as llm:
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    print(json.dumps(llm.generate(["An ocean is"], params, progress=False)[0].outputs[0].text))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Installed:
+    return Installed(wheel, tmp_path_factory.mktemp("installed"))
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    with LLM("pocket", dtype="float32", num_threads=1) as llm:
+        return llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=16), progress=False)[0].outputs[0].text
+
+
+def test_one_name_is_added_to_the_environment_and_the_other_cluster_stays(installed):
+    program = "import cluster, manta; print(cluster.WHOSE, '|', manta.__file__)"
+    whose, _, file = installed.run(installed.python, "-I", "-c", program).strip().partition(" | ")
+    assert whose == "the other distribution" and file.startswith(str(installed.environment_folder))
+    assert "names" not in [
+        finding["topic"] for finding in json.loads(installed.run(installed.manta, "doctor", "--json"))
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_offline_answer_beside_the_users_own_modules(installed, expected, ranks):
+    (installed.user_folder / "ask.py").write_text(OFFLINE)
+    assert json.loads(installed.run(installed.python, "ask.py", str(ranks))) == expected
+
+
+@pytest.mark.parametrize("pools", [{}, {"prefill": {"num_cpus": 0.4}, "handoff": {"policy": "always"}}])
+def test_a_server_answers_from_the_wheel(installed, expected, tmp_path, pools):
+    model = {"name": "pocket", "model": "pocket", "engine": {"dtype": "float32", "num_threads": 1}, **pools}
+    began, token = time.monotonic(), {"RAY_AUTH_MODE": "token"}  # which Ray cannot keep in this home
+    server = ServeRun(
+        tmp_path, {"models": [{**model, "decode": {"num_cpus": 0.4}}]}, installed=installed, environment=token
+    )
+    try:
+        server.wait_until_healthy(2 if pools else 1)
+        body = {"model": "pocket", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+        print(f"\n| {sorted(pools) or 'one replica'} | {time.monotonic() - began:.1f} s to the first answer |")
+        assert answer["choices"][0]["text"] == expected
+        assert str(ROOT) not in "".join(server.log).replace(str(installed.environment_folder), "")
+        if pools:
+            metrics = httpx.get(f"{server.url}/metrics").text
+            assert [line for line in metrics.splitlines() if "pd_decision_total{" in line and "remote" in line]
+    finally:
+        server.stop()
+
+
+def test_a_file_of_the_users_that_would_hide_manta_from_rays_workers_ends_the_start_with_one_line(installed):
+    file = installed.user_folder / "manta.py"
+    file.touch()
+    try:
+        done = subprocess.run(
+            [installed.manta, "serve", "--address", "local"], cwd=installed.user_folder, env=installed.environment,
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    finally:
+        file.unlink()
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        f"manta: {file} would be imported in place of Manta's `manta` by Ray's workers. "
+        "Rename it, or start in another folder"
+    )
+
+
+def test_an_ingress_that_cannot_start_ends_the_start_with_one_line(installed, tmp_path):
+    args = {"models": [{"name": "pocket", "model": "pocket"}], "ingress": {"batch_dir": "/dev/null/batches"}}
+    server = ServeRun(tmp_path, args, installed=installed)
+    try:
+        server.wait_for_line("manta cannot start. configuration: ingress.store must be a file of SQLite")
+        assert server.wait(120) == 1
+    finally:
+        server.stop()
