@@ -6,6 +6,7 @@ from manta import ProcessorConfig, build_processor
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from cluster.ray_serve_llm import engine_keys
 from engine.config import EngineConfig
 from engine.errors import ConfigError, RequestError, ServingError, StartupError
 from engine.wire.sampling_params import SamplingParams
@@ -39,7 +41,9 @@ class ProcessorConfig:
     """Options of a processor. Those with names of `ray.data.llm.vLLMEngineProcessorConfig` mean what they do there."""
 
     model_source: str = "pocket"  #: a Hugging Face model folder or a Hub id
-    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)  #: fields of EngineConfig
+    engine_kwargs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  #: of vLLM's engine (docs/vllm.md), or fields of EngineConfig
     task_type: Literal["generate", "embed"] = "generate"
     batch_size: int = 32  #: rows that come to an engine at a time
     concurrency: int | tuple[int, int] = 1  #: engines: at most so many, or from the first to the second number
@@ -89,17 +93,26 @@ def build_processor(
     token ids. `sampling_params` beside it is a dict of SamplingParams' fields. All columns are carried over.
     postprocess: makes of that row, with `generated_text`, `generated_tokens`, `num_input_tokens`,
     `num_generated_tokens` and `finish_reason`, or with `embeddings`, the row of the result.
-    Both run in the engine's process. Raises StartupError if Ray Data is not installed, and ConfigError.
+    Both run in the engine's process. Raises StartupError if Ray Data is not installed, or an option is not to be had.
     """
     try:
         import ray.data  # noqa: F401
     except ImportError as error:
         raise StartupError(f"Ray Data needs more ({error}): pip install 'manta-serve[data]'") from None
-    try:
-        EngineConfig(model=config.model_source, **config.engine_kwargs)
-    except TypeError as error:
-        raise ConfigError("engine_kwargs", str(error), "fields of EngineConfig") from None
+    _engine_options(config)
     return Processor(config, preprocess, postprocess)
+
+
+def _engine_options(config: ProcessorConfig) -> dict[str, Any]:
+    """Return the fields of EngineConfig that `engine_kwargs` stand for. Raises ConfigError."""
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    given = dict(config.engine_kwargs)
+    keys = engine_keys({name: given.pop(name) for name in given.keys() - fields}, "engine_kwargs")
+    options = {**keys.pop("engine", {}), **given}
+    for name, value in keys.items():
+        raise ConfigError(f"engine_kwargs.{name}", value, "an option of an engine without a server")
+    EngineConfig(model=config.model_source, **options)
+    return options
 
 
 def _same(row: Row) -> Row:
@@ -113,7 +126,7 @@ class _Engine:
         from engine.offline.llm import LLM
 
         self.config, self._preprocess, self._postprocess = config, preprocess, postprocess
-        self.llm = LLM(config.model_source, **config.engine_kwargs)
+        self.llm = LLM(config.model_source, **_engine_options(config))
 
     def rows(self, batch: Any) -> list[Row]:
         """batch: a table of pyarrow."""

@@ -126,7 +126,7 @@ def _model(given: Any, path: str, variables: dict[str, str] | None) -> dict[str,
     if token := kwargs.pop("hf_token", None):
         environment["env_vars"] = {"HF_TOKEN": token, **(environment.get("env_vars") or {})}
     _environment(environment, f"{path}.runtime_env", variables)
-    engine = _engine(kwargs, f"{path}.engine_kwargs")
+    engine = engine_keys(kwargs, f"{path}.engine_kwargs")
     tokenizer = keys.pop("engine", {})
     if engine.get("engine") or tokenizer:
         engine["engine"] = {**tokenizer, **engine.get("engine", {})}
@@ -202,7 +202,7 @@ def _pool(given: Mapping[str, Any], path: str) -> Keys:
     return pool
 
 
-def _engine(kwargs: Mapping[str, Any], path: str) -> Keys:
+def engine_keys(kwargs: Mapping[str, Any], path: str) -> Keys:
     """Return the keys that arguments of vLLM's engine stand for. Raises StartupError for one that has none."""
     given = {key: value for key, value in kwargs.items() if key != "kv_transfer_config"}  # pools find each other
     try:

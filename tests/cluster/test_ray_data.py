@@ -18,7 +18,7 @@ import pytest
 
 from cluster.ray_data import ERROR, ProcessorConfig, _Embed, _Generate, _same, build_processor
 from engine import LLM, SamplingParams
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError, RequestError, StartupError
 from tests.pooling_models import EMBEDDINGS, make
 from tests.serve.serve_run import ray_environment
 
@@ -26,7 +26,7 @@ pa = pytest.importorskip("pyarrow")
 pytest.importorskip("ray.data")  # sets a variable of the environment
 
 WORDS = ["ocean", "lamp", "winter", "dog", "music", "river"]
-ENGINE = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 512}
+ENGINE = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 512, "tensor_parallel_size": 1}
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,7 +40,7 @@ def ask(row: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
     """What the engine says by itself."""
-    with LLM("pocket", **ENGINE) as llm:
+    with LLM("pocket", dtype="float32", num_threads=1, num_blocks=512) as llm:
         found = llm.generate([f"The {word} is" for word in WORDS], SamplingParams(**PARAMS), progress=False)
         return {word: output.outputs[0].text for word, output in zip(WORDS, found, strict=True)}
 
@@ -100,8 +100,10 @@ def test_embeddings_are_those_of_the_engine(tmp_path):
 
 
 def test_options_that_no_engine_has_are_refused_where_the_processor_is_built():
-    with pytest.raises(ConfigError, match="tensor_paralel"):
+    with pytest.raises(StartupError, match=r"engine_kwargs: .*tensor-paralel"):
         build_processor(ProcessorConfig(engine_kwargs={"tensor_paralel": 2}))
+    with pytest.raises(ConfigError, match="chat_template"):
+        build_processor(ProcessorConfig(engine_kwargs={"chat_template": "{{ messages }}"}))
     with pytest.raises(ConfigError, match="max_num_seqs"):
         build_processor(ProcessorConfig(engine_kwargs={"max_num_seqs": 0}))
 
