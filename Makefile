@@ -102,6 +102,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m compileall -q manta engine placement deployments cluster  # or the first start would, in each process
 	$(BIN)/python -m engine.model.ops.cpu  # the same for the kernels
+	-$(BIN)/manta pull smollm2  # the model of `make serve`; without a network the bundled one takes its place
 	@touch $@
 
 clean:

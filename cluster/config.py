@@ -21,6 +21,7 @@ from deployments.routing.config import Role, RoutingConfig
 from deployments.storage.config import StoreConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
 from engine.errors import ConfigError, without_credentials
+from engine.model.checkpoint import smollm2
 from placement.console_log import LogConfig, LogFormat, LogLevel
 from placement.spec import GroupSpec, Strategy
 
@@ -188,7 +189,9 @@ class ModelSection(Section):
 
     name: str = Field(min_length=1)  #: what clients send as `model`
     aliases: list[str] = Field(default=[])  #: what they may send as well
-    model: str  #: `pocket`, a folder, or a Hub id, which may end with @ and a revision
+    model: str
+    """`pocket`, `smollm2`, `default`, a folder, a GGUF file, or a Hub id, which may end with @ and a revision."""
+
     chat_template: str | None = None  #: a file of Jinja, where an ingress is built; or its text
     default_chat_template_kwargs: dict[str, Any] = Field(default={})  #: variables that requests may change
     generation_config: str = "auto"
@@ -206,6 +209,16 @@ class ModelSection(Section):
     sdc_check_every: int | None = Field(default=None, ge=1)
     """One in this many answers is computed again by another replica while all are idle, to find silent data corruption:
     1000 (docs/sdc_check.md)."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _choose_default(cls, given: Any) -> Any:
+        """Put the model that is there in place of `default`, and let clients call it by its own name too."""
+        if not isinstance(given, dict) or given.get("model") != smollm2.DEFAULT:
+            return given
+        chosen = smollm2.default_model()
+        own = [] if given.get("name") == chosen else [chosen]
+        return {**given, "model": chosen, "aliases": given.get("aliases") or own}
 
     @property
     def autoscales(self) -> bool:

