@@ -31,11 +31,15 @@ def check(config: EngineConfig, model_config: ModelConfig, device: torch.device)
     for name, value, known in (
         ("device", device.type, device.type == "cpu"),
         ("torch_compile", True, not config.torch_compile),
-        ("model", model_config.architecture, not model_config.transformers and model_config.encoder is None),
+        ("model", model_config.architecture, is_known(model_config)),
         ("quantization", config.quantization or "that of the model", model_config.quantization is None),
     ):
         if not known:
             raise ConfigError(name, value, "another value, or determinism left out: `strict` does not support it yet")
+
+
+def is_known(model: ModelConfig) -> bool:
+    return not model.transformers and model.encoder is None and model.recurrent is None
 
 
 def pad_layers(model: nn.Module) -> None:

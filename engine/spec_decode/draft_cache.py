@@ -48,7 +48,7 @@ class DraftCache:
 
     def own(self, batch: Batch) -> Batch:
         """The target's batch over this cache. What attention derived for the heads of the target stays with that."""
-        return replace(batch, kv_cache=self.kv, kv_scales=None, tiles=None, plans={})
+        return replace(batch, kv_cache=self.kv, kv_scales=None, tiles=None, latent_tiles=None, plans={})
 
     def continue_drafts(
         self, step: DraftInputs, entries: list[int], ids: Tensor, positions: Tensor, forward: Forward

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
-from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.causal_conv import CausalConv
@@ -88,8 +87,6 @@ class Mamba2Norm(Sharded):
         assert cfg.recurrent is not None
         self.tp, self.inner, self.eps, self.gate_last = tp, inner, cfg.rms_norm_eps, cfg.recurrent.norm_before_gate
         self.groups, self.size = cfg.recurrent.key_heads, inner.shape[0] // cfg.recurrent.key_heads
-        if tp.fixed_order and self.groups % tp.size:
-            raise ConfigError("determinism", "strict", "left out: norms of recurrent layers are split over the ranks")
         self.weight = nn.Parameter(torch.empty(inner.size), requires_grad=False)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:

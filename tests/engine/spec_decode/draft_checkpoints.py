@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -141,7 +142,9 @@ class PlainMTP(torch.nn.Module):
         super().__init__()
         self.config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
         target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.block = Glm4MoeDecoderLayer(self.config, MTP_LAYER)
+        deepseek = self.config.model_type == "deepseek_v3"
+        self.block = (DeepseekV3DecoderLayer if deepseek else Glm4MoeDecoderLayer)(self.config, MTP_LAYER)
+        self.rotary = (DeepseekV3RotaryEmbedding if deepseek else Glm4MoeRotaryEmbedding)(self.config)
         self.enorm, self.hnorm, self.norm = (Glm4MoeRMSNorm(HIDDEN, self.config.rms_norm_eps) for _ in range(3))
         self.eh_proj = torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
         randomise(self, tied=False, seed=3)
@@ -153,7 +156,7 @@ class PlainMTP(torch.nn.Module):
         for _ in range(count):
             length = len(ids)
             x = self.eh_proj(torch.cat((self.enorm(self.embed(torch.tensor(ids))), self.hnorm(states)), -1))
-            rope = Glm4MoeRotaryEmbedding(self.config)(x, torch.arange(length)[None])
+            rope = self.rotary(x, torch.arange(length)[None])
             mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
             out = self.block(x[None], position_embeddings=rope, attention_mask=mask)[0][-1:]
             found.append(int(self.head(self.norm(out)).argmax()))

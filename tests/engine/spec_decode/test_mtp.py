@@ -12,9 +12,9 @@ from tests.engine.spec_decode.draft_steps import DraftedSequences, load_target
 from tests.models import make_model
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = make_model(tmp_path_factory.mktemp("glm"), "glm4_moe", vocab_size=VOCAB)
+@pytest.fixture(scope="module", params=["glm4_moe", "deepseek_v3"])
+def checkpoint(request, tmp_path_factory):
+    folder = make_model(tmp_path_factory.mktemp("target"), request.param, vocab_size=VOCAB)
     return folder, write_mtp(folder)
 
 
