@@ -16,6 +16,7 @@ from engine.model.families import FAMILIES
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.models.registry import model_class
 from engine.model.quantization.mxfp4 import MXFP4
+from engine.model.state import state_specs
 from tests.models import make_model
 
 # As published on the Hub, before transformers 5.
@@ -451,3 +452,43 @@ def test_numbers_that_json_has_none_for_are_read_as_transformers_writes_them(tmp
     assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
     assert ModelConfig.from_folder(tmp_path).num_layers == 3
     assert read_json(tmp_path, "config.json")["router_jitter_noise"] == math.inf
+
+
+def test_the_language_model_of_qwen_3_5_is_read_as_published(read):
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True}
+    text = {
+        "model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 2560, "intermediate_size": 9216,
+        "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+        "hidden_act": "silu", "max_position_embeddings": 262_144, "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+        "rope_parameters": {**rope, "mrope_section": [11, 11, 10]},
+    }  # fmt: skip
+    cfg = read({"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text})
+    assert cfg.architecture == "Qwen3_5ForCausalLM"
+    assert cfg.recurrent is not None
+    assert [i for i in range(32) if i not in cfg.recurrent.layers] == list(range(3, 32, 4))
+    assert cfg.rope[3] == RopeConfig(theta=1e7, partial_rotary_factor=0.25)
+    (kept, *_), rows = state_specs(cfg.recurrent, "bfloat16"), 64
+    assert kept.kept_bytes == 4 * 32 * 128 * 128 + 2 * 16 * 8192, "2 MiB, and the inputs of the convolution"
+    assert kept.row_bytes == 4 * rows * (16 * 128 + 32 * 128 + 32)
+
+
+def test_deepseek_v3_is_read_as_published(read):
+    rope = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+    cfg = read({
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129_280,
+        "hidden_size": 7168, "intermediate_size": 18_432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3, "norm_topk_prob": True, "hidden_act": "silu", "max_position_embeddings": 163_840,
+        "rope_theta": 10_000, "rope_scaling": rope, "num_nextn_predict_layers": 1,
+    })  # fmt: skip
+    assert (cfg.num_kv_heads, cfg.head_dim) == (1, 576)
+    assert cfg.attention_scale == pytest.approx(0.13523, rel=1e-4)
+    assert cfg.rope[0].attention_factor == 1.0
+    assert cfg.moe is not None
+    assert cfg.moe.layers == frozenset(range(3, 61))
+    assert (cfg.moe.shared_intermediate_size, cfg.moe.num_groups, cfg.moe.topk_groups) == (2048, 8, 4)

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.core.build import build_engine
+from engine.errors import ConfigError
 from tests.engine.model.test_parity import Reference, Run
 from tests.models import HYBRIDS, make_model, with_slow
 
@@ -41,3 +44,12 @@ def test_a_prompt_that_was_seen_is_computed_again(reference):
             run.go()
         assert run.tokens["first"] == run.tokens["again"] == reference.output(reference.prompt(130, seed=130))
         assert run.cached == {"first": 0, "again": 0}, "no state stands where the prompt was cut"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("torch_compile", True), ("speculative", {"method": "ngram"}), ("determinism", "strict")]
+)
+def test_what_does_not_go_with_recurrent_layers_is_refused_at_start(tmp_path, key, value):
+    folder = make_model(tmp_path, "qwen3_5")
+    with pytest.raises(ConfigError, match=r"(torch_compile|speculative|model) must be"):
+        build_engine(EngineConfig(**{"model": str(folder), "num_blocks": 16, key: value}))
