@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -101,8 +101,8 @@ class StateBatch:
     """[seqs] int32, a border that this step reaches, where the state is also written to another slot; -1 for none."""
     save_slots: Tensor
     """[seqs] int32, that slot."""
-    tables: tuple[Tensor, ...] | None = None
-    """What the CPU kernel of linear attention makes of all this, once for all layers."""
+    plans: dict[object, Any] = field(default_factory=dict)
+    """What ops make of all this, once for all layers."""
 
 
 class StateCache:

@@ -9,12 +9,14 @@ causal_conv(x, weight, bias, states, batch, silu) -> like x, contiguous
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.batch import Batch, state_rows
+from engine.model.batch import Batch, StateRows, state_rows
 from engine.model.ops import activation
 from engine.model.state import RING, States
 
@@ -30,28 +32,69 @@ def select(dtype: torch.dtype, device: torch.device) -> CausalConv:
     return causal_conv_plain
 
 
+@dataclass(frozen=True, slots=True)
+class Begins:
+    """The first rows of each sequence in a step, up to kernel - 1, which read what earlier steps have computed; and the
+    last rows, which steps to come read. All [n] int64 but `back`."""
+
+    rows: Tensor
+    slots: Tensor
+    positions: Tensor
+    back: Tensor  #: [n, 1], rows of the sequence before each
+    last_rows: Tensor
+    last_slots: Tensor
+    last_positions: Tensor
+    saved: list[StateRows]
+
+    @classmethod
+    def of(cls, batch: Batch, kernel: int) -> Begins:
+        seqs = state_rows(batch)
+        first = [(s.first + i, s.slot, s.start + i, i) for s in seqs for i in range(min(kernel - 1, s.last - s.first))]
+        last = [
+            (row, s.slot, s.start + row - s.first) for s in seqs for row in range(max(s.first, s.last - RING), s.last)
+        ]
+        device = batch.query_start.device
+        rows, slots, positions, back = torch.tensor(first, device=device).reshape(-1, 4).unbind(1)
+        last_rows, last_slots, last_positions = torch.tensor(last, device=device).unbind(1)
+        saved = [seq for seq in seqs if seq.save_at >= 0]
+        return cls(rows, slots, positions, back[:, None], last_rows, last_slots, last_positions, saved)
+
+
 def causal_conv_plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: States, batch: Batch, silu: bool
 ) -> Tensor:
     """x: [tokens, channels]; weight: [channels, kernel]; bias: [channels] or None. Returns x's shape and dtype."""
-    out, kernel, ring = torch.zeros_like(x), weight.shape[1], states["conv"]
-    for seq in state_rows(batch):
-        count, known = seq.last - seq.first, min(seq.start, kernel - 1)
-        before = torch.zeros(kernel - 1, x.shape[1], dtype=x.dtype, device=x.device)
-        before[kernel - 1 - known :] = ring[seq.slot, torch.arange(seq.start - known, seq.start) % RING]
-        inputs = torch.cat((before, x[seq.first : seq.last]))  # from position seq.start - kernel + 1 on
-        total = torch.zeros(count, x.shape[1], device=x.device) if bias is None else bias.float()
-        for j, column in enumerate(weight.float().unbind(1)):
-            total = total + column * inputs[j : j + count].float()
-        out[seq.first : seq.last] = (activation.silu(total) if silu else total).to(x.dtype)
-        write_ring(ring[seq.slot], x[seq.first : seq.last], seq.start)
-        if seq.save_at >= 0:
-            last = inputs[: seq.save_at - seq.start + kernel - 1][1 - kernel :]
-            write_ring(ring[seq.save_slot], last, seq.save_at - kernel + 1)
+    assert batch.states is not None
+    kernel, ring, plans = weight.shape[1], states["conv"], batch.states.plans
+    if ("conv", kernel) not in plans:
+        plans["conv", kernel] = Begins.of(batch, kernel)
+    begins: Begins = plans["conv", kernel]
+    columns, start = weight.float().unbind(1), 0.0 if bias is None else bias.float()
+
+    def convolved(inputs: list[Tensor]) -> Tensor:
+        """inputs: the rows that each column is multiplied with."""
+        total = start + columns[0] * inputs[0].float()
+        for column, tap in zip(columns[1:], inputs[1:], strict=True):
+            total = total + column * tap.float()
+        return (activation.silu(total) if silu else total).to(x.dtype)
+
+    out, taps = torch.zeros_like(x, memory_format=torch.contiguous_format), []
+    if len(begins.rows) < len(x):
+        padded = F.pad(x, (0, 0, kernel - 1, 0))
+        out = convolved([padded[j : j + len(x)] for j in range(kernel)])
+    for distance in range(kernel - 1, -1, -1):
+        positions = begins.positions - distance
+        kept = ring[begins.slots, positions % RING].masked_fill(positions[:, None] < 0, 0)
+        taps.append(torch.where(begins.back >= distance, x[(begins.rows - distance).clamp(min=0)], kept))
+    out[begins.rows] = convolved(taps)
+    for seq in begins.saved:
+        save(x, ring, seq, kernel)
+    ring[begins.last_slots, begins.last_positions % RING] = x[begins.last_rows]
     return out
 
 
-def write_ring(ring: Tensor, inputs: Tensor, start: int) -> None:
-    """Write the last inputs of those from position `start` on."""
-    inputs, start = inputs[-RING:], start + max(0, len(inputs) - RING)
-    ring[torch.arange(start, start + len(inputs), device=ring.device) % RING] = inputs
+def save(x: Tensor, ring: Tensor, seq: StateRows, kernel: int) -> None:
+    """Write the inputs before a border that this step reaches to another slot, from the step or an earlier one."""
+    for position in range(seq.save_at - kernel + 1, seq.save_at):
+        row = seq.first + position - seq.start
+        ring[seq.save_slot, position % RING] = x[row] if position >= seq.start else ring[seq.slot, position % RING]

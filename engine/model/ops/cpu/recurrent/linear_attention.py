@@ -282,9 +282,10 @@ def linear_attention(
     assert batch.states is not None
     q, k = (x.contiguous() for x in unit_q_and_k(q, k, scale, eps))
     values, (heads, value_dim), (key_heads, key_dim) = v.float().contiguous(), v.shape[1:], k.shape[1:]
-    if batch.states.tables is None:
-        batch.states.tables = tables(batch)
-    table, slots, rows, tokens = batch.states.tables
+    plans = batch.states.plans
+    if "linear attention" not in plans:
+        plans["linear attention"] = tables(batch)
+    table, slots, rows, tokens = plans["linear attention"]
     longest = min(CHUNK, int((table[:, 1] - table[:, 0]).max()))
     out = torch.zeros_like(values)
     LINEAR_ATTENTION.launch(
