@@ -1,1 +1,1 @@
-"""The offline API: `from engine import LLM`, an engine in the caller's process."""
+"""The offline API: `from manta import LLM`, an engine in the caller's process."""

@@ -1,4 +1,4 @@
-"""Offline inference: `from engine import LLM, SamplingParams`."""
+"""Offline inference: `from manta import LLM, SamplingParams`."""
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ IMPORT = re.compile(rf"^(\s*from )(?=(?:{NAMES})(?:\.[\w.]+)? import\b)", re.MUL
 BARE_IMPORT = re.compile(rf"^\s*import (?:{NAMES})\b", re.MULTILINE)  # binds a name that would be another
 COMMAND = re.compile(rf"(python -m )(?=(?:{NAMES})\b)")
 SETTING = re.compile(rf'(")(?=(?:{NAMES})[.*:])')  # in pyproject.toml: entry points and packages
+MADE = re.compile(r"^\.|^__pycache__$|^build$|\.egg-info$")
 COMMIT = "COMMIT"
 SHIPPED = (COMMIT, "serve_config*.yaml", "docs/*.md", "docs/measurements/*.md", "k8s")
 
@@ -101,17 +102,19 @@ def _staged_in_place() -> Iterator[Path]:
 
 
 def _sources(root: Path) -> list[str]:
-    """Return the files of a checkout that git knows or would; or all files of an unpacked sdist."""
+    """Return the files of a checkout that git knows or would; or those of an unpacked sdist, without what is made."""
     if listed := _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z"):
         return [name for name in listed.split("\0") if name and (root / name).is_file()]
-    return [str(file.relative_to(root)) for file in root.rglob("*") if file.is_file()]
+    files = [file.relative_to(root) for file in root.rglob("*") if file.is_file()]
+    return [str(file) for file in files if not any(MADE.search(part) for part in file.parts)]
 
 
 def _git(root: Path, *arguments: str) -> str:
     """Return what git answers; nothing where `root` is not the top of a checkout, or there is no git."""
     if not (root / ".git").exists() or shutil.which("git") is None:
         return ""
-    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout.strip("\n")
+    command = ["git", "-c", f"safe.directory={root}", *arguments]  # root may build what another user has cloned
+    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip("\n")
 
 
 def _edit(file: Path, change: Any) -> None:
