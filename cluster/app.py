@@ -46,8 +46,8 @@ def build(args: dict[str, Any]) -> Application:
         _warn_without_policy(config, args)
         if ray.is_initialized() and ray_compat.takes_commands_of_anybody():
             logger.warning(
-                "Ray listens at %s without authentication (RAY_AUTH_MODE is not `token`): whoever reaches it can run "
-                "code here. See docs/security.md", ray.util.get_node_ip_address(),
+                "Ray listens at %s without authentication (RAY_AUTH_MODE is not `token`): anyone who can "
+                "connect can run code here. See docs/security.md", ray.util.get_node_ip_address(),
             )  # fmt: skip
         _check_tls()
         infos = [model_info(model, config.ingress) for model in config.models]
@@ -84,8 +84,8 @@ def _check_tls() -> None:
 
 
 def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:
-    """Warn if Serve's own policy would scale the pools, as it does without a word where the line with ours is missing.
-    That line stands beside `args`, which are all that a builder sees."""
+    """Warn if Serve's own policy would scale the pools, as it does silently where the line with ours is missing.
+    That line is next to `args`, which are all that a builder sees."""
     if not config.autoscales or not ray.is_initialized():
         return
     for application in ray_compat.deployed_applications():
@@ -93,7 +93,7 @@ def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:
             try:
                 AppConfig.of(application)
             except ConfigError as error:
-                logger.warning("%s. Without it Serve counts open requests, whatever `slo` says", error)
+                logger.warning("%s. Without it Serve counts open requests and ignores `slo`", error)
 
 
 def ingress(
@@ -129,7 +129,7 @@ def ingress(
 
 
 def _check_capacity(config: AppConfig) -> None:
-    """Raise StartupError if the cluster could never hold a replica of some model, whatever else ran there."""
+    """Raise StartupError if the cluster could never hold a replica of some model, even if it were empty."""
     if not ray.is_initialized():
         return
     nodes = capacity.cluster_nodes()

@@ -79,7 +79,7 @@ class PoolSection(Section):
     stall_timeout_s: float = Field(default=10.0, gt=0)
     """A replica with queued work is replaced if its engine ends no step for this long. It must be longer than any step:
     a large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt."""
-    drain_s: float = Field(default=60.0, ge=0)  #: how long a stopping replica may go on with its requests
+    drain_s: float = Field(default=60.0, ge=0)  #: how long a stopping replica may continue with its requests
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -114,13 +114,13 @@ class IngressSection(Section):
     num_cpus: float = Field(default=0.1, ge=0)
     max_ongoing_requests: int = Field(default=4096, ge=1)
     request_timeout_s: float = Field(default=600.0, gt=0)  #: limit for every request; a request may ask for less
-    drain_s: float = Field(default=600.0, ge=0)  #: how long a stopping ingress may go on with its requests
+    drain_s: float = Field(default=600.0, ge=0)  #: how long a stopping ingress may continue with its requests
     max_replays: int = Field(default=3, ge=0)  #: how often a sequence may move on from a replica that died
     max_waiting: int = Field(default=1024, ge=1)  #: sequences of a model that may wait in one ingress; else 429
     max_waiting_tokens: int = Field(default=2**22, ge=1)  #: tokens of their prompts
     api_keys_file: str | None = Field(
         default=None, min_length=1
-    )  #: on every node with an ingress; without any key everybody may come in
+    )  #: on every node with an ingress; without any key every client is admitted
     api_keys: list[str] = Field(default=[])  #: further keys, as lines of that file (`manta hash-key`)
     console: bool = True  #: serve the page at `/` (docs/console.md)
     console_texts: bool = False
@@ -198,7 +198,7 @@ class ModelSection(Section):
     """Where defaults of sampling come from: `auto` for the model's generation_config.json, `vllm` for none, or another
     folder with such a file."""
     override_generation_config: dict[str, Any] = Field(default={})  #: defaults of sampling: `{"temperature": 0.6}`
-    tool_call_parser: ToolCallParserName = "auto"  #: `auto` reads it off the chat template (docs/tool_calls.md)
+    tool_call_parser: ToolCallParserName = "auto"  #: `auto` infers it from the chat template (docs/tool_calls.md)
     reasoning_parser: ReasoningParserName = "auto"
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]
     decode: PoolSection = PoolSection()  #: replicas that answer requests

@@ -43,8 +43,8 @@ class ModelFlags:
     default_chat_template_kwargs: str | None = flag(None, "Variables of it: '{\"enable_thinking\": false}'.")
     generation_config: str | None = flag(None, "Defaults of sampling: auto, vllm (none), or a folder.")
     override_generation_config: str | None = flag(None, "Single ones: '{\"temperature\": 0.6}'.")
-    tool_call_parser: str | None = flag(None, "Default: read off the chat template.")
-    reasoning_parser: str | None = flag(None, "Default: read off the chat template.")
+    tool_call_parser: str | None = flag(None, "Default: inferred from the chat template.")
+    reasoning_parser: str | None = flag(None, "Default: inferred from the chat template.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ class OperatorRoutes:
             Route("GET", "/load", self.load, "Requests in work at this ingress.", result=ServerLoad),
             Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, forget),
             Route("GET", "/metrics", self.metrics, "Prometheus metrics.", result="text/plain"),
-            Route("GET", "/debug/handoffs", self.handoffs, "KV on its way between engines.", result=LiveHandoffs),
+            Route("GET", "/debug/handoffs", self.handoffs, "KV in transfer between engines.", result=LiveHandoffs),
             Route("GET", "/debug/requests/{name:path}", self.explain, explained, result=RequestTimeline),
         ]
 

@@ -50,7 +50,7 @@ def apart_from_http_request() -> Iterator[None]:
     """Calls that are made within belong to no HTTP request, so they end only when they are cancelled by us.
 
     Behind HAProxy, Serve cancels all calls that were made while an HTTP request was handled once its client has left,
-    also those of an answer that goes on without it.
+    also those of an answer that continues without it.
     """
     context = serve.context._get_serve_request_context()
     apart = replace(context, _internal_request_id="", cancel_on_parent_request_cancel=False)
@@ -159,7 +159,7 @@ def shared(name: str) -> bytes | None:
 def cluster_key() -> ClusterKey:
     """Return the key of all sockets of this cluster. The first process that asks makes it.
 
-    It is in the store of Ray's GCS, so whoever may run tasks in the cluster can read it. Blocks for two calls there.
+    It is in the store of Ray's GCS, so anyone who can run tasks in the cluster can read it. Blocks for two calls there.
     """
     made = msgspec.msgpack.encode(ClusterKey.generate())
     internal_kv._internal_kv_put("cluster_key", made, overwrite=False, namespace=NAMESPACE)
@@ -167,7 +167,7 @@ def cluster_key() -> ClusterKey:
 
 
 def takes_commands_of_anybody() -> bool:
-    """Return whether Ray listens on a network and has no token authentication: whoever reaches it can run code."""
+    """Return whether Ray listens on a network and has no token authentication: anyone who can connect can run code."""
     from ray._common.network_utils import is_localhost
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 

@@ -147,7 +147,7 @@ def _start_ray(address: str | None, *, configure_logging: bool) -> None:
 def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None]]:
     """Have `ray.init` leave out Ray's dashboard, which it would start, and wait for, before anything that models need;
     give its agents ports, and say so where its raylet looks for them, since it ends if they have none after 15 s; and
-    wait for the node as long as the load asks for, in place of half a minute, but not for one that has ended.
+    wait for the node as long as the load asks for, instead of half a minute, but not for one that has ended.
     Yields what starts the dashboard then; that does nothing if Ray was running already.
     """
     left_out: list[Callable[[], None]] = []

@@ -43,11 +43,11 @@ def missing(spec: GroupSpec, nodes: Sequence[Node]) -> str | None:
     elif found == 0:
         problem = _describe_shortage(spec, usable)
     else:
-        where = {"STRICT_PACK": "on one node", "STRICT_SPREAD": "on nodes of their own"}.get(spec.strategy, "anywhere")
+        where = {"STRICT_PACK": "on one node", "STRICT_SPREAD": "on separate nodes"}.get(spec.strategy, "anywhere")
         problem = f"only {found} of them fit{'s' if found == 1 else ''} {where}"
     ranks = "1 rank" if spec.num_ranks == 1 else f"{spec.num_ranks} ranks, each"
     required = (
-        f"a replica needs {ranks} with {_describe(spec.rank_bundle)}, and {spec.control_cpus:g} CPU beside the first"
+        f"a replica needs {ranks} with {_describe(spec.rank_bundle)}, and {spec.control_cpus:g} CPU more for the first"
     )
     labels = spec.label_selector.keys()
     kinds = Counter(

@@ -38,14 +38,14 @@ def log_to_console(who: str, config: LogConfig = LogConfig()) -> None:
 
 def console_handler(who: str, config: LogConfig = LogConfig()) -> logging.Handler:
     """Return what writes lines to the console as we do."""
-    handler = logging.StreamHandler(sys.__stderr__)  # Serve may have turned sys.stderr into a log file of its own
+    handler = logging.StreamHandler(sys.__stderr__)  # Serve may have turned sys.stderr into its log file
     text = logging.Formatter(TEXT.format(who=who), datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(who) if config.format == "json" else text)
     return handler
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes one JSON object per line. Values that a message names, as in `steps=%d`, are keys of their own.
+    """Writes one JSON object per line. Values that a message names, as in `steps=%d`, are separate keys.
 
     They come from the arguments of the call, not from the finished text, so a client's request id cannot forge a key.
     """

@@ -1,4 +1,4 @@
-"""The Ray actor around one rank: a process of its own, so HTTP and scheduling never share a GIL."""
+"""The Ray actor around one rank: a separate process, so HTTP and scheduling never share a GIL."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class RankGroup:
             return [call.result() for call in waiting]
         finally:
             for call in waiting:
-                call.cancel()  # whatever they still bring is of no interest
+                call.cancel()  # their results are of no interest
 
 
 async def _ended(rank: Any, number: int) -> str | None:

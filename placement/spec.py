@@ -33,7 +33,7 @@ class GroupSpec:
         """The resources of one rank."""
         bundle = {"CPU": self.num_cpus, "GPU": self.num_gpus}
         if self.accelerator_type is not None:
-            bundle[f"accelerator_type:{self.accelerator_type}"] = 0.001  # marks the node; nobody uses it up
+            bundle[f"accelerator_type:{self.accelerator_type}"] = 0.001  # marks the node; it is never used up
         return {resource: amount for resource, amount in bundle.items() if amount > 0}
 
     @property

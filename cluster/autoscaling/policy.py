@@ -52,7 +52,7 @@ class Policy:
             self._due = now + DECISION_INTERVAL_S
             try:
                 self._decided = self._decide(contexts, now)
-            except Exception:  # whatever it is: see the class
+            except Exception:  # of any kind: see the class
                 self._decided = {name: context.target_num_replicas for name, context in contexts.items()}
                 if now >= self._complain_at:
                     self._complain_at = now + COMPLAINT_INTERVAL_S

@@ -42,11 +42,11 @@ class Sizing:
         self._max_num_seqs, self._prompts, self._decodes = max_num_seqs, prompts, decodes
 
     def now(self, demand: Demand, max_replicas: int) -> Size:
-        """Size the pool for the sequences that there are now, shared evenly."""
+        """Size the pool for the present sequences, shared evenly."""
         return self._fewest(demand, max_replicas, demand.sequences, 1.0)
 
     def if_fewer(self, demand: Demand, max_replicas: int) -> Size:
-        """Size the pool for the tokens per second that there are now.
+        """Size the pool for the present tokens per second.
 
         Fewer replicas make slower steps, so the same stream of requests has more of them in flight at a time (Little's
         law). What `now` says after taking a replica away may be the opposite of what it said before; this does not.
@@ -71,7 +71,7 @@ class Sizing:
         return Size(max_replicas, reason)
 
     def _broken(self, demand: Demand, replicas: int, sequences: float | None, margin: float) -> str:
-        """Return the first limit that so many replicas would break; empty if none. margin: factor on each limit."""
+        """Return the first limit that this many replicas would break; empty if none. margin: factor on each limit."""
         if self._prompts:
             if demand.prefill_share / replicas > margin * self.prefill_limit(demand.prompt_s):
                 return "ttft"

@@ -21,7 +21,7 @@ COMMANDS = """\
 /clear          forget the conversation
 /system TEXT    begin with this system message; without a text, with none
 /help           this
-A line that ends with \\ goes on in the next. Ctrl-C stops an answer, Ctrl-D ends."""
+A line that ends with \\ continues in the next. Ctrl-C stops an answer, Ctrl-D ends."""
 
 
 @dataclass(slots=True)

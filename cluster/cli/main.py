@@ -280,7 +280,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Seed of lines that bring none.")] = None,
     html: HtmlOption = None,
 ) -> None:
-    """Answer a file of prompts, offline; run it again after a kill, and it goes on where it was.
+    """Answer a file of prompts, offline; run it again after a kill, and it resumes.
 
     A line of the input is a JSON object with a "prompt" (text, or a list of token ids) or with "messages" as in the
     chat API; beside it an "id" of your choice and any sampling parameter. Line k of the output answers line k of the

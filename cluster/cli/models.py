@@ -52,7 +52,7 @@ def markdown() -> str:
 def check_model(model: str, tensor_parallel: int) -> str:
     """Return in one line by whose code a model runs. Raises StartupError with the reason why it does not.
 
-    Nothing but config.json and small files beside it is downloaded.
+    Only config.json and small files are downloaded.
     """
     config = ModelConfig.from_folder(resolve_config(model))
     config.kv_heads_per_rank(tensor_parallel)

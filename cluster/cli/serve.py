@@ -70,7 +70,7 @@ def serve(
     ] = False,
     address: Annotated[
         str | None,
-        typer.Option(help="Address of a running Ray, or `auto`. Default: $RAY_ADDRESS, or a Ray of its own."),
+        typer.Option(help="Address of a running Ray, or `auto`. Default: $RAY_ADDRESS, or it starts its own Ray."),
     ] = None,
 ) -> None:
     """Serve a model behind an OpenAI-compatible API, until Ctrl-C.

@@ -68,7 +68,7 @@ class Cluster:
                 self._arrive(come)
                 come += 1
             else:
-                assert next_at is not None, "requests wait, and nothing is going on"
+                assert next_at is not None, "requests wait, and nothing will happen"
                 self.turns += 1
                 if (replica := loop.step()) is not None:
                     self._after(replica)
@@ -165,7 +165,7 @@ def simulate(spec: ClusterSpec, trace: Trace, progress: Progress = lambda done: 
     started = time.perf_counter()
     cluster = Cluster(spec, trace)
     gc.collect()
-    gc.freeze()  # what there is now stays to the end, so that it need not be searched for garbage all the time
+    gc.freeze()  # all present objects stay to the end, so the collector need not search them
     try:
         cluster.run(progress)
     finally:

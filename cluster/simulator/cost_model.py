@@ -16,7 +16,7 @@ COMPUTE_FRACTION = 0.6  # of the dense peak is reached by large matrix products
 ATTENTION_FRACTION = 0.4  # of the dense peak is reached by attention over long prompts
 MEMORY_FRACTION = 0.8  # of the memory's bandwidth is reached by a step of decoding
 TP_FRACTION = 0.9  # of it all is left for every doubling of the ranks: all-reduces take the rest
-STEP_S = 0.002  # of a step beside the model: planning, launching, sampling
+STEP_S = 0.002  # of a step without the model: planning, launching, sampling
 SEQUENCE_S = 5e-6
 USABLE = 0.9  # of the memory, as `gpu_memory_utilization`; activations take a fraction of that
 ACTIVATIONS = 0.05
@@ -108,7 +108,7 @@ class Card:
     flops: float  #: per second, dense, bfloat16
     bandwidth: float  #: of its memory, bytes per second
     memory: float  #: bytes
-    network: float  #: bytes per second that one card can send to another machine, by a NIC of its own
+    network: float  #: bytes per second that one card can send to another machine, by its own NIC
 
 
 CARDS = {
@@ -195,10 +195,10 @@ def roofline(model: ModelShape, card: Card, tensor_parallel: int = 1) -> Rooflin
 
 
 def kv_tokens(model: ModelShape, card: Card, tensor_parallel: int = 1) -> int:
-    """Return the tokens whose KV fits beside the weights. Raises InvalidParameter if not even the weights fit."""
+    """Return the tokens whose KV fits in addition to the weights. Raises InvalidParameter if the weights do not fit."""
     usable = tensor_parallel * card.memory * USABLE * (1 - ACTIVATIONS)
     tokens = int((usable - model.weight_bytes) / model.kv_bytes)
     if tokens < 1:
         need = model.weight_bytes / 1e9
-        raise InvalidParameter("tensor_parallel", tensor_parallel, f"so many cards that {need:.0f} GB of weights fit")
+        raise InvalidParameter("tensor_parallel", tensor_parallel, f"enough cards for {need:.0f} GB of weights")
     return tokens

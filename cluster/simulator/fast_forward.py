@@ -17,11 +17,11 @@ def token_of(request: Request) -> int:
 
 
 class FastForward:
-    """Takes many steps of a scheduler in one pass over its requests, in place of two (schedule, commit) per step, while
+    """Takes many steps of a scheduler in one pass over its requests, instead of two (schedule, commit) per step, while
     each step does the same: all running requests decode, no other can start, and blocks suffice.
 
-    Tokens, blocks, prefix cache, finished requests and their times are as after so many single steps. Only which of the
-    equal free blocks a request gets differs, and the engine's own histograms miss most times between tokens.
+    Tokens, blocks, prefix cache, finished requests and their times are as after as many single steps. Only which of the equal
+    free blocks a request gets differs, and the engine's own histograms miss most times between tokens.
     """
 
     def __init__(self, scheduler: Scheduler):

@@ -1,4 +1,4 @@
-"""KV on its way from prefill to decode replicas. The schedulers say what is to be done; here it takes time.
+"""KV in transfer from prefill to decode replicas. The schedulers say what is to be done; here it takes time.
 
 Nothing is lost and no engine dies here, so leases and heartbeats (engine/kv_transfer/protocol/) are left out, except
 for the time of their messages. Reading begins with the first chunk, while prefill computes the next, as it really does.
@@ -23,7 +23,7 @@ from engine.wire.remote_request import RemoteRequest
 class _Handoff:
     decode: Replica
     prefill: Replica
-    sent: int  #: tokens of the prompt whose KV is on its way or there
+    sent: int  #: tokens of the prompt whose KV is in transfer or there
     read_at: float = 0.0  #: when the last of them is there
 
 

@@ -26,7 +26,7 @@ class SimulationOptions:
         "Mooncake's format: timestamp (ms), input_length, output_length and maybe hash_ids (one per 512 tokens).",
         **TRAFFIC,
     )
-    requests: int = option(2000, "Number of requests; of a file, the first so many.", **TRAFFIC, min=1)
+    requests: int = option(2000, "Number of requests; of a file, this many from its start.", **TRAFFIC, min=1)
     rate: float | None = option(None, "Requests per second; default: 10, and of a file its own times.", **TRAFFIC)
     burstiness: float = option(1.0, "1 is a Poisson process, below 1 requests come in bursts.", **TRAFFIC)
     seed: int = option(0, "Equal seeds give equal traces and results.", **TRAFFIC)
@@ -44,7 +44,7 @@ class SimulationOptions:
     network_gbit: float | None = option(None, "Per replica, for KV; default: that of its cards.", **CLUSTER)
     autoscale: int | None = option(
         None,
-        "Begin with --replicas, and let the autoscaler use up to so many in each pool; not with --plan.",
+        "Begin with --replicas, and let the autoscaler use up to this many in each pool; not with --plan.",
         **CLUSTER,
         min=1,
     )

@@ -156,7 +156,7 @@ class Results:
         self.refused = 0
 
     def ended(self, request: Request, late_s: float) -> None:
-        """late_s: a token's time on its way to the client."""
+        """late_s: a token's time from the engine to the client."""
         index = int(request.request_id)
         assert request.clock.first_token_at is not None and request.clock.last_token_at is not None
         self.first_at[index] = request.clock.first_token_at + late_s

@@ -67,7 +67,7 @@ class ClusterSpec:
         return self.prefill_engine or self.engine if role == "prefill" else self.engine
 
     def with_request(self, request_s: float) -> ClusterSpec:
-        """Spread over both ways what a client was seen to wait for its first token beside the steps of an engine."""
+        """Spread over both ways what a client was seen to wait for its first token outside the steps of an engine."""
         return replace(self, call_s=request_s / 2, token_s=request_s / 2)
 
 
@@ -171,7 +171,7 @@ def _too_small(options: SimulationOptions, longest: int, capacity: int) -> Inval
         limit = f"at least {blocks}, so that blocks of {size} tokens hold the longest request of --trace ({longest})"
         return InvalidParameter("--num-blocks", options.num_blocks, limit)
     limit = (
-        f"so many cards that the KV of the longest request of --trace fits beside the weights ({longest} tokens; "
+        f"enough cards for the weights and the KV of the longest request of --trace ({longest} tokens; "
         f"{capacity} fit on {options.tensor_parallel} {options.card})"
     )
     return InvalidParameter("--tensor-parallel", options.tensor_parallel, limit)

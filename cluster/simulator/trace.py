@@ -159,7 +159,7 @@ def shared_prefix(
 ) -> Trace:
     """Begin every request with the system prompt of one of `groups` groups, drawn evenly; `system` in whole pieces.
 
-    turns: if given, each group has exactly so many requests, in random order.
+    turns: if given, each group has exactly this many requests, in random order.
     """
     size, pieces = len(arrivals), system // PIECE
     group = random.integers(groups, size=size) if not turns else random.permutation(np.arange(size) % groups)
@@ -181,7 +181,7 @@ def _azure(name: str, prompt: tuple[float, float, int], output: tuple[float, flo
 
 SYSTEM_PROMPTS, ZIPF = 40, 1.5
 SYSTEM_PIECES = (1, 6)  # how long a system prompt may be
-MORE_TURNS = 0.48  # chance that a session goes on
+MORE_TURNS = 0.48  # chance that a session continues
 THINK_S = 60.0  # mean time until a user's next turn
 FIRST = (2500.0, 4900.0, 100_000)  # median and mean of what a user brings first: often a document
 NEXT = (420.0, 1300.0, 30_000)
@@ -199,7 +199,7 @@ def _mooncake(arrivals: Times, random: Random) -> Trace:
     firsts, nexts = lognormal(random, size, *FIRST), lognormal(random, size, *NEXT)
     chosen = random.choice(SYSTEM_PROMPTS, size, p=weights / weights.sum())
     goes_on, waits = random.random(size) < MORE_TURNS, random.exponential(THINK_S, size)
-    due: list[tuple[float, int, list[int], int]] = []  # when a session goes on, its pieces and tokens
+    due: list[tuple[float, int, list[int], int]] = []  # when a session continues, its pieces and tokens
     prompts, hash_ids = np.zeros(size, dtype=np.int64), []
     for i, now in enumerate(arrivals):
         if due and due[0][0] <= now:
@@ -208,7 +208,7 @@ def _mooncake(arrivals: Times, random: Random) -> Trace:
         else:
             pieces = systems[chosen[i]]
             tokens = len(pieces) * PIECE + int(firsts[i])
-        # only whole pieces stay what they are when the text goes on
+        # only whole pieces stay what they are when the text continues
         pieces = [*pieces, *(next(ids) for _ in range(-(-tokens // PIECE) - len(pieces)))]
         prompts[i] = tokens
         hash_ids.append(pieces)

@@ -27,7 +27,7 @@ from engine.wire.sampling_params import MAX_STOP_STRINGS
 
 FOREIGN_FIELDS = ForeignFields(
     unused={
-        "cache_control": "prefixes are cached by content, whatever is marked",
+        "cache_control": "prefixes are cached by content, marked or not",
         "fallback_credit_token": "nothing is billed",
         "service_tier": "all requests are served alike",
     },
@@ -121,7 +121,7 @@ class CountTokensBody(RequestBody):
     foreign_fields = FOREIGN_FIELDS
 
     messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    """An answer goes on where a last turn of the assistant ends."""
+    """An answer continues a last turn of the assistant."""
     system: Text = ""
     tools: list[CustomTool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoiceBody | None = None

@@ -52,7 +52,7 @@ class ClusterFeed:
         while self._viewers or loop.time() < watched_at + LINGER_S:
             try:
                 self._newest = unnamed_event(await self._watcher.poll())
-            except Exception as error:  # noqa: BLE001  whatever it is, the next poll may succeed
+            except Exception as error:  # noqa: BLE001  of any kind: the next poll may succeed
                 logger.warning("the console cannot see the cluster: %r", error)
             else:
                 assert self._next is not None

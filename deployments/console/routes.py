@@ -22,7 +22,7 @@ from deployments.openai.served_models import ServedModels
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
-    # no script, style or connection but this server's own, nor other images, beside those that users add (`data:`);
+    # no script, style or connection but this server's own, nor other images than those that users add (`data:`);
     # markup made of text is refused by the browser itself
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

@@ -118,13 +118,13 @@ class Admission:
     async def _watch_engines(self) -> None:
         """Adjust the window to what the engines report, as long as they work for this ingress.
 
-        While they are down, go on although nobody waits any more, unless it is because nobody does that they are down.
+        While they are down, continue without waiting requests, unless they are down because there are none.
         """
         while self._queue.num_running or (self.availability.is_down and not await self._pool.asleep()):
             await asyncio.sleep(POLL_INTERVAL_S)
             try:
                 statuses = await self._pool.statuses()
-            except EngineUnavailable:  # the window stays; whoever is sent there will be told
+            except EngineUnavailable:  # the window stays; requests sent there will get the error
                 self.availability.report_down()
                 continue
             self.availability.report_up()

@@ -23,7 +23,7 @@ _Version = tuple[int, int, int]
 
 
 def hash_key(key: str) -> str:
-    """Return the digest that stands in the file. A plain SHA-256 is enough for long random keys only."""
+    """Return the digest that the file has. A plain SHA-256 is enough for long random keys only."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -35,7 +35,7 @@ class ApiKeys:
     """The keys of a file: one per line, without empty lines and comments (`#`); and others that never change.
 
     A change of the file is noticed within a second. If the file cannot be read then, the old keys stay valid and the
-    log says so; an empty file lets nobody in.
+    log says so; an empty file admits no client.
     """
 
     def __init__(self, path: Path | None, lines: Iterable[str] = ()):

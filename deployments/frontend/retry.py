@@ -1,7 +1,7 @@
 """The state that lets a sequence continue in another engine when its own is lost. Knows no socket and no clock.
 
-Each attempt has a request id of its own: `<id>` first, then `<id>.1`, `<id>.2`. The ingress listens to the newest one
-only, so tokens of an engine that was thought dead and comes back reach nobody.
+Each attempt has its own request id: `<id>` first, then `<id>.1`, `<id>.2`. The ingress listens to the newest one
+only, so tokens of an engine that was thought dead and comes back are dropped.
 """
 
 from __future__ import annotations

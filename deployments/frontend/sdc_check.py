@@ -69,10 +69,10 @@ class SampledAnswer:
 
 
 class SdcCheck:
-    """Samples the answers of one model, and computes them again while nobody asks for anything."""
+    """Samples the answers of one model, and computes them again while there are no requests."""
 
     def __init__(self, every: int, pool: EnginePool, channel: TokenChannel, admission: Admission, stats: ModelStats):
-        """every: one of so many answers is sampled."""
+        """every: one in this many answers is sampled."""
         self._every, self._pool, self._channel, self._admission, self._stats = every, pool, channel, admission, stats
         self._num_answers = 0
         self._waiting: deque[SampledAnswer] = deque(maxlen=MAX_WAITING)

@@ -107,7 +107,7 @@ class SequenceMetrics:
     def ended(self, reason: Reason, error: Exception | None = None) -> None:
         """The sequence has ended, as the client sees it. `refused` counts as no end. Only the first call matters.
 
-        While the model is starting, clients that find out by trying are told of at the level `debug` only.
+        While the model is starting, requests that fail for that reason are logged at the level `debug` only.
         """
         now, timeline = time.monotonic(), self._timeline
         if timeline.state == "ended":

@@ -93,7 +93,7 @@ class EngineBody(RequestBody):
     safety_identifier: str | None = Field(default=None, max_length=1024)
     """Used like `user`, if that is not given."""
     request_id: str | None = None
-    """Part of the response's id, in place of the header X-Request-Id, which Serve gives every request."""
+    """Part of the response's id, instead of the header X-Request-Id, which Serve gives every request."""
     session_id: str | None = None
     """Used like the header X-Session-Id, if that is not given."""
 

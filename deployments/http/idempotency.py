@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key, and streams that are gone on with (docs/idempotency.md)."""
+"""Requests with an Idempotency-Key, and streams that are resumed (docs/idempotency.md)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class IdempotentRoutes:
         return await self._respond(request, secrets.token_hex(16), owner, None, new, None)
 
     async def resume(self, request: Request, job_id: str, known: Position | None = None) -> Response:
-        """Handle the request of a job again, for whoever sends this one. Raises StreamNotFound."""
+        """Handle the request of a job again, for the sender of this one. Raises StreamNotFound."""
         return await self._respond(request, job_id, key_name(request) or "", known, None, None)
 
     def routes(self) -> list[Route]:

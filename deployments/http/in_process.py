@@ -30,7 +30,7 @@ async def post(
 
     async def receive() -> Message:
         if not request:
-            await asyncio.Event().wait()  # nobody disconnects
+            await asyncio.Event().wait()  # there is no client that could disconnect
         return request.pop()
 
     async def send(message: Message) -> None:

@@ -61,8 +61,8 @@ def is_open(path: str) -> bool:
 
 
 def around_serve() -> list[Middleware]:
-    """Return what Serve is to put around all that it does with a request itself; it is told by an environment variable
-    (cluster/haproxy.py)."""
+    """Return what Serve is to put around all that it does with a request itself; a variable names this function
+    (cluster/ray_environment.py)."""
     return [Middleware(HeadersMiddleware, os.environ.get(SERVER_VARIABLE))]
 
 

@@ -29,7 +29,7 @@ class EventStream(StreamingResponse):
         self._events, self._first = events, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "HEAD":  # nobody would read the events, which may go on for ever
+        if scope["method"] == "HEAD":  # the events, perhaps endless, would not be read
             await self._events.aclose()
         await super().__call__(scope, receive, send)
 
@@ -98,7 +98,7 @@ async def _encoded(
                     yield event_id + event_format.encode(chunk)
         if event_format.end and (event_id := ids.next()) is not None:
             yield event_id + event_format.end
-    except Exception as error:  # whatever it is, the client has to be told inside the stream
+    except Exception as error:  # of any kind: the client gets it inside the stream
         if not begun:
             raise
         ids.fail(error)

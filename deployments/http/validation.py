@@ -53,13 +53,13 @@ class ForeignFields:
     """Fields that an API defines and no route here has, each with the reason."""
 
     unused: Mapping[str, str] = field(default_factory=dict)
-    """Dropped without a word: they promise nothing that is not so."""
+    """Dropped silently: they promise nothing that is not so."""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Ignored, and a Warning header says so: the answer is of the kind that was asked for all the same."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Refused: without them the answer would be of another kind, or to another question."""
     neutral: Mapping[str, list[JsonValue]] = field(default_factory=dict)
-    """Values of ignored and refused fields that ask for nothing, besides those of NOTHING: dropped without a word."""
+    """Values of ignored and refused fields that ask for nothing, besides those of NOTHING: dropped silently."""
 
     def drop(
         self, body: dict[str, Any], known: Container[str], unknown_fields: UnknownFields

@@ -1,4 +1,4 @@
-"""Errors of jobs, beside those of engine/errors.py."""
+"""Errors of jobs, in addition to those of engine/errors.py."""
 
 from __future__ import annotations
 
@@ -67,4 +67,4 @@ class LeaseLost(ServingError):
     status, type, retryable = 503, "service_unavailable_error", True
 
     def __str__(self) -> str:
-        return "another server goes on with this answer; send the request again, with the same Idempotency-Key"
+        return "another server continues this answer; send the request again, with the same Idempotency-Key"

@@ -58,7 +58,7 @@ class ChoicePosition:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where an event stands in its stream."""
+    """The position of an event in its stream."""
 
     number: int
     """Events before it."""

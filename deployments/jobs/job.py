@@ -61,9 +61,9 @@ class Job:
         fingerprint: str | None,
         ids: NoEventIds,
     ) -> LoggedGeneration:
-        """Return the answer from its start on, and begin to compute it if nobody did.
+        """Return the answer from its start on, and begin to compute it if it has not begun.
 
-        fingerprint: of the model that would compute it. ids: of the stream of whoever reads. Raises StoreUnavailable,
+        fingerprint: of the model that would compute it. ids: of the reader's stream. Raises StoreUnavailable,
         IdempotencyKeyInUse, AnswerNotReproducible.
         """
         async with self._starting:
@@ -77,7 +77,7 @@ class Job:
         return LoggedGeneration(frontend, prompts, self._log, ids)
 
     async def close(self) -> None:
-        """Stop computing, so that another ingress may go on; what is complete is stored first."""
+        """Stop computing, so that another ingress may continue; what is complete is stored first."""
         self.cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -114,7 +114,7 @@ class Job:
                 await self._save()
         except asyncio.CancelledError:
             await self._fail(LeaseLost())
-        except Exception as error:  # noqa: BLE001  whoever reads is told
+        except Exception as error:  # noqa: BLE001  readers get it
             await self._fail(error)
         finally:
             self._on_end(self)
@@ -152,7 +152,7 @@ class Job:
             await self._lease.release()
 
     async def _fail(self, error: Exception) -> None:
-        """Let the readers know, and other ingresses go on. An answer that has failed before its first token is
+        """Let the readers know, and other ingresses continue. An answer that has failed before its first token is
         forgotten, so that its key is free."""
         if self._log.ended:
             logger.warning("job not stored job_id=%s error=%s", self.job_id, error)

@@ -35,7 +35,7 @@ class Lease:
         return await self._store.add(self._key, self._holder, LEASE_S)
 
     async def renew(self) -> bool:
-        """Return whether the job is still this holder's, or nobody's, and then for LEASE_S more."""
+        """Return whether the job is still this holder's, or free, and then hold it for LEASE_S more."""
         if await self.holds():
             return True
         if await self.is_held():
@@ -44,7 +44,7 @@ class Lease:
         return await self.take()
 
     async def seize(self) -> None:
-        """Take the job away from whoever has it, who notices within RENEW_S."""
+        """Take the job away from its holder, which notices within RENEW_S."""
         await self._store.set(self._key, self._holder, LEASE_S)
 
     async def is_held(self) -> bool:

@@ -16,7 +16,7 @@ from engine.wire.sampling_params import seed_of
 
 
 class JobRecord(msgspec.Struct):
-    """One job. Whatever differs between two computations of a request is fixed here: ids, time and seed."""
+    """One job. What could differ between two computations of a request is fixed here: ids, time and seed."""
 
     owner: str
     """Name of the API key, or empty."""
@@ -64,7 +64,7 @@ class JobRecord(msgspec.Struct):
 
 
 def job_id_of(owner: str, key: str) -> str:
-    """Return the id of the job of a key, the same in every ingress. Whoever has not the key cannot guess it."""
+    """Return the id of the job of a key, the same in every ingress. Without the key it cannot be guessed."""
     return hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()[:32]
 
 

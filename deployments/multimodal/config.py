@@ -22,8 +22,8 @@ class ImageConfig:
     allowed_media_domains: tuple[str, ...] = option((), "Hosts that images may be loaded from; by default all.")
     allowed_private_networks: tuple[str, ...] = option(
         (),
-        "Networks such as `10.1.0.0/16` that images may be loaded from although they are not public. Whoever may send "
-        "requests can then see what answers there.",
+        "Networks such as `10.1.0.0/16` that images may be loaded from although they are not public. Clients can "
+        "then find out what answers there.",
     )
     max_in_flight: int = option(32, "Images that one ingress loads or processes at a time; others wait.")
     max_processed_bytes: int = option(

@@ -55,7 +55,7 @@ class MediaConnector:
 
     async def _fetch(self, given: str, field: str, refused: list[str]) -> bytes:
         def new_socket(address: tuple[Any, ...]) -> socket.socket:
-            """The address is the one that is connected to, whatever its name resolves to later."""
+            """The address is the one that is connected to, even if its name resolves to another one later."""
             family, kind, protocol, _, (host, *_) = address
             if not self._may_connect(host):
                 refused.append(host)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
-# IANA's special-purpose registries (RFC 6890), whatever this version of Python makes of them: also its parts that are
+# IANA's special-purpose registries (RFC 6890), independent of this version of Python's: also its parts that are
 # globally reachable, such as 192.0.0.9, serve no files
 SPECIAL_IPV4 = [
     IPv4Network(network)

@@ -53,7 +53,7 @@ MODELS: list[Row] = [
     ),
     (Counter, "vllm:admission_rejections", "Requests refused with 429.", lambda m: {"queue_full": m.refused}, "reason"),
     (Gauge, "manta_ingress_requests_waiting", "Sequences not yet admitted.", "waiting"),
-    (Counter, "manta_request_replays", "Attempts to go on in another engine.", "replays", "reason"),
+    (Counter, "manta_request_replays", "Attempts to continue in another engine.", "replays", "reason"),
     (Counter, "manta_sdc_checks", "Answers that were computed again, and compared.", "sdc_checks", "result"),
 ]
 

@@ -21,7 +21,7 @@ NOT_COUNTED = frozenset(
     {"/console/state", "/health", "/load", "/metrics", "/ping", "/version"}
 )  # machines poll them; vLLM leaves them out too
 NUM_NEWEST = 50  # requests of each ingress that the console lists
-CLIENT_LEFT = 499  # a status that nobody receives; metrics count it, as proxies log it
+CLIENT_LEFT = 499  # a status that is never sent; metrics count it, as proxies log it
 NO_ROUTE, NO_METHOD = "none", "other"
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 

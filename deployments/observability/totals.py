@@ -48,7 +48,7 @@ class TotalsLog:
                 timelines.begun.clear()
                 await self.log()
                 polled = True
-            except Exception as error:  # noqa: BLE001  whatever it is, the next poll may succeed
+            except Exception as error:  # noqa: BLE001  of any kind: the next poll may succeed
                 logger.warning("the totals are unknown: %r", error)
                 polled = False
                 await asyncio.sleep(INTERVAL_S)

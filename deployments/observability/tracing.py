@@ -67,7 +67,7 @@ class Tracing:
     """Makes spans and sends them in the background."""
 
     def __init__(self, config: TracingConfig, *, exporter: SpanExporter | None = None):
-        """Raises StartupError. exporter: in place of one for `config.otlp_endpoint`."""
+        """Raises StartupError. exporter: instead of one for `config.otlp_endpoint`."""
         config.check_installed()
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -109,7 +109,7 @@ class Tracing:
         )
 
     def close(self) -> None:
-        """Send what is left, for at most CLOSE_S. (`shutdown` alone tries for half a minute if nobody listens.)"""
+        """Send what is left, for at most CLOSE_S. (Without a collector `shutdown` tries for half a minute.)"""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(CLOSE_S)

@@ -38,7 +38,7 @@ class Lark:
     """Builds rules; `lines` are those that the rules it returned are made of."""
 
     markers: Iterable[str]
-    """Texts that may be tokens of their own."""
+    """Texts that may be single tokens."""
     token_of: Callable[[str], int | None]
     """Id of the token that stands for a marker, or None if the marker is plain text."""
     lines: list[str] = field(default_factory=list)

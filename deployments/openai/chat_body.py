@@ -73,7 +73,7 @@ class ChatBody(GenerationBody, TemplateBody):
             self._check_predicted()
 
     def _check_predicted(self) -> None:
-        """Refuse what OpenAI refuses beside a prediction, so that a request means the same there."""
+        """Refuse what OpenAI refuses together with a prediction, so that a request means the same there."""
         for field, limit, fits in (
             ("n", "1", self.n == 1),
             ("logprobs", "left out", not self.logprobs),

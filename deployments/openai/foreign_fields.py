@@ -5,21 +5,21 @@ from __future__ import annotations
 from deployments.http.validation import ForeignFields
 
 FOREIGN_FIELDS = ForeignFields(
-    unused={"metadata": "nothing is stored", "prompt_cache_key": "prefixes are cached by content, whatever the key"},
+    unused={"metadata": "nothing is stored", "prompt_cache_key": "prefixes are cached by content, with any key"},
     ignored={
-        "ec_transfer_params": "there are only texts",
+        "ec_transfer_params": "encode pools are chosen by the server",
         "guided_decoding_backend": "there is one",
-        "guided_whitespace_pattern": "between tokens of JSON stands at most a space, or a line break and 20 blanks",
+        "guided_whitespace_pattern": "between tokens of JSON there is at most a space, or a line break and 20 blanks",
         "kv_transfer_params": "the server decides where a prompt is computed",
         "length_penalty": "it is for beam search",
-        "media_io_kwargs": "there are only texts",
-        "mm_processor_kwargs": "there are only texts",
+        "media_io_kwargs": "images are resized as the model's folder says",
+        "mm_processor_kwargs": "images are resized as the model's folder says",
         "moderation": "nothing is moderated",
         "prediction": "only chats have one",
         "prompt_cache_options": "prefixes are cached while capacity lasts",
         "prompt_cache_retention": "prefixes are cached while capacity lasts",
         "repetition_detection": "an answer ends at its end or at `max_tokens`",
-        "return_mm_kwargs": "there are only texts",
+        "return_mm_kwargs": "responses are text",
         "return_prompt_text": "/tokenize shows the prompt of a chat",
         "return_token_offsets": "vLLM ignores it here too",
         "routed_experts_prompt_start": "routed experts are not reported",

@@ -117,7 +117,7 @@ class GenerationBody(SamplingBody):
     return_token_ids: bool = False
     """Adds the token ids of the prompt and of the output to the response."""
     return_tokens_as_token_ids: bool = False
-    """Names tokens in log-probabilities `token_id:7` in place of their text, which several may share."""
+    """Names tokens in log-probabilities `token_id:7` instead of their text, which several may share."""
     response_format: ResponseFormat | None = None
     guided_json: str | dict[str, Any] | None = None
     """vLLM's older name for `structured_outputs.json`."""

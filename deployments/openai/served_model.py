@@ -88,7 +88,7 @@ class ModelInfo:
     max_replays: int = 3
     """Maximum number of times that a sequence continues in another engine because its own is lost."""
     sdc_check_every: int | None = None
-    """One of so many answers is computed again, to find silent data corruption; None for none."""
+    """One in this many answers is computed again, to find silent data corruption; None for none."""
     has_priorities: bool = False
     """The engines schedule by priority."""
     drafts: bool = False
@@ -126,7 +126,7 @@ class ServedModel:
         self._threads = ThreadPoolExecutor(TOKENIZING_THREADS, "tokenizing")
         self._format = ChatFormat.of(tokenizer, info.tool_call_parser, info.reasoning_parser)
         self._tokens = VisibleMarkers(tokenizer, self._format.markers)
-        _ = tokenizer.max_token_bytes  # computed now, not beside the first requests
+        _ = tokenizer.max_token_bytes  # computed now, not with the first requests
         logger.info(
             "chat format model=%s tool_call_parser=%s reasoning_parser=%s shows_tools=%s",
             info.name,
@@ -166,7 +166,7 @@ class ServedModel:
     def new_request(self, context: RequestContext, priority: int, cache_salt: str) -> GenerateRequest:
         """Return what all requests to engines of one HTTP request have in common, without a prompt.
 
-        priority: that the client asks for. A request that nobody waits for comes after all others.
+        priority: that the client asks for. A request without a waiting client comes after all others.
         """
         limit_s = self.info.request_timeout_s
         return GenerateRequest(
@@ -355,7 +355,7 @@ class ServedModel:
         """Raises RequestError."""
         assert self.images is not None
         if body.truncate_prompt_tokens is not None:
-            raise InvalidParameter("truncate_prompt_tokens", body.truncate_prompt_tokens, "left out beside images")
+            raise InvalidParameter("truncate_prompt_tokens", body.truncate_prompt_tokens, "left out with images")
         return self.images.processor.place(text, images, self.info.max_model_len, body.add_special_tokens)
 
     def _truncate(self, prompt: list[int], body: GenerationBody) -> list[int]:
@@ -382,7 +382,7 @@ class ServedModel:
         return msgspec.structs.replace(params, bad_words_token_ids=bad_words)
 
     def _ignored(self, body: GenerationBody) -> list[str]:
-        """Return the fields that have no effect, whatever is generated."""
+        """Return the fields that have no effect on any output."""
         no_tiers = body.tier_priority and not self.info.has_priorities
         return [*body.ignored, *(["service_tier"] if no_tiers else [])]
 

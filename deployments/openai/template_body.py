@@ -48,14 +48,14 @@ class TemplateBody(RequestBody):
             raise InvalidParameter("add_generation_prompt", self.add_generation_prompt, limit)
         for name in self.chat_template_kwargs:
             if name in TEMPLATE_RESERVED:
-                raise InvalidParameter("chat_template_kwargs", name, "variables that have no field of their own")
+                raise InvalidParameter("chat_template_kwargs", name, "variables that are not fields of a request")
 
 
 class TokenizeBody(TemplateBody):
     """POST /tokenize"""
 
     prompt: str | None = None
-    """A text, in place of `messages`."""
+    """A text, instead of `messages`."""
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     """A conversation, tokenized as a chat request would be."""
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)

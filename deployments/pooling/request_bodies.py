@@ -19,7 +19,7 @@ MAX_PAIR_CHARACTERS = 2**26
 FOREIGN_FIELDS = ForeignFields(
     ignored={
         "max_chunks_per_doc": "a document is read as a whole",
-        "mm_processor_kwargs": "there are only texts",
+        "mm_processor_kwargs": "inputs are text",
     },
     refused={
         "embed_dtype": "numbers have 32 bits",
@@ -98,7 +98,7 @@ class PairsBody(PoolingBody):
     """Fields of requests that compare documents with queries."""
 
     instruction: str | None = None
-    """What a generative reranker is to look for, in place of its default."""
+    """What a generative reranker is to look for, instead of its default."""
 
 
 class ScoreBody(PairsBody):
@@ -122,7 +122,7 @@ class ScoreBody(PairsBody):
             given.discard(name)
         if given:
             name = min(given)
-            raise RequestError(f"{name} must be left out beside queries and documents", name)
+            raise RequestError(f"{name} must be left out with queries and documents", name)
         queries, documents = self.texts()
         if len(queries) not in (1, len(documents)):
             limit = f"a list of as many as there are documents ({len(documents)}), or one"

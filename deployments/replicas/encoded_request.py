@@ -1,4 +1,4 @@
-"""A request on its way to an engine, in bytes that no process in between decodes."""
+"""A request for an engine, in bytes that no process in between decodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.wire.remote_request import RemoteRequest
 
 @dataclass(frozen=True, slots=True)
 class EncodedRequest:
-    """The commands for a GenerateRequest or RemoteRequest in msgpack, beside what the control actor reads."""
+    """The commands for a GenerateRequest or RemoteRequest in msgpack, and what the control actor reads."""
 
     request_id: str  #: the handoff id of a RemoteRequest
     timeout_s: float | None

@@ -52,7 +52,7 @@ class EngineReplica:
         stall_timeout_s: time without a step while work is queued, or without any status, after which the engine counts
             as hung.
         peers: where the engine may have prompts computed, and images encoded.
-        key: that the engine has, and nobody outside of the cluster.
+        key: the engine's, which is secret outside the cluster.
         """
         self._stall_timeout_s = stall_timeout_s
         self._dispatchers = {kind: RemoteDispatcher(pool, self._send, kind) for kind, pool in (peers or {}).items()}
@@ -148,7 +148,7 @@ class EngineReplica:
             raise EngineUnavailable(f"work is queued, but no step ended for {self._status.last_step_age_s:.0f} s")
 
     async def until_unhealthy(self) -> str:
-        """Return what is wrong once `check_health` raises and goes on raising."""
+        """Return what is wrong once `check_health` raises and continues to raise."""
         failures = 0
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)

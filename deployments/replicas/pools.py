@@ -15,7 +15,7 @@ from engine.wire.messages import EngineStatus, GenerateRequest, PeerPool
 
 
 class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__struct_config__.tag):
-    """An engine's newest status, and what its replica knows beside it.
+    """An engine's newest status, and what else its replica knows.
 
     The tag is that of an EngineStatus, so that each of the two can be read as the other.
     """

@@ -59,7 +59,7 @@ class ServePool:
         if len(requests) > 1:
             prompt = replace(prompt, num_tokens=sum(len(request.prompt) for request in requests))
         if first.params.prompt_logprobs is not None:
-            prompt = replace(prompt, keys=())  # all of it is computed, whatever is cached
+            prompt = replace(prompt, keys=())  # all of it is computed, cached or not
         note = partial(self._note_all, [request.request_id for request in requests])
         call = RoutingContext(prompt, self.routing, avoid, first.model, note)
         with ray_compat.apart_from_http_request():
@@ -131,7 +131,7 @@ async def _answer(response: DeploymentResponse, call: RoutingContext) -> None:
     except asyncio.CancelledError:
         response.cancel()
         raise
-    except Exception as error:  # Ray's, Serve's or gRPC's: whatever it is, the call is lost
+    except Exception as error:  # Ray's, Serve's or gRPC's: the call is lost
         translated = _translate(error)
         outcome = "lost" if isinstance(translated, EngineUnavailable) else "ended"
         raise translated from error

@@ -23,7 +23,7 @@ class RoutingConfig:
         "`prefix_aware` takes the replica where a request costs least, `power_of_two` the less busy of two at random, "
         "`round_robin` one after the other.",
     )
-    # 2: the request that computes a block waits for it once, and whoever comes after it once more
+    # 2: the request that computes a block waits for it once, and each later one once more
     prefix_weight: float = option(
         2.0,
         "Cost of a block of the prompt that has to be computed, relative to a block that is queued before it. Larger "

@@ -27,7 +27,7 @@ class RoutingCost:
     the request's own. Blocks in use are read by every step of the answers to come, which costs less than computing
     them.
 
-    Each embedding of an image that is still to be made counts as a token of a prompt, beside that of its placeholder.
+    Each embedding of an image that is still to be made counts as a token of a prompt, in addition to its placeholder.
     """
 
     block_size: int

@@ -16,7 +16,7 @@ class Placement:
 
     engine: str
     tokens: int  #: prompt tokens that have to be computed there
-    blocks: int  #: KV blocks that it takes beside the cached ones
+    blocks: int  #: KV blocks that it takes in addition to the cached ones
     keys: Sequence[int]  #: blocks that the engine will have cached once the prompt is computed
     cached_tokens: int  #: prompt tokens that the router expects to be cached
     embeds: int = 0  #: embeddings of images that have to be made there

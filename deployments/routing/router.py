@@ -91,7 +91,7 @@ class EngineRouter(CallRouter):
         load = self._balancer.placements.engine(update.engine_id).load
         for replica_id in self.curr_replicas:
             if engine_id_of(replica_id) == update.engine_id:
-                # Serve's own count of open calls: it hears of the end of gRPC calls too late, and asks the replica anew
+                # Serve's own count of open calls: it learns of the end of gRPC calls late, and asks the replica again
                 # when it has had no call for some seconds
                 self.on_new_queue_len_info(replica_id, load.sequences)
         return understood

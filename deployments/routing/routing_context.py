@@ -61,7 +61,7 @@ class RoutingContext:
     """The router runs in the caller's process, but perhaps in another thread.
 
     Nothing of it travels to the replica: what arrives there is empty. The caller closes it when the call has ended,
-    whatever Serve knows by then: over gRPC, Serve learns that a replica has accepted a call only when the call ends.
+    which Serve may not know yet: over gRPC, Serve learns that a replica has accepted a call only when the call ends.
     """
 
     def __init__(

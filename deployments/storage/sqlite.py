@@ -1,6 +1,6 @@
 """Values in a file of SQLite, for the ingresses of one machine.
 
-Whatever has returned is on the disk (WAL, fsync at each commit). One thread does all work: while it commits, the next
+When a call returns, it is on the disk (WAL, fsync at each commit). One thread does all work: while it commits, the next
 calls come together, and share the next commit, so that an fsync is paid once for many requests.
 """
 
@@ -109,7 +109,7 @@ class SqliteStore(KeyValueStore):
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("rollback")
-            if len(calls) == 1 or not begun:  # nobody else would get the file either
+            if len(calls) == 1 or not begun:  # no other process would get the file either
                 _settle([(future, error) for _, future in calls])
             else:
                 for call in calls:

@@ -40,7 +40,7 @@ def test_two_ranks_fit_or_not(strategy: Strategy, nodes, fits):
         (GroupSpec(num_cpus=12, num_gpus=1), "no node has all of it together"),
         (GroupSpec(num_ranks=8, num_gpus=1), "only 2 of them fit anywhere"),
         (GroupSpec(num_ranks=2, num_cpus=9, strategy="STRICT_PACK"), "only 1 of them fits on one node"),
-        (GroupSpec(num_ranks=4, strategy="STRICT_SPREAD"), "only 3 of them fit on nodes of their own"),
+        (GroupSpec(num_ranks=4, strategy="STRICT_SPREAD"), "only 3 of them fit on separate nodes"),
         (GroupSpec(label_selector={"pool": "prefill"}), "no node has the labels {pool: prefill}"),
         (GroupSpec(num_gpus=1, label_selector={"pool": "big"}), "no node has 1 GPU"),
     ],

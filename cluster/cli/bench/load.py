@@ -20,7 +20,7 @@ class OfflineLoad:
     PANEL: ClassVar = "Load"
     workload: str | None = flag(
         None,
-        "A preset with token ids that other engines can be given too, in place of the four options below. "
+        "A preset with token ids that other engines can be given too, instead of the four options below. "
         "W1: 64 x 128 in, 64 out (Qwen3: 16 x 256 in, 64 out). W2: one stream, 128 in, 128 out. The model needs a "
         "vocabulary of 31,000.",
     )

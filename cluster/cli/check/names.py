@@ -21,7 +21,7 @@ def check_folder(folder: Path) -> Iterator[Finding]:
     for name in OUTERMOST:
         found = PathFinder.find_spec(name, [str(folder)])
         if found is not None and found.origin is not None and not Path(found.origin).is_relative_to(ours / name):
-            message = f"{found.origin} would be imported in place of Manta's `{name}` by Ray's workers"
+            message = f"{found.origin} would be imported instead of Manta's `{name}` by Ray's workers"
             yield Finding("problem", "names", message, "Rename it, or start in another folder")
 
 
@@ -33,4 +33,4 @@ def check_distributions() -> Iterator[Finding]:
             message = (
                 f"`{name}` is a package of {', '.join(others)} too, and whichever came last has overwritten the other"
             )
-            yield Finding("problem", "names", message, f"Install {DISTRIBUTION} into an environment of its own")
+            yield Finding("problem", "names", message, f"Install {DISTRIBUTION} into a separate environment")

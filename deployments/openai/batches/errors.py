@@ -1,4 +1,4 @@
-"""Errors of files and batches, beside those of engine/errors.py."""
+"""Errors of files and batches, in addition to those of engine/errors.py."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Files:
 
 
 def check_space(folder: Path, size: int = 0) -> None:
-    """Raise OSError if the disk has no room for so many bytes, and some for others."""
+    """Raise OSError if the disk has no room for this many bytes and a reserve."""
     if shutil.disk_usage(folder).free < size + MIN_FREE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 

@@ -19,7 +19,7 @@ MAX_ERRORS = 1_000  # that are reported
 MAX_CUSTOM_ID = 512
 MAX_ENVELOPE_BYTES = 8192  # of a line besides its body: MAX_CUSTOM_ID escaped characters, and the names
 PIECE_BYTES = 2**20  # of lines that one call of a thread reads
-SMALL_BYTES = 2**16  # of a line that is decoded at once, whatever is in it
+SMALL_BYTES = 2**16  # of a line that is decoded at once
 NumberedLine = tuple[int, bytes | None]
 """A line with its number, from 1; None for one that is too long."""
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

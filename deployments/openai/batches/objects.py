@@ -56,7 +56,7 @@ class DeletedFile(msgspec.Struct):
 
 
 class Page(msgspec.Struct, Generic[T]):
-    """Objects in the order of a list, and whether it goes on after them."""
+    """Objects in the order of a list, and whether there are more after them."""
 
     data: list[T]
     has_more: bool

@@ -39,7 +39,7 @@ R = TypeVar("R", bound=Record[Any])
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that nobody can guess. Ids sort by the time when they were made."""
+    """Return an id that cannot be guessed. Ids sort by the time when they were made."""
     return f"{prefix}{time.time_ns():0{DIGITS}x}{secrets.token_hex(DIGITS // 2)}"
 
 

@@ -180,7 +180,7 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def storage() -> Iterator[None]:
-    """Raise StorageError in place of OSError."""
+    """Raise StorageError instead of OSError."""
     try:
         yield
     except OSError as error:

@@ -31,7 +31,7 @@ from deployments.storage.key_value import StoreUnavailable
 POLL_S = 0.5  # between two notes of how far it is, and looks at whether the batch is to end
 MAX_CRASHES = 2  # of servers, while they worked on the same line
 MAX_IN_FLIGHT_BYTES = 32 * 2**20  # of the bodies of one batch; a single one may have more
-CRASHED = "The server has ended twice while it worked on line {line} of this batch, or on one that ran beside it."
+CRASHED = "The server has ended twice while it worked on line {line} of this batch, or on another one."
 UNANSWERED = {
     "batch_cancelled": "This request was not executed, because the batch was cancelled.",
     "batch_expired": "This request could not be executed before the completion window expired.",

@@ -20,7 +20,7 @@ from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 
 PREFIX = "batch_"
 TTL_S = 2.0 * MAX_AGE_S  # of a batch, after its last change
-INPUT = "input.jsonl"  # the upload, under a name of its own: it may be deleted meanwhile
+INPUT = "input.jsonl"  # the upload, under a second name: it may be deleted meanwhile
 
 
 class BatchRecord(Record[Batch]):
@@ -98,7 +98,7 @@ class BatchStore:
         return self._work / batch_id
 
     async def claim(self, batch_id: str) -> Claim | None:
-        """Return a batch for the time that nobody else works on it; None if somebody does, or if it has ended."""
+        """Return a batch that no other ingress may work on meanwhile; None if one does, or if it has ended."""
         claim = Claim(self, batch_id)
         return claim if await claim.take() else None
 
@@ -120,7 +120,7 @@ class BatchStore:
         return None if value is None else int(value)
 
     async def _with_cancel(self, batch: Batch) -> Batch:
-        """Return the batch as it is with a wish to cancel it that nobody has seen yet."""
+        """Return the batch as it is with a request to cancel it that has not been handled yet."""
         if batch.status in ("validating", "in_progress"):
             batch.cancelling_at = await self.cancelled_at(batch.id)
             batch.status = batch.status if batch.cancelling_at is None else "cancelling"

@@ -36,7 +36,7 @@ RETRIED = (429, 503)  # the engines are busy or gone: the request can wait
 class BatchWorker:
     """Sends the requests of batches to the application's own routes.
 
-    Batches of every owner run beside each other, at most MAX_RUNNING of each; their requests take turns in the queue of
+    Batches of every owner run at the same time, at most MAX_RUNNING of each; their requests take turns in the queue of
     their model, where each owner's batches are one client.
     """
 
@@ -70,7 +70,7 @@ class BatchWorker:
             try:
                 await self._clean_up()
                 await self._start_batches()
-            except Exception:  # this task has to go on
+            except Exception:  # this task has to continue
                 logger.exception("batches cannot be read")
                 pause_s = PAUSE_S
             try:
@@ -80,7 +80,7 @@ class BatchWorker:
                 pass
 
     async def _start_batches(self) -> None:
-        """Start those that nobody works on, the oldest first, as far as their owners may have more."""
+        """Start those that no ingress works on, the oldest first, as far as their owners may have more."""
         for batch_id in await self._store.unfinished.all():
             if batch_id in self._running:
                 continue

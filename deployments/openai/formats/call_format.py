@@ -43,14 +43,14 @@ class CallFormat:
     more_markers: tuple[str, ...] = ()
     """Texts that may be special tokens, besides those of the markup."""
     ends_reasoning: bool = False
-    """The markers are tokens of their own, so that they also end reasoning that has no end."""
+    """The markers are single tokens, so that they also end reasoning that has no end."""
     id_length: int | None = None
     """Length of the ids of calls, if the chat template asks for one."""
     reasoning: ReasoningFormat | None = None
 
     @property
     def markers(self) -> list[str]:
-        """Texts that may be tokens of their own."""
+        """Texts that may be single tokens."""
         return [*(self.markup.markers if self.markup else ()), *self.more_markers]
 
     def parser(self, tools: ToolSchemas, *, streaming: bool) -> OutputParser | None:

@@ -96,7 +96,7 @@ class ToolGrammar:
         syntax = None if self._format is None else self._format.syntax_for(self.lark.token_of)
         if syntax is None:
             names = [tool.function.name for tool in self._tools]
-            limit = f"neither strict nor beside a response format: calls that {self.tool_call_parser} parses"
+            limit = f"neither strict nor with a response format: calls that {self.tool_call_parser} parses"
             raise InvalidParameter("tools", names, f"{limit} cannot be enforced")
         return CallGrammar(syntax, self.lark, self._tools, strict_only)
 

@@ -44,7 +44,7 @@ class BackgroundResponse:
             async with aclosing(self._builder.events()) as events:
                 async for event in events:
                     if isinstance(self._builder.error, LeaseLost):
-                        return  # another ingress goes on with the job, or has cancelled it
+                        return  # another ingress continues the job, or has cancelled it
                     encoded = named_event(event)
                     if isinstance(event, ResponseEnd):
                         self.stored.events = [*self._events.entries, encoded]

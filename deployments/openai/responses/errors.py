@@ -1,4 +1,4 @@
-"""Errors of stored responses, beside those of engine/errors.py."""
+"""Errors of stored responses, in addition to those of engine/errors.py."""
 
 from __future__ import annotations
 

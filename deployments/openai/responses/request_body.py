@@ -133,7 +133,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = None
     """A system message before all others; those of earlier responses do not apply any more."""
     previous_response_id: str | None = Field(default=None, max_length=256)
-    """The stored response that the conversation goes on from."""
+    """The stored response that the conversation continues."""
     store: bool = True
     background: bool = False
     """Answer at once, and compute the response whether the client stays or not. Needs `store`."""

@@ -63,7 +63,7 @@ class ResponseError(Struct):
 
 class InputTokensDetails(Struct):
     cached_tokens: int
-    cache_write_tokens: int = 0  #: not counted: whatever is computed is cached while capacity lasts
+    cache_write_tokens: int = 0  #: not counted: all that is computed is cached while capacity lasts
 
 
 class OutputTokensDetails(Struct):

@@ -70,7 +70,7 @@ class ResponsesRoutes:
         context = RequestContext.of(request, body, "resp")
         if body.background and context.background:
             raise InvalidParameter("background", body.background, "false in a batch, which is in the background itself")
-        context = replace(context, response_id=f"resp_{context.source.hex_id('response')}")  # nobody is to guess it
+        context = replace(context, response_id=f"resp_{context.source.hex_id('response')}")  # it must not be guessed
         if body.background and context.source.job_id is None:
             return await self._idempotent.begin(request, "/v1/responses")
         begun = await self._store.find(owner, context.response_id) if body.background else None
@@ -106,7 +106,7 @@ class ResponsesRoutes:
         return with_warning(ignored, answer)
 
     async def _earlier_items(self, owner: str, response_id: str | None) -> list[Item]:
-        """Return the conversation that a request goes on from. Raises RequestError, StoreUnavailable."""
+        """Return the conversation that a request continues. Raises RequestError, StoreUnavailable."""
         if response_id is None:
             return []
         stored = await self._store.get(owner, response_id)

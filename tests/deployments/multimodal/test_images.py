@@ -231,7 +231,7 @@ def test_each_bad_image_is_refused_by_name_and_disturbs_nothing_else(tmp_path):
     ("fields", "param", "message"),
     [
         ({"messages": user(*[image_part(data_url(IMAGE))] * 4)}, "messages", "at most 3 images (ingress.images"),
-        ({"truncate_prompt_tokens": 10}, "truncate_prompt_tokens", "must be left out beside images"),
+        ({"truncate_prompt_tokens": 10}, "truncate_prompt_tokens", "must be left out with images"),
     ],
 )
 def test_a_request_that_cannot_have_its_images_is_refused(tmp_path, fields, param, message):

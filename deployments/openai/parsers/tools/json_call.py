@@ -94,7 +94,7 @@ class JsonCall(CallReader):
             self.ended = self.failed = True
 
     def _look_for_name(self, end: int) -> None:
-        """Check whether the object that starts after so many characters has the arguments of a known name."""
+        """Check whether the object that starts after this many characters has the arguments of a known name."""
         if end > _MAX_BEFORE_ARGUMENTS:
             return
         members = json_object("".join(self._pieces)[:end] + "{}}")
@@ -129,7 +129,7 @@ class NamedJsonCall(JsonCall):
     _outer_depth = 1
 
     def __init__(self, head: str, *, streaming: bool):
-        """head: regular expression for all that stands before the arguments, with a group `name` and perhaps `id`."""
+        """head: regular expression for all text before the arguments, with a group `name` and perhaps `id`."""
         super().__init__(None, streaming=streaming)
         self._head = re.compile(head, re.DOTALL)
         self._state = self._start_named

@@ -30,7 +30,7 @@ class CallMarkup:
     separator: str = ""
     """A character between two calls."""
     skipped: str = ""
-    """Characters that may stand before a call, beside white space."""
+    """Characters that may precede a call, in addition to white space."""
     reader: Callable[[str, ToolSchemas, bool], CallReader]
     """Makes the reader of a call, from what its text begins with, the tools, and whether it is streamed."""
     inner: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class CallMarkup:
 
     @property
     def markers(self) -> list[str]:
-        """Those that may be tokens of their own; a bracket may be one too, but part of others as well."""
+        """Those that may be single tokens; a bracket may be one too, but part of others as well."""
         return [marker for marker in (*self.opens, self.call, *self.inner, *self.closes) if len(marker) > 1]
 
 

@@ -27,7 +27,7 @@ class JsonCallsParser(OutputParser):
     distinguishes a call from an answer in JSON.
     """
 
-    opening = ""  # has to stand before the first call
+    opening = ""  # must precede the first call
 
     def __init__(self, names: Container[str], *, streaming: bool, forced: bool = False):
         """forced: the output can be nothing but calls, so what is no call is one that max_tokens cut off: dropped."""

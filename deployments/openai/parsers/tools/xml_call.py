@@ -28,7 +28,7 @@ class XmlTags:
     value_end: str
     call_end: str
     lines: bool = False
-    """A value stands in lines of its own."""
+    """A value has separate lines."""
 
 
 class XmlCall(CallReader):

@@ -16,7 +16,7 @@ def test_a_start_where_rays_workers_would_import_a_users_file_in_place_of_ours_i
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(StartupError, match=rf"{file} would be imported in place of Manta's `\w+` by Ray's workers"):
+    with pytest.raises(StartupError, match=rf"{file} would be imported instead of Manta's `\w+` by Ray's workers"):
         check(configuration("pocket", {}, {"host": "127.0.0.1", "port": 8000}), None)
 
 
