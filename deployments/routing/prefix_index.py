@@ -27,8 +27,8 @@ class PrefixIndex:
     An engine has no block without the one before it in the chain (`BlockPool` evicts a chain from its end), so a
     binary search finds how much of a prompt it has.
 
-    Memory: 8 bytes per reported block, and some 150 per block of a prompt that has been sent. The engine's own cache and
-    queue bound both, so nothing is ever dropped to save memory.
+    Memory: 8 bytes per reported block, and some 150 per block of a prompt that was sent. The engine's own cache
+    and queue bound both, so nothing is ever dropped to save memory.
     """
 
     __slots__ = ("_expected", "stored")  # a choice reads those of all engines: each cache line counts
