@@ -63,10 +63,10 @@ class PoolSection(Section):
     routing: RoutingSection = RoutingSection()  # type: ignore[valid-type]
     """Choice of a replica for a request, or for a prompt (docs/routing.md)."""
     num_replicas: int = Field(default=1, ge=1)  #: a fixed number; or else the next two, between which load decides
-    min_replicas: int | None = Field(default=None, ge=0)
-    max_replicas: int | None = Field(default=None, ge=1)
+    min_replicas: int | None = Field(default=None, ge=0)  #: 1 if only max_replicas is given; 0 scales to zero
+    max_replicas: int | None = Field(default=None, ge=1)  #: turns autoscaling on
     upscale_delay_s: float = Field(default=3.0, ge=0)  #: how long more replicas must have been desired without a break
-    downscale_delay_s: float = Field(default=300.0, ge=0)
+    downscale_delay_s: float = Field(default=300.0, ge=0)  #: how long fewer replicas must have been desired
     scale_to_zero_delay_s: float = Field(default=600.0, ge=0)  #: without any work, where min_replicas is 0
     num_cpus: float = Field(default=1.0, ge=0)  #: CPUs of each rank, and its threads unless `engine.num_threads` is set
     num_gpus: float = Field(default=0.0, ge=0, le=1)  #: GPUs of each rank; a replica has `engine.tensor_parallel` ranks
@@ -75,7 +75,7 @@ class PoolSection(Section):
     placement_strategy: Strategy = "PACK"  #: Ray's: few nodes; STRICT_PACK: one; STRICT_SPREAD: one per rank
     max_ongoing_requests: int | None = Field(default=None, ge=1)
     """Maximum number of sequences in one replica; None means all that its engine may run and queue."""
-    startup_timeout_s: float = Field(default=600.0, gt=0)
+    startup_timeout_s: float = Field(default=600.0, gt=0)  #: limit for starting the ranks and loading the weights
     stall_timeout_s: float = Field(default=10.0, gt=0)
     """A replica with queued work is replaced if its engine ends no step for this long. It must be longer than any step:
     a large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt."""
@@ -110,9 +110,9 @@ class PoolSection(Section):
 class IngressSection(Section):
     """The HTTP API (docs/http_api.md)."""
 
-    num_replicas: int = Field(default=1, ge=1)
-    num_cpus: float = Field(default=0.1, ge=0)
-    max_ongoing_requests: int = Field(default=4096, ge=1)
+    num_replicas: int = Field(default=1, ge=1)  #: HTTP servers
+    num_cpus: float = Field(default=0.1, ge=0)  #: CPUs of each
+    max_ongoing_requests: int = Field(default=4096, ge=1)  #: HTTP requests that one of them serves at a time
     request_timeout_s: float = Field(default=600.0, gt=0)  #: limit for every request; a request may ask for less
     drain_s: float = Field(default=600.0, ge=0)  #: how long a stopping ingress may continue with its requests
     max_replays: int = Field(default=3, ge=0)  #: how often a sequence may move on from a replica that died
@@ -126,7 +126,7 @@ class IngressSection(Section):
     console_texts: bool = False
     """Show prompts and outputs of requests on that page, and by `manta explain`, to everybody who has a key."""
     root_path: str = Field(default="", pattern=r"^(/[^/\s]+)*$")  #: prefix of all paths at a proxy in front: `/llm`
-    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)  #: limit for other request bodies
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: of a file, which has accordingly more time to come
     body_timeout_s: float = Field(default=60.0, gt=0)  #: for a request's body to come; else 408
     cors_origins: list[str] = Field(default=[])  #: web pages that may send requests from browsers; `*` for all
@@ -199,13 +199,13 @@ class ModelSection(Section):
     folder with such a file."""
     override_generation_config: dict[str, Any] = Field(default={})  #: defaults of sampling: `{"temperature": 0.6}`
     tool_call_parser: ToolCallParserName = "auto"  #: `auto` infers it from the chat template (docs/tool_calls.md)
-    reasoning_parser: ReasoningParserName = "auto"
-    engine: EngineSection = EngineSection()  # type: ignore[valid-type]
+    reasoning_parser: ReasoningParserName = "auto"  #: likewise
+    engine: EngineSection = EngineSection()  # type: ignore[valid-type]  #: of all pools (EngineConfig)
     decode: PoolSection = PoolSection()  #: replicas that answer requests
     prefill: PoolSection | None = None  #: replicas that only compute prompts for them
     encode: PoolSection | None = None  #: replicas that only encode images for both (docs/images.md)
     handoff: HandoffSection | None = None  # type: ignore[valid-type]  #: how KV gets across (docs/handoff.md)
-    slo: SloSection = SloSection()
+    slo: SloSection = SloSection()  #: `ttft_ms` and `itl_ms`, which autoscaling is to meet (docs/autoscaling.md)
     sdc_check_every: int | None = Field(default=None, ge=1)
     """One in this many answers is computed again by another replica while all are idle, to find silent data corruption:
     1000 (docs/sdc_check.md)."""
@@ -344,8 +344,8 @@ class TracingSection(Section):
 class AppConfig(Section):
     """One application."""
 
-    models: list[ModelSection] = Field(min_length=1)
-    ingress: IngressSection = IngressSection()
+    models: list[ModelSection] = Field(min_length=1)  #: models, each with its pools
+    ingress: IngressSection = IngressSection()  #: the HTTP API
     log_format: LogFormat = "text"  #: `json` writes one object per line
     log_level: LogLevel = "info"  #: `debug` also shows each step of every request's life
     tracing: TracingSection | None = None  #: OpenTelemetry, which needs the extra `otel`

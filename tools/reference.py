@@ -60,9 +60,9 @@ def llm() -> str:
 def fields(source: str, name: str) -> Iterator[tuple[str, str, str]]:
     """Yield the name, default and meaning of each field: of `option`'s help, a comment `#:`, or the text below it."""
     comments = {
-        token.start[0]: token.string.removeprefix("#:").strip()
+        token.start[0]: token.string.partition("#:")[2].strip()
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT and token.string.startswith("#:")
+        if token.type == tokenize.COMMENT and "#:" in token.string
     }
     body = _class(source, name).body
     for statement, after in zip(body, [*body[1:], ast.Pass()], strict=True):

@@ -55,7 +55,7 @@ def test_message_says_what_is_missing_and_what_there_is(spec, problem):
 def test_message_in_full():
     message = missing(GroupSpec(num_ranks=4, num_gpus=1, strategy="STRICT_PACK"), [node(8, 2), node(8, 2)])
     assert message == (
-        "a replica needs 4 ranks, each with 1 CPU + 1 GPU, and 0.1 CPU beside the first (STRICT_PACK), "
+        "a replica needs 4 ranks, each with 1 CPU + 1 GPU, and 0.1 CPU more for the first (STRICT_PACK), "
         "but only 2 of them fit on one node. The cluster has 2 nodes with 8 CPU + 2 GPU"
     )
 
