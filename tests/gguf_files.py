@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -45,9 +47,11 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 NOT_IN_BLOCKS = ("norm", "bias", "sinks", "ffn_gate_inp", "exp_probs_b", "rope_")
 
 
-def write_gguf(folder: Path, file: Path, type: str, **metadata: Any) -> Path:
+def write_gguf(
+    folder: Path, file: Path, type: str, others: Mapping[str, str] = MappingProxyType({}), **metadata: Any
+) -> Path:
     """Write the model of a folder with its matrices in a type of ggml, and return a copy of the folder whose weights
-    are the numbers that the file holds. metadata: more keys, or others."""
+    are the numbers that the file holds. others: types of tensors by a part of their names. metadata: more keys."""
     raw = json.loads((folder / "config.json").read_text())
     tensors = {canonical_name(name): tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     writer = GGUFWriter(file, arch := ARCHITECTURES[raw["model_type"]])
@@ -61,8 +65,9 @@ def write_gguf(folder: Path, file: Path, type: str, **metadata: Any) -> Path:
         plain = name.endswith("sinks") or parts[0][1].dim() == 1 or any(word in own for word in NOT_IN_BLOCKS)
         data = np.stack([arranged(n, t, raw).numpy() for n, t in parts])
         data = data if ".experts." in name else data[0]
-        stored, numbers = encoded(data, "F32" if plain else type)
-        writer.add_tensor(own, stored, raw_dtype=None if plain else GGMLQuantizationType[type])
+        kind = "F32" if plain else next((other for part, other in others.items() if part in own), type)
+        stored, numbers = encoded(data, kind)
+        writer.add_tensor(own, stored, raw_dtype=None if plain else GGMLQuantizationType[kind])
         numbers = numbers if ".experts." in name else numbers[None]
         for (part, _), values in zip(parts, torch.from_numpy(numbers), strict=True):
             held[part] = rearranged(part, values, raw)

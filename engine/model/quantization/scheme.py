@@ -48,9 +48,12 @@ class Scheme:
     """How the language model's head is rounded as it is loaded, unless it stays as it is."""
 
     def format_of(self, names: list[str]) -> WeightFormat | None:
-        """The format of layers that are merged into one, named as in the checkpoint (`model.layers.0.mlp.up_proj`)."""
+        """The format of layers that are merged into one, named as in the checkpoint (`model.layers.0.mlp.up_proj`).
+        Those of a GGUF file that differ are read as numbers."""
         formats = [next((r.format for r in self.rules if r.matches(name)), None) for name in names]
         for name, format in zip(names, formats, strict=True):
+            if format != formats[0] and self.method == "gguf":
+                return None
             if format != formats[0]:
                 raise UnsupportedScheme(
                     "ignore", name, f"quantized like {names[0]}, since the two are multiplied as one matrix"

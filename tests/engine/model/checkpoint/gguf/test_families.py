@@ -87,6 +87,16 @@ def test_two_ranks_read_their_parts_of_the_blocks(tmp_path, family, type):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
+def test_layers_that_are_merged_but_differ_in_type_are_read_as_numbers(tmp_path):
+    """As in llama.cpp's mixtures, such as Q4_K_M."""
+    source = make_model(tmp_path / "source", "llama", **WIDE)
+    numbers = write_gguf(source, tmp_path / "model.gguf", "Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K"})
+    model = load_by_hand(resolve(str(tmp_path / "model.gguf")), dtype=torch.bfloat16)
+    layer = model.model.layers[0]
+    assert layer.self_attn.qkv_proj.kernel is None and isinstance(layer.mlp.gate_up_proj.kernel, Integers)
+    assert error(model.step({0: PROMPT}), load_by_hand(numbers).step({0: PROMPT})) < 0.06
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_weights_in_blocks_are_rounded_if_that_is_asked_for(tmp_path, quantization):
     file, numbers = make(tmp_path, "llama", "Q8_0")
