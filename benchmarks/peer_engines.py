@@ -12,7 +12,9 @@ import os
 import random
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,9 @@ CONTEXT = 4096
 KV_GIB = 2
 TEMPERATURE = 0.6
 STREAM_ID = 1 << 20
+SLOTS = 64  # sequences that llama.cpp's server decodes at a time
+REQUEST_S = 600.0
+OPTIONS = "MANTA_PEER_OPTIONS"
 
 Request = tuple[list[int], int, float]  # prompt, tokens to answer with, temperature
 
@@ -35,11 +40,16 @@ class Engine(Protocol):
 
 
 class Manta:
+    """With further options of `LLM` from the environment variable OPTIONS, in JSON."""
+
     def __init__(self, model: str, threads: int):
         from engine import LLM, SamplingParams
 
-        kv = {"kv_cache_memory_gib": float(KV_GIB)}
-        self._llm = LLM(model, dtype="bfloat16", num_threads=threads, device="cpu", max_model_len=CONTEXT, **kv)
+        given = json.loads(os.environ.get(OPTIONS, "{}"))
+        self._llm = LLM(
+            model, dtype="bfloat16", num_threads=threads, device="cpu", max_model_len=CONTEXT,
+            kv_cache_memory_gib=float(KV_GIB), **given,
+        )  # fmt: skip
         self._params = SamplingParams
 
     def answer(self, requests: list[Request]) -> list[list[int]]:
@@ -133,7 +143,53 @@ class OpenVino:
         return config
 
 
-ENGINES: dict[str, Callable[[str, int], Engine]] = {"manta": Manta, "vllm": Vllm, "openvino": OpenVino}
+class LlamaCpp:
+    """llama.cpp's server, as the package xllamacpp has it, asked over HTTP. The model is a GGUF file, or has one beside
+    it, NAME.gguf."""
+
+    def __init__(self, model: str, threads: int):
+        import xllamacpp
+
+        file = Path(model)
+        params = xllamacpp.CommonParams()
+        params.model.path = str(file if file.suffix == ".gguf" else file.with_name(f"{file.name}.gguf"))
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        params.n_parallel, params.n_ctx, params.kv_unified = SLOTS, SLOTS * CONTEXT // 4, True
+        params.n_gpu_layers = params.verbosity = 0
+        self._server = xllamacpp.Server(params)
+        self._url = f"{self._server.listening_address}/completion"
+
+    def answer(self, requests: list[Request]) -> list[list[int]]:
+        with ThreadPoolExecutor(len(requests)) as clients:
+            return list(clients.map(self._tokens, requests))
+
+    def stream(self, request: Request) -> list[float]:
+        started, times = time.perf_counter(), []
+        with self._ask(request, stream=True) as events:
+            for line in events:
+                if line.startswith(b"data: "):
+                    tokens = json.loads(line[6:]).get("tokens", [])
+                    times += [time.perf_counter() - started] * len(tokens)
+        return times
+
+    def _tokens(self, request: Request) -> list[int]:
+        with self._ask(request, stream=False) as answer:
+            tokens: list[int] = json.load(answer)["tokens"]
+        return tokens
+
+    def _ask(self, request: Request, *, stream: bool) -> Any:
+        prompt, count, temperature = request
+        body = {
+            "prompt": prompt, "n_predict": count, "temperature": temperature, "ignore_eos": True, "stream": stream,
+            "return_tokens": True, "cache_prompt": True,
+        }  # fmt: skip
+        sent = urllib.request.Request(self._url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        return urllib.request.urlopen(sent, timeout=REQUEST_S)
+
+
+ENGINES: dict[str, Callable[[str, int], Engine]] = {
+    "manta": Manta, "vllm": Vllm, "openvino": OpenVino, "llamacpp": LlamaCpp,
+}  # fmt: skip
 
 
 def measure(engine: Engine, load: dict[str, Any], repetition: int) -> dict[str, float]:

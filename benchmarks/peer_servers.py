@@ -85,7 +85,7 @@ class VllmServer(Server):
             raise SystemExit("vllm serve did not come up; its own error stands above")
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[Any]) -> None:
     process.terminate()
     try:
         process.wait(STOP_S)

@@ -1,4 +1,4 @@
-"""The engine beside vLLM's CPU backend and OpenVINO GenAI: the same weights, token ids, threads and KV memory.
+"""The engine beside vLLM's CPU backend, OpenVINO GenAI and llama.cpp: the same weights, token ids and threads.
 
 Each engine has a process of its own, with the Python of the environment it is installed in. They run every load in
 turn, round by round, so that what else the machine does hits all alike. Ratios are of medians, to the better peer.
@@ -21,10 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
+import psutil
 import typer
 
 from benchmarks.command import JsonOption, print_report, run
-from benchmarks.peer_servers import MantaServer, VllmServer
+from benchmarks.peer_engines import OPTIONS
+from benchmarks.peer_servers import MantaServer, VllmServer, stop
 from cluster.cli.bench.tables import figure, make_table, show
 
 WARM_UP = 1000  # number of the repetition that is not counted
@@ -61,17 +63,21 @@ LOADS = (
     Load("shared prefixes", 48, (32, 32), (32, 32), prefixes=4, prefix=1024),
     Load("short chats", 16, (16, 64), (16, 64), turns=4, sampled=True),
     Load("one stream", 1, (128, 128), (128, 128), stream=True),
+    Load("one prompt", 1, (1024, 1024), (1, 1), figure="prompt"),
+    Load("16 of 2 prefixes", 16, (32, 32), (32, 32), prefixes=2, prefix=512),
     Load("HTTP, 16 streams", 16, (128, 128), (64, 64), http=True),
     Load("HTTP, 64 streams", 64, (128, 128), (64, 64), http=True),
 )
 FIGURES = {
     "output": "output tokens/s", "prompt": "prompt tokens/s",
+    "start": "s to start", "memory": "MiB in the end",
     "first": "ms to the first", "each": "ms per token", "p99": "ms between tokens, P99",
 }  # fmt: skip
+PROCESS = "the process"
 SETTLE_S = 0.5
 """Pause before each measurement. The threads of the engine before spin for a while (Intel's OpenMP for 0.2 s), which
 would take a core from the next one's first token."""
-LESS_IS_BETTER = ("first", "each", "p99")
+LESS_IS_BETTER = ("first", "each", "p99", "start", "memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +88,11 @@ class Row:
     ratio: float | None  #: of the engine's median to the better peer's
 
     @classmethod
-    def of(cls, load: Load, figure: str, engines: dict[str, list[float]]) -> Row:
+    def of(cls, load: str, figure: str, engines: dict[str, list[float]]) -> Row:
         medians = {name: statistics.median(values) for name, values in engines.items()}
         own = medians.pop("manta")
         best = min if figure in LESS_IS_BETTER else max
-        return cls(load.name, FIGURES[figure], engines, own / best(medians.values()) if medians else None)
+        return cls(load, FIGURES[figure], engines, own / best(medians.values()) if medians else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +122,17 @@ class Worker:
         environment = os.environ | preloaded(python)
         command = [python, "-m", "benchmarks.peer_engines", name, model, str(threads)]
         self.name = name
+        started = time.perf_counter()
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self._read()
+        self.start_s = time.perf_counter() - started
+
+    def memory_mib(self) -> float:
+        """Return the memory of the process and its children; a page that several share counts as a part of one."""
+        process = psutil.Process(self._process.pid)
+        return sum(p.memory_full_info().pss for p in (process, *process.children(recursive=True))) / 2**20
 
     def measure(self, load: Load, repetition: int) -> dict[str, float]:
         assert self._process.stdin
@@ -128,7 +141,7 @@ class Worker:
         return self._read()
 
     def close(self) -> None:
-        self._process.communicate()
+        stop(self._process)
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout
@@ -147,7 +160,7 @@ def compare(loads: Sequence[Load], workers: Sequence[Contender], repetitions: in
                 if repetition != WARM_UP:
                     found[worker.name].append(measured)
         for key in load.figures:
-            rows.append(Row.of(load, key, {name: [run[key] for run in runs] for name, runs in found.items()}))
+            rows.append(Row.of(load.name, key, {name: [run[key] for run in runs] for name, runs in found.items()}))
         print(f"{load.name}: done", file=sys.stderr)
     return rows
 
@@ -162,9 +175,14 @@ def show_report(report: PeersReport) -> None:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Folder of the model; OpenVINO's version lies beside it, as ov-NAME.")],
+    model: Annotated[
+        str,
+        typer.Option(help="Folder of the model; beside it OpenVINO's version, ov-NAME, and llama.cpp's, NAME.gguf."),
+    ],
     vllm: Annotated[str | None, typer.Option(help="Python of the environment with vLLM.")] = None,
     openvino: Annotated[str | None, typer.Option(help="Python of the environment with OpenVINO GenAI.")] = None,
+    llamacpp: Annotated[str | None, typer.Option(help="Python of the environment with xllamacpp.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="What Manta rounds the weights to: int8, int4.")] = None,
     loads: Annotated[str, typer.Option(help="Parts of the names of loads, with commas; default: all.")] = "",
     repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each load, after one that warms up.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each engine.")] = 2,
@@ -174,7 +192,9 @@ def main(
 
     Example: python -m benchmarks.peers --model DIR/llama-160m --vllm ~/vllm/bin/python --openvino ~/ov/bin/python
     """
-    pythons = {"manta": sys.executable, "vllm": vllm, "openvino": openvino}
+    pythons = {"manta": sys.executable, "vllm": vllm, "openvino": openvino, "llamacpp": llamacpp}
+    if quantization:
+        os.environ[OPTIONS] = json.dumps({"quantization": quantization})
     chosen = [load for load in LOADS if any(part.strip() in load.name for part in loads.split(","))]
     if not chosen:
         raise typer.BadParameter(f"none of {', '.join(load.name for load in LOADS)}", param_hint="--loads")
@@ -185,6 +205,10 @@ def main(
             for worker in workers:
                 running.callback(worker.close)
             rows += compare(offline, workers, repetitions)
+            rows += [
+                Row.of(PROCESS, "start", {worker.name: [worker.start_s] for worker in workers}),
+                Row.of(PROCESS, "memory", {worker.name: [worker.memory_mib()] for worker in workers}),
+            ]
         if online := [load for load in chosen if load.http]:
             servers: list[Contender] = [MantaServer(model, running)]
             if vllm:
