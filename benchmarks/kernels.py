@@ -121,7 +121,7 @@ def make_batch(runner: ModelRunner, counts: list[int], context: int) -> Batch:
         query_start=torch.tensor([0, *counts]).cumsum(0).int(),
         kv_len=torch.full((len(counts),), context, dtype=torch.int32),
         block_table=table,
-        kv_cache=runner.kv_cache,
+        kv_cache=runner.kv_caches[0],
         single=single,
         chunks=chunks,
     )
@@ -163,7 +163,7 @@ def main(
     clock = time.thread_time if threads == 1 else time.perf_counter
     config = EngineConfig(model=model, dtype="bfloat16", device="cpu", num_threads=threads, kv_cache_memory_gib=2.0)
     runner = build_engine(config).runner
-    runner.kv_cache.fill_(0.01)  # until it is written, all of it is one page of zeros, which every cache holds
+    runner.kv_caches[0].fill_(0.01)  # until it is written, all of it is one page of zeros, which every cache holds
     report = KernelsReport(model, threads, peak_flops(clock) / 1e9, measure_bandwidth(torch.device("cpu")) / 1e9)
     watch = Watch(clock)
     with torch.inference_mode():

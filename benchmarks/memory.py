@@ -20,14 +20,25 @@ from benchmarks.command import JsonOption, print_json, run
 from cluster.cli.bench.tables import make_table, show
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
+from engine.core.features.kv_cache_coordinator import kv_cache_of
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
+from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
+from engine.runner.kv_cache import GIB, WINDOW_STEP_TOKENS, GroupNeed, divide, total_bytes
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
 
+#: Of each KV cache group: layers, KV heads, head_dim, window. K and V in two bytes a number.
+SHAPES: dict[str, list[tuple[int, int, int, int | None]]] = {
+    "gpt-oss 20B": [(12, 8, 64, None), (12, 8, 64, 128)],
+    "Gemma 3 27B": [(10, 16, 128, None), (52, 16, 128, 1024)],
+    "Gemma 3 4B": [(5, 4, 256, None), (29, 4, 256, 1024)],
+}
 SIGMA = 1.0  # spread of both log-normal distributions
 TOKEN = 1  # the answer of the absent model
+DECODED = 256  # tokens at the end of a long sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ def measure(
     """
     config = EngineConfig(block_size=block_size, max_num_seqs=256, max_num_batched_tokens=8192, max_waiting=requests)
     pool = BlockPool(kv_tokens // block_size, block_size, enable_prefix_caching=False)
-    scheduler = Scheduler(config, pool, limits=ModelLimits(max_model_len, vocab_size=2))
+    scheduler = Scheduler(config, KVCacheManager(pool), limits=ModelLimits(max_model_len, vocab_size=2))
     rng = random.Random(seed)
     lengths = [draw_lengths(rng, mean_prompt, mean_output, max_model_len) for _ in range(requests)]
     for number, (prompt, output) in enumerate(lengths):
@@ -92,6 +103,57 @@ def measure(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class GroupsReport:
+    """KV of one long sequence of a model with windows, which holds it in KV cache groups or all of it in one."""
+
+    model: str
+    context: int
+    needed_gib: float  #: all tokens of the layers that see all, and the windows of the others
+    held_gib: float
+    one_group_gib: float
+    sequences: int  #: of this length, in the bytes for ten of them in one group
+    short_sequences: int  #: of an eighth of it, in the same bytes
+
+
+def measure_groups(model: str, context: int, block_size: int) -> GroupsReport:
+    """Decode the last tokens of a sequence by the real scheduler, and divide memory as an engine does."""
+    needs = [
+        GroupNeed(
+            KVCacheGroup(KVCacheSpec(num_kv_heads=heads, head_dim=size, window=window), tuple(range(layers))),
+            block_size,
+            block_bytes=4 * layers * heads * size * block_size,
+            step_tokens=WINDOW_STEP_TOKENS,
+        )
+        for layers, heads, size, window in SHAPES[model]
+    ]
+    pools = [BlockPool(need.of(context), block_size, null_block=need.group.spec.window is not None) for need in needs]
+    kv_cache, limits = kv_cache_of([need.group.spec for need in needs], pools, WINDOW_STEP_TOKENS)
+    config = EngineConfig(block_size=block_size, max_num_seqs=1, max_num_batched_tokens=8192)
+    scheduler = Scheduler(config, kv_cache, limits=ModelLimits(context, vocab_size=2), token_limits=limits)
+    params = SamplingParams(max_tokens=DECODED, ignore_eos=True)
+    request = scheduler.add(GenerateRequest(request_id="", prompt=[TOKEN] * (context - DECODED), params=params), 0.0)
+    held: list[int] = []
+    needed: list[int] = []
+    while plan := scheduler.schedule(now=0.0):
+        scheduler.commit(result_of(plan), now=0.0)
+        if request.num_output and request.tables:
+            held.append(total_bytes(needs, [pool.num_used for pool in pools]))
+            kept = [request.computed - need.group.spec.first_needed(request.computed - 1) for need in needs]
+            needed.append(total_bytes(needs, kept) // block_size)
+    whole, tokens = sum(need.block_bytes for need in needs), -(-context // block_size)
+    blocks = divide(10 * whole * tokens, needs, context, max_num_seqs=256)
+
+    def sequences(length: int) -> int:
+        return min(count // need.held(length) for need, count in zip(needs, blocks, strict=True))
+
+    mean = len(held) * GIB
+    return GroupsReport(
+        model, context, sum(needed) / mean, sum(held) / mean, whole * tokens / GIB,
+        sequences(context), sequences(context // 8),
+    )  # fmt: skip
+
+
 def draw_lengths(rng: random.Random, mean_prompt: float, mean_output: float, limit: int) -> tuple[int, int]:
     """Draw the tokens of prompt and output: at least one each, and at most `limit` together."""
     # the mean of a log-normal distribution is exp(mu + sigma^2 / 2)
@@ -120,15 +182,30 @@ def show_report(report: MemoryReport, block_size: int, max_model_len: int) -> No
     )
 
 
+def show_groups(reports: list[GroupsReport], block_size: int) -> None:
+    table = make_table(
+        "", "needed", "held in groups", "above need", "held in one", "sequences", "of an eighth", "in one group"
+    )
+    for report in reports:
+        table.add_row(
+            report.model, f"{report.needed_gib:.3f} GiB", f"{report.held_gib:.3f} GiB",
+            f"{report.held_gib / report.needed_gib - 1:.1%}", f"{report.one_group_gib:.3f} GiB",
+            str(report.sequences), str(report.short_sequences), "10 and 80",
+        )  # fmt: skip
+    show(f"KV of one sequence of {reports[0].context} tokens, blocks of {block_size}", table)
+
+
 def main(
     requests: Annotated[int, typer.Option(min=1, help="How many requests to run.")] = 1000,
     mean_prompt: Annotated[float, typer.Option(min=1, help="Tokens; log-normal.")] = 1155,
     mean_output: Annotated[float, typer.Option(min=1, help="Tokens; log-normal.")] = 211,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
     max_model_len: Annotated[int, typer.Option(min=2, help="The context; what reserving would reserve.")] = 4096,
+    context: Annotated[int, typer.Option(min=4096, help="Tokens of a sequence of models with windows.")] = 32768,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the KV memory that holds no token: paging against reserving the longest possible sequence.
+    """Measure the KV memory that holds no token: paging against reserving the longest possible sequence, and KV cache
+    groups against one tensor for all layers.
 
     Example: python -m benchmarks.memory --mean-prompt 200 --mean-output 100
     """
@@ -136,10 +213,12 @@ def main(
         requests=requests, mean_prompt=mean_prompt, mean_output=mean_output, block_size=block_size,
         max_model_len=max_model_len, progress=sys.stderr.isatty(),
     )  # fmt: skip
+    groups = [measure_groups(model, context, block_size) for model in SHAPES]
     if as_json:
-        print_json(asdict(report))
+        print_json({**asdict(report), "groups": [asdict(group) for group in groups]})
     else:
         show_report(report, block_size, max_model_len)
+        show_groups(groups, block_size)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ class Bench:
 
     def _run(self, core: EngineCore, load: Load, name: str) -> tuple[float, float]:
         """Return seconds, and CPU seconds, from the first token of the last stream on to the end."""
-        core.scheduler.pool.clear_cache()
+        core.scheduler.kv_cache.pool.clear_cache()
         for i, prompt in enumerate(load.prompts):
             params = load.params
             if params is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
-from engine.model.batch import Batch, split
+from engine.model.batch import Batch, KVGroup, split
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
 from engine.model.models.registry import build_model
@@ -25,12 +25,13 @@ class ByHand:
     def __init__(self, model: nn.Module, cfg: ModelConfig, *, num_blocks: int = 128, block_size: int = 4, tp: TPGroup):
         self.model = model
         self.block_size = block_size
-        heads = cfg.kv_heads_per_rank(tp.size)
         # NaN where nothing was written: whatever reads it shows
-        shape = (num_blocks, cfg.num_layers, 2, heads, block_size, cfg.head_dim)
-        self.kv_cache = torch.full(shape, torch.nan, dtype=next(model.parameters()).dtype)
-        self.kv_scales: Tensor | None = None
-        dtype = str(self.kv_cache.dtype).removeprefix("torch.")
+        self.kv_caches = [
+            torch.full((num_blocks, *group.block_shape(block_size, tp.size)), torch.nan, dtype=dtype_of(model))
+            for group in cfg.kv_groups
+        ]
+        self.kv_scales: list[Tensor | None] = [None] * len(self.kv_caches)
+        dtype = str(dtype_of(model)).removeprefix("torch.")
         self.states = [garbage(spec, SLOTS) for spec in state_specs(cfg.recurrent, dtype, tp.size)]
         self.free = list(range(num_blocks))
         random.Random(0).shuffle(self.free)
@@ -53,16 +54,21 @@ class ByHand:
         width = max(len(self.blocks[seq]) for seq in tokens)
         table = [self.blocks[seq] + [-1] * (width - len(self.blocks[seq])) for seq in tokens]
         single, chunks = split([len(ids) for ids in tokens.values()], kv_len)
+        first, *others = [
+            KVGroup(torch.tensor(slots), torch.tensor(table, dtype=torch.int32), cache, scales)
+            for cache, scales in zip(self.kv_caches, self.kv_scales, strict=True)
+        ]
         batch = Batch(
             positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
+            slot_mapping=first.slot_mapping,
             query_start=torch.tensor(query_start, dtype=torch.int32),
             kv_len=torch.tensor(kv_len, dtype=torch.int32),
-            block_table=torch.tensor(table, dtype=torch.int32),
-            kv_cache=self.kv_cache,
+            block_table=first.block_table,
+            kv_cache=first.kv_cache,
             single=single,
             chunks=chunks,
-            kv_scales=self.kv_scales,
+            kv_scales=first.kv_scales,
+            other_groups=tuple(others),
             states=self.state_batch(list(tokens)),
         )
         with torch.inference_mode():
@@ -93,6 +99,10 @@ class ByHand:
                         del pending[seq]
             step += 1
         return outputs
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
 
 
 def load_by_hand(

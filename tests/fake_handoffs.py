@@ -6,6 +6,7 @@ from engine.config import HandoffConfig
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.step_cost import StepCost
+from engine.model.kv_groups import KVCacheSpec
 from engine.wire.handoff import (
     CancelHandoff,
     Closed,
@@ -32,6 +33,12 @@ def first_token(remote_request: RemoteRequest) -> int:
         else None
     )
     return next_token(remote_request.seed, remote_request.token_ids, grammar.masks() if grammar else None)
+
+
+def handed_over(request: RemoteRequest, spec: KVCacheSpec, size: int) -> range:
+    """The blocks of a prompt, by number, that one KV cache group hands over."""
+    tokens = len(request.token_ids)
+    return range(max(request.skip, spec.first_needed(tokens)) // size, -(-tokens // size))
 
 
 class DecodeHarness(Harness):
@@ -61,11 +68,14 @@ class DecodeHarness(Harness):
         self.handle(Received(handoff_id, FirstToken(token, None, b"", cached)))
 
     def fail(self, handoff_id: str, verified_blocks: int = 0, retry: bool = True) -> None:
-        """verified_blocks: of those that were to come; less if there are no so many whole ones."""
+        """verified_blocks: of those that were to come; less if there are no so many whole ones, and none before all are
+        there if some of the KV comes at the end."""
         handoff = self.open.pop(handoff_id)
-        verified = handoff.remote_request.skip + verified_blocks * self.config.block_size
-        whole = len(handoff.remote_request.token_ids) // self.config.block_size * self.config.block_size
-        verified = max(handoff.remote_request.skip, min(verified, whole))
+        skip, size = handoff.remote_request.skip, self.config.block_size
+        whole = max(skip, len(handoff.remote_request.token_ids) // size * size)
+        verified = min(skip + verified_blocks * size, whole)
+        if verified < whole and any(spec.window is not None for spec in self.runner.specs):
+            verified = skip
         self._write(handoff, verified)
         self.handle(Failed(handoff_id, "link", verified, retry))
         assert handoff_id in self.forgotten
@@ -81,8 +91,9 @@ class DecodeHarness(Harness):
     def _forward(self) -> None:
         for action in self.scheduler.handoffs.actions:
             match action:
-                case OpenHandoff(remote_request, blocks):
-                    assert len(blocks) == self.pool.blocks_for(len(remote_request.token_ids) - remote_request.skip)
+                case OpenHandoff(remote_request, blocks, others):
+                    for spec, own in zip(self.runner.specs, [blocks, *others], strict=True):
+                        assert len(own) == len(handed_over(remote_request, spec, self.config.block_size))
                     self.open[remote_request.handoff_id] = action
                 case CancelHandoff(handoff_id):
                     self.cancelled.add(handoff_id)
@@ -96,11 +107,12 @@ class DecodeHarness(Harness):
 
     def _write(self, handoff: OpenHandoff, right: int) -> None:
         """KV of tokens up to `right`, and nonsense behind them."""
-        tokens, size = handoff.remote_request.token_ids, self.config.block_size
-        for position in range(handoff.remote_request.skip, len(tokens)):
-            block = handoff.blocks[(position - handoff.remote_request.skip) // size]
-            value = tuple(tokens[: position + 1]) if position < right else ("nonsense",)
-            self.runner.kv[block * size + position % size] = value
+        request, size = handoff.remote_request, self.config.block_size
+        for spec, kv, blocks in zip(self.runner.specs, self.runner.kvs, [handoff.blocks, *handoff.others], strict=True):
+            for index, block in zip(handed_over(request, spec, size), blocks, strict=True):
+                for position in range(index * size, min((index + 1) * size, len(request.token_ids))):
+                    value = tuple(request.token_ids[: position + 1]) if position < right else ("nonsense",)
+                    kv[block * size + position % size] = value
 
 
 class PrefillHarness(Harness):
@@ -179,8 +191,15 @@ class PrefillHarness(Harness):
         size = self.config.block_size
         for name in self.reports.keys() & self.remote_requests.keys():
             report, remote_request = self.reports[name], self.remote_requests[name]
-            for position in range(remote_request.skip, report.upto):
-                place = report.blocks[(position - remote_request.skip) // size] * size + position % size
-                assert self.runner.kv[place] == tuple(remote_request.token_ids[: position + 1]), (
-                    "other KV would be read"
-                )
+            blocks, whole = iter(report.blocks), report.upto == len(remote_request.token_ids)
+            for spec, kv in zip(self.runner.specs, self.runner.kvs, strict=True):
+                for index in handed_over(remote_request, spec, size):
+                    if not whole and index * size >= report.upto:
+                        break
+                    block = next(blocks)
+                    for position in range(index * size, min((index + 1) * size, report.upto)):
+                        seen = tuple(remote_request.token_ids[: position + 1])
+                        assert kv[block * size + position % size] == seen, "other KV would be read"
+                if not whole:
+                    break  # those of other groups come at the end
+            assert next(blocks, None) is None

@@ -4,16 +4,18 @@ plan would read anything else."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.block_pool import BlockPool
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.kv_cache_coordinator import kv_cache_of
 from engine.core.features.speculator import Speculator
 from engine.core.output import Event
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
+from engine.model.kv_groups import KVCacheSpec
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import NewSequence, StepPlan, StepResult
@@ -104,31 +106,49 @@ Propose = Callable[[int, list[int], int], list[int]]
 """(seed, tokens of a sequence, number of drafts) -> the drafts"""
 
 
+Windows = Sequence[int | None]
+
+
+def specs_of(windows: Windows) -> list[KVCacheSpec]:
+    return [KVCacheSpec(num_kv_heads=1, head_dim=16, window=window) for window in windows]
+
+
 @dataclass
 class Prepared:
     plan: StepPlan
-    tables: list[list[int]]
+    tables: list[list[list[int]]]  # of each group, of each entry
     sequences: list[NewSequence]
 
 
 class FakeRunner:
     """Same two halves as ModelRunner: `prepare` owns block tables, `execute` the token history and the KV."""
 
-    def __init__(self, config: EngineConfig, max_model_len: int, propose: Propose | None = None):
-        """propose: of a drafter with weights."""
+    def __init__(
+        self, config: EngineConfig, max_model_len: int, propose: Propose | None = None, windows: Windows = (None,)
+    ):
+        """propose: of a drafter with weights. windows: of each KV cache group."""
         self.propose = propose
         self.block_size = config.block_size
-        self.tables = [[-1] * -(-max_model_len // config.block_size) for _ in range(config.max_num_seqs)]
+        self.specs = specs_of(windows)
+        slots, blocks = range(config.max_num_seqs), -(-max_model_len // config.block_size)
+        self.tables = [[[-1] * blocks for _ in slots] for _ in windows]
         self.sequences: dict[int, NewSequence] = {}
         self.history: dict[int, list[int]] = {}
-        self.kv: dict[int, tuple] = {}  # block * block_size + offset -> the tokens that it was computed from
+        #: of each group, block * block_size + offset -> the tokens that it was computed from
+        self.kvs: list[dict[int, tuple]] = [{} for _ in windows]
+
+    @property
+    def kv(self) -> dict[int, tuple]:
+        return self.kvs[0]
 
     def prepare(self, plan: StepPlan) -> Prepared:
         for sequence in plan.added:
             self.sequences[sequence.slot] = sequence
         for change in plan.blocks:
-            self.tables[change.slot][change.index : change.index + len(change.blocks)] = change.blocks
-        return Prepared(plan, [list(self.tables[s]) for s in plan.slots], [self.sequences[s] for s in plan.slots])
+            table = self.tables[change.group][change.slot]
+            table[change.index : change.index + len(change.blocks)] = change.blocks
+        tables = [[list(group[slot]) for slot in plan.slots] for group in self.tables]
+        return Prepared(plan, tables, [self.sequences[slot] for slot in plan.slots])
 
     def execute(self, prepared: Prepared) -> StepResult:
         plan = prepared.plan
@@ -137,21 +157,25 @@ class FakeRunner:
         for entry, drafts in plan.drafts.items():
             assert plan.samples[entry]
             self.history[plan.slots[entry]] += drafts
-        rows = list(zip(plan.slots, plan.starts, plan.counts, prepared.tables, strict=True))
-        written: set[int] = set()
-        for slot, start, count, table in rows:  # a model writes all KV of a layer before it reads any
-            for position in range(start, start + count):
-                cell = table[position // self.block_size] * self.block_size + position % self.block_size
-                assert cell not in written, "two sequences write one cell"
-                written.add(cell)
-                self.kv[cell] = tuple(self.history[slot][: position + 1])
+        rows = list(zip(plan.slots, plan.starts, plan.counts, strict=True))
+        for kv, tables in zip(self.kvs, prepared.tables, strict=True):
+            written: set[int] = set()
+            for (slot, start, count), table in zip(rows, tables, strict=True):
+                for position in range(start, start + count):  # a model writes all KV of a layer before it reads any
+                    cell = table[position // self.block_size] * self.block_size + position % self.block_size
+                    assert cell not in written, "two sequences write one cell"
+                    written.add(cell)
+                    kv[cell] = tuple(self.history[slot][: position + 1])
+        for spec, kv, tables in zip(self.specs, self.kvs, prepared.tables, strict=True):
+            for (slot, start, count), table in zip(rows, tables, strict=True):
+                for position in range(spec.first_needed(start), start + count):
+                    cell = table[position // self.block_size] * self.block_size + position % self.block_size
+                    seen = tuple(self.history[slot][: position + 1])
+                    assert kv.get(cell) == seen, "the KV of other tokens would be read"
         masks = iter([plan.masks[i : i + 8] for i in range(0, len(plan.masks), 8)])
         result = StepResult(plan.step, [], [None] * len(rows), [None] * len(rows))
-        for (slot, start, count, table), samples, sequence in zip(rows, plan.samples, prepared.sequences, strict=True):
+        for (slot, start, count), samples, sequence in zip(rows, plan.samples, prepared.sequences, strict=True):
             tokens = self.history[slot]
-            for position in range(start + count):
-                cell = table[position // self.block_size] * self.block_size + position % self.block_size
-                assert self.kv.get(cell) == tuple(tokens[: position + 1]), "the KV of other tokens would be read"
             entry, drafts = len(result.tokens), plan.drafts.get(len(result.tokens), [])
             result.tokens.append([])
             if not samples:
@@ -189,22 +213,33 @@ class Harness:
         propose: Propose | None = None,
         step_cost: tuple[float, float] = (1.0, 0.02),
         draft_cost: float = 0.0,
+        windows: Windows = (None,),
+        blocks: list[int] | None = None,
+        step_tokens: int = 1000,
         **options,
     ):
+        """windows: of each KV cache group. blocks: of each, instead of num_blocks. step_tokens: see kv_cache_of."""
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **options})
-        self.pool = BlockPool(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+        size, caching = self.config.block_size, self.config.enable_prefix_caching
+        self.pools = [
+            BlockPool(count, size, caching, null_block=window is not None)
+            for count, window in zip(blocks or [num_blocks] * len(windows), windows, strict=True)
+        ]
+        self.pool = self.pools[0]
+        kv_cache, token_limits = kv_cache_of(specs_of(windows), self.pools, step_tokens)
         speculator = None
         if drafter or propose:
             config = SpeculativeConfig(method="ngram")
             speculator = Speculator(config, drafter, lambda sequences: (*step_cost, draft_cost), VOCAB)
         self.scheduler = Scheduler(
             self.config,
-            self.pool,
+            kv_cache,
             limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
             handoffs=handoffs,
             speculation=speculator,
+            token_limits=token_limits,
         )
-        self.runner = FakeRunner(self.config, max_model_len, propose)
+        self.runner = FakeRunner(self.config, max_model_len, propose, windows)
         self.depth = depth
         self.prepared: list[Prepared] = []
         self.prompts: dict[str, list[int]] = {}
@@ -305,7 +340,7 @@ class Harness:
                 self.settle()
             limit -= 1
             assert limit > 0, "no end in sight"
-        assert self.pool.num_used == 0
+        assert not any(pool.num_used for pool in self.pools)
         for name, prompt in self.prompts.items():
             reason = self.finished[name].delta.finish_reason
             if name in self.pooled:

@@ -76,7 +76,7 @@ def decode(
         run.until(lambda: run.steps >= steps + STEPS)
         seconds = (time.perf_counter() - started) / STEPS
         host = 1 - (run.waited_s - waited) / STEPS / seconds
-        kv_dtype, config = run.core.runner.kv_cache.dtype, run.config
+        kv_dtype, config = run.core.runner.kv_caches[0].dtype, run.config
     assert len(lengths) == batch_size, "not all sequences decode"
     weights = MetaModel(shape_config(shape, options.get("quantization"))).weight_bytes(batch_size)
     floor = step_bytes(config, weights, kv_dtype, lengths) / card.bytes_per_s

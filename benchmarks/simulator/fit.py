@@ -81,7 +81,7 @@ def measure_steps(
     """
     rng, recorder = random.Random(seed), StepRecorder(core, clock)
     vocab_size = core.model_config.vocab_size
-    capacity = core.scheduler.pool.num_blocks * core.scheduler.pool.block_size
+    capacity = core.scheduler.kv_cache.pool.num_blocks * core.scheduler.kv_cache.pool.block_size
     for batch in BATCHES:
         for length in PROMPTS:
             length = min(length, core.max_model_len - OUTPUT - 1)

@@ -25,7 +25,7 @@ class FastForward:
     """
 
     def __init__(self, scheduler: Scheduler):
-        self._scheduler, self._queue, self._pool = scheduler, scheduler.queue, scheduler.pool
+        self._scheduler, self._queue, self._pool = scheduler, scheduler.queue, scheduler.kv_cache.pool
 
     def max_steps(self, limit: int, now: float) -> int:
         """Return how many steps may be taken at once, up to `limit`; 0 if the next step is of another kind.
@@ -54,12 +54,11 @@ class FastForward:
         for request in self._queue.running:
             tokens = request.tokens
             request.computed = computed = request.computed + steps
-            if computed > len(request.blocks) * size:
-                blocks = self._pool.allocate(-(-computed // size) - len(request.blocks))
-                assert blocks is not None, "a fast-forward is only as long as blocks suffice"
-                request.blocks += blocks
+            if computed > request.capacity:
+                grown = self._scheduler.kv_cache.grow(request, computed)
+                assert grown, "a fast-forward is only as long as blocks suffice"
             tokens += tokens[-1:] * (steps - 1)
-            if computed // size > request.num_cached_blocks:
+            if computed // size > request.tables[0].num_cached:
                 self._scheduler.kv_cache.cache_blocks(request, computed)
             if len(tokens) - request.num_prompt + 1 == request.max_tokens:
                 ended.append(request)  # its last token comes below
@@ -72,7 +71,7 @@ class FastForward:
 
     def _blocks_missing(self, steps: int) -> int:
         size = self._pool.block_size
-        return sum(max(0, -(-(r.computed + steps) // size) - len(r.blocks)) for r in self._queue.running)
+        return sum(max(0, -(-(r.computed + steps - r.capacity) // size)) for r in self._queue.running)
 
     def _end(self, request: Request, ends: Sequence[float]) -> Event:
         if len(ends) > 1:

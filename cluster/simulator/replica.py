@@ -13,6 +13,7 @@ from deployments.routing.config import Role
 from engine.core.block_pool import BlockPool
 from engine.core.engine_stats import load_of
 from engine.core.features.handoffs import HandoffManager
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.kv_events import KVEventPublisher
 from engine.core.output import Event
 from engine.core.request import Request
@@ -42,9 +43,10 @@ class Replica:
         self.ended: list[Request] = []  # requests that are over, oldest first; the caller empties it
         self.itl = LatencyHistogram()
         self.busy_s = 0.0  # seconds in steps
+        pool = BlockPool(spec.num_blocks, config.known_block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             config,
-            BlockPool(spec.num_blocks, config.known_block_size, config.enable_prefix_caching),
+            KVCacheManager(pool),
             limits=ModelLimits(spec.max_model_len, VOCABULARY),
             handoffs=handoffs,
         )

@@ -19,15 +19,15 @@ class BlockAllocator:
     def __init__(self, kv_cache: KVCacheManager, queue: RequestQueue, handoffs: HandoffManager, totals: SchedulerStats):
         self._kv_cache, self._queue, self._handoffs, self._totals = kv_cache, queue, handoffs, totals
 
-    def reserve(self, request: Request, matched: list[int], tokens: int) -> bool:
-        """Give a waiting request blocks for `tokens` tokens, the `matched` ones among them. Requests behind it that
-        only wait for a slot lose theirs. False, and nothing is reserved, if there are too few."""
+    def reserve(self, request: Request, matched: int, start: int, tokens: int) -> bool:
+        """Give a waiting request its blocks, as KVCacheManager.reserve. Requests behind it that only wait for a slot
+        lose theirs. False, and nothing is reserved, if there are too few."""
         while True:
             with_kv = self._queue.waiting_with_kv
             # one block for each request that will grow: to start one only to preempt another would be work done twice
             growing = sum(not r.asked_by for r in self._queue.running)
             watermark = growing + len(with_kv) + len(self._handoffs.receiving)
-            if self._kv_cache.reserve(request, matched, tokens, watermark):
+            if self._kv_cache.reserve(request, matched, start, tokens, watermark):
                 return True
             if not with_kv or with_kv[-1].order < request.order:
                 return False

@@ -18,11 +18,15 @@ class BlockPool:
     Prefix cache after vLLM's automatic prefix caching; paging after PagedAttention, arXiv:2309.06180.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, null_block: bool = False):
+        """null_block: block 0 is beside these `num_blocks`, and nobody's: it stands in block tables where nothing is
+        read, and holds zeros."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._first = int(null_block)
+        num_blocks += self._first
+        self._free = list(range(num_blocks - 1, self._first - 1, -1))
         self._ref_counts = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -69,14 +73,17 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def has(self, block_hash: bytes) -> bool:
+        """Return whether a block can be matched."""
+        return block_hash in self._by_hash
+
     def reserve(self, matched: list[int], num_new: int, watermark: int = 0) -> list[int] | None:
         """Hold the `matched` blocks and `num_new` new ones, or nothing at all (None) if that would leave fewer
         than `watermark` blocks available.
 
         One call, so that allocating the new blocks can never evict the matched ones.
         """
-        idle = sum(self._ref_counts[block] == 0 for block in matched)
-        if num_new + watermark > self.num_available - idle:
+        if not self.can_reserve(matched, num_new, watermark):
             return None
         for block in matched:
             if self._ref_counts[block] == 0:
@@ -85,6 +92,11 @@ class BlockPool:
         blocks = self.allocate(num_new)
         assert blocks is not None
         return matched + blocks
+
+    def can_reserve(self, matched: list[int], num_new: int, watermark: int = 0) -> bool:
+        """Return whether `reserve` has these blocks."""
+        idle = sum(self._ref_counts[block] == 0 for block in matched)
+        return num_new + watermark <= self.num_available - idle
 
     def allocate(self, count: int) -> list[int] | None:
         """Return `count` blocks with a reference count of 1, or None if there are not that many.
@@ -193,10 +205,11 @@ class BlockPool:
     def check(self) -> None:
         """Raise AssertionError unless every block is free, cached or used, exactly once."""
         free, cached = set(self._free), set(self._cached)
-        used = {block for block in range(self.num_blocks) if self._ref_counts[block] > 0}
+        used = {block for block, count in enumerate(self._ref_counts) if count > 0}
         assert len(free) == len(self._free), "a block is free twice"
         assert not (free & cached or free & used or cached & used), "a block is in two states"
         assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost"
+        assert min(free | cached | used) >= self._first, "the null block is in use"
         assert all(self._hash[block] is None for block in free), "a free block has a hash"
         assert all(self._hash[block] is not None for block in cached), "a cached block has no hash"
         hashed = {block_hash: block for block, block_hash in enumerate(self._hash) if block_hash is not None}

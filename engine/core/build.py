@@ -15,8 +15,11 @@ from engine.core.engine import EngineCore
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.image_handoffs import ImageHandoffs
+from engine.core.features.kv_cache_coordinator import kv_cache_of
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import NoSpeculation, Speculator
+from engine.core.features.token_limit import TokenLimit
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step_cost import StepTimes
@@ -27,7 +30,9 @@ from engine.kv_transfer.fingerprint import fingerprint
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
+from engine.runner.kv_cache import window_step_tokens
 from engine.runner.model_runner import ModelRunner
+from engine.runner.rank_setup import read_model
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter
 from engine.spec_decode.suffix import SuffixDrafter
@@ -76,15 +81,17 @@ def build_engine(
     open_channel = partial(
         make_channel, engine_id=engine_id, host=host, block_size=loaded.runner.block_size, wake=wake, key=group.key
     )
+    kv_cache, token_limits = make_kv_cache(loaded)
     step_times = StepTimes()
     channel = None if config.handoff is None else open_channel(config.handoff, kv_ranks)
     scheduler = Scheduler(
         loaded.config,
-        make_block_pool(loaded),
+        kv_cache,
         limits=make_limits(loaded),
         handoffs=make_handoffs(loaded, channel, step_times),
         speculation=make_speculation(loaded, step_times),
         images=make_images(loaded, open_channel, image_ranks),
+        token_limits=token_limits,
     )
     return EngineCore(
         loaded.config,
@@ -103,7 +110,7 @@ def build_engine(
 def load(config: EngineConfig, group: TPGroup) -> Loaded:
     """Load this rank's part of the model. Raises ConfigError if the model does not go with the options."""
     folder = engine_folder(config)
-    model = ModelConfig.from_folder(folder, config.quantization, config.max_model_len, config.language_model_only)
+    model = read_model(config, folder)
     if model.bidirectional:
         config = whole_prompts(config, model)
     check_whole_images(config, model)
@@ -147,10 +154,19 @@ def make_channel(
     )
 
 
-def make_block_pool(loaded: Loaded) -> BlockPool:
-    runner, prefix_caching = loaded.runner, loaded.config.enable_prefix_caching
-    keeps_all = not loaded.model.bidirectional and loaded.model.recurrent is None  # states are not cached
-    return BlockPool(runner.num_blocks, runner.block_size, prefix_caching and keeps_all)
+def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[TokenLimit]]:
+    config, model, runner = loaded.config, loaded.model, loaded.runner
+    keeps_all = not model.bidirectional and model.recurrent is None  # states are not cached
+    prefix_caching = config.enable_prefix_caching and keeps_all
+    return kv_cache_of(
+        [group.spec for group in model.kv_groups],
+        [
+            BlockPool(count, runner.block_size, prefix_caching, null_block=group.spec.window is not None)
+            for count, group in zip(runner.num_blocks, model.kv_groups, strict=True)
+        ],
+        step_tokens=window_step_tokens(config, model),
+        least_chunk=1 if model.vision is None else max(1, model.vision.mm_tokens_per_image),
+    )
 
 
 def make_limits(loaded: Loaded) -> ModelLimits:

@@ -8,11 +8,12 @@ from engine.wire.messages import EngineLoad, EngineStats
 
 def load_of(scheduler: Scheduler) -> EngineLoad:
     """Return what routers choose engines by."""
-    queue, pool = scheduler.queue, scheduler.pool
+    queue, pool = scheduler.queue, scheduler.kv_cache.pool
+    used = max(other.num_used / other.num_blocks for other in scheduler.kv_cache.pools)
     return EngineLoad(
         sequences=len(queue.running) + queue.num_waiting + len(scheduler.handoffs.receiving),
         queued_tokens=queue.queued_tokens,
-        blocks_used=pool.num_used,
+        blocks_used=max(pool.num_used, round(used * pool.num_blocks)),  # as if all groups were as full as the fullest
         slots=scheduler.config.max_num_seqs,
         blocks_total=pool.num_blocks,
         queued_embeds=scheduler.images.queued_embeds([*queue.waiting, *queue.running]),
@@ -21,7 +22,8 @@ def load_of(scheduler: Scheduler) -> EngineLoad:
 
 def stats_of(scheduler: Scheduler) -> EngineStats:
     """Return the statistics of a scheduler, without those of its step times."""
-    queue, pool, totals = scheduler.queue, scheduler.pool, scheduler.totals
+    queue, kv_cache, totals = scheduler.queue, scheduler.kv_cache, scheduler.totals
+    pool = kv_cache.pool
     receiving, leased = scheduler.handoffs.receiving.values(), scheduler.handoffs.leased.values()
     return EngineStats(
         running=len(queue.running),
@@ -39,8 +41,8 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         prefix_hit_tokens=totals.prefix_hit_tokens,
         finished=dict(totals.finished),
         histograms=scheduler.metrics.histograms,
-        blocks_reserved=pool.num_unshared(*[r.blocks for r in [*receiving, *queue.waiting_with_kv]]),
-        blocks_leased=pool.num_unshared(*[r.blocks for r in leased]),
+        blocks_reserved=kv_cache.num_unshared(*receiving, *queue.waiting_with_kv),
+        blocks_leased=kv_cache.num_unshared(*leased),
         receiving=len(receiving),
         leased=len(leased),
         queued_tokens=queue.queued_tokens,

@@ -2,51 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.block_pool import BlockPool
-from engine.core.request import Request
+from engine.core.request import BlockTable, Request
 from engine.wire.plan import BlockChange
+
+Shorten = Callable[[Request, int, int], int]
+"""(request, blocks of a hit, block size) -> blocks that may be used of it"""
 
 
 class KVCacheManager:
-    """Allocates blocks of the pool for requests, shares them through its prefix cache, and gives them back.
+    """Allocates blocks of one pool for requests, shares them through its prefix cache, and gives them back.
 
+    All layers of the model share its block tables, unless they differ in what they keep: then each KV cache group has a
+    manager, and a KVCacheCoordinator (features/kv_cache_coordinator.py) with the same methods is in front of them.
     Changes of the block tables of running requests are kept until the next step's plan takes them to the ranks.
     """
 
-    def __init__(self, pool: BlockPool):
-        self._pool = pool
+    def __init__(self, pool: BlockPool, group: int = 0):
+        self.pool, self._group = pool, group
         self._changes: list[BlockChange] = []
 
-    def match(self, request: Request) -> list[int]:
-        """Return cached blocks that hold a prefix of the request; its last token is always computed, for its logits."""
+    @property
+    def pools(self) -> list[BlockPool]:
+        return [self.pool]
+
+    def match(self, request: Request, shorten: Shorten) -> int:
+        """Return how many leading blocks of a request are cached; its last token is always computed, for its logits.
+
+        shorten: has a say in how many of them are of use."""
         if not self._reads_cache(request):
-            return []
-        full = (len(request.tokens) - 1) // self._pool.block_size
-        return self._pool.match(request.hashes(full, self._pool.block_size))
+            return 0
+        size = self.pool.block_size
+        full = (len(request.tokens) - 1) // size
+        return shorten(request, self.longest_hit(request.hashes(full, size)), size)
+
+    def longest_hit(self, hashes: Sequence[bytes]) -> int:
+        """Return how many of these blocks, from the first on, are all there."""
+        return len(self.pool.match(hashes))
 
     def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
         """Return whether the block after the `matched` ones is in a step under way for another request: a step later it
         will be in the cache."""
-        count, size = matched + 1, self._pool.block_size
+        count, size = matched + 1, self.pool.block_size
         if not self._reads_cache(request) or count * size >= len(request.tokens):
             return False
         wanted = request.hashes(count, size)[-1]
         return any(
-            other.num_cached_blocks < count <= min(other.computed, len(other.tokens)) // size
+            other.tables[self._group].num_cached < count <= min(other.computed, len(other.tokens)) // size
             and other.hashes(count, size)[-1] == wanted
             for other in running
         )
 
-    def reserve(self, request: Request, matched: list[int], tokens: int, watermark: int) -> bool:
-        """Give a request the matched blocks, and new ones for the rest of `tokens` tokens. False, and nothing has
-        changed, if fewer than `watermark` blocks would be left."""
-        blocks = self._pool.reserve(matched, self._pool.blocks_for(tokens) - len(matched), watermark=watermark)
-        if blocks is None:
+    def reserve(self, request: Request, matched: int, start: int, tokens: int, watermark: int) -> bool:
+        """Give a request its `matched` leading blocks from the cache, and new ones for the rest of `tokens` tokens.
+        False, and nothing has changed, if fewer than `watermark` blocks would be left.
+
+        start: the first token that is computed here; the KV of those before it is matched, or comes from elsewhere."""
+        table, missing = self.plan(request, matched, start, tokens)
+        if not self.pool.can_reserve(table.held, missing, watermark):
             return False
-        request.blocks, request.num_cached_blocks = blocks, len(matched)
+        self.take(request, table, missing)
         return True
+
+    def plan(self, request: Request, matched: int, start: int, tokens: int) -> tuple[BlockTable, int]:
+        """Return the table of a request with its blocks from the cache, and how many new ones it needs behind them."""
+        blocks = self.pool.match(request.hashes(matched, self.pool.block_size))
+        return BlockTable(blocks, matched), self.pool.blocks_for(tokens) - matched
+
+    def take(self, request: Request, table: BlockTable, missing: int) -> None:
+        """Give a request what `plan` has returned, and the pool has."""
+        blocks = self.pool.reserve(table.held, missing)
+        assert blocks is not None
+        table.blocks[table.num_released :] = blocks
+        request.tables.append(table)
+        self._count(request)
 
     def add_sequence(self, request: Request) -> None:
         """Send the block table of a request that was given a slot to the runner."""
@@ -54,65 +86,85 @@ class KVCacheManager:
 
     def grow(self, request: Request, tokens: int) -> bool:
         """Give a running request blocks for `tokens` tokens in all. False if there are too few."""
-        missing = self._pool.blocks_for(tokens) - len(request.blocks)
+        blocks = request.tables[self._group].blocks
+        missing = self.pool.blocks_for(tokens) - len(blocks)
         if missing <= 0:
             return True
-        new = self._pool.allocate(missing)
+        new = self.pool.allocate(missing)
         if new is None:
             return False
-        request.blocks += new
-        self._send(request, len(request.blocks) - missing)
+        blocks += new
+        self._count(request)
+        self._send(request, len(blocks) - missing)
         return True
 
-    def capacity(self, request: Request, tokens: int, wanted: int) -> int:
+    def extra(self, request: Request, tokens: int, wanted: int) -> int:
         """Return for how many tokens after the first `tokens` a running request has blocks. Up to `wanted` it gets new
         ones, if there are any."""
         self.grow(request, tokens + wanted)
-        return len(request.blocks) * self._pool.block_size - tokens
+        return request.capacity - tokens
 
     def cache_blocks(self, request: Request, computed: int) -> None:
         """Enter the full blocks of the first `computed` tokens into the prefix cache, of those that are known."""
-        first, size = request.num_cached_blocks, self._pool.block_size
-        if computed < (first + 1) * size or not self._pool.enable_prefix_caching:
+        table, size = request.tables[self._group], self.pool.block_size
+        first = table.num_cached
+        if computed < (first + 1) * size or not self.pool.enable_prefix_caching:
             return
         full = max(first, min(computed, len(request.tokens)) // size)
         hashes = request.hashes(full, size)
         for index in range(first, full):
-            own = request.blocks[index]
-            block = self._pool.cache_block(own, hashes[index])
+            own = table.blocks[index]
+            block = self.pool.cache_block(own, hashes[index])
             if block != own:  # another request computed the same prefix: share its copy
-                request.blocks[index] = block
+                table.blocks[index] = block
                 if request.slot >= 0:
-                    self._changes.append(BlockChange(request.slot, index, [block]))
-        request.num_cached_blocks = full
+                    self._changes.append(BlockChange(request.slot, index, [block], group=self._group))
+        table.num_cached = full
 
     def invalidate(self, request: Request, first: int = 0) -> None:
         """Have the blocks of a request, from the `first` on, cleared before anyone else gets them: they may hold
         numbers that are not finite."""
-        self._pool.invalidate(request.blocks[first:])
+        table = request.tables[self._group]
+        self.pool.invalidate(table.blocks[max(first, table.num_released) :])
 
-    def num_unshared(self, request: Request) -> int:
-        """Return how many blocks would become free if this request gave its blocks back."""
-        return self._pool.num_unshared(request.blocks)
+    def num_unshared(self, *requests: Request) -> int:
+        """Return how many blocks would become free if these requests gave their blocks back."""
+        return self.pool.num_unshared(*[request.tables[self._group].held for request in requests if request.tables])
 
     def release(self, request: Request) -> None:
-        self._pool.release(request.blocks)
-        request.blocks = []
-        request.computed = request.num_cached_blocks = 0
+        if request.tables:
+            self.give_back(request)
+        request.tables = []
+        request.computed = request.capacity = 0
+
+    def give_back(self, request: Request) -> None:
+        self.pool.release(request.tables[self._group].held)
 
     def take_changes(self) -> list[BlockChange]:
         """Return the changes since the last call, oldest first."""
         changes, self._changes = self._changes, []
         return changes
 
+    def clear_cache(self) -> None:
+        """Forget what the prefix cache holds."""
+        self.pool.clear_cache()
+
+    def check(self, holders: Iterable[Request]) -> None:
+        """Raise AssertionError unless every block is free, cached, or held by these requests."""
+        self.pool.check()
+        tables = [request.tables[self._group] for request in holders if request.tables]
+        held = Counter(block for table in tables for block in table.held)
+        assert held == Counter({b: n for b, n in enumerate(self.pool.ref_counts()) if n}), "blocks are lost"
+
     def _reads_cache(self, request: Request) -> bool:
-        return self._pool.enable_prefix_caching and not request.prefix.skip_reading
+        return self.pool.enable_prefix_caching and not request.prefix.skip_reading
+
+    def _count(self, request: Request) -> None:
+        request.capacity = min([len(table.blocks) for table in request.tables]) * self.pool.block_size
 
     def _send(self, request: Request, index: int) -> None:
         """Send the blocks from `index` on to the runner."""
-        blocks, size = request.blocks[index:], self._pool.block_size
-        cleared = [
-            (block, max(0, request.computed - request.blocks.index(block) * size))
-            for block in self._pool.take_invalid(blocks)
-        ]
-        self._changes.append(BlockChange(request.slot, index, blocks, cleared))
+        table, size = request.tables[self._group], self.pool.block_size
+        invalid = self.pool.take_invalid(table.blocks[max(index, table.num_released) :])
+        cleared = [(block, max(0, request.computed - table.place(block) * size)) for block in invalid]
+        self._changes.append(BlockChange(request.slot, index, table.blocks[index:], cleared, self._group))

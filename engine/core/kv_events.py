@@ -27,7 +27,7 @@ class KVEventPublisher:
     """Every subscriber gets the same updates, after a snapshot of its own. Without subscribers, nothing is recorded."""
 
     def __init__(self, engine_id: str, scheduler: Scheduler):
-        self._engine_id, self._scheduler, self._pool = engine_id, scheduler, scheduler.pool
+        self._engine_id, self._scheduler, self._pool = engine_id, scheduler, scheduler.kv_cache.pool
         self._subscribers: dict[str, _Subscriber] = {}  # by address
         self._sent_at = self._due_at = float("-inf")
         self._number, self._load = 0, EngineLoad()  # of the last update

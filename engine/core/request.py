@@ -30,6 +30,28 @@ class State(Enum):
 
 
 @dataclass(slots=True)
+class BlockTable:
+    """What one request holds of one KV cache group."""
+
+    blocks: list[int]
+    """Block ids in token order. The first `num_released` are no longer its own."""
+    num_cached: int = 0
+    """Leading blocks that are in the prefix cache, or have been before they were given back."""
+    num_released: int = 0
+    """Leading blocks that no token to come sees, so that they were given back or never taken."""
+    keeps_all: bool = True
+    """Nothing is given back before the request ends."""
+
+    @property
+    def held(self) -> list[int]:
+        return self.blocks[self.num_released :] if self.num_released else self.blocks
+
+    def place(self, block: int) -> int:
+        """Return the index of a block that it holds."""
+        return self.blocks.index(block, self.num_released)
+
+
+@dataclass(slots=True)
 class PrefixUse:
     """What one request has to do with the prefix cache."""
 
@@ -90,10 +112,11 @@ class Request:
     has ended, so this is ahead of the model by at most one step."""
     in_flight: int = 0
     """Output tokens that planned steps will sample, not known yet."""
-    blocks: list[int] = field(default_factory=list)
-    """KV block ids in token order. A waiting request has some if its KV came from another engine."""
-    num_cached_blocks: int = 0
-    """Leading blocks that are in the prefix cache."""
+    tables: list[BlockTable] = field(default_factory=list)
+    """Its KV blocks, a table for each KV cache group; empty if it holds none. A waiting request has some if its KV came
+    from another engine."""
+    capacity: int = 0
+    """Leading tokens for which it holds blocks in all groups."""
     slot: int = -1
     """Row of the runner's per-sequence state; -1 unless running."""
     num_preemptions: int = 0

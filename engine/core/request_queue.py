@@ -36,7 +36,7 @@ class RequestQueue:
     @property
     def waiting_with_kv(self) -> list[Request]:
         """Waiting requests whose KV came from another engine: all they need is a slot."""
-        return [request for request in self.waiting if request.blocks]
+        return [request for request in self.waiting if request.tables]
 
     @property
     def queued_tokens(self) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.core.block_allocator import BlockAllocator
-from engine.core.block_pool import BlockPool
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.speculator import NoSpeculation, Speculator
@@ -56,7 +55,7 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        pool: BlockPool,
+        kv_cache: KVCacheManager,
         *,
         limits: ModelLimits,
         handoffs: HandoffManager | None = None,
@@ -64,16 +63,16 @@ class Scheduler:
         images: EncoderCacheManager | TextOnly | None = None,
         token_limits: Sequence[TokenLimit] = (),
     ):
-        """token_limits: have a say in how much of a request a step computes, beside speculation and images."""
-        assert limits.max_model_len <= pool.num_blocks * pool.block_size, "one request alone must fit the pool"
-        self.config, self.pool, self.limits = config, pool, limits
+        """token_limits: have a say in how much of a request a step computes, beside speculation and images. One request
+        of `max_model_len` must fit the KV cache alone."""
+        self.config, self.kv_cache, self.limits = config, kv_cache, limits
+        self.block_size = kv_cache.pool.block_size
         self.queue = RequestQueue(config.max_num_seqs)
-        self.kv_cache = KVCacheManager(pool)
         self.handoffs = handoffs or HandoffManager()
         self.speculation = speculation or NoSpeculation()
         self.images = images or TextOnly()
         #: Without those that limit nothing, since each is asked for every request of every step.
-        self._token_limits = [*self.images.token_limits, *self.speculation.token_limits, *token_limits]
+        self._token_limits = [*token_limits, *self.images.token_limits, *self.speculation.token_limits]
         self._checks = RequestChecks(limits, self.images, self.handoffs)
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
@@ -170,8 +169,7 @@ class Scheduler:
 
     def _plan_running(self) -> int:
         """Plan all running requests, in order. Returns the budget left for new ones."""
-        budget, block_size = self.config.max_num_batched_tokens, self.pool.block_size
-        queue, draft = list(self.queue.running), self.speculation.draft
+        budget, queue, draft = self.config.max_num_batched_tokens, list(self.queue.running), self.speculation.draft
         for limit in self._token_limits:
             limit.start_step(len(queue))
         for behind, request in zip(range(len(queue) - 1, -1, -1), queue, strict=True):
@@ -182,7 +180,7 @@ class Scheduler:
             for limit in self._token_limits:
                 count = limit.up_to(request, count)
             tokens = request.computed + count
-            if count > 0 and (tokens <= len(request.blocks) * block_size or self._blocks.grow(request, tokens)):
+            if count > 0 and (tokens <= request.capacity or self._blocks.grow(request, tokens)):
                 if drafts := draft(request, count, left - count):
                     drafts = self._fit(drafts, request, tokens)
                     budget -= len(drafts)
@@ -193,7 +191,7 @@ class Scheduler:
     def _fit(self, drafts: list[int], request: Request, tokens: int) -> list[int]:
         """Return as many guesses of what follows the first `tokens` tokens of a request as its blocks allow."""
         wanted = min(len(drafts) + self.speculation.lookahead, self.limits.max_model_len - tokens)
-        drafts = drafts[: self.kv_cache.capacity(request, tokens, wanted)]
+        drafts = drafts[: self.kv_cache.extra(request, tokens, wanted)]
         self.speculation.planned(request, len(drafts))
         return drafts
 
@@ -206,7 +204,7 @@ class Scheduler:
                 continue  # its next mask is still being computed, which may take long
             needed = 1 if self.limits.chunked_prefill else len(request.tokens)
             startable = budget >= needed and self.queue.has_free_slot
-            if not request.blocks and not self._reserve(request, startable, now):
+            if not request.tables and not self._reserve(request, startable, now):
                 return
             if startable and request.state is State.WAITING:
                 budget -= self._start(request, budget)
@@ -217,14 +215,14 @@ class Scheduler:
         everyone behind it with it."""
         if not startable and not self.handoffs.decides:
             return False
-        matched = self.images.whole_prefix(request, self.kv_cache.match(request), self.pool.block_size)
-        if self.kv_cache.in_flight(request, len(matched), self.queue.running):
+        matched = self.kv_cache.match(request, self.images.whole_prefix)
+        if self.kv_cache.in_flight(request, matched, self.queue.running):
             return False
-        cached = len(matched) * self.pool.block_size
+        cached = matched * self.block_size
         decision = self.handoffs.decide(request, cached, self.queue.running)
         # one token more if the first token comes with the KV: then nothing is missing when there is a slot
-        tokens = len(request.tokens) + decision.remote
-        if not (startable or decision.remote) or not self._blocks.reserve(request, matched, tokens):
+        tokens, start = len(request.tokens) + decision.remote, len(request.tokens) if decision.remote else cached
+        if not (startable or decision.remote) or not self._blocks.reserve(request, matched, start, tokens):
             return False
         self.handoffs.count(decision)
         self.totals.observe_scheduled(request, cached, now)
@@ -235,7 +233,7 @@ class Scheduler:
             self.queue.remove(request)
             request.state = State.WAITING_FOR_REMOTE_KV
             request.remote.handoff_at = (now, now)
-            self.handoffs.open(request, cached, now, self.pool.block_size)
+            self.handoffs.open(request, cached, now, self.block_size)
         else:
             request.computed = cached
         return True
@@ -246,8 +244,8 @@ class Scheduler:
         self._builder.add_sequence(request)
         self.kv_cache.add_sequence(request)
         if request.asked_by:
-            self.handoffs.report(request, request.computed, self.pool.block_size)
-        count = min(request.pending, budget)
+            self.handoffs.report(request, request.computed, self.block_size)
+        count = min(request.pending, budget, request.capacity - request.computed)
         for limit in self._token_limits:
             count = limit.up_to(request, count)
         if count > 0:
@@ -376,7 +374,8 @@ class Scheduler:
             return []
         self.queue.wait(request)
         if isinstance(event, Failed):
-            self.kv_cache.invalidate(request, request.num_cached_blocks)  # the other engine's logits may not be finite
+            first = request.tables[0].num_cached
+            self.kv_cache.invalidate(request, first)  # the other engine's logits may not be finite
             self.kv_cache.release(request)
             error = self.handoffs.final_error(request, event)
             return [self._finish(request, "error", now, error=error)] if error else []
@@ -390,7 +389,7 @@ class Scheduler:
 
     def _report(self, request: Request, computed: int, tokens: list[int], logprobs: list[TokenLogprob] | None) -> None:
         """Tell the engine that asked for this prompt how much is computed. With a token, all of it is."""
-        self.handoffs.report(request, computed, self.pool.block_size)
+        self.handoffs.report(request, computed, self.block_size)
         if not tokens:
             return
         request.in_flight -= 1
@@ -399,7 +398,7 @@ class Scheduler:
             self.handoffs.refuse(request, NO_TOKEN)
         else:
             request.note("first token computed")
-            self.handoffs.finish(request, tokens[0], logprobs[0] if logprobs else None, self.pool.block_size)
+            self.handoffs.finish(request, tokens[0], logprobs[0] if logprobs else None, self.block_size)
         self._retire(request)
 
     def _retire(self, request: Request) -> None:
@@ -410,10 +409,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError if requests, slots and blocks do not add up."""
-        self.pool.check()
         self.images.check()
         receiving, leased = list(self.handoffs.receiving.values()), list(self.handoffs.leased.values())
         self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased)
-        holders = [*self.queue.running, *self.queue.waiting_with_kv, *receiving, *leased]
-        held = Counter(block for request in holders for block in request.blocks)
-        assert held == Counter({b: n for b, n in enumerate(self.pool.ref_counts()) if n}), "blocks are lost"
+        self.kv_cache.check([*self.queue.running, *self.queue.waiting_with_kv, *receiving, *leased])

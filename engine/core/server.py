@@ -119,7 +119,7 @@ class EngineServer:
                 case Subscribe():
                     self._subscribe(command)
                 case ResetPrefixCache():
-                    self._core.scheduler.pool.clear_cache()
+                    self._core.scheduler.kv_cache.clear_cache()
                 case _:
                     self._hand_over(command)
 

@@ -11,10 +11,11 @@ import torch
 
 from engine.errors import ModelFolderError
 from engine.model.config import ModelConfig
+from engine.model.kv_groups import KVCacheGroup
 from engine.model.loader import tensors_by_file
 from engine.wire.model_identity import sample_weights, short
 
-LAYOUT_VERSION = 1  # of a block: [layers, 2, kv_heads, block_size, head_dim], rotated keys
+LAYOUT_VERSION = 2  # of a group of layers; of a block: [layers, 2, kv_heads, block_size, head_dim], rotated keys
 
 
 def fingerprint(
@@ -39,13 +40,19 @@ def fingerprint(
         "block_size": block_size,
         "determinism": determinism,
         "layers": config.num_layers,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "groups": ",".join(map(_describe, config.kv_groups)),
         "rope": short(hashlib.sha256(repr(config.rope).encode())),
         "config": short(_hash_config(config)),
         "weights": short(_hash_weights(folder)),
     }
     return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _describe(group: KVCacheGroup) -> str:
+    """Layers x parts x KV heads x head_dim, and the window if there is one."""
+    spec = group.spec
+    shape = f"{len(group.layers)}x{spec.parts}x{spec.num_kv_heads}x{spec.head_dim}"
+    return shape if spec.window is None else f"{shape}w{spec.window}"
 
 
 def _hash_config(config: ModelConfig) -> hashlib._Hash:

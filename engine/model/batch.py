@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,16 @@ class DeepStack:
     """[n, hidden] for each of these layers."""
 
 
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Where a further group of layers keeps the KV of a batch: the fields of Batch of these names."""
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    kv_cache: Tensor
+    kv_scales: Tensor | None = None
+
+
 @dataclass(slots=True)
 class Batch:
     """Sequences laid end to end, each with the tokens it computes in this step.
@@ -51,10 +62,12 @@ class Batch:
     kv_len: Tensor
     """[seqs] int32, tokens of each sequence whose KV exists once this step has written its own."""
     block_table: Tensor
-    """[seqs, max_blocks] int32, block ids in token order; entries past the sequence's end are arbitrary."""
+    """[seqs, max_blocks] int32, block ids in token order; entries past the sequence's end are arbitrary. In a group of
+    layers with a window, those that no token of this step sees may be 0, a block of zeros."""
     kv_cache: Tensor
-    """[num_blocks, layers, 2 (K, V), kv_heads, block_size, head_dim]. A block is contiguous over all layers, so that
-    handing it to another pool is one large copy, and a range of heads is contiguous too."""
+    """[num_blocks, layers, 2 (K, V), kv_heads, block_size, head_dim], of the layers in the first KV cache group
+    (kv_groups.py). A block is contiguous over all layers, so that handing it to another pool is one large copy, and a
+    range of heads is contiguous too."""
     single: Tensor
     """[n] int32, sequences that compute one token; attention treats them apart from the others. -1 is padding."""
     chunks: list[Chunk]
@@ -80,6 +93,34 @@ class Batch:
     `positions` are then rows of it."""
     states: StateBatch | None = None
     """In a model with recurrent layers."""
+    other_groups: tuple[KVGroup, ...] = ()
+    """KV cache groups after the first."""
+    views: dict[int, Batch] = field(default_factory=dict)
+    """Made by `of_group`, once for all layers."""
+
+    def set_block_tables(self, tables: Sequence[Tensor]) -> None:
+        """tables: of each KV cache group."""
+        self.block_table, *others = tables
+        self.other_groups = tuple(
+            replace(kv, block_table=table) for kv, table in zip(self.other_groups, others, strict=True)
+        )
+
+    def of_group(self, group: int) -> Batch:
+        """Return this batch over the KV of one group of layers."""
+        if group == 0:
+            return self
+        if group not in self.views:
+            kv = self.other_groups[group - 1]
+            self.views[group] = replace(
+                self,
+                slot_mapping=kv.slot_mapping,
+                block_table=kv.block_table,
+                kv_cache=kv.kv_cache,
+                kv_scales=kv.kv_scales,
+                plans={},
+                views={},
+            )
+        return self.views[group]
 
 
 def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:

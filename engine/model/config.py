@@ -16,6 +16,7 @@ from engine.errors import ConfigError, ModelFolderError
 from engine.model import multipliers, recurrent_config
 from engine.model.checkpoint.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
 from engine.model.families import VISION, Family, Head, find_family, head_of, text_part
+from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, kv_groups
 from engine.model.multipliers import Multipliers
 from engine.model.pooling_config import PoolingConfig, PoolingType
 from engine.model.quantization.unsupported import UnsupportedScheme
@@ -191,6 +192,10 @@ class ModelConfig:
     transformers: str = ""
     """config.json, if transformers' own code computes the model (engine/model/transformers_backend); `rope` is then
     empty, and what is said about biases, norms and experts does not count. Empty for a native family."""
+    layer_kv: tuple[KVCacheSpec | int | None, ...] = ()
+    """What each layer keeps (kv_groups.py), where it does not follow from `window`, `num_kv_heads` and `head_dim`."""
+    keeps_all_kv: bool = False
+    """Layers with a window keep the KV of all tokens, as the others do."""
 
     @classmethod
     def from_folder(
@@ -296,10 +301,7 @@ class ModelConfig:
         """
         if self.num_heads % tp_size:
             raise ConfigError("tensor_parallel", tp_size, f"a divisor of the model's {self.num_heads} heads")
-        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
-            limit = f"a divisor or a multiple of the model's {self.num_kv_heads} KV heads"
-            raise ConfigError("tensor_parallel", tp_size, limit)
-        return max(1, self.num_kv_heads // tp_size)
+        return KVCacheSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim).heads_per_rank(tp_size)
 
     def longest_sequence(self, max_model_len: int | None) -> int:
         """Tokens of the longest sequence; None stands for the model's own context, more raises ConfigError."""
@@ -311,13 +313,12 @@ class ModelConfig:
         return longest
 
     def kv_bytes_per_token(self, itemsize: int, tp_size: int = 1) -> int:
-        """Bytes of one token's K and V in all layers, on one rank; `itemsize` bytes per number."""
-        return 2 * self.num_kv_layers * self.kv_heads_per_rank(tp_size) * self.head_dim * itemsize
+        """Bytes of one token's KV in all layers, on one rank; `itemsize` bytes per number."""
+        return itemsize * sum(group.token_numbers(tp_size) for group in self.kv_groups)
 
     @property
-    def num_kv_layers(self) -> int:
-        """Layers whose K and V are kept: all or none."""
-        return 0 if self.bidirectional else self.num_layers
+    def kv_groups(self) -> tuple[KVCacheGroup, ...]:
+        return kv_groups(self)
 
 
 class _Unsupported(Exception):

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from engine.device import ALIGNMENT, Device
 from engine.distributed.tp_group import TPGroup
-from engine.model.batch import Batch, Chunk, row_tiles
+from engine.model.batch import Batch, Chunk, KVGroup, row_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class StepShape:
     tokens: int
     seqs: int
     tile_rows: int = 0  #: rows of a tile of attention; 0 in a step that only decodes
+    kv_groups: int = 1
 
     @property
     def tiles(self) -> int:
@@ -63,6 +64,7 @@ class StepColumns(NamedTuple):
     token_index: Any  #: [tokens] int64, where each token lies in the flattened history
     positions: Any  #: [tokens] int64, as the next; see Batch
     slot_mapping: Any
+    other_slot_mappings: Any  #: [(kv_groups - 1) * tokens], of the other KV cache groups
     slots: Any  #: [seqs] int64, rows of the block tables
     kv_len: Any  #: [seqs] int32, as the others; see Batch
     query_start: Any  #: [seqs + 1]
@@ -78,7 +80,7 @@ class StepColumns(NamedTuple):
 @cache
 def layout(shape: StepShape) -> list[tuple[int, int, bool]]:
     """Return where each column of a buffer of int32 begins and ends, and whether it is int64."""
-    wide = [shape.tokens] * 3 + [shape.seqs]
+    wide = [shape.tokens] * 3 + [(shape.kv_groups - 1) * shape.tokens, shape.seqs]
     sizes = [2 * size for size in wide] + [shape.seqs, shape.seqs + 1, shape.seqs, 4 * shape.tiles]
     columns, begin, unit = [], 0, ALIGNMENT // 4
     for i, size in enumerate(sizes):
@@ -95,7 +97,7 @@ def empty_step(shape: StepShape) -> tuple[NDArray[np.int32], StepColumns]:
     """Return a buffer that holds padding only, and its columns."""
     buffer = np.zeros(buffer_size(shape), dtype=np.int32)
     columns = StepColumns.of(buffer, shape, np.int64)
-    columns.slot_mapping[:] = columns.single[:] = -1
+    columns.slot_mapping[:] = columns.other_slot_mappings[:] = columns.single[:] = -1
     return buffer, columns
 
 
@@ -104,6 +106,7 @@ def pad_step(
     token_index: NDArray[np.int64],
     positions: NDArray[np.int64],
     slot_mapping: NDArray[np.int64],
+    other_slot_mappings: list[NDArray[np.int64]],
     slots: NDArray[np.int64],
     kv_len: NDArray[np.int64],
     query_start: NDArray[np.int64],
@@ -115,6 +118,8 @@ def pad_step(
     tokens, seqs = len(positions), len(slots)
     columns.token_index[:tokens], columns.positions[:tokens] = token_index, positions
     columns.slot_mapping[:tokens] = slot_mapping
+    for i, mapping in enumerate(other_slot_mappings):
+        columns.other_slot_mappings[i * shape.tokens : i * shape.tokens + tokens] = mapping
     columns.slots[:seqs], columns.kv_len[:seqs] = slots, kv_len
     columns.query_start[: seqs + 1], columns.query_start[seqs + 1 :] = query_start, tokens
     columns.single[: len(single)] = single
@@ -156,19 +161,19 @@ class CudaGraphs:
         forward: Callable[[Tensor, Batch], Tensor],
         history: Tensor,
         tables: Tensor,
-        kv_cache: Tensor,
-        kv_scales: Tensor | None,
+        kv_caches: list[Tensor],
+        kv_scales: list[Tensor | None],
         *,
         budget_bytes: int,
         tp: TPGroup,
     ):
         """forward: token ids [tokens] int64 and their batch -> hidden states.
-        history: [slots, max_model_len] token ids. tables: [slots, max_blocks] int32. Their contents change between
-        steps; their addresses do not.
+        history: [slots, max_model_len] token ids. tables: [groups, slots, max_blocks] int32. kv_caches, kv_scales: of
+        each group. Their contents change between steps; their addresses do not.
         budget_bytes: device memory for all graphs together.
         """
         self._device, self._forward, self._tp = device, forward, tp
-        self._history, self._tables, self._kv_cache, self._kv_scales = history, tables, kv_cache, kv_scales
+        self._history, self._tables, self._kv_caches, self._kv_scales = history, tables, kv_caches, kv_scales
         self._graphs: dict[StepShape, Graph] = {}
         tp.before_close(self._destroy)
         self._budget_bytes, self.used_bytes = budget_bytes, 0
@@ -219,18 +224,26 @@ class CudaGraphs:
 
     def _compute(self, shape: StepShape, inputs: Tensor) -> Tensor:
         columns = StepColumns.of(inputs, shape, torch.int64)
+        mappings = [columns.slot_mapping, *columns.other_slot_mappings.view(shape.kv_groups - 1, shape.tokens)]
+        first, *others = [
+            KVGroup(mapping, table.index_select(0, columns.slots), cache, scales)
+            for mapping, table, cache, scales in zip(
+                mappings, self._tables, self._kv_caches, self._kv_scales, strict=True
+            )
+        ]
         batch = Batch(
             positions=columns.positions,
-            slot_mapping=columns.slot_mapping,
+            slot_mapping=first.slot_mapping,
             query_start=columns.query_start,
             kv_len=columns.kv_len,
-            block_table=self._tables.index_select(0, columns.slots),
-            kv_cache=self._kv_cache,
+            block_table=first.block_table,
+            kv_cache=first.kv_cache,
             single=columns.single,
             # one that stands for all of them: what kernels read of theirs on the host is a limit
             chunks=[Chunk(0, 0, shape.tokens, 0)] if shape.tile_rows else [],
             tiles=columns.tiles.view(-1, 4) if shape.tile_rows else None,
-            kv_scales=self._kv_scales,
+            kv_scales=first.kv_scales,
+            other_groups=tuple(others),
         )
         return self._forward(self._history.view(-1)[columns.token_index].long(), batch)
 

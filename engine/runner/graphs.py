@@ -45,15 +45,16 @@ def graph_shapes(setup: RankSetup) -> list[StepShape]:
     heads = model.num_heads, model.num_kv_heads, model.head_dim
     # each draft is a sequence of its own
     seqs = config.max_num_seqs * (1 + (config.speculative.num_speculative_tokens if config.speculative else 0))
-    shapes = [StepShape(size, size) for size in decode_sizes(seqs)]
+    groups = len(model.kv_groups)
+    shapes = [StepShape(size, size, kv_groups=groups) for size in decode_sizes(seqs)]
     for size in mixed_sizes(config.max_num_batched_tokens):
         rows = attention.tile_rows(size, *heads, setup.dtype, setup.torch_device)
-        shapes.append(StepShape(size, min(size, seqs), rows))
+        shapes.append(StepShape(size, min(size, seqs), rows, groups))
     return shapes
 
 
 def record_cpu_steps(
-    setup: RankSetup, model: Model, kv_cache: Tensor, kv_scales: Tensor | None, max_model_len: int
+    setup: RankSetup, model: Model, kv_caches: list[Tensor], kv_scales: list[Tensor | None], max_model_len: int
 ) -> StepGraph | None:
     """Return the model's layers as one graph of CPU kernels; None where some of its code is not ours."""
     if setup.tp.size > 1 or not can_capture(setup) or not dispatch.cpu_kernels(setup.dtype, setup.torch_device):
@@ -63,4 +64,4 @@ def record_cpu_steps(
     max_blocks = -(-max_model_len // setup.block_size)
     max_tokens = max(setup.config.max_num_batched_tokens, sum(RECORDED))
     x = torch.empty(max_tokens, setup.model.hidden_size, dtype=setup.dtype)
-    return record(model.run_layers, x, max_blocks, kv_cache, kv_scales)
+    return record(model.run_layers, x, max_blocks, kv_caches, kv_scales)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.device import Device, StagedCopy
-from engine.model.batch import Batch, split
+from engine.model.batch import Batch, KVGroup, split
 from engine.model.config import ModelConfig
 from engine.model.ops.sampling import sorts_candidates
 from engine.model.state import StateCache
@@ -56,7 +56,7 @@ class BlockTableRows:
 
     rows: Tensor  #: [seqs] int64
     width: int  #: entries of each row that the batch needs
-    index: Tensor  #: [n] int64, changed entries of the flattened tables
+    index: Tensor  #: [n] int64, changed entries of the flattened tables of all groups
     blocks: Tensor  #: [n] int32, their new values
 
 
@@ -98,21 +98,23 @@ class InputBuilder:
         config: EngineConfig,
         model_config: ModelConfig,
         device: Device,
-        kv_cache: Tensor,
-        kv_scales: Tensor | None,
+        kv_caches: list[Tensor],
+        kv_scales: list[Tensor | None],
         max_model_len: int,
         shape_for: Callable[[int, int], StepShape | None] = lambda tokens, seqs: None,
         drafts: bool = False,
         states: StateCache | None = None,
     ):
-        """shape_for: returns the shape of the graph for a step of so many tokens and sequences, or None.
+        """kv_caches, kv_scales: of each KV cache group.
+        shape_for: returns the shape of the graph for a step of so many tokens and sequences, or None.
         drafts: a drafter computes the batch once more, without graphs."""
         self._device, self._shape_for, self._drafts, self._states = device, shape_for, drafts, states
-        self._kv_cache, self._kv_scales = kv_cache, kv_scales
-        self._block_size, self._max_model_len = kv_cache.shape[4], max_model_len
+        self._kv_caches, self._kv_scales = kv_caches, kv_scales
+        self._block_size, self._max_model_len = kv_caches[0].shape[4], max_model_len
         self._vocab_size = model_config.vocab_size
         slots = config.max_num_seqs
-        self.block_tables = np.zeros((slots, -(-max_model_len // self._block_size)), dtype=np.int32)
+        shape = len(kv_caches), slots, -(-max_model_len // self._block_size)
+        self.block_tables = np.zeros(shape, dtype=np.int32)  # of each group
         self._sequences: dict[int, NewSequence] = {}  # by slot
         self._pooling: dict[int, PoolingParams] = {}  # of those in it that are pooled
         self._prompt_logprobs: set[int] = set()  # slots of those whose prompt's are wanted
@@ -130,8 +132,9 @@ class InputBuilder:
         staged = self._device.staged_copy()
         added = [self._add(sequence, staged) for sequence in plan.added]
         for change in plan.blocks:
-            self.block_tables[change.slot, change.index : change.index + len(change.blocks)] = change.blocks
-        layout = StepLayout.of(plan, self.block_tables, self._block_size, self._max_model_len)
+            table = self.block_tables[change.group, change.slot]
+            table[change.index : change.index + len(change.blocks)] = change.blocks
+        layout = StepLayout.of(plan, list(self.block_tables), self._block_size, self._max_model_len)
         query_start, positions = layout.query_start, layout.positions
         sequences, first_rows, first_sequences = layout.sequences, query_start, None
         width = -(-(int(sequences.ends.max()) + plan.num_drafts) // self._block_size)
@@ -189,20 +192,33 @@ class InputBuilder:
             shape = self._shape_for(len(layout.positions), len(sequences.slots))
         graph = None
         if shape is not None:
-            columns = layout.token_index, rotary, layout.slot_mapping, sequences.slots, sequences.ends, first_rows
+            mapping, *mappings = layout.slot_mappings
+            columns = layout.token_index, rotary, mapping, mappings, sequences.slots, sequences.ends, first_rows
             graph = shape, staged.add(pad_step(shape, *columns, single.numpy(), chunks))
             if not self._drafts:
                 return None, graph
+        first, *others = [
+            KVGroup(
+                slot_mapping=staged.add(slot_mapping),
+                block_table=staged.add(table[[] if self._device.asynchronous else sequences.slots, :width]),
+                kv_cache=cache,
+                kv_scales=scales,
+            )
+            for slot_mapping, table, cache, scales in zip(
+                layout.slot_mappings, self.block_tables, self._kv_caches, self._kv_scales, strict=True
+            )
+        ]
         batch = Batch(
             positions=staged.add(layout.positions),
-            slot_mapping=staged.add(layout.slot_mapping),
+            slot_mapping=first.slot_mapping,
             query_start=staged.add(first_rows.astype(np.int32)),
             kv_len=staged.add(sequences.ends.astype(np.int32)),
-            block_table=staged.add(self.block_tables[[] if self._device.asynchronous else sequences.slots, :width]),
-            kv_cache=self._kv_cache,
+            block_table=first.block_table,
+            kv_cache=first.kv_cache,
             single=staged.add(single.numpy()),
             chunks=chunks,
-            kv_scales=self._kv_scales,
+            kv_scales=first.kv_scales,
+            other_groups=tuple(others),
             states=None if self._states is None else self._states.batch(sequences.slots, staged),
         )
         return batch, graph
@@ -223,8 +239,11 @@ class InputBuilder:
         return NewTokens(sequence.slot, staged.add(np.array(sequence.tokens, dtype=np.int32)))
 
     def _block_table_rows(self, plan: StepPlan, slots: np.ndarray, width: int, staged: StagedCopy) -> BlockTableRows:
-        entries = self.block_tables.shape[1]
-        ranges = [c.slot * entries + np.arange(c.index, c.index + len(c.blocks)) for c in plan.blocks]
+        _, slots_of_group, entries = self.block_tables.shape
+        ranges = [
+            (c.group * slots_of_group + c.slot) * entries + np.arange(c.index, c.index + len(c.blocks))
+            for c in plan.blocks
+        ]
         index = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
         # their final values: an entry may change twice, and the device writes in any order
         blocks = self.block_tables.reshape(-1)[index]

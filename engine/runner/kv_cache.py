@@ -7,6 +7,9 @@ import math
 import mmap
 import os
 import re
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +21,7 @@ from engine.errors import ConfigError, ModelFolderError, OutOfMemory
 from engine.kv_transfer.transport import nixl
 from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
+from engine.model.kv_groups import KVCacheGroup
 from engine.model.loader import tensors_by_file
 
 logger = logging.getLogger(__name__)
@@ -25,12 +29,60 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 FP8_CAPABILITY = (8, 9)  # Triton has no float8_e4m3fn below, as ktransformers #1978 and vLLM #45829 met
 CPU_DEFAULT_GIB = 2.0
+WINDOW_STEP_TOKENS = 2048
 SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale$")
 
 
-def block_shape(config: ModelConfig, block_size: int, tp: TPGroup) -> tuple[int, int, int, int, int]:
-    """Return the shape of one block on one rank: [layers, 2 (K, V), kv_heads, block_size, head_dim]."""
-    return config.num_kv_layers, 2, config.kv_heads_per_rank(tp.size), block_size, config.head_dim
+@dataclass(frozen=True, slots=True)
+class GroupNeed:
+    """The blocks that sequences need in one KV cache group."""
+
+    group: KVCacheGroup
+    block_size: int
+    block_bytes: int
+    step_tokens: int
+    """Tokens of a step for which a group with a window has room beside the windows of all sequences."""
+
+    def held(self, length: int) -> int:
+        """Return the most blocks that a decoding sequence of up to `length` tokens holds."""
+        whole, window = -(-length // self.block_size), self.group.spec.window
+        return whole if window is None else min(whole, -(-window // self.block_size) + 1)
+
+    def most(self, length: int, seqs: int) -> int:
+        """Return how many blocks are ever of use to so many sequences at a time: beside a window for each, as many of
+        sequences that have ended, which the prefix cache keeps."""
+        window = self.group.spec.window
+        return self.of(length, seqs) + (0 if window is None else seqs * self.held(length))
+
+    def of(self, length: int, seqs: int = 1) -> int:
+        """Return the blocks for `seqs` sequences of `length` tokens, and for a step that computes their prompts."""
+        if self.group.spec.window is None:
+            return seqs * self.held(length)
+        whole, step = -(-length // self.block_size), -(-self.step_tokens // self.block_size)
+        return min(seqs * whole, seqs * self.held(length) + step)
+
+
+def group_needs(
+    config: EngineConfig, block_size: int, model: ModelConfig, dtype: torch.dtype, tp: TPGroup, drafter_bytes: int = 0
+) -> list[GroupNeed]:
+    """drafter_bytes: that a drafter needs for each block of the first group."""
+    step = window_step_tokens(config, model)
+    return [
+        GroupNeed(
+            group,
+            block_size,
+            torch.Size(group.block_shape(block_size, tp.size)).numel() * dtype.itemsize + (0 if i else drafter_bytes),
+            step,
+        )
+        for i, group in enumerate(model.kv_groups)
+    ]
+
+
+def window_step_tokens(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the tokens of one prompt that a step can always compute in a group with a window; more are computed where
+    there are blocks to spare."""
+    image = 0 if model.vision is None else model.vision.mm_tokens_per_image
+    return max(min(config.max_num_batched_tokens, WINDOW_STEP_TOKENS), image)
 
 
 def choose_num_blocks(
@@ -42,51 +94,112 @@ def choose_num_blocks(
     tp: TPGroup,
     free_bytes: int,
     drafter_bytes: int = 0,
-) -> tuple[int, int]:
-    """Return (num_blocks, max_model_len) for this memory, and log what limits them.
+) -> tuple[list[int], int]:
+    """Return the number of blocks of each KV cache group, and max_model_len, for this memory; log what limits them.
 
     free_bytes: on a GPU memory for the KV cache, measured by a profiling run; on a CPU the machine's free memory.
-    drafter_bytes: that a drafter needs for each block.
+    drafter_bytes: that a drafter needs for each block of the first group.
     Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
     """
-    block_bytes = torch.Size(block_shape(model, block_size, tp)).numel() * dtype.itemsize + drafter_bytes
+    needs = group_needs(config, block_size, model, dtype, tp, drafter_bytes)
     if device.type == "cuda" and config.handoff is not None and config.handoff.transport != "tcp":
-        free_bytes -= nixl.MAX_BUFFERS * nixl.buffer_bytes(block_bytes)
+        free_bytes -= nixl.MAX_BUFFERS * sum(nixl.buffer_bytes(need.block_bytes) for need in needs)
     longest = model.longest_sequence(config.max_model_len)
-    desired = config.max_num_seqs * -(-longest // block_size)
-    if not block_bytes:
+    desired = [need.most(longest, config.max_num_seqs) for need in needs]
+    if not needs[0].block_bytes:
         logger.info("kv cache: none, since this model keeps no KV; max_model_len=%d", longest)
         return desired, longest
     if config.num_blocks is not None:
-        blocks, limit = config.num_blocks, "num_blocks"
-        if blocks * block_bytes > free_bytes:
+        first, *others = config.num_blocks, *desired[1:]
+        blocks, limit = [first, *(min(first, other) for other in others)], "num_blocks"
+        if (used := total_bytes(needs, blocks)) > free_bytes:
+            fit = config.num_blocks * free_bytes // used
             raise OutOfMemory(
-                f"num_blocks={blocks} needs {blocks * block_bytes / GIB:.2f} GiB of KV cache, but only "
-                f"{free_bytes / GIB:.2f} GiB are free; at most {free_bytes // block_bytes} blocks fit"
+                f"num_blocks={config.num_blocks} needs {used / GIB:.2f} GiB of KV cache, but only "
+                f"{free_bytes / GIB:.2f} GiB are free; at most {fit} blocks fit"
             )
     else:
         budget, limit = kv_budget(config, device, free_bytes)
-        blocks = max(0, budget) // block_bytes
-        if blocks > desired:
-            blocks, limit = desired, f"max_num_seqs ({config.max_num_seqs}) x max_model_len ({longest})"
-    tokens = blocks * block_size
+        blocks = divide(max(0, budget), needs, longest, config.max_num_seqs)
+        if blocks == desired:
+            limit = f"max_num_seqs ({config.max_num_seqs}) x max_model_len ({longest})"
+    tokens = longest_that_fits(needs, longest, blocks)
     shortest = config.max_model_len or 2  # one token of prompt and one of output
     if tokens < shortest:
-        needed = -(-shortest // block_size)
-        more = f"kv_cache_memory_gib to at least {math.ceil(needed * block_bytes / GIB * 1000) / 1000}"
+        needed = [need.of(shortest) for need in needs]
+        more = f"kv_cache_memory_gib to at least {math.ceil(total_bytes(needs, needed) / GIB * 1000) / 1000}"
         if config.num_blocks is not None:
-            more = f"num_blocks to at least {needed}"
+            more = f"num_blocks to at least {needed[0]}"
         less = f", or lower max_model_len to {tokens} or less" if tokens >= 2 else ""
         raise OutOfMemory(
             f"the KV cache holds {tokens} tokens (limited by {limit}), but one request of {shortest} tokens "
-            f"needs {needed} blocks, {needed * block_bytes / GIB:.3g} GiB; raise {more}{less}"
+            f"needs {sum(needed)} blocks, {total_bytes(needs, needed) / GIB:.3g} GiB; raise {more}{less}"
         )
     max_model_len = min(longest, tokens)
+    log_size(needs, blocks, limit, max_model_len)
+    return blocks, max_model_len
+
+
+def total_bytes(needs: list[GroupNeed], blocks: list[int]) -> int:
+    """blocks: of each group."""
+    return sum(count * need.block_bytes for need, count in zip(needs, blocks, strict=True))
+
+
+def longest_that_fits(needs: list[GroupNeed], longest: int, blocks: list[int]) -> int:
+    """Return the tokens of the longest sequence, up to `longest` in whole blocks, that these blocks hold alone."""
+    size = needs[0].block_size
+    return size * most(
+        -(-longest // size), lambda n: all(need.of(n * size) <= have for need, have in zip(needs, blocks, strict=True))
+    )
+
+
+def most(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number from 0 to `limit` that fits, where none above one that does not does."""
+    return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
+
+
+def divide(budget: int, needs: list[GroupNeed], longest: int, max_num_seqs: int) -> list[int]:
+    """Return the blocks of each group for `budget` bytes, at most those of use to `max_num_seqs` sequences.
+
+    How much groups hold against each other depends on the length of sequences, which nobody knows before. So each has
+    what one sequence of `longest` needs, or of what fits; the rest is divided in proportion to the most that each would
+    hold in a memory full of sequences of one length, whatever the length. With one group that is all.
+    """
+    desired = [need.most(longest, max_num_seqs) for need in needs]
+    if total_bytes(needs, desired) <= budget:
+        return desired
+    size = needs[0].block_size
+    count = most(-(-longest // size), lambda n: total_bytes(needs, [need.of(n * size) for need in needs]) <= budget)
+    blocks = [need.of(count * size) for need in needs]
+    wanted = list(blocks)
+    for n in [*(1 << i for i in range(count.bit_length())), count] if count else []:
+        held = [need.held(n * size) for need in needs]
+        seqs = min(max_num_seqs, max(1, budget // total_bytes(needs, held)))
+        wanted = [max(w, need.of(n * size, seqs)) for w, need in zip(wanted, needs, strict=True)]
+    rest = budget - total_bytes(needs, blocks)
+    more = [w - b for w, b in zip(wanted, blocks, strict=True)]
+    whole = total_bytes(needs, more)
+    if whole:
+        blocks = [min(d, b + m * rest // whole) for d, b, m in zip(desired, blocks, more, strict=True)]
+    spare = (budget - total_bytes(needs, blocks)) // needs[0].block_bytes
+    return [min(desired[0], blocks[0] + spare), *blocks[1:]]
+
+
+def log_size(needs: list[GroupNeed], blocks: list[int], limit: str, max_model_len: int) -> None:
+    seqs = min(count / need.held(max_model_len) for need, count in zip(needs, blocks, strict=True))
+    size, used = needs[0].block_size, total_bytes(needs, blocks) / GIB
+    tokens = blocks[0] * size
     logger.info(
         "kv cache: %d tokens fit (%d blocks of %d, %.2f GiB), limited by %s; max_model_len=%d, so %.1f full requests",
-        tokens, blocks, block_size, blocks * block_bytes / GIB, limit, max_model_len, tokens / max_model_len,
+        tokens, blocks[0], size, used, limit, max_model_len, seqs if len(needs) > 1 else tokens / max_model_len,
     )  # fmt: skip
-    return blocks, max_model_len
+    for need, count in zip(needs, blocks, strict=True) if len(needs) > 1 else ():
+        window = need.group.spec.window
+        logger.info(
+            "kv cache: %d layers that keep %s tokens: %d blocks, %.2f GiB",
+            len(need.group.layers), "all" if window is None else f"the newest {window}", count,
+            count * need.block_bytes / GIB,
+        )  # fmt: skip
 
 
 def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tuple[int, str]:
@@ -143,13 +256,15 @@ def free_host_bytes() -> int:
 
 
 def allocate(
-    num_blocks: int, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, tp: TPGroup
+    num_blocks: int, group: KVCacheGroup, block_size: int, dtype: torch.dtype, device: torch.device, tp: TPGroup
 ) -> Tensor:
-    """Return [num_blocks, layers, 2, kv_heads, block_size, head_dim], zeroed so that a padded read never meets NaN.
+    """Return [num_blocks, layers, parts, kv_heads, block_size, head_dim], zeroed so that a padded read never meets NaN;
+    with a block more, the null block, in a group with a window.
 
     On a CPU pages are taken only when they are first written: torch itself would write zeros into all of them.
     """
-    shape = (num_blocks, *block_shape(config, block_size, tp))
+    num_blocks += group.spec.window is not None
+    shape = (num_blocks, *group.block_shape(block_size, tp.size))
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

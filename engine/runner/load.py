@@ -91,7 +91,8 @@ def allocate_inbox(setup: RankSetup) -> Tensor | None:
     """
     if setup.config.encode is None:
         return None
-    encoder, num_blocks = encoder_config(setup.model), -(-setup.config.encoder_cache_size // setup.block_size)
+    (group,) = encoder_config(setup.model).kv_groups
+    num_blocks = -(-setup.config.encoder_cache_size // setup.block_size)
     return kv_cache.allocate(
-        num_blocks, encoder, setup.block_size, dtype=setup.dtype, device=setup.torch_device, tp=TPGroup.single()
+        num_blocks, group, setup.block_size, dtype=setup.dtype, device=setup.torch_device, tp=TPGroup.single()
     )

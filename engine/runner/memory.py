@@ -21,28 +21,25 @@ def plan_blocks(
     run_dummy_step: Callable[[int, int], None],
     encoder_cache: EncoderCache | None,
     drafter_block_bytes: int,
-) -> tuple[int, int]:
-    """Return the number of KV blocks, the same on all ranks, and the longest sequence that they and the model allow.
+) -> tuple[list[int], int]:
+    """Return the blocks of each KV cache group, the same on all ranks, and the longest sequence that they and the model
+    allow.
 
-    run_dummy_step: of (tokens, sequences). drafter_block_bytes: that a drafter needs for each block.
+    run_dummy_step: of (tokens, sequences). drafter_block_bytes: that a drafter needs for each block of the first.
     Raises OutOfMemory if the configured lengths do not fit.
     """
     if setup.torch_device.type == "cpu":
         free = kv_cache.free_host_bytes() // setup.tp.local_size
     else:
         free = free_gpu_bytes(setup, run_dummy_step, encoder_cache)
-    num_blocks, longest = kv_cache.choose_num_blocks(
-        setup.config,
-        setup.block_size,
-        setup.model,
-        dtype=setup.kv_dtype,
-        device=setup.torch_device,
-        tp=setup.tp,
-        free_bytes=free,
-        drafter_bytes=drafter_block_bytes,
+    config, size, model, dtype, tp = setup.config, setup.block_size, setup.model, setup.kv_dtype, setup.tp
+    blocks, longest = kv_cache.choose_num_blocks(
+        config, size, model, dtype, setup.torch_device, tp, free_bytes=free, drafter_bytes=drafter_block_bytes
     )
-    num_blocks = min(map(int, setup.tp.exchange(str(num_blocks))))
-    return num_blocks, min(longest, num_blocks * setup.block_size)
+    of_ranks = [map(int, answer.split()) for answer in tp.exchange(" ".join(map(str, blocks)))]
+    blocks = [min(counts) for counts in zip(*of_ranks, strict=True)]
+    needs = kv_cache.group_needs(config, size, model, dtype, tp)
+    return blocks, min(longest, kv_cache.longest_that_fits(needs, longest, blocks))
 
 
 def free_gpu_bytes(
@@ -65,7 +62,8 @@ def free_gpu_bytes(
     used = total - free
     graphs = 0 if config.enforce_eager else int(config.cuda_graph_memory_gib * 2**30)
     longest = setup.model.longest_sequence(config.max_model_len)
-    sequences = 4 * config.max_num_seqs * (longest + -(-longest // setup.block_size))  # history, block tables
+    tables = len(setup.model.kv_groups) * -(-longest // setup.block_size)
+    sequences = 4 * config.max_num_seqs * (longest + tables)  # tables, and the history
     threads = CUBLAS_BYTES * (setup.tp.size > 1)  # with other ranks, EngineCore launches steps in another thread
     if encoder_cache is not None:
         activations += config.encoder_cache_size * encoder_cache.embedding_bytes

@@ -74,9 +74,11 @@ class ModelRunner:
         self.device, self.overlap, self.block_size = setup.device, setup.overlap, setup.block_size
         self.dtype, self.kv_dtype, device = setup.dtype, setup.kv_dtype, setup.torch_device
         set_threads(config, tp)
-        self.kv_scales: Tensor | None = None
+        groups = model_config.kv_groups
+        self.kv_scales: list[Tensor | None] = [None] * len(groups)
         if self.kv_dtype == torch.float8_e4m3fn:
-            self.kv_scales = kv_cache.read_scales(folder, model_config.num_layers, device)
+            scales = kv_cache.read_scales(folder, model_config.num_layers, device)
+            self.kv_scales = [scales[list(group.layers)] for group in groups]
         self.model = load_model(setup)
         self._encoder_cache: EncoderCache | None = None
         if model_config.vision is not None:
@@ -90,11 +92,12 @@ class ModelRunner:
         self.states = StateCache(setup.state_specs, config.max_num_seqs, device)
         drafter_bytes = 0 if self.drafter is None else self.drafter.block_bytes
         self.num_blocks, self.max_model_len = plan_blocks(setup, dummy_step, self._encoder_cache, drafter_bytes)
-        self.kv_cache = kv_cache.allocate(
-            self.num_blocks, model_config, self.block_size, dtype=self.kv_dtype, device=device, tp=tp
-        )
+        self.kv_caches = [
+            kv_cache.allocate(count, group, self.block_size, dtype=self.kv_dtype, device=device, tp=tp)
+            for count, group in zip(self.num_blocks, groups, strict=True)
+        ]
         if self.drafter is not None:
-            self.drafter.allocate(self.num_blocks)
+            self.drafter.allocate(self.num_blocks[0])
         self._draw_rows = sampling.select(device)
         self._history = torch.zeros(config.max_num_seqs, self.max_model_len, dtype=torch.int32, device=device)
         self._open_graphs()
@@ -102,7 +105,7 @@ class ModelRunner:
             config,
             model_config,
             self.device,
-            kv_cache=self.kv_cache,
+            kv_caches=self.kv_caches,
             kv_scales=self.kv_scales,
             max_model_len=self.max_model_len,
             shape_for=self.graphs.shape_for if self.graphs else lambda tokens, seqs: None,
@@ -119,9 +122,9 @@ class ModelRunner:
         self.graphs: CudaGraphs | None = None
         self._step_graph: StepGraph | None = None
         if not self.device.asynchronous:
-            self._step_graph = record_cpu_steps(setup, self.model, self.kv_cache, self.kv_scales, self.max_model_len)
+            self._step_graph = record_cpu_steps(setup, self.model, self.kv_caches, self.kv_scales, self.max_model_len)
             return
-        shape = config.max_num_seqs, -(-self.max_model_len // self.block_size)
+        shape = len(self.kv_caches), config.max_num_seqs, -(-self.max_model_len // self.block_size)
         self._tables = torch.zeros(shape, dtype=torch.int32, device=setup.torch_device)
         if can_capture(setup):
             self.graphs = CudaGraphs(
@@ -129,7 +132,7 @@ class ModelRunner:
                 self.model,
                 self._history,
                 tables=self._tables,
-                kv_cache=self.kv_cache,
+                kv_caches=self.kv_caches,
                 kv_scales=self.kv_scales,
                 budget_bytes=int(config.cuda_graph_memory_gib * 2**30),
                 tp=self.tp,
@@ -144,7 +147,8 @@ class ModelRunner:
         if self.model_config.head == "lm":
             for plan in warm_up_plans(self.config, self.max_model_len):
                 self.collect(self.launch(self.prepare(plan)))
-            self.kv_cache[0] = 0  # where these steps left their KV
+            for cache in self.kv_caches:
+                cache[0] = 0  # where these steps left their KV
         if self.graphs is not None:
             with torch.inference_mode():
                 self.graphs.capture(graph_shapes(self.setup))
@@ -169,7 +173,7 @@ class ModelRunner:
             self._tables.view(-1)[inputs.block_tables.index] = inputs.block_tables.blocks
         for change in inputs.plan.blocks:
             for block, start in change.cleared:
-                self.kv_cache[block, :, :, :, start:] = 0
+                self.kv_caches[change.group][block, :, :, :, start:] = 0
         if self._encoder_cache is not None:
             self._encoder_cache.update(inputs.plan, self.image_inbox)
         out, size = self._forward(inputs, history), self.model_config.hidden_size
@@ -200,9 +204,8 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
         if inputs.batch is not None and self._tables is not None and inputs.block_tables is not None:
-            inputs.batch.block_table = self._tables[:, : inputs.block_tables.width].index_select(
-                0, inputs.block_tables.rows
-            )
+            wanted = self._tables[:, :, : inputs.block_tables.width].index_select(1, inputs.block_tables.rows)
+            inputs.batch.set_block_tables(wanted.unbind())
         if inputs.graph is not None:
             assert self.graphs is not None
             return self.graphs.run(*inputs.graph)

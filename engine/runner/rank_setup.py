@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -72,6 +72,14 @@ def check_layers(config: EngineConfig, model: ModelConfig) -> None:
     for key in filter(refused.get, refused):
         limit = f"left out for {model.architecture}, which does not go with it yet"
         raise ConfigError(key, getattr(config, key), limit)
+
+
+def read_model(config: EngineConfig, folder: Path) -> ModelConfig:
+    """Return the shape of the model in a folder, the same on all ranks. Raises StartupError."""
+    model = ModelConfig.from_folder(folder, config.quantization, config.max_model_len, config.language_model_only)
+    # a drafter's KV lies in blocks of the first group, and it may see tokens that no layer of the model does
+    drafts = config.speculative is not None and config.speculative.has_weights
+    return replace(model, keeps_all_kv=True) if drafts and model.kv_groups[0].spec.window is not None else model
 
 
 def set_threads(config: EngineConfig, tp: TPGroup) -> None:

@@ -39,24 +39,24 @@ class StepLayout:
     query_start: np.ndarray  #: [entries + 1], the first token of each, and the number of all
     entry: np.ndarray  #: [tokens], the entry of each
     positions: np.ndarray  #: [tokens], in their sequences
-    slot_mapping: np.ndarray  #: [tokens], where their KV goes: block * block_size + offset
+    slot_mappings: list[np.ndarray]  #: [tokens] of each group, where their KV goes: block * block_size + offset
     token_index: np.ndarray  #: [tokens], where they stand in the flattened token history
 
     @classmethod
-    def of(cls, plan: StepPlan, block_tables: np.ndarray, block_size: int, max_model_len: int) -> StepLayout:
-        """block_tables: [slots, blocks] int32, with the changes of this plan."""
+    def of(cls, plan: StepPlan, block_tables: list[np.ndarray], block_size: int, max_model_len: int) -> StepLayout:
+        """block_tables: [slots, blocks] int32 of each KV cache group, with the changes of this plan."""
         slots, starts, counts = (np.array(column, dtype=np.int64) for column in (plan.slots, plan.starts, plan.counts))
         query_start = np.concatenate([[0], np.cumsum(counts)])
         entry = np.repeat(np.arange(len(slots)), counts)
         positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[entry]
-        blocks = block_tables[slots[entry], positions // block_size]
+        rows, indices, offsets = slots[entry], positions // block_size, positions % block_size
         return cls(
             sequences=Sequences(slots, counts, starts + counts),
             query_start=query_start,
             entry=entry,
             positions=positions,
-            slot_mapping=blocks * np.int64(block_size) + positions % block_size,
-            token_index=slots[entry] * max_model_len + positions,
+            slot_mappings=[table[rows, indices] * np.int64(block_size) + offsets for table in block_tables],
+            token_index=rows * max_model_len + positions,
         )
 
 

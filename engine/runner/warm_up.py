@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.model.batch import Batch, split
+from engine.model.batch import Batch, KVGroup, split
 from engine.model.models.llama import Model
 from engine.model.ops import sampling
 from engine.model.state import StateCache
@@ -55,24 +55,35 @@ def plan(lengths: list[int], counts: list[int], params: SamplingParams, num_draf
 
 
 @torch.inference_mode()
-def run_dummy_step(setup: RankSetup, model: Model, kv_scales: Tensor | None, tokens: int, seqs: int) -> None:
-    """Compute `tokens` tokens and sample for `seqs` sequences, all in one KV block."""
+def run_dummy_step(setup: RankSetup, model: Model, kv_scales: list[Tensor | None], tokens: int, seqs: int) -> None:
+    """Compute `tokens` tokens and sample for `seqs` sequences, all in one KV block of each group."""
     size, device = setup.block_size, setup.torch_device
     counts = np.full(seqs, tokens // seqs)
     counts[: tokens % seqs] += 1
     ids = torch.zeros(tokens, dtype=torch.int64, device=device)
     single, chunks = split(counts.tolist(), counts.tolist())
     staged = setup.device.staged_copy()
+    table = torch.zeros(seqs, -(-int(counts.max()) // size), dtype=torch.int32, device=device)
+    first, *others = [
+        KVGroup(
+            slot_mapping=ids % size,
+            block_table=table,
+            kv_cache=kv_cache.allocate(1, group, size, dtype=setup.kv_dtype, device=device, tp=setup.tp),
+            kv_scales=scales,
+        )
+        for group, scales in zip(setup.model.kv_groups, kv_scales, strict=True)
+    ]
     batch = Batch(
         positions=ids,
-        slot_mapping=ids % size,
+        slot_mapping=first.slot_mapping,
         query_start=staged.add(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
         kv_len=staged.add(counts.astype(np.int32)),
-        block_table=torch.zeros(seqs, -(-int(counts.max()) // size), dtype=torch.int32, device=device),
-        kv_cache=kv_cache.allocate(1, setup.model, size, dtype=setup.kv_dtype, device=device, tp=setup.tp),
+        block_table=table,
+        kv_cache=first.kv_cache,
         single=staged.add(single.numpy()),
         chunks=chunks,
-        kv_scales=kv_scales,
+        kv_scales=first.kv_scales,
+        other_groups=tuple(others),
         states=StateCache(setup.state_specs, seqs, device).batch(np.arange(seqs), staged),
     )
     if setup.model.head != "lm":

@@ -16,8 +16,8 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.model.checkpoint.overlay import engine_folder
-from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
+from engine.runner.rank_setup import read_model
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,7 @@ class Worker:
         self._group = group
         with ExitStack() as opened, group.starting():
             folder: Path = engine_folder(config)
-            model_config = ModelConfig.from_folder(
-                folder, config.quantization, config.max_model_len, config.language_model_only
-            )
+            model_config = read_model(config, folder)
             self._runner = ModelRunner(config, model_config, folder, group)
             start_kv_workers(self._runner, host, opened)
             self._receiver = PlanReceiver(group)
@@ -112,11 +110,11 @@ def start_kv_workers(
     """
     found: list[list[KVWorkerInfo]] = []
     for config, memory, num_heads in (
-        (runner.config.handoff, runner.kv_cache, runner.model_config.num_kv_heads),
-        (runner.config.encode, runner.image_inbox, 1),
+        (runner.config.handoff, runner.kv_caches, [group.spec.num_kv_heads for group in runner.model_config.kv_groups]),
+        (runner.config.encode, [] if runner.image_inbox is None else [runner.image_inbox], [1]),
     ):
         found.append([])
-        if config is not None and memory is not None:
+        if config is not None and memory:
             worker, found[-1] = start_kv_worker(config, memory, num_heads, runner.tp, host)
             opened.callback(worker.close)
     kv, images = found

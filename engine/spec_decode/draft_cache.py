@@ -1,4 +1,5 @@
-"""The KV of a drafter. Its blocks have the ids of the target's, so that tables, prefix cache and preemption are one."""
+"""The KV of a drafter. Its blocks have the ids of those in the target's first KV cache group, which keeps all tokens:
+tables, prefix cache and preemption are one."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class DraftCache:
     """Keeps the tensor, and how many blocks each slot was given."""
 
     def __init__(self, cfg: ModelConfig, target: Target):
-        self._shape = cfg.num_layers, 2, cfg.kv_heads_per_rank(), target.block_size, cfg.head_dim
+        (group,) = cfg.kv_groups
+        self._shape = group.block_shape(target.block_size)
         self._dtype, self._device, self.block_size = target.dtype, target.device, target.block_size
         self.block_bytes = torch.Size(self._shape).numel() * target.dtype.itemsize
         self.kv = torch.empty(0)
@@ -36,6 +38,8 @@ class DraftCache:
         for new in plan.added:
             self._num_blocks[new.slot] = 0
         for change in plan.blocks:
+            if change.group:
+                continue
             last = change.index + len(change.blocks)
             self._num_blocks[change.slot] = max(last, self._num_blocks.get(change.slot, 0))
             for block, start in change.cleared:
@@ -48,7 +52,8 @@ class DraftCache:
 
     def own(self, batch: Batch) -> Batch:
         """The target's batch over this cache. What attention derived for the heads of the target stays with that."""
-        return replace(batch, kv_cache=self.kv, kv_scales=None, tiles=None, latent_tiles=None, plans={})
+        own = replace(batch, kv_cache=self.kv, kv_scales=None, other_groups=(), views={})
+        return replace(own, tiles=None, latent_tiles=None, plans={})
 
     def continue_drafts(
         self, step: DraftInputs, entries: list[int], ids: Tensor, positions: Tensor, forward: Forward

@@ -33,7 +33,7 @@ class DraftModel:
             raise ConfigError("speculative.model", str(folder), "a model that generates")
         check_fits(folder, cfg.vocab_size, target.config)
         longest = max(cfg.max_position_embeddings, target.config.max_position_embeddings) + target.block_size
-        cfg = replace(cfg, max_position_embeddings=longest)
+        cfg = replace(cfg, max_position_embeddings=longest, keeps_all_kv=True)
         self._model = build_model(cfg, TPGroup.single(), target.dtype, target.device)
         target.load(self._model, folder)
         self._cache, self._budget = DraftCache(cfg, target), max_num_batched_tokens

@@ -66,7 +66,7 @@ class Eagle3Config:
         raw["architectures"] = ["LlamaForCausalLM"]
         # positions beyond those of its training too, to the end of the last block
         raw["max_position_embeddings"] = target.config.max_position_embeddings + target.block_size
-        layers, count = ModelConfig.from_fields(raw, folder), target.config.num_layers
+        layers, count = replace(ModelConfig.from_fields(raw, folder), keeps_all_kv=True), target.config.num_layers
         key = "eagle_aux_hidden_state_layer_ids"
         # within `eagle_config` they are the layers whose outputs are taken, as SGLang reads them
         after = [number + 1 for number in nested.get(key) or ()]

@@ -45,7 +45,7 @@ class MTPLayer(NativeNames, nn.Module):
         self.block = layer_type(cfg, TPGroup.single(), number)
         for module in self.block.modules():
             if isinstance(module, Attention | LatentAttention):
-                module.layer = 0  # the only one of its cache
+                module.group = module.layer = 0  # the only one of its cache
         self.prefix = f"model.layers.{number}."
         self.enorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.hnorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)

@@ -7,7 +7,7 @@ AcceptPrefill. Until then the blocks of the handoff must not be used for anythin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -38,7 +38,10 @@ class OpenHandoff:
 
     remote_request: RemoteRequest
     blocks: list[int]
-    """Local blocks for the KV of the request's tokens from `skip` on."""
+    """Local blocks for the KV of the request's tokens from `skip` on, in the first KV cache group; fewer where it has a
+    window, for what the tokens after the prompt see of it."""
+    others: list[list[int]] = field(default_factory=list)
+    """Those of each further group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ class AcceptPrefill:
 class ReportProgress:
     """The KV of all tokens from `skip` up to `upto` is complete, and stays until Closed.
 
-    Cumulative: later reports repeat the blocks of earlier ones.
+    Cumulative: later reports repeat the blocks of earlier ones. Those before the last one are of the first KV cache
+    group; in the last one those of the other groups follow, as in OpenHandoff.
     """
 
     handoff_id: str

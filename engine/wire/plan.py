@@ -25,14 +25,16 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockChange(msgspec.Struct, frozen=True, array_like=True):
-    """Entries of the block table of `slot` from `index` on."""
+    """Entries of the block table of `slot` from `index` on, in one KV cache group."""
 
     slot: int
     index: int
     blocks: list[int]
+    """In a group with a window, 0 (the null block) for each that no token to come sees."""
     cleared: list[tuple[int, int]] = []
     """Blocks, and the token of each from which on it is set to 0 before the step. Attention may multiply what is beyond
     a sequence's end by 0, and a NaN that another sequence left there would stay."""
+    group: int = 0
 
 
 class ReceivedImage(msgspec.Struct, frozen=True, array_like=True):

@@ -92,7 +92,7 @@ def check_kv_cache(
         blocks, longest = kv_cache.choose_num_blocks(engine, size, shape, kv_dtype, device, tp, free)
     except (OutOfMemory, ConfigError) as error:
         return Finding("problem", topic, str(error))
-    tokens = blocks * size
+    tokens = blocks[0] * size
     message = f"KV cache for {tokens:,} tokens{less}: {tokens / longest:.1f} requests of max_model_len {longest:,}"
     if longest < (engine.max_model_len or shape.max_position_embeddings):
         return Finding("warning", topic, message, "The context is cut to what fits; raise kv_cache_memory_gib for more")

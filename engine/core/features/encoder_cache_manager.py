@@ -41,7 +41,7 @@ class TextOnly:
     def share_pixels(self, images: list[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
         return images
 
-    def whole_prefix(self, request: Request, matched: list[int], block_size: int) -> list[int]:
+    def whole_prefix(self, request: Request, matched: int, block_size: int) -> int:
         return matched
 
     def take_changes(self) -> ImageChanges:
@@ -109,13 +109,13 @@ class EncoderCacheManager:
         self.ask_ahead(images, request.note)
         return count
 
-    def whole_prefix(self, request: Request, matched: list[int], block_size: int) -> list[int]:
-        """Return as many of the matched blocks of a request as end in no image that is computed whole."""
+    def whole_prefix(self, request: Request, matched: int, block_size: int) -> int:
+        """Return how many of the matched blocks of a request end in no image that is computed whole."""
         if self.whole_images:
             for image in reversed(request.images):
                 span = image.mm_position
-                if span.offset < len(matched) * block_size < span.end:
-                    matched = matched[: span.offset // block_size]
+                if span.offset < matched * block_size < span.end:
+                    matched = span.offset // block_size
         return matched
 
     def take(self, image: MultiModalFeatureSpec, note: Note) -> bool:

@@ -124,8 +124,8 @@ class HandoffManager:
         request.remote.handoff_id = remote_request.handoff_id
         self.receiving[remote_request.handoff_id] = request
         self._opened_at[remote_request.handoff_id] = now
-        stop = -(-len(request.tokens) // block_size)
-        self.actions.append(OpenHandoff(remote_request, request.blocks[cached // block_size : stop]))
+        first, *others = handed_over(request, cached, block_size)
+        self.actions.append(OpenHandoff(remote_request, first, others))
         self.actions.append(DispatchRemote(remote_request))
 
     def cancel(self, request: Request) -> None:
@@ -172,12 +172,15 @@ class HandoffManager:
         A block that is not full is reported at the end of the prompt only: a block in between may still be exchanged
         for another one of the same content when it is cached.
         """
-        asked_by = request.asked_by
+        asked_by, whole = request.asked_by, computed == len(request.tokens)
         assert asked_by is not None
-        upto = computed if computed == len(request.tokens) else computed // block_size * block_size
-        if upto > asked_by.skip:
-            blocks = request.blocks[asked_by.skip // block_size : -(-upto // block_size)]
-            self.actions.append(ReportProgress(asked_by.handoff_id, upto, blocks))
+        upto = computed if whole else computed // block_size * block_size
+        if upto <= asked_by.skip or not (whole or request.tables[0].keeps_all):
+            return
+        groups = handed_over(request, asked_by.skip, block_size)
+        blocks = [block for group in groups for block in group] if whole else groups[0]
+        upto_blocks = None if whole else (upto - asked_by.skip) // block_size
+        self.actions.append(ReportProgress(asked_by.handoff_id, upto, blocks[:upto_blocks]))
 
     def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
         assert request.asked_by is not None
@@ -189,3 +192,10 @@ class HandoffManager:
     def refuse(self, request: Request, reason: str) -> None:
         assert request.asked_by is not None
         self.actions.append(RefusePrefill(request.asked_by, reason))
+
+
+def handed_over(request: Request, skip: int, block_size: int) -> list[list[int]]:
+    """Return the blocks of each KV cache group whose KV goes from engine to engine: those of the known tokens from
+    `skip` on, as far as a token after these sees them."""
+    first, stop = skip // block_size, -(-len(request.tokens) // block_size)
+    return [table.blocks[max(first, table.num_released) : stop] for table in request.tables]

@@ -76,7 +76,7 @@ class DecodeHandoff:
     def __init__(
         self,
         remote_request: RemoteRequest,
-        blocks: list[int],
+        groups: list[list[int]],
         *,
         config: HandoffConfig,
         block_size: int,
@@ -86,7 +86,8 @@ class DecodeHandoff:
         out: Effects,
         now: float,
     ):
-        self.remote_request, self.receive_state = remote_request, ReceiveState(remote_request, blocks, block_size)
+        """groups: blocks of each KV cache group, as in OpenHandoff."""
+        self.remote_request, self.receive_state = remote_request, ReceiveState(remote_request, groups, block_size)
         self.state = DecodeHandoffState.WAITING
         self.source: Peer | None = None
         self.opened_at = now
@@ -254,7 +255,7 @@ class DecodeHandoff:
             self._enter(DecodeHandoffState.RELEASING, now)
             self._send(Release(self.remote_request.handoff_id, self.lease))
 
-    def _read(self, start: int, stop: int) -> None:
+    def _read(self, start: int, stop: int, group: int) -> None:
         assert self.source is not None
         receive_state = self.receive_state
         self.reading = RunningRead(self._new_read_id(), stop - start, set(range(self._num_ranks)))
@@ -265,6 +266,7 @@ class DecodeHandoff:
                 ranks=receive_state.ranks,
                 source_blocks=receive_state.remote[start:stop],
                 local_blocks=receive_state.local[start:stop],
+                group=group,
             )
         )
 

@@ -25,7 +25,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     handoff_id: str
     lease: int
     ranks: list[dict[str, bytes]]  #: how others reach the memory of each rank of the sender, by transport
-    blocks: list[int]  #: blocks at prefill from token `skip` on, whose KV is complete up to token `upto`
+    blocks: list[int]  #: blocks at prefill, as in ReportProgress, whose KV is complete up to token `upto`
     upto: int
     first: FirstToken | None  #: set once the prompt is computed
     echo: int  #: newest heartbeat, 0 before the first; the blocks belonged to the handoff when it came
@@ -100,6 +100,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
     ranks: list[dict[str, bytes]]  #: as in Progress
     source_blocks: list[int]
     local_blocks: list[int]
+    group: int = 0  #: of layers, whose KV it is
 
 
 class StopRead(msgspec.Struct, frozen=True, tag=True):

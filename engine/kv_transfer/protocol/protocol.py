@@ -108,8 +108,8 @@ class HandoffProtocol:
     def apply(self, action: HandoffAction, now: float) -> None:
         """Carry out what the step loop asks for."""
         match action:
-            case OpenHandoff(remote_request, blocks):
-                self._open(remote_request, blocks, now)
+            case OpenHandoff():
+                self._open(action, now)
             case CancelHandoff(handoff_id):
                 self._fail(handoff_id, "cancelled", now)
             case RemoteRequestFailed(handoff_id, reason, retry):
@@ -208,15 +208,16 @@ class HandoffProtocol:
 
     # -- parts ---------------------------------------------------------------------------------------------
 
-    def _open(self, remote_request: RemoteRequest, blocks: list[int], now: float) -> None:
+    def _open(self, action: OpenHandoff, now: float) -> None:
+        remote_request = action.remote_request
         missing = len(remote_request.token_ids) - remote_request.skip
         assert missing > 0 and remote_request.skip % self._block_size == 0, (
             "skip must leave something, and whole blocks"
         )
-        assert len(blocks) == -(-missing // self._block_size), "one block for every block_size tokens from skip on"
+        assert len(action.blocks) <= -(-missing // self._block_size), "more blocks than tokens from skip on"
         self.decode_handoffs[remote_request.handoff_id] = DecodeHandoff(
             remote_request,
-            blocks,
+            [action.blocks, *action.others],
             config=self._config,
             block_size=self._block_size,
             num_ranks=len(self._ranks),

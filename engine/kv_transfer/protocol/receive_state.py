@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from itertools import accumulate
 
 from engine.kv_transfer.protocol.messages import Progress
 from engine.wire.block_hash import block_hash, root_hash, with_images
@@ -15,9 +17,9 @@ MAX_READ_TOKENS = 4096  # per read, so that what earlier reads brought survives 
 class ReceiveState:
     """Progress of a handoff through its blocks, which are read in order."""
 
-    def __init__(self, remote_request: RemoteRequest, local: list[int], block_size: int):
-        """local: blocks here for the tokens from `skip` on."""
-        self.local = local
+    def __init__(self, remote_request: RemoteRequest, groups: list[list[int]], block_size: int):
+        """groups: blocks here, of each KV cache group, as in OpenHandoff."""
+        self.local = [block for blocks in groups for block in blocks]
         self.remote: list[int] = []
         self.started = 0  #: leading blocks that are being read, or have been
         self.read = 0  #: leading blocks that have been read
@@ -26,6 +28,7 @@ class ReceiveState:
         self.first: FirstToken | None = None
         self._remote_request, self._block_size = remote_request, block_size
         self._num_tokens, self._upto = len(remote_request.token_ids), remote_request.skip
+        self._ends = list(accumulate(map(len, groups)))  # of each group in `local`
         self._unvalidated: deque[tuple[int, int]] = deque()  # (heartbeat, blocks that its echo validates)
 
     def update(self, message: Progress) -> str | None:
@@ -38,16 +41,17 @@ class ReceiveState:
         self.first = self.first or message.first
         return None
 
-    def start(self) -> tuple[int, int] | None:
-        """Return the next blocks to read, as [start, stop), or None when there are none yet."""
+    def start(self) -> tuple[int, int, int] | None:
+        """Return the next blocks to read, as [start, stop) and their group, or None when there are none yet."""
         # before the end only full blocks: a later chunk writes the rest of a partial one
         whole = self._upto == self._num_tokens
         readable = len(self.local) if whole else (self._upto - self._remote_request.skip) // self._block_size
         if readable == self.started:
             return None
         start = self.started
-        self.started = min(readable, start + max(1, MAX_READ_TOKENS // self._block_size))
-        return start, self.started
+        group = bisect_right(self._ends, start)
+        self.started = min(readable, self._ends[group], start + max(1, MAX_READ_TOKENS // self._block_size))
+        return start, self.started, group
 
     def ended(self, next_heartbeat: int) -> None:
         """All blocks that were started have been read, before this heartbeat is sent."""
@@ -70,15 +74,21 @@ class ReceiveState:
 
     @property
     def verified(self) -> int:
-        """Leading tokens of the prompt, in whole blocks, whose KV is here and correct."""
-        verified = self._remote_request.skip + self.validated * self._block_size
-        return min(verified, self._num_tokens // self._block_size * self._block_size)
+        """Leading tokens of the prompt, in whole blocks, whose KV is here and correct: in all groups, so with several,
+        or one with a window, there are none before the end."""
+        skip, size = self._remote_request.skip, self._block_size
+        by_blocks = len(self._ends) == 1 and len(self.local) == -(-(self._num_tokens - skip) // size)
+        if not by_blocks and self.validated < len(self.local):
+            return skip
+        verified = skip + self.validated * size if by_blocks else self._num_tokens
+        return min(verified, self._num_tokens // size * size)
 
     def _problem(self, message: Progress) -> str | None:
         missing = message.upto - self._remote_request.skip
         if message.upto > self._num_tokens:
             return f"{message.upto} tokens computed of {self._num_tokens}"
-        if len(message.blocks) < -(-missing // self._block_size):
+        needed = len(self.local) if message.upto == self._num_tokens else -(-missing // self._block_size)
+        if len(message.blocks) < needed:
             return f"{len(message.blocks)} blocks named for {missing} tokens"
         if message.blocks[: self.started] != self.remote[: self.started]:
             return "blocks that were read have changed"

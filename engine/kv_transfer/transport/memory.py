@@ -20,15 +20,15 @@ WORDS = (torch.complex128, torch.int64, torch.uint8)  # a GPU's indexed copy mov
 class BlockMemory:
     """The KV cache of one rank as [num_blocks, slabs, heads, head_bytes].
 
-    cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim], contiguous, on any device.
+    cache: [num_blocks, layers, parts, kv_heads, block_size, head_dim], contiguous, on any device.
     """
 
     def __init__(self, cache: Tensor):
-        num_blocks, layers, two, heads, block_size, head_dim = cache.shape
+        num_blocks, layers, parts, heads, block_size, head_dim = cache.shape
         head_bytes = block_size * head_dim * cache.element_size()
-        self.layout = Layout(num_blocks, layers * two, heads, head_bytes)
+        self.layout = Layout(num_blocks, layers * parts, heads, head_bytes)
         self.device = cache.device
-        self.tensor = cache.view(torch.uint8).view(num_blocks, layers * two, heads, head_bytes)
+        self.tensor = cache.view(torch.uint8).view(num_blocks, layers * parts, heads, head_bytes)
         self._stream: Any = None  # its own, so that copies and the steps that compute do not wait for each other
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)

@@ -19,17 +19,17 @@ class KVWorkerInfo(msgspec.Struct, frozen=True):
 
 
 def start_kv_worker(
-    config: HandoffConfig, cache: Tensor, num_kv_heads: int, group: TPGroup, host: str
+    config: HandoffConfig, caches: list[Tensor], num_kv_heads: list[int], group: TPGroup, host: str
 ) -> tuple[KVTransferWorker, list[KVWorkerInfo]]:
     """Start this rank's KV worker; return it with what is known of those of all ranks.
 
-    Every rank has to call this, in `group.starting()`. cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim],
-    contiguous. num_kv_heads: all heads of the model. host: IP address at which others reach this rank. Raises
-    StartupError.
+    Every rank has to call this, in `group.starting()`. caches: of each KV cache group, [num_blocks, layers, parts,
+    kv_heads, block_size, head_dim], contiguous. num_kv_heads: of each, all of the model. host: IP address at which
+    others reach this rank. Raises StartupError.
     """
-    shard = HeadShard(num_kv_heads, group.rank, group.size)
+    shards = [HeadShard(heads, group.rank, group.size) for heads in num_kv_heads]
     worker = KVTransferWorker(
-        cache, shard=shard, host=host, transport=config.transport, progress_s=config.progress_s, key=group.key
+        caches, shards=shards, host=host, transport=config.transport, progress_s=config.progress_s, key=group.key
     )
     try:
         own = msgspec.json.encode(KVWorkerInfo(worker.address, worker.description)).decode()

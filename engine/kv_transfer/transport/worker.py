@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -44,7 +45,8 @@ class PeerState:
     thread: threading.Thread | None = None
     transport: str | None = None  #: the newest in use, for the log
     failed: set[str] = field(default_factory=set)  #: transports that are not tried again
-    descriptions: set[tuple[str, bytes]] = field(default_factory=set)  #: (transport, rank's description) in use
+    descriptions: set[tuple[str, int, bytes]] = field(default_factory=set)
+    """(transport, KV cache group, rank's description of it) in use."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,27 +66,33 @@ class KVTransferWorker:
 
     def __init__(
         self,
-        cache: Tensor,
+        caches: Sequence[Tensor],
         *,
-        shard: HeadShard,
+        shards: Sequence[HeadShard],
         host: str = "127.0.0.1",
         transport: str = "auto",
         progress_s: float = 5.0,
         key: ClusterKey | None = None,
     ):
-        """cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim], as engine/runner/kv_cache.py allocates it.
-        shard: the heads in the cache. host: IP address at which others reach this rank.
+        """caches: [num_blocks, layers, parts, kv_heads, block_size, head_dim] of each KV cache group, as
+        engine/runner/kv_cache.py allocates it. shards: the heads in each. host: IP address at which others reach this
+        rank.
         transport: `auto` offers nixl, if available, and tcp; any other only itself.
         progress_s: a read to which nothing comes for so long fails.
         key: that all others have who command this worker, read here, or are read.
         Raises StartupError if the transport is not available.
         """
-        if cache.shape[3] != shard.stop - shard.start:
-            raise ValueError(f"the cache has {cache.shape[3]} heads, its shard {shard.stop - shard.start}")
-        self._shard, self._key = shard, key
-        self._transports = open_transports(BlockMemory(cache), host, transport, progress_s, key)
+        for cache, shard in zip(caches, shards, strict=True):
+            if cache.shape[3] != shard.stop - shard.start:
+                raise ValueError(f"the cache has {cache.shape[3]} heads, its shard {shard.stop - shard.start}")
+        self._shards, self._rank, self._key = shards, shards[0].rank, key
+        #: of each group, by name
+        self._transports = [open_transports(BlockMemory(c), host, transport, progress_s, key) for c in caches]
         #: how others reach this rank, by transport; goes into Progress.ranks
-        self.description = {name: transport.describe() for name, transport in self._transports.items()}
+        self.description = {
+            name: msgspec.msgpack.encode([group[name].describe() for group in self._transports])
+            for name in self._transports[0]
+        }
         self._context = zmq.Context()
         self._commands: PullSocket[KVWorkerCommand] = PullSocket(
             self._context, host, KVWorkerCommand, name="kv_worker_commands", key=key
@@ -110,7 +118,7 @@ class KVTransferWorker:
                 self._stop(task)
         for thread in filter(None, threads):
             thread.join()
-        for transport in self._transports.values():
+        for transport in (transport for group in self._transports for transport in group.values()):
             transport.close()
         self._context.destroy(linger=0)
 
@@ -122,11 +130,11 @@ class KVTransferWorker:
                     self._do(command)
                 except Exception as error:  # noqa: BLE001 - it is logged
                     self._commands.refuse("unexpected", f"{type(command).__name__}: {error!r}")
-            if self._shard.rank > 0:  # rank 0 shares its process with the channel
+            if self._rank > 0:  # rank 0 shares its process with the channel
                 self._tell_refusals()
 
     def _do(self, command: KVWorkerCommand) -> None:
-        dropped: set[tuple[str, bytes]] = set()
+        dropped: set[tuple[str, int, bytes]] = set()
         with self._lock:
             if isinstance(command, Attach):
                 self._attach(command.reply_to)
@@ -136,15 +144,15 @@ class KVTransferWorker:
                 dropped = self._drop(command.source_epoch)
             elif command.read_id in self._tasks:  # else it has just ended
                 self._stop(self._tasks[command.read_id])
-        for name, description in dropped:
-            self._transports[name].drop(description)
+        for name, group, description in dropped:
+            self._transports[group][name].drop(description)
 
     def _tell_refusals(self) -> None:
         counts = REFUSALS.counts()
         with self._lock:
             if counts != self._reported and self._answers is not None:
                 self._reported = counts
-                self._answer(RankRefusals(self._shard.rank, counts))
+                self._answer(RankRefusals(self._rank, counts))
 
     def _work(self, peer: PeerState) -> None:
         """Do one task after the other, in a thread, until there are none."""
@@ -163,14 +171,19 @@ class KVTransferWorker:
         num_bytes, error, name = 0, None, ""
         try:
             name = self._choose(peer, read.ranks)
-            for part in parts(self._shard, len(read.ranks)):
-                description = read.ranks[part.source_rank][name]
+            if not 0 <= read.group < len(self._shards):
+                raise TransportError(f"there are {len(self._shards)} KV cache groups, and none of number {read.group}")
+            for part in parts(self._shards[read.group], len(read.ranks)):
+                of_groups = msgspec.msgpack.decode(read.ranks[part.source_rank][name], type=list[bytes])
+                if len(of_groups) != len(self._shards):
+                    raise TransportError(f"the source has {len(of_groups)} KV cache groups, here {len(self._shards)}")
+                description = of_groups[read.group]
                 with self._lock:  # so that no task of a dropped peer makes it known again
                     if task.stop.is_set():
                         raise TransportError(STOPPED)
-                    peer.descriptions.add((name, description))
+                    peer.descriptions.add((name, read.group, description))
                 reads = BlockReads(read.source_blocks, read.local_blocks, part)
-                num_bytes += self._transports[name].read(description, reads, task.stop)
+                num_bytes += self._transports[read.group][name].read(description, reads, task.stop)
         except (TransportError, ValueError, msgspec.MsgspecError) as problem:  # the last two: the command is wrong
             error = STOPPED if task.stop.is_set() else str(problem)
             logger.info("kv read ended read_id=%d transport=%s: %s", read.read_id, name, error)
@@ -179,21 +192,20 @@ class KVTransferWorker:
             error = f"internal error: {problem!r}"
         if name and error not in (None, STOPPED):
             peer.failed.add(name)
-        return ReadEnded(read.read_id, self._shard.rank, name, num_bytes, time.monotonic() - started, error)
+        return ReadEnded(read.read_id, self._rank, name, num_bytes, time.monotonic() - started, error)
 
     def _choose(self, peer: PeerState, ranks: list[dict[str, bytes]]) -> str:
         """Return the best transport that both sides have; one that has failed gives way to another."""
         if not ranks:
             raise TransportError("a source has at least one rank")
-        common = [name for name in self._transports if all(name in rank for rank in ranks)]
+        own = self._transports[0]
+        common = [name for name in own if all(name in rank for rank in ranks)]
         if not common:
             theirs = sorted(set().union(*ranks))
-            raise TransportError(
-                f"no transport in common: {', '.join(self._transports)} here, {', '.join(theirs)} there"
-            )
+            raise TransportError(f"no transport in common: {', '.join(own)} here, {', '.join(theirs)} there")
         name = next((name for name in common if name not in peer.failed), common[-1])
         if name != peer.transport:
-            why = "both have it" if name == next(iter(self._transports)) else "the other side has no other"
+            why = "both have it" if name == next(iter(own)) else "the other side has no other"
             if peer.transport is not None:
                 why = f"{peer.transport} has failed"
             logger.info("kv from epoch %x travels over %s: %s", peer.epoch, name, why)
@@ -227,10 +239,10 @@ class KVTransferWorker:
         task.stop.set()
         if task in task.peer.waiting:
             task.peer.waiting.remove(task)
-            self._end(task, ReadEnded(task.read.read_id, self._shard.rank, "", 0, 0.0, STOPPED))
+            self._end(task, ReadEnded(task.read.read_id, self._rank, "", 0, 0.0, STOPPED))
 
-    def _drop(self, epoch: int) -> set[tuple[str, bytes]]:
-        """Return (transport, description) of all that transports have to forget."""
+    def _drop(self, epoch: int) -> set[tuple[str, int, bytes]]:
+        """Return (transport, group, description) of all that transports have to forget."""
         peer = self._peers.pop(epoch, None)
         if peer is None:
             return set()

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.kv_groups import kv_place
 from engine.model.layers.rope import rope_table
 from engine.model.ops import attention, encoder_attention, norm, norm_plain
 
@@ -21,7 +22,7 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
-        self.layer = layer
+        self.group, self.layer = (0, layer) if cfg.bidirectional else kv_place(cfg, layer)
         self.scale = cfg.attention_scale
         self.window = cfg.window[layer]
         self.softcap = cfg.attn_logit_softcapping
@@ -43,6 +44,7 @@ class Attention(nn.Module):
             q, k = (self.rotate(x, self.table, batch.positions) for x in (q, k))
             return self.encoder_attention(q, k, v, batch, self.scale, self.window).flatten(1)
         table = self.table if batch.rope_table is None else batch.rope_table
+        batch = batch.of_group(self.group)
         q = self.ops.rotate_and_write(q, k, v, table, batch, self.layer, norms)
         attended = self.ops.paged_attention(
             q, batch, self.layer, self.scale, self.window, softcap=self.softcap, sinks=self.sinks

@@ -16,6 +16,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.kv_groups import kv_place
 from engine.model.layers.gated_delta_net import head_shard
 from engine.model.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from engine.model.layers.norm import RMSNorm
@@ -37,7 +38,8 @@ class LatentAttention(nn.Module):
         assert latent is not None
         if cfg.num_heads % tp.size:
             raise ConfigError("tensor_parallel", tp.size, f"a divisor of the model's {cfg.num_heads} heads")
-        self.cfg, self.layer, self.scale, self.heads = latent, layer, cfg.attention_scale, cfg.num_heads // tp.size
+        self.cfg, self.scale, self.heads = latent, cfg.attention_scale, cfg.num_heads // tp.size
+        self.group, self.layer = kv_place(cfg, layer)
         queries = head_shard(cfg.num_heads, latent.nope_dim + latent.rope_dim, tp)
         self.q_proj = self.q_a_proj = None
         if latent.q_rank is None:
@@ -68,6 +70,7 @@ class LatentAttention(nn.Module):
         nope, rotated = q.split((latent.nope_dim, latent.rope_dim), dim=-1)
         c, k = self.kv_a_proj_with_mqa(x).split((latent.rank, latent.rope_dim), dim=-1)
         c, k = self.kv_a_layernorm(c.contiguous()), self.rotate(k[:, None], batch)
+        batch = batch.of_group(self.group)
         write_latent(torch.cat((c, k[:, 0]), dim=-1), batch, self.layer)
         q = torch.cat((self.kv_b_proj.to_latent(nope), self.rotate(rotated, batch)), dim=-1)
         out = self.attend(q, batch, self.layer, self.scale, latent.rank)

@@ -43,6 +43,7 @@ def encoder_config(config: ModelConfig) -> ModelConfig:
         rope=config.rope[:1],
         window=(None,) * (1 + config.vision.deepstack),
         vision=replace(config.vision, rope_axes=()),
+        layer_kv=(),
     )
 
 

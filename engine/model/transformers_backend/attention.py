@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.kv_groups import kv_place
 from engine.model.ops import attention
 from engine.model.transformers_backend.rope import Rotate, is_plain
 
@@ -95,7 +96,8 @@ class PagedAttention:
     """
 
     def __init__(self, call: Call, cfg: ModelConfig, tp: TPGroup, step: Step, dtype: torch.dtype, device: torch.device):
-        self.layer, self.mask, self.tp, self.step = call.layer, call.mask, tp, step
+        self.mask, self.tp, self.step = call.mask, tp, step
+        self.group, self.layer = kv_place(cfg, call.layer)
         self.ops = attention.select(dtype, device)
         self.table: Tensor | None = None
         """Cosines and sines by which the next call rotates q and k; None if they are rotated already."""
@@ -108,6 +110,7 @@ class PagedAttention:
     ) -> Tensor:
         batch = self.step.batch
         assert batch is not None, "attention outside of a step"
+        batch = batch.of_group(self.group)
         gather, first = q.shape[1] > self.heads, self.first_head
         table, self.table = self.step.no_rotation(q) if self.table is None else self.table, None
         q = self._rows(q, first, self.heads)

@@ -335,6 +335,9 @@ def check(cfg: ModelConfig, calls: dict[str, Call], tp: TPGroup) -> None:
     for call in calls.values():
         if call.head_dim != cfg.head_dim:
             raise Unsupported(f"heads of layer {call.layer} have {call.head_dim} values, not {cfg.head_dim}")
+        window = cfg.window[call.layer]
+        if window is not None and not cfg.keeps_all_kv and window != call.mask.window:
+            raise Unsupported(f"layer {call.layer} sees more than the {window} tokens whose KV is kept")
         whole, own = (cfg.num_heads, cfg.num_kv_heads), (cfg.num_heads // tp.size, cfg.kv_heads_per_rank(tp.size))
         if (call.heads, call.kv_heads) not in (whole, own):
             raise Unsupported(f"layer {call.layer} has {call.heads} heads and {call.kv_heads} KV heads, not {whole}")

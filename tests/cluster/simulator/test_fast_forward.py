@@ -78,4 +78,4 @@ def assert_equal(one: Cluster, other: Cluster) -> None:
             assert a.scheduler.totals == b.scheduler.totals
             assert a.itl == b.itl
             assert a.busy_s == pytest.approx(b.busy_s)
-            assert set(a.scheduler.pool.block_hashes()) == set(b.scheduler.pool.block_hashes())
+            assert set(a.scheduler.kv_cache.pool.block_hashes()) == set(b.scheduler.kv_cache.pool.block_hashes())

@@ -113,7 +113,7 @@ def test_blocks_have_the_default_size_of_the_device_where_nobody_says(make_engin
     engine.go()
     engine.add("second", prompt)
     engine.go()
-    assert engine.core.runner.kv_cache.shape[4] == engine.core.stats().block_size == 64
+    assert engine.core.runner.kv_caches[0].shape[4] == engine.core.stats().block_size == 64
     assert engine.tokens("first") == engine.tokens("second")
     assert engine.core.scheduler.totals.prefix_hit_tokens == 2 * 64
 
@@ -258,7 +258,7 @@ def test_blocks_of_a_request_whose_logits_are_not_finite_reach_others_without_wh
         model=str(folder), dtype="float32", num_blocks=6, max_num_seqs=2, block_size=4, num_threads=1, overlap=overlap
     )
     engine = Engine(build_engine(config), FakeClock())
-    cache = engine.core.runner.kv_cache
+    cache = engine.core.runner.kv_caches[0]
     engine.core.runner.model.embed_tokens.weight[96] = float("nan")
     engine.add("bad", [5, 6, 7, 96, 9, 10, 11, 12, 13])
     engine.go()
@@ -267,8 +267,8 @@ def test_blocks_of_a_request_whose_logits_are_not_finite_reach_others_without_wh
     while not engine.tokens("good"):
         engine.step()
     (request,) = engine.core.scheduler.queue.running
-    assert engine.core.scheduler.pool.num_cached == 0
-    assert not cache[request.blocks].isnan().any()
+    assert engine.core.scheduler.kv_cache.pool.num_cached == 0
+    assert not cache[request.tables[0].blocks].isnan().any()
     engine.core.close()
 
 

@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.errors import InvalidParameter, PromptTooLong, UnsupportedTask
@@ -173,7 +174,8 @@ def test_a_preempted_prompt_is_pooled_from_its_beginning(depth):
 
 def test_without_chunks_a_prompt_waits_for_a_step_that_takes_all_of_it():
     config = EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
-    scheduler = Scheduler(config, BlockPool(64, 4, False), limits=ModelLimits(32, 50, chunked_prefill=False))
+    limits = ModelLimits(32, 50, chunked_prefill=False)
+    scheduler = Scheduler(config, KVCacheManager(BlockPool(64, 4, False)), limits=limits)
     for i, length in enumerate((20, 12, 1, 32, 31)):
         scheduler.add(GenerateRequest(request_id=str(i), prompt=[1] * length, pooling=PoolingParams()), 0.0)
     counts = []

@@ -163,8 +163,8 @@ def test_two_requests_computing_one_prefix_at_once_end_up_sharing_it(depth):
     while not (h.outputs["a"] and h.outputs["b"]):
         h.step()
     a, b = h.scheduler.queue.running
-    assert a.blocks[:3] == b.blocks[:3]
-    assert a.blocks[3] != b.blocks[3]
+    assert a.tables[0].blocks[:3] == b.tables[0].blocks[:3]
+    assert a.tables[0].blocks[3] != b.tables[0].blocks[3]
     h.run()
 
 
@@ -274,7 +274,7 @@ def test_a_cleared_cache_makes_nobody_wait_for_blocks_that_are_not_entered_again
     h.add("a", ids(12), max_tokens=40)
     while not h.outputs["a"]:
         h.step()
-    h.scheduler.pool.clear_cache()
+    h.scheduler.kv_cache.pool.clear_cache()
     h.add("b", ids(12), max_tokens=4)
     while not h.outputs["b"]:
         h.step()

@@ -195,7 +195,7 @@ def test_the_head_of_the_queue_takes_the_blocks_of_a_received_one_behind_it():
     one, two = h.open
     h.receive(two)
     h.fail(one)  # its blocks are free again, but four and a spare one for the second are too many
-    assert [bool(r.blocks) for r in h.scheduler.queue.waiting] == [False, True]
+    assert [bool(r.tables) for r in h.scheduler.queue.waiting] == [False, True]
     h.add("third", ids(10, 20), max_tokens=3)
     h.run()
 

@@ -1,5 +1,7 @@
 """Random arrivals, aborts, handoffs and pool sizes: the books balance after every step, and everyone finishes."""
 
+from collections.abc import Sequence
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -13,10 +15,21 @@ from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.examples import examples
 from tests.fake_drafter import WildDrafter
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
-from tests.fake_runner import VOCAB, Harness, expected_output
+from tests.fake_runner import VOCAB, Harness, Windows, expected_output
 
 MAX_MODEL_LEN = 24
 PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [10], []]
+GROUPS: Sequence[Windows] = (
+    (None,),
+    (None,),
+    (1,),
+    (5,),
+    (None, 3),
+    (None, 8),
+    (2, 7),
+    (None, 1, 6),
+    (None, 4, 23),
+)  # windows of KV cache groups; fmt: skip
 SUFFIX = SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0, suffix_decoding_max_cached_requests=3)
 
 prefixes = st.sampled_from(PREFIXES)
@@ -33,6 +46,7 @@ rests = st.lists(st.integers(1, 49), min_size=1, max_size=15)
 
 class SchedulerMachine(RuleBasedStateMachine):
     harness: type[Harness] = Harness
+    groups: Sequence[Windows] = GROUPS
 
     @initialize(
         spare_blocks=st.integers(0, 12),
@@ -46,12 +60,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         weights=proposals,
         token_cost=st.sampled_from([0.001, 0.1, 0.5]),
         draft_cost=st.sampled_from([0.0, 0.1, 0.9]),
+        step_tokens=st.integers(1, 20),
+        data=st.data(),
     )
     def start(
-        self, spare_blocks, depth, seqs, budget, block_size, caching, policy, drafter, weights, token_cost, draft_cost
-    ):
+        self, spare_blocks, depth, seqs, budget, block_size, caching, policy, drafter, weights, token_cost, draft_cost,
+        step_tokens, data,
+    ):  # fmt: skip
+        windows = data.draw(st.sampled_from(self.groups))
+        blocks = -(-MAX_MODEL_LEN // block_size)
+        least = [  # for one sequence: its window, which may begin inside a block, and what a step computes
+            blocks if window is None else min(blocks, -(-(window + step_tokens) // block_size) + 1)
+            for window in windows
+        ]
         self.h = self.harness(
-            num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks,
+            num_blocks=blocks,
+            windows=windows,
+            blocks=[count + data.draw(st.integers(0, spare_blocks)) for count in least],
+            step_tokens=step_tokens,
             max_model_len=MAX_MODEL_LEN,
             depth=depth,
             max_num_seqs=seqs,

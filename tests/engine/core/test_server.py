@@ -110,7 +110,7 @@ def test_after_a_reset_of_the_prefix_cache_a_prompt_is_computed_again_with_the_s
     cached = [max(delta.num_cached_tokens for delta in ingress.deltas[name]) for name in "abc"]
     assert cached == [0, 16, 0]
     assert ingress.tokens("c") == ingress.tokens("b") == ingress.tokens("a")
-    server._core.scheduler.pool.check()
+    server._core.scheduler.kv_cache.pool.check()
 
 
 def test_requests_that_run_together_share_one_batch_per_step(ingress):

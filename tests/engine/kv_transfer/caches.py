@@ -53,7 +53,7 @@ class SourceProcess:
 def serve(transport: str, num_blocks: int, seed: int) -> None:
     from engine.kv_transfer.transport.worker import KVTransferWorker
 
-    worker = KVTransferWorker(full_cache(num_blocks, 2, seed=seed), shard=HeadShard(2, 0, 1), transport=transport)
+    worker = KVTransferWorker([full_cache(num_blocks, 2, seed=seed)], shards=[HeadShard(2, 0, 1)], transport=transport)
     print(json.dumps({name: value.hex() for name, value in worker.description.items()}), flush=True)
     sys.stdin.read()  # until the parent ends, however it does
     worker.close()

@@ -65,7 +65,7 @@ class Engine:
 
     def forget(self) -> None:
         """Empty its prefix cache. It must have nothing to do."""
-        self.scheduler.pool.clear_cache()
+        self.scheduler.kv_cache.pool.clear_cache()
 
 
 class Pair:

@@ -272,7 +272,7 @@ def test_real_agents_bring_the_heads_of_every_rank(engines, decode_ranks, prefil
     def workers(cache, size):
         shards = [HeadShard(heads, rank, size) for rank in range(size)]
         caches = [cache[:, :, :, shard.start : shard.stop].clone() for shard in shards]
-        made = [KVTransferWorker(c, shard=s, transport="tcp") for c, s in zip(caches, shards, strict=True)]
+        made = [KVTransferWorker([c], shards=[s], transport="tcp") for c, s in zip(caches, shards, strict=True)]
         return made, caches
 
     local_workers, local = workers(torch.zeros_like(whole), decode_ranks)

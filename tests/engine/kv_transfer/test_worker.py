@@ -97,7 +97,9 @@ class World:
         progress_s: float = 20.0,
         key: ClusterKey | None = None,
     ) -> KVTransferWorker:
-        self._open.append(KVTransferWorker(cache, shard=shard, transport=transport, progress_s=progress_s, key=key))
+        self._open.append(
+            KVTransferWorker([cache], shards=[shard], transport=transport, progress_s=progress_s, key=key)
+        )
         return self._open[-1]
 
     def engine(self, full: Tensor, size: int, transport: str = "tcp") -> list[KVTransferWorker]:
@@ -320,7 +322,7 @@ def test_nixl_that_was_asked_for_and_cannot_be_imported_is_a_startup_error(
 
 def test_an_address_of_another_host_is_a_startup_error() -> None:
     with pytest.raises(StartupError, match=r"tcp cannot listen at 192.0.2.1"):
-        KVTransferWorker(full_cache(4, 2), shard=ONE, host="192.0.2.1", transport="tcp")
+        KVTransferWorker([full_cache(4, 2)], shards=[ONE], host="192.0.2.1", transport="tcp")
 
 
 @needs_nixl

@@ -23,7 +23,7 @@ def tiny_config(**fields: Any) -> ModelConfig:
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 64,
         "rope": (RopeConfig(),),
-        "window": (None,),
+        "window": (None,) * fields.get("num_layers", 1),
         "qkv_bias": False,
         "output_bias": False,
         "mlp_bias": False,

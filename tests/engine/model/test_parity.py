@@ -204,7 +204,8 @@ def test_requests_that_are_preempted(reference, overlap, caching):
         for name, prompt in prompts.items():
             run.add(name, prompt)
         stats = run.go()
-        assert stats.preemptions > 0
+        whole = run.core.model_config.kv_groups[0].spec.window is None  # windows alone fit next to each other
+        assert stats.preemptions > 0 or not whole
         assert run.tokens == {name: reference.output(prompt) for name, prompt in prompts.items()}
 
 

@@ -198,7 +198,7 @@ def test_requests_that_do_not_fit_a_step_wait_for_the_next(folders, open_llm):
 
 def test_an_encoder_keeps_no_kv(folders, open_llm):
     runner = open_llm(folders("gte_modernbert"))._core.runner
-    assert runner.kv_cache.numel() == 0
+    assert runner.kv_caches[0].numel() == 0
 
 
 # -- parameters --------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class StrictMachine(RuleBasedStateMachine):
     @rule(engine=ENGINE)
     def forget_prefixes(self, engine: int) -> None:
         if not self.world.cores[engine].has_work:
-            self.world.cores[engine].scheduler.pool.clear_cache()
+            self.world.cores[engine].scheduler.kv_cache.pool.clear_cache()
 
     def teardown(self) -> None:
         for engine, core in enumerate(self.world.cores):

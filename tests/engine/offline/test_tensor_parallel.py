@@ -126,7 +126,8 @@ def run_mixed(core: EngineCore) -> Outcome:
         },
         Outcome(),
     )
-    assert outcome.stats is not None and outcome.stats.preemptions > 0
+    whole = core.model_config.kv_groups[0].spec.window is None  # windows alone fit next to each other
+    assert outcome.stats is not None and (outcome.stats.preemptions > 0 or not whole)
     again = {"again": (long, {}), "goes on": (longer[:30] + long[:3], random)}
     cached = outcome.cached
     run(core, again, outcome)

@@ -19,7 +19,9 @@ ONE = TPGroup.single()
 
 
 def choose(*, device: torch.device = CPU, free: float = 64 * GIB, dtype=torch.float32, model=MODEL, **options):
-    return kv_cache.choose_num_blocks(EngineConfig(**options), 16, model, dtype, device, ONE, int(free))
+    """The blocks of the only group, and max_model_len."""
+    (blocks,), longest = kv_cache.choose_num_blocks(EngineConfig(**options), 16, model, dtype, device, ONE, int(free))
+    return blocks, longest
 
 
 def test_num_blocks_is_taken_as_it_is():
@@ -43,7 +45,7 @@ def test_half_the_width_of_a_number_is_twice_the_blocks():
 def test_ranks_that_share_the_kv_heads_hold_more_blocks_each(ranks, blocks):
     config = EngineConfig(kv_cache_memory_gib=100 * BLOCK_BYTES / GIB)
     tp = TPGroup(rank=0, size=ranks)
-    assert kv_cache.choose_num_blocks(config, 16, MODEL, torch.float32, CPU, tp, 64 * GIB)[0] == blocks
+    assert kv_cache.choose_num_blocks(config, 16, MODEL, torch.float32, CPU, tp, 64 * GIB)[0] == [blocks]
 
 
 def test_never_more_blocks_than_all_sequences_at_full_length_could_use():
@@ -63,7 +65,7 @@ def test_a_cpu_gives_its_default_size_but_at_most_half_of_its_free_memory():
 def test_a_gpu_gives_all_that_was_measured_as_free(option):
     large = tiny_config(num_layers=32, num_kv_heads=32, head_dim=128, max_position_embeddings=32768)
     config = EngineConfig(device=option)
-    blocks, _ = kv_cache.choose_num_blocks(config, 16, large, torch.bfloat16, CUDA, ONE, 40 * GIB)
+    (blocks,), _ = kv_cache.choose_num_blocks(config, 16, large, torch.bfloat16, CUDA, ONE, 40 * GIB)
     assert blocks == 40 * GIB // (32 * 2 * 32 * 128 * 16 * 2)
 
 
@@ -137,7 +139,7 @@ def test_the_log_says_how_much_fits_and_what_limits_it(caplog):
 
 
 def test_the_tensor_has_a_block_outermost_and_starts_as_zeros():
-    cache = kv_cache.allocate(10, MODEL, 16, torch.bfloat16, CPU, TPGroup(rank=1, size=2))
+    cache = kv_cache.allocate(10, MODEL.kv_groups[0], 16, torch.bfloat16, CPU, TPGroup(rank=1, size=2))
     assert cache.shape == (10, 4, 2, 1, 16, 64)
     assert cache.dtype == torch.bfloat16
     assert not cache.any()
@@ -147,7 +149,7 @@ def test_the_tensor_has_a_block_outermost_and_starts_as_zeros():
 def test_memory_of_a_cpu_is_taken_block_by_block_as_blocks_are_written():
     process = psutil.Process()
     before = process.memory_info().rss
-    cache = kv_cache.allocate(4 * 64 * 2**20 // BLOCK_BYTES, MODEL, 16, torch.float32, CPU, ONE)
+    cache = kv_cache.allocate(4 * 64 * 2**20 // BLOCK_BYTES, MODEL.kv_groups[0], 16, torch.float32, CPU, ONE)
     cache[7] = 1.0
     assert cache.nbytes >= 4 * 64 * 2**20 - BLOCK_BYTES
     assert process.memory_info().rss - before < 64 * 2**20

@@ -187,7 +187,7 @@ class SpeculativeMachine(RuleBasedStateMachine):
         while self.core.has_work:
             self.step(1)
         self.patch.undo()
-        assert self.core.scheduler.pool.num_used == 0
+        assert self.core.scheduler.kv_cache.pool.num_used == 0
         for sent in self.sent.values():
             tokens, reason = expected(*self.model, sent.prompt, sent.kind, sent.max_tokens)
             if sent.reason in ("abort", "stop string"):

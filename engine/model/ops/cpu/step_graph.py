@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.model.batch import Batch, split
+from engine.model.batch import Batch, KVGroup, split
 from engine.model.ops.cpu.attention import row_tiles
 from engine.model.ops.cpu.graph import RUN_ALL, Graph
 
@@ -22,17 +22,18 @@ Forward = Callable[[Tensor, Batch], Tensor]
 
 
 def record(
-    forward: Forward, x: Tensor, max_blocks: int, kv_cache: Tensor, kv_scales: Tensor | None
+    forward: Forward, x: Tensor, max_blocks: int, kv_caches: list[Tensor], kv_scales: list[Tensor | None]
 ) -> StepGraph | None:
     """Record the kernels of a model; None if not all of them are ours. Nothing must be in the KV cache yet.
 
     forward: embedded tokens [tokens, hidden] and their batch -> hidden states [tokens, hidden].
     x: [max_tokens, hidden], where the graph reads embedded tokens; as many as RECORDED, or more.
-    max_blocks: KV blocks of the longest sequence.
+    max_blocks: KV blocks of the longest sequence. kv_caches, kv_scales: of each KV cache group.
     """
-    graph = StepGraph(forward, x, max_blocks, kv_cache, kv_scales)
+    graph = StepGraph(forward, x, max_blocks, kv_caches, kv_scales)
     recorded = graph.record()
-    kv_cache[0] = 0  # where that left its KV
+    for kv_cache in kv_caches:
+        kv_cache[0] = 0  # where that left its KV
     if not recorded:
         logger.info("steps run kernel by kernel: not all of this model's are ours")
     return graph if recorded else None
@@ -45,12 +46,22 @@ class StepGraph:
     number of its tokens is written into the graph. So one recording serves steps that decode, prompts and mixtures.
     """
 
-    def __init__(self, forward: Forward, x: Tensor, max_blocks: int, kv_cache: Tensor, kv_scales: Tensor | None):
+    def __init__(
+        self, forward: Forward, x: Tensor, max_blocks: int, kv_caches: list[Tensor], kv_scales: list[Tensor | None]
+    ):
         self._forward, self._x, max_tokens = forward, x, len(x)
-        self._kv_cache, self._kv_scales = kv_cache, kv_scales
-        self._positions, self._slot_mapping = torch.empty(2, max_tokens, dtype=torch.int64)
+        self._positions = torch.empty(max_tokens, dtype=torch.int64)
         self._kv_len = torch.empty(max_tokens, dtype=torch.int32)
-        self._block_table = torch.empty(max_tokens, max_blocks, dtype=torch.int32)
+        #: Of each group, for as many tokens and sequences as there may be.
+        self._kv = [
+            KVGroup(
+                slot_mapping=torch.empty(max_tokens, dtype=torch.int64),
+                block_table=torch.empty(max_tokens, max_blocks, dtype=torch.int32),
+                kv_cache=kv_cache,
+                kv_scales=scales,
+            )
+            for kv_cache, scales in zip(kv_caches, kv_scales, strict=True)
+        ]
         self._tiles = torch.empty(1 + max_tokens, 4, dtype=torch.int64)
         self._graph = Graph(max_tokens)
         RUN_ALL.compile(torch.int64)
@@ -70,13 +81,18 @@ class StepGraph:
         x, batch = self._example(RECORDED)
         sequences = len(batch.kv_len)
         self._copy(x, batch)
+        first, *others = [
+            replace(kv, slot_mapping=kv.slot_mapping[: len(x)], block_table=kv.block_table[:sequences])
+            for kv in self._kv
+        ]
         fixed = replace(
             batch,
             positions=self._positions[: len(x)],
-            slot_mapping=self._slot_mapping[: len(x)],
+            slot_mapping=first.slot_mapping,
             kv_len=self._kv_len[:sequences],
-            block_table=self._block_table[:sequences],
+            block_table=first.block_table,
             tiles=self._tiles,
+            other_groups=tuple(others),
         )
         with self._graph:
             hidden = self._forward(self._x[: len(x)], fixed)
@@ -93,16 +109,25 @@ class StepGraph:
         Its hidden states are random, [tokens, hidden], tokens = sum(counts)."""
         rows, lengths = torch.arange(sum(counts)), torch.tensor(counts, dtype=torch.int32)
         single, chunks = split(counts, counts)
+        first, *others = [
+            replace(
+                kv,
+                slot_mapping=rows.where(rows < kv.kv_cache.shape[4], -1),
+                block_table=torch.zeros(len(counts), kv.block_table.shape[1], dtype=torch.int32),
+            )
+            for kv in self._kv
+        ]
         batch = Batch(
             positions=rows % 2,
-            slot_mapping=rows.where(rows < self._kv_cache.shape[4], -1),
+            slot_mapping=first.slot_mapping,
             query_start=torch.tensor([0, *counts]).cumsum(0).int(),
             kv_len=lengths,
-            block_table=torch.zeros(len(counts), self._block_table.shape[1], dtype=torch.int32),
-            kv_cache=self._kv_cache,
+            block_table=first.block_table,
+            kv_cache=first.kv_cache,
             single=single,
             chunks=chunks,
-            kv_scales=self._kv_scales,
+            kv_scales=first.kv_scales,
+            other_groups=tuple(others),
         )
         x = torch.randn(len(rows), self._x.shape[1], generator=torch.Generator().manual_seed(len(rows)))
         return x.to(self._x.dtype), batch
@@ -111,6 +136,8 @@ class StepGraph:
         """Copy the inputs of a step to where the graph reads them."""
         tiles, tokens, (sequences, blocks) = row_tiles(batch), len(x), batch.block_table.shape
         self._x[:tokens] = x
-        self._positions[:tokens], self._slot_mapping[:tokens] = batch.positions, batch.slot_mapping
-        self._kv_len[:sequences], self._block_table[:sequences, :blocks] = batch.kv_len, batch.block_table
+        self._positions[:tokens], self._kv_len[:sequences] = batch.positions, batch.kv_len
+        for group, fixed in enumerate(self._kv):
+            kv = batch if group == 0 else batch.other_groups[group - 1]
+            fixed.slot_mapping[:tokens], fixed.block_table[:sequences, :blocks] = kv.slot_mapping, kv.block_table
         self._tiles[: len(tiles)] = tiles

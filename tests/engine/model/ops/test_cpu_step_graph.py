@@ -97,7 +97,7 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
         query_start=torch.tensor([0, *counts]).cumsum(0).int(),
         kv_len=torch.tensor(kv_lens, dtype=torch.int32),
         block_table=table,
-        kv_cache=core.runner.kv_cache,
+        kv_cache=core.runner.kv_caches[0],
         single=single,
         chunks=chunks,
     )
@@ -108,7 +108,7 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
 @torch.inference_mode()
 def test_one_recording_serves_steps_of_every_shape(architecture, quantization, tmp_path):
     core = make_core(tmp_path, architecture, quantization=quantization, num_blocks=1100)
-    forward, graph, cache = core.runner.model.run_layers, core.runner._step_graph, core.runner.kv_cache
+    forward, graph, cache = core.runner.model.run_layers, core.runner._step_graph, core.runner.kv_caches[0]
     assert graph is not None
     cache.normal_(generator=torch.Generator().manual_seed(0))
     for counts, past in (([1], 70), ([1] * 64, 5), ([300], 0), ([100, 1, 33, 1, 1], 9), ([2], 1), ([1, 1], 128)):

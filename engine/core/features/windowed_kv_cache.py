@@ -1,0 +1,81 @@
+"""KV of layers with a sliding window: only the newest tokens of a sequence are kept. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.core.block_pool import BlockPool
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import BlockTable, Request
+from engine.model.kv_groups import KVCacheSpec
+from engine.wire.plan import BlockChange
+
+
+class WindowedKVCacheManager(KVCacheManager):
+    """Manages the blocks of a KV cache group with a window.
+
+    A block is given back once all steps that read it have ended: when the newest committed token no longer sees it. So
+    a request takes its blocks as its prompt is computed, and never holds more than its window and the steps in flight.
+    What it gave back stays in the prefix cache, where it can be matched, and its table has the null block there. A hit
+    needs no more than the window before it.
+    """
+
+    def __init__(self, pool: BlockPool, spec: KVCacheSpec, step_tokens: int, group: int = 0):
+        """step_tokens: of its prompt, for which a request is given blocks before it starts."""
+        super().__init__(pool, group)
+        self._spec, self._step_tokens = spec, step_tokens
+
+    def longest_hit(self, hashes: Sequence[bytes]) -> int:
+        count, index = len(hashes), len(hashes) - 1
+        first = self._first(count)
+        while index >= first:
+            if self.pool.has(hashes[index]):
+                index -= 1
+            else:
+                count, index = index, index - 1
+                first = self._first(count)
+        return count
+
+    def plan(self, request: Request, matched: int, start: int, tokens: int) -> tuple[BlockTable, int]:
+        size = self.pool.block_size
+        released = self._spec.first_needed(start) // size
+        hashes = request.hashes(matched, size)
+        blocks = [0] * released + self.pool.match(hashes[released:])
+        table = BlockTable(blocks, max(matched, released), released, keeps_all=False)
+        return table, self.pool.blocks_for(min(tokens, start + self._step_tokens)) - len(blocks)
+
+    def cache_blocks(self, request: Request, computed: int) -> None:
+        super().cache_blocks(request, computed)
+        table = request.tables[self._group]
+        released = self._spec.first_needed(computed) // self.pool.block_size
+        if self.pool.enable_prefix_caching:
+            released = min(released, table.num_cached)
+        if released > table.num_released:
+            first, table.num_released = table.num_released, released
+            self.pool.release(table.blocks[first:released])
+            table.blocks[first:released] = nulls = [0] * (released - first)
+            if request.slot >= 0:
+                self._changes.append(BlockChange(request.slot, first, nulls, group=self._group))
+
+    def _first(self, count: int) -> int:
+        """Return the first block that is needed to go on behind `count` blocks."""
+        return self._spec.first_needed(count * self.pool.block_size) // self.pool.block_size
+
+
+class WindowRoom:
+    """Lets a step compute as much of a prompt as there are blocks to spare in a group with a window: its requests have
+    not taken theirs for the whole prompt, and a shorter step is better than preempting another request."""
+
+    def __init__(self, pool: BlockPool, least: int):
+        """least: tokens that are computed in one step even if others lose their blocks for them."""
+        self._pool, self._least, self._kept = pool, least, 0
+
+    def start_step(self, sequences: int) -> None:
+        self._kept = sequences  # blocks, one for each that may need another
+
+    def up_to(self, request: Request, count: int) -> int:
+        room = request.capacity - request.computed
+        if count <= room:
+            return count
+        spare = max(0, self._pool.num_available - self._kept) * self._pool.block_size
+        return min(count, max(room + spare, self._least))
