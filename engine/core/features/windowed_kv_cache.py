@@ -14,14 +14,15 @@ from engine.wire.plan import BlockChange
 class WindowedKVCacheManager(KVCacheManager):
     """Manages the blocks of a KV cache group with a window.
 
-    A block is given back once all steps that read it have ended: when the newest committed token no longer sees it. So
-    a request takes its blocks as its prompt is computed, and never holds more than its window and the steps in flight.
+    A block is given back once all steps that read it have ended: when the newest committed token no longer sees it. A
+    request starts with the blocks of a window and of one step, takes others as its prompt is computed, and never holds
+    more than its window and the steps in flight.
     What it gave back stays in the prefix cache, where it can be matched, and its table has the null block there. A hit
     needs no more than the window before it.
     """
 
     def __init__(self, pool: BlockPool, spec: KVCacheSpec, step_tokens: int, group: int = 0):
-        """step_tokens: of its prompt, for which a request is given blocks before it starts."""
+        """step_tokens: of its prompt, for which a request is given blocks before it starts, beside its window."""
         super().__init__(pool, group)
         self._spec, self._step_tokens = spec, step_tokens
 
@@ -42,7 +43,9 @@ class WindowedKVCacheManager(KVCacheManager):
         hashes = request.hashes(matched, size)
         blocks = [0] * released + self.pool.match(hashes[released:])
         table = BlockTable(blocks, max(matched, released), released, keeps_all=False)
-        return table, self.pool.blocks_for(min(tokens, start + self._step_tokens)) - len(blocks)
+        assert self._spec.window is not None
+        most = self.pool.blocks_for(self._spec.window - 1 + self._step_tokens) + 1  # a window begins inside a block
+        return table, released + min(self.pool.blocks_for(tokens) - released, most) - len(blocks)
 
     def cache_blocks(self, request: Request, computed: int) -> None:
         super().cache_blocks(request, computed)
