@@ -16,7 +16,7 @@ from engine.errors import ConfigError, ModelFolderError
 from engine.model import multipliers, recurrent_config
 from engine.model.checkpoint.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
 from engine.model.families import VISION, Family, Head, find_family, head_of, text_part
-from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, kv_groups
+from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, group_layers, place_of
 from engine.model.multipliers import Multipliers
 from engine.model.pooling_config import PoolingConfig, PoolingType
 from engine.model.quantization.unsupported import UnsupportedScheme
@@ -35,6 +35,7 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 ENCODER_ACTIVATIONS = ("gelu",)
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss; others are refused
 # Fields of config.json that change the output when they are set, and that few families read.
+WITH_KV = ("attention", "hybrid")  # of `block_types`
 RARE = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -192,7 +193,7 @@ class ModelConfig:
     transformers: str = ""
     """config.json, if transformers' own code computes the model (engine/model/transformers_backend); `rope` is then
     empty, and what is said about biases, norms and experts does not count. Empty for a native family."""
-    layer_kv: tuple[KVCacheSpec | int | None, ...] = ()
+    layer_kv: LayerSpecs = ()
     """What each layer keeps (kv_groups.py), where it does not follow from `window`, `num_kv_heads` and `head_dim`."""
     keeps_all_kv: bool = False
     """Layers with a window keep the KV of all tokens, as the others do."""
@@ -317,8 +318,30 @@ class ModelConfig:
         return itemsize * sum(group.token_numbers(tp_size) for group in self.kv_groups)
 
     @property
+    def kv_specs(self) -> LayerSpecs:
+        """What each layer keeps of a token."""
+        if self.bidirectional:
+            return (None,) * self.num_layers
+        if self.layer_kv:
+            return self.layer_kv
+        windows = (None,) * self.num_layers if self.keeps_all_kv else self.window[: self.num_layers]
+        types, parts = self.block_types or (WITH_KV[0],) * len(windows), 1 if self.latent is not None else 2
+        return tuple(
+            KVCacheSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, parts=parts, window=window)
+            if type in WITH_KV
+            else None
+            for type, window in zip(types, windows, strict=False)
+        )
+
+    @property
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
-        return kv_groups(self)
+        """Layers by what they keep, those that keep all tokens first; one without layers if the model keeps no KV."""
+        none = KVCacheGroup(KVCacheSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim), ())
+        return group_layers(self.kv_specs) or (none,)
+
+    def kv_place(self, layer: int) -> tuple[int, int]:
+        """Return the KV cache group of a layer, and its index in that group's tensor."""
+        return place_of(layer, self.kv_specs)
 
 
 class _Unsupported(Exception):

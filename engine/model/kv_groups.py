@@ -9,14 +9,8 @@ each has its own, over one chain of hashes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
-
-WITH_KV = ("attention", "hybrid")  # of ModelConfig.block_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +40,10 @@ class KVCacheSpec:
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
+LayerSpecs = tuple[KVCacheSpec | int | None, ...]
+"""What each layer keeps: its own KV, that of the layer with this number, which it reads, or none."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
     """Layers with equal specs, in the order of their places in the group's tensor."""
@@ -64,39 +62,21 @@ class KVCacheGroup:
         return layers * parts * heads * head_dim
 
 
-def layer_specs(cfg: ModelConfig) -> tuple[KVCacheSpec | int | None, ...]:
-    """What each layer keeps: its own KV, that of the layer with this number, which it reads, or none."""
-    if cfg.bidirectional:
-        return (None,) * cfg.num_layers
-    if cfg.layer_kv:
-        return cfg.layer_kv
-    windows = (None,) * cfg.num_layers if cfg.keeps_all_kv else cfg.window[: cfg.num_layers]
-    types, parts = cfg.block_types or (WITH_KV[0],) * len(windows), 1 if cfg.latent is not None else 2
-    return tuple(
-        KVCacheSpec(num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim, parts=parts, window=window)
-        if type in WITH_KV
-        else None
-        for type, window in zip(types, windows, strict=False)
-    )
-
-
-def kv_groups(cfg: ModelConfig) -> tuple[KVCacheGroup, ...]:
-    """The groups of a model, those that keep all tokens first; one without layers if it keeps no KV."""
+def group_layers(specs: LayerSpecs) -> tuple[KVCacheGroup, ...]:
+    """Return the groups of a model, those that keep all tokens first; none if no layer keeps KV."""
     layers: dict[KVCacheSpec, list[int]] = {}
-    for layer, spec in enumerate(layer_specs(cfg)):
+    for layer, spec in enumerate(specs):
         if isinstance(spec, KVCacheSpec):
             layers.setdefault(spec, []).append(layer)
-    if not layers:
-        return (KVCacheGroup(KVCacheSpec(num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim), ()),)
     found = [KVCacheGroup(spec, tuple(own)) for spec, own in layers.items()]
     return tuple(sorted(found, key=lambda group: group.spec.window is not None))
 
 
-def kv_place(cfg: ModelConfig, layer: int) -> tuple[int, int]:
-    """The group of a layer, and its index there; of a layer that reads another's KV, that one's."""
-    owner = layer_specs(cfg)[layer]
-    owner = owner if isinstance(owner, int) else layer
-    for number, group in enumerate(kv_groups(cfg)):
+def place_of(layer: int, specs: LayerSpecs) -> tuple[int, int]:
+    """Return the group of a layer, and its index there; of a layer that reads another's KV, that one's."""
+    spec = specs[layer]
+    owner = spec if isinstance(spec, int) else layer
+    for number, group in enumerate(group_layers(specs)):
         if owner in group.layers:
             return number, group.layers.index(owner)
     raise ValueError(f"layer {layer} keeps no KV")

@@ -90,8 +90,9 @@ class KVTransferWorker:
         self._transports = [open_transports(BlockMemory(c), host, transport, progress_s, key) for c in caches]
         #: how others reach this rank, by transport; goes into Progress.ranks
         self.description = {
-            name: msgspec.msgpack.encode([group[name].describe() for group in self._transports])
-            for name in self._transports[0]
+            key_of(name, group): transport.describe()
+            for group, transports in enumerate(self._transports)
+            for name, transport in transports.items()
         }
         self._context = zmq.Context()
         self._commands: PullSocket[KVWorkerCommand] = PullSocket(
@@ -171,13 +172,11 @@ class KVTransferWorker:
         num_bytes, error, name = 0, None, ""
         try:
             name = self._choose(peer, read.ranks)
-            if not 0 <= read.group < len(self._shards):
-                raise TransportError(f"there are {len(self._shards)} KV cache groups, and none of number {read.group}")
+            key = key_of(name, read.group)
+            if key not in self.description or not all(key in rank for rank in read.ranks):
+                raise TransportError(f"KV cache group {read.group} cannot be read by {name}")
             for part in parts(self._shards[read.group], len(read.ranks)):
-                of_groups = msgspec.msgpack.decode(read.ranks[part.source_rank][name], type=list[bytes])
-                if len(of_groups) != len(self._shards):
-                    raise TransportError(f"the source has {len(of_groups)} KV cache groups, here {len(self._shards)}")
-                description = of_groups[read.group]
+                description = read.ranks[part.source_rank][key]
                 with self._lock:  # so that no task of a dropped peer makes it known again
                     if task.stop.is_set():
                         raise TransportError(STOPPED)
@@ -261,6 +260,11 @@ class KVTransferWorker:
     def _answer(self, answer: KVWorkerAnswer) -> None:
         assert self._answers is not None
         self._answers.send(self._encode(answer))
+
+
+def key_of(name: str, group: int) -> str:
+    """Return the key of a transport's description for a KV cache group."""
+    return name if group == 0 else f"{name}/{group}"
 
 
 def open_transports(

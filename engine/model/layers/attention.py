@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.kv_groups import kv_place
 from engine.model.layers.rope import rope_table
 from engine.model.ops import attention, encoder_attention, norm, norm_plain
 
@@ -22,7 +21,7 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
-        self.group, self.layer = (0, layer) if cfg.bidirectional else kv_place(cfg, layer)
+        self.group, self.layer = (0, layer) if cfg.bidirectional else cfg.kv_place(layer)
         self.scale = cfg.attention_scale
         self.window = cfg.window[layer]
         self.softcap = cfg.attn_logit_softcapping

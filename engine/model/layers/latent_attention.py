@@ -16,7 +16,6 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.kv_groups import kv_place
 from engine.model.layers.gated_delta_net import head_shard
 from engine.model.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from engine.model.layers.norm import RMSNorm
@@ -39,7 +38,7 @@ class LatentAttention(nn.Module):
         if cfg.num_heads % tp.size:
             raise ConfigError("tensor_parallel", tp.size, f"a divisor of the model's {cfg.num_heads} heads")
         self.cfg, self.scale, self.heads = latent, cfg.attention_scale, cfg.num_heads // tp.size
-        self.group, self.layer = kv_place(cfg, layer)
+        self.group, self.layer = cfg.kv_place(layer)
         queries = head_shard(cfg.num_heads, latent.nope_dim + latent.rope_dim, tp)
         self.q_proj = self.q_a_proj = None
         if latent.q_rank is None:

@@ -19,7 +19,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.kv_groups import kv_place
 from engine.model.ops import attention
 from engine.model.transformers_backend.rope import Rotate, is_plain
 
@@ -97,7 +96,7 @@ class PagedAttention:
 
     def __init__(self, call: Call, cfg: ModelConfig, tp: TPGroup, step: Step, dtype: torch.dtype, device: torch.device):
         self.mask, self.tp, self.step = call.mask, tp, step
-        self.group, self.layer = kv_place(cfg, call.layer)
+        self.group, self.layer = cfg.kv_place(call.layer)
         self.ops = attention.select(dtype, device)
         self.table: Tensor | None = None
         """Cosines and sines by which the next call rotates q and k; None if they are rotated already."""
