@@ -13,6 +13,7 @@ from engine.model.families import ENCODERS, FAMILIES, ONE_RANK, TEXT_PARTS, TRAN
 ONE_RANK_TESTS = "logits, greedy tokens, chunks, batches, cached prefixes"
 TWO_RANKS_TESTS = f"{ONE_RANK_TESTS}; 2 ranks"
 NATIVE_TESTS = f"{ONE_RANK_TESTS}; preemption, 2 and 4 ranks, graphs, quantized weights"
+LATENT_TESTS = f"{ONE_RANK_TESTS}; preemption, 2 and 4 ranks, quantized weights"
 HYBRID_TESTS = "logits, greedy tokens, chunks, batches, preemption; 2 ranks"
 
 
@@ -31,7 +32,8 @@ class Architecture:
 def architectures() -> Iterator[Architecture]:
     """Yield every architecture that tests cover, the native ones first."""
     for name, family in FAMILIES.items():
-        yield Architecture(name, "", "native", HYBRID_TESTS if "recurrent" in family.defaults else NATIVE_TESTS)
+        tests = LATENT_TESTS if family.model.startswith("deepseek.") else NATIVE_TESTS
+        yield Architecture(name, "", "native", HYBRID_TESTS if "recurrent" in family.defaults else tests)
     for name, (families, _) in TEXT_PARTS.items():
         yield Architecture(name, f"text part, as {', '.join(families.values())}", "native", TWO_RANKS_TESTS)
     for name in ENCODERS:

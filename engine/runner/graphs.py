@@ -30,6 +30,8 @@ def can_capture(setup: RankSetup) -> bool:
         why = "tokens are sorted by their experts on the host"
     elif model.recurrent is not None:
         why = "states of its recurrent layers are found on the host"
+    elif asynchronous and model.latent is not None:
+        why = "latent attention is plain torch"
     elif model.bidirectional:
         why = "this model does not decode"
     elif setup.torch_device.type == "cuda" and not dispatch.triton_found():
