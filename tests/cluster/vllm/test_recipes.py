@@ -16,7 +16,7 @@ from cluster.cli.check.serve_config import check_serve_config
 from cluster.cli.main import app
 from cluster.cli.models import check_model
 from engine.errors import RequestError, UnsupportedArchitecture
-from engine.model.checkpoint import overlay
+from engine.model.checkpoint import cache
 from tests.weightless_models import make_folder
 
 RECIPES = yaml.safe_load((Path(__file__).parent / "recipes.yaml").read_text())
@@ -45,7 +45,7 @@ def start(recipe: dict[str, Any], folder: Path) -> str:
 @pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe["command"]).split("serve ")[1][:60] for recipe in RECIPES])
 def test_a_published_command_starts_or_is_refused_for_a_reason_that_matters(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(overlay, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(cache, "CACHE", tmp_path / "cache")
     (folder := tmp_path / "model").mkdir()
     match recipe.get("ends"):
         case None:
