@@ -11,7 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -113,8 +113,9 @@ class Launches(TorchDispatchMode):
 
 def shares_memory(result: Any, args: tuple[Any, ...]) -> bool:
     """Whether what may be a view is one: a conversion, for one, may have had to copy."""
-    first = result[0] if isinstance(result, list | tuple) else result
-    return first.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+    if isinstance(result, list | tuple):
+        return all(shares_memory(part, args) for part in result)
+    return result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
 
 
 @contextmanager
@@ -169,23 +170,25 @@ class MetaModel:
     def launches(self, tokens: int, seqs: int, context: int) -> Counter[str]:
         """Kernels of a step that CUDA graphs hold, and those of the head: of `seqs` sequences with `context` tokens at
         most, whose chunks are `tokens` together, or which decode if there are as many tokens as sequences."""
-        config, heads = self.config, self.config.kv_heads_per_rank(self.ranks)
+        config, heads, groups = self.config, self.config.kv_heads_per_rank(self.ranks), self.config.kv_groups
         with as_on_a_gpu(self.capability):
-            shape = StepShape(tokens, seqs)
+            shape = StepShape(tokens, seqs, kv_groups=len(groups))
             if tokens != seqs:
                 longest = -(-tokens // seqs)
                 rows = attention.tile_rows(
                     longest, config.num_heads // self.ranks, heads, config.head_dim, self.dtype, META
                 )
-                shape = StepShape(tokens, seqs, rows)
-            cache_shape = BLOCKS, config.num_layers, 2, heads, BLOCK_SIZE, config.head_dim
+                shape = replace(shape, tile_rows=rows)
             quantized = self.kv_dtype != self.dtype
             graphs = CudaGraphs(
                 Device(META), self.model,
                 torch.zeros(seqs, context, dtype=torch.int32, device=META),
-                torch.zeros(seqs, -(-context // BLOCK_SIZE), dtype=torch.int32, device=META),
-                torch.empty(cache_shape, dtype=self.kv_dtype, device=META),
-                torch.ones(config.num_layers, 2, device=META) if quantized else None,
+                torch.zeros(len(groups), seqs, -(-context // BLOCK_SIZE), dtype=torch.int32, device=META),
+                [
+                    torch.empty(BLOCKS, *group.block_shape(BLOCK_SIZE, self.ranks), dtype=self.kv_dtype, device=META)
+                    for group in groups
+                ],
+                [torch.ones(len(group.layers), 2, device=META) if quantized else None for group in groups],
                 budget_bytes=0, tp=self.tp,
             )  # fmt: skip
             inputs = torch.zeros(buffer_size(shape), dtype=torch.int32, device=META)

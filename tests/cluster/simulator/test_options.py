@@ -67,7 +67,7 @@ def test_a_card_that_holds_too_little_kv_is_refused_by_what_would_help(tmp_path)
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 60000, "output_length": 5}\n')
     said = refusal("--trace", str(trace), "--card", "l4")
-    assert said.startswith("--tensor-parallel must be so many cards that the KV of the longest request")
+    assert said.startswith("--tensor-parallel must be enough cards for the weights and the KV of the longest request")
     assert "(60005 tokens; " in said and "fit on 1 l4), got 1" in said
 
 
