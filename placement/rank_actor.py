@@ -83,8 +83,8 @@ class RankActor:
         log_to_console(f"{task.engine_id}/rank{rank}", task.log)
         location = self.location()
         logger.info(
-            "rank starts pid=%d node=%s host=%s CUDA_VISIBLE_DEVICES=%s",
-            os.getpid(), location.node, location.host, os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "rank starts pid=%d node=%s host=%s gpus=%s",
+            os.getpid(), location.node, location.host, ",".join(location.devices) or None,
         )  # fmt: skip
         _take_device(task.config)
         if rank == 0:

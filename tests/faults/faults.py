@@ -29,8 +29,8 @@ CORE = [
     Fault(
         "a prompt that is cached as a whole has no token left to compute",
         "engine/core/kv_cache_manager.py",
-        "full = (len(request.tokens) - 1) // self._pool.block_size",
-        "full = len(request.tokens) // self._pool.block_size",
+        "full = (len(request.tokens) - 1) // size",
+        "full = len(request.tokens) // size",
         ("tests/engine/core/test_scheduler.py",),
     ),
     Fault(

@@ -45,7 +45,7 @@ NOTICED_S = 30.0
 SERVED_S = 30.0
 
 STARTED = re.compile(
-    r"(decode-(\w+)-\w+)/rank(\d+) placement\.rank_actor rank starts pid=(\d+) node=(\w+) .*CUDA_VISIBLE_DEVICES=(\S+)"
+    r"(decode-(\w+)-\w+)/rank(\d+) placement\.rank_actor rank starts pid=(\d+) node=(\w+) .*gpus=(\S+)"
 )
 READY = re.compile(r"pid=(\d+).* (decode-(\w+)-\w+) .*replica ready")
 
@@ -54,7 +54,7 @@ READY = re.compile(r"pid=(\d+).* (decode-(\w+)-\w+) .*replica ready")
 class Rank:
     pid: int
     node: str
-    devices: str  # CUDA_VISIBLE_DEVICES
+    devices: str  # Ray's ids of the GPUs that it was given
 
 
 @dataclass(frozen=True)

@@ -107,5 +107,5 @@ def test_only_one_form_is_taken():
 def test_as_many_blanks_may_stand_between_two_tokens_of_json_as_the_documentation_says(between, allowed):
     schema = {"type": "object", "properties": {"n": {"const": 1}}, "required": ["n"], "additionalProperties": False}
     assert matches({"structured_outputs": {"json": schema}}, f'{{{between}"n":{between}1}}') == allowed
-    reason = "between tokens of JSON stands at most a space, or a line break and 20 blanks"
+    reason = "between tokens of JSON there is at most a space, or a line break and 20 blanks"
     assert FOREIGN_FIELDS.ignored["guided_whitespace_pattern"] == reason

@@ -35,8 +35,7 @@ def test_a_copy_of_a_model_has_the_same_fingerprint(model: Path, tmp_path: Path)
 def test_it_says_what_the_kv_looks_like(model: Path) -> None:
     found = of(model, torch.bfloat16, 32, kv_dtype=torch.float8_e4m3fn)
     assert found.startswith(
-        "kv=1 dtype=bfloat16 kv_dtype=float8_e4m3fn block_size=32 determinism=None layers=3 kv_heads=2 "
-        "head_dim=16 rope="
+        "kv=2 dtype=bfloat16 kv_dtype=float8_e4m3fn block_size=32 determinism=None layers=3 groups=3x2x2x16 rope="
     )
 
 

@@ -135,7 +135,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # body, param, part of the messa
     ({"input": "a", "stream": False, "stream_options": {}}, "stream_options", "stream=true"),
     ({"input": "a", "model": "other"}, "model", "does not exist"),
     ({"input": LONG}, "prompt", "this model's maximum context length is 4096 tokens"),
-    ({"input": "a", "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "no field of their own"),
+    ({"input": "a", "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "variables that are not fields"),
 ]
 
 
