@@ -90,14 +90,14 @@ def test_a_file_of_the_users_that_would_hide_manta_from_rays_workers_ends_the_st
     file.touch()
     try:
         done = subprocess.run(
-            [installed.manta, "serve", "--address", "local"], cwd=installed.user_folder, env=installed.environment,
-            capture_output=True, text=True, timeout=120, check=False,
+            [installed.manta, "serve", "pocket", "--address", "local"], cwd=installed.user_folder,
+            env=installed.environment, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
     finally:
         file.unlink()
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        f"manta: {file} would be imported in place of Manta's `manta` by Ray's workers. "
+        f"manta: {file} would be imported instead of Manta's `manta` by Ray's workers. "
         "Rename it, or start in another folder"
     )
 
