@@ -101,6 +101,7 @@ LATENT_EXPERTS = (
     "num_nextn_predict_layers",
 )
 DEEPSEEK_V3 = LATENT | {
+    "eos_token_id": 1,
     "scoring": "sigmoid",
     "norm_topk_prob": True,
     "n_shared_experts": 1,

@@ -294,13 +294,17 @@ def test_sizes_are_few_and_end_with_the_largest_step():
 def test_every_step_that_a_shape_is_for_fits_into_it_and_is_there_again(data):
     counts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
     tokens, seqs = sum(counts), len(counts)
-    shape = StepShape(data.draw(st.integers(tokens, 80)), data.draw(st.integers(seqs, 9)), data.draw(st.integers(1, 5)))
+    others = data.draw(st.integers(0, 2))  # KV cache groups after the first
+    sizes = st.integers(tokens, 80), st.integers(seqs, 9), st.integers(1, 5)
+    shape = StepShape(*map(data.draw, sizes), kv_groups=1 + others)
     query_start = np.cumsum([0, *counts])
     single, chunks = split(counts, counts)
     column = np.arange(tokens) + 5
+    mappings = [column + 3 + i for i in range(others)]
     buffer = pad_step(
-        shape, column, column + 1, column + 2, column[:seqs], query_start[1:], query_start, single.numpy(), chunks
-    )
+        shape, column, column + 1, column + 2, mappings, column[:seqs], query_start[1:], query_start, single.numpy(),
+        chunks,
+    )  # fmt: skip
     for columns in (
         StepColumns.of(buffer, shape, np.int64),
         StepColumns.of(torch.from_numpy(buffer), shape, torch.int64),
@@ -309,6 +313,9 @@ def test_every_step_that_a_shape_is_for_fits_into_it_and_is_there_again(data):
         assert columns.token_index.tolist() == [*column.tolist(), *[0] * pad]
         assert columns.positions.tolist() == [*(column + 1).tolist(), *[0] * pad]
         assert columns.slot_mapping.tolist() == [*(column + 2).tolist(), *[-1] * pad]
+        assert columns.other_slot_mappings.tolist() == [
+            slot for mapping in mappings for slot in (*mapping.tolist(), *[-1] * pad)
+        ]
         pad = shape.seqs - seqs
         assert columns.slots.tolist() == [*column[:seqs].tolist(), *[0] * pad]
         assert columns.kv_len.tolist() == [*query_start[1:].tolist(), *[0] * pad]

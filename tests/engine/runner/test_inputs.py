@@ -28,8 +28,8 @@ def builder() -> InputBuilder:
         EngineConfig(model="", max_num_seqs=4),
         model,
         Device(torch.device("cpu")),
-        torch.zeros(1, 1, 1, 1, 16, 1),
-        None,
+        [torch.zeros(1, 1, 1, 1, 16, 1)],
+        [None],
         64,
     )
 

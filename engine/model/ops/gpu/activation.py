@@ -1,6 +1,6 @@
 """Gated activations on a GPU, in Triton: one pass over both halves. See ops/activation.py.
 
-`swigluoai_kernel` has run under Triton's interpreter only, not on a GPU yet.
+`swigluoai_kernel` and `relu2_kernel` have run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -44,6 +44,17 @@ def swigluoai_kernel(x, out, size, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLO
     tl.store(out + token * size + i, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def relu2_kernel(x, out, size, BLOCK: tl.constexpr):
+    """Grid (tokens, size / BLOCK)."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    value = tl.load(x + token * size + i, mask=inside, other=0.0).to(tl.float32)
+    value = tl.where(value < 0.0, 0.0, value)  # NaN stays NaN
+    tl.store(out + token * size + i, (value * value).to(out.dtype.element_ty), mask=inside)
+
+
 def silu_mul(x: Tensor) -> Tensor:
     return gated(x, gelu=False)
 
@@ -60,6 +71,12 @@ def swigluoai_mul(x: Tensor) -> Tensor:
     return out
 
 
+def relu2(x: Tensor) -> Tensor:
+    out, size = torch.empty_like(x), x.shape[1]
+    relu2_kernel[x.shape[0], triton.cdiv(size, BLOCK)](x, out, size, BLOCK=BLOCK)
+    return out
+
+
 def gated(x: Tensor, *, gelu: bool) -> Tensor:
     tokens, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
@@ -71,4 +88,5 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
     "gelu_pytorch_tanh": gelu_tanh_mul,
     "swigluoai": swigluoai_mul,
+    "relu2": relu2,
 }

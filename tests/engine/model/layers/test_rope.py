@@ -14,7 +14,8 @@ CPU = torch.device("cpu")
 
 
 def test_layers_with_one_configuration_share_one_table():
-    cfg = tiny_config(rope=(RopeConfig(theta=5.0), RopeConfig(theta=5.0), RopeConfig(theta=6.0)), window=(None,) * 3)
+    thetas = (5.0, 5.0, 6.0)
+    cfg = tiny_config(num_layers=3, rope=tuple(RopeConfig(theta=theta) for theta in thetas))
     tables = [Attention(cfg, layer, torch.float32, CPU).table for layer in range(3)]
     assert tables[0] is tables[1]
     assert tables[0] is not tables[2]

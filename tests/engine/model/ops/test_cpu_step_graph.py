@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.model.batch import Batch, split
+from engine.model.batch import Batch, KVGroup, split
 from engine.model.ops.cpu.kernel import Kernel
 from engine.wire.messages import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
@@ -87,19 +87,25 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
     tokens, size = sum(counts), core.runner.block_size
     kv_lens = [past + count for count in counts]
     width = -(-max(kv_lens) // size)
-    table = torch.randperm(len(counts) * width, generator=generator).int().view(len(counts), width)
     position = torch.cat([torch.arange(past, end) for end in kv_lens])
     sequence = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     single, chunks = split(counts, kv_lens)
+    groups = []
+    for cache in core.runner.kv_caches:
+        table = torch.randperm(len(counts) * width, generator=generator).int().view(len(counts), width)
+        slots = table[sequence, position // size].long() * size + position % size
+        groups.append(KVGroup(slot_mapping=slots, block_table=table, kv_cache=cache))
+    first, *others = groups
     batch = Batch(
         positions=position,
-        slot_mapping=table[sequence, position // size].long() * size + position % size,
+        slot_mapping=first.slot_mapping,
         query_start=torch.tensor([0, *counts]).cumsum(0).int(),
         kv_len=torch.tensor(kv_lens, dtype=torch.int32),
-        block_table=table,
-        kv_cache=core.runner.kv_caches[0],
+        block_table=first.block_table,
+        kv_cache=first.kv_cache,
         single=single,
         chunks=chunks,
+        other_groups=tuple(others),
     )
     return torch.randn(tokens, 128, generator=generator).bfloat16(), batch
 
@@ -108,16 +114,18 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
 @torch.inference_mode()
 def test_one_recording_serves_steps_of_every_shape(architecture, quantization, tmp_path):
     core = make_core(tmp_path, architecture, quantization=quantization, num_blocks=1100)
-    forward, graph, cache = core.runner.model.run_layers, core.runner._step_graph, core.runner.kv_caches[0]
+    forward, graph, caches = core.runner.model.run_layers, core.runner._step_graph, core.runner.kv_caches
     assert graph is not None
-    cache.normal_(generator=torch.Generator().manual_seed(0))
+    for cache in caches:
+        cache.normal_(generator=torch.Generator().manual_seed(0))
     for counts, past in (([1], 70), ([1] * 64, 5), ([300], 0), ([100, 1, 33, 1, 1], 9), ([2], 1), ([1, 1], 128)):
         x, batch = make_step(core, counts, past)
-        before = cache.clone()
-        found, kv = graph.run(x, batch).clone(), cache.clone()
-        cache.copy_(before)
+        before = [cache.clone() for cache in caches]
+        found, kv = graph.run(x, batch).clone(), [cache.clone() for cache in caches]
+        for cache, kept in zip(caches, before, strict=True):
+            cache.copy_(kept)
         assert torch.equal(found, forward(x, batch)), counts
-        assert torch.equal(kv, cache), counts
+        assert all(map(torch.equal, kv, caches)), counts
 
 
 def test_steps_may_be_of_one_token_at_most(tmp_path):

@@ -133,8 +133,9 @@ def test_a_step_that_is_padded_to_the_shape_of_a_graph_gives_what_it_gives_alone
     expected = attention_plain.paged_attention(q, batch, 1, 0.1)
     rows = attention.tile_rows(96, case.heads, case.kv_heads, case.head_dim, case.dtype, DEVICE)
     shape, columns = StepShape(96, 9, rows), [batch.positions, batch.positions, batch.slot_mapping]
-    columns += [torch.arange(len(batch.block_table)), batch.kv_len, batch.query_start, batch.single]
-    buffer = pad_step(shape, *(column.cpu().numpy() for column in columns), batch.chunks)
+    others = [torch.arange(len(batch.block_table)), batch.kv_len, batch.query_start, batch.single]
+    columns, others = ([column.cpu().numpy() for column in part] for part in (columns, others))
+    buffer = pad_step(shape, *columns, [], *others, batch.chunks)
     padded = StepColumns.of(torch.from_numpy(buffer).to(DEVICE), shape, torch.int64)
     table = torch.cat(
         [batch.block_table, batch.block_table.new_zeros(9 - len(batch.kv_len), batch.block_table.shape[1])]
