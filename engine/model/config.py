@@ -400,9 +400,7 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         head_dim = latent.rank + latent.rope_dim
     windows = _windows(raw, num_layers)
     ropes = _ropes(raw, windows, max_model_len or raw["max_position_embeddings"])
-    for rope in ropes:
-        if rope.type == "longrope" and len(rope.factors) != int(head_dim * rope.partial_rotary_factor) // 2:
-            raise _Unsupported("short_factor or long_factor", list(rope.factors))
+    _check_factors(ropes, head_dim)
     attention_bias = bool(raw.get("attention_bias"))
     return ModelConfig(
         architecture=architecture,
@@ -416,11 +414,7 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         head_dim=head_dim,
         latent=latent,
         attention_scale=_attention_scale(raw, latent, head_dim),
-        activation=_one_of(
-            "hidden_act",
-            raw.get("hidden_activation") or raw["hidden_act"],
-            ENCODER_ACTIVATIONS if encoder else family.activations,
-        ),
+        activation=_activation(raw, ENCODER_ACTIVATIONS if encoder else family.activations),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         max_position_embeddings=_max_positions(raw["max_position_embeddings"], ropes)
         - (encoder.first_position if encoder else 0),
@@ -444,6 +438,16 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         encoder=encoder,
         head="none" if bidirectional and head == "lm" else head,
     )
+
+
+def _check_factors(ropes: tuple[RopeConfig, ...], head_dim: int) -> None:
+    for rope in ropes:
+        if rope.type == "longrope" and len(rope.factors) != int(head_dim * rope.partial_rotary_factor) // 2:
+            raise _Unsupported("short_factor or long_factor", list(rope.factors))
+
+
+def _activation(raw: Fields, supported: tuple[str, ...]) -> Any:
+    return _one_of("hidden_act", raw.get("hidden_activation") or raw["hidden_act"], supported)
 
 
 def _latent(raw: Fields) -> LatentConfig | None:

@@ -39,9 +39,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 MAX_ERROR = 0.02  # root mean square, relative to the oracle's; bfloat16 gives 0.005
 EDGE = 16.0  # times larger are values of V at the border of a window, so that nobody is off by one and near the oracle
 WORKSPACE_BYTES = 256 << 20  # FlashInfer's partial results; it counts in zeros at the front and leaves zeros there
-COUNTER_BYTES = (
-    4 << 20
-)  # of trtllm-gen, 4 for each query head of each sequence; without them it fills new ones each time
+COUNTER_BYTES = 4 << 20  # of trtllm-gen: 4 for each query head of a sequence; without them each launch fills new ones
 TIMED = ((8192,), (1024,) * 64, (32768,) + (1024,) * 63)  # lengths of sequences in the batches that are timed
 TIMED_CACHE_BYTES = 128 << 20  # larger than any cache of a GPU; a batch that needs more reads its blocks several times
 TIMED_RUNS = 10
