@@ -55,7 +55,7 @@ class Installed:
         (folder / "tmp").mkdir()
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         home = {} if writable else {"HOME": "/dev/null", "TMPDIR": str(folder / "tmp")}
-        self.environment = own | home | {"PYTHONDONTWRITEBYTECODE": "1"}
+        self.environment = own | home | {"PYTHONDONTWRITEBYTECODE": "1", "RAY_TMPDIR": str(folder / "tmp")}
 
     @property
     def python(self) -> Path:

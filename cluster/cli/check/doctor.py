@@ -12,20 +12,20 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from packaging.requirements import Requirement
 
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.model_fit import check_models
 from cluster.cli.check.names import check_distributions, check_folder
+from cluster.cli.check.nodes import find_nodes
 from cluster.cli.check.ports import check_ports
 from cluster.cli.check.serve_config import address_of, check_serve_config, load, ours
 from cluster.config import HOST, PORT, AppConfig
 from cluster.distribution import DISTRIBUTION
 from deployments import ray_compat
 from engine.errors import StartupError
-from placement.capacity import Node, can_grow, cluster_nodes
+from placement.capacity import Node, can_grow
 
 EXTRAS = {"nixl": "KV between pools over RDMA", "otel": "traces"}
 GPU_QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
@@ -41,7 +41,14 @@ def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
     yield from check_distributions()
     yield from check_folder(Path.cwd())
     yield from check_gpus()
-    found = find_nodes(address)
+    found = None
+    try:
+        found = find_nodes(address)
+    except StartupError as error:
+        if address or os.environ.get("RAY_ADDRESS"):
+            raise
+        advice = "It may be starting or ending: try again; `ray stop` ends what is left of it"
+        yield Finding("warning", "Ray cluster", str(error), advice)
     nodes = found or [this_machine()]
     yield from check_nodes(nodes, "Ray cluster" if found else "this machine")
     host, port = HOST, PORT
@@ -139,24 +146,6 @@ def gpus_without_torch(driver: list[str]) -> Finding:
     build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for CPUs"
     advice = "Install a build for the driver's CUDA: https://pytorch.org/get-started/locally"
     return Finding("problem", "GPU", f"torch {torch.__version__} {build} and cannot use {'; '.join(driver)}", advice)
-
-
-def find_nodes(address: str | None) -> list[Node] | None:
-    """Return the nodes of the cluster at `address`; None if none was named and none is found.
-
-    Raises StartupError if there is none at `address`.
-    """
-    try:
-        ray.init(address=address or "auto", logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        if address is None and not os.environ.get("RAY_ADDRESS"):
-            return None
-        shown = " ".join(str(error).split())
-        raise StartupError(f"no Ray cluster answers at {address or os.environ['RAY_ADDRESS']}: {shown}") from None
-    try:
-        return cluster_nodes()
-    finally:
-        ray.shutdown()
 
 
 def this_machine() -> Node:

@@ -117,7 +117,7 @@ def test_doctor_says_which_replicas_fit_the_nodes_of_a_cluster(tmp_path: Path, m
                 timeout=120,
             )
             assert done.stdout, done.stderr
-            found = [(f["topic"], f["level"], f["told"]) for f in json.loads(done.stdout)]
+            found = [(f["topic"], f["level"], f["message"]) for f in json.loads(done.stdout)]
             assert done.returncode == code, found
             assert ("decode of tiny", "ok", "a replica fits the cluster") in found
             assert sum("pool=decode" in told for topic, _, told in found if topic == "Ray cluster") == 1

@@ -1,0 +1,52 @@
+"""The nodes of a Ray cluster, as `manta doctor` looks for them: in a process of its own, which may not come back.
+
+A driver of a cluster that is just ending waits for minutes, or is ended by Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+
+import ray
+
+from deployments.ray_driver import patience
+from engine.errors import StartupError
+from placement.capacity import Node, cluster_nodes
+
+ANSWER_S = 30.0  # on an idle machine; a second or two is spent on starting the process
+
+
+def find_nodes(address: str | None) -> list[Node] | None:
+    """Return the nodes of the cluster at `address`; None if none was named and none is found.
+
+    Raises StartupError if there is none at `address`, or one that does not answer.
+    """
+    named, limit_s = address or os.environ.get("RAY_ADDRESS"), ANSWER_S * patience()
+    context = multiprocessing.get_context("spawn")
+    answers, answer = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(answer, named), daemon=True)
+    process.start()
+    answer.close()  # the process has the other end, so that recv() returns when it ends
+    try:
+        found = answers.recv() if answers.poll(limit_s) else f"nothing came within {limit_s:.0f} s"
+    except EOFError:
+        found = "Ray has ended the process that asked"
+    finally:
+        process.kill()
+        process.join()
+        answers.close()
+    if isinstance(found, str):
+        raise StartupError(f"no Ray cluster answers at {named or 'the address found on this machine'}: {found}")
+    return found
+
+
+def _answer(answer: Connection, named: str | None) -> None:
+    """Send the nodes; None if none was named and none is found; or else a line that says why there are none."""
+    try:
+        ray.init(address=named or "auto", logging_level=logging.ERROR, log_to_driver=False)
+        answer.send(cluster_nodes())
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        answer.send(" ".join(str(error).split()) if named else None)
