@@ -146,7 +146,8 @@ def test_what_stands_side_by_side_in_a_folder_imports_in_one_direction():
 
 def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     """Lines that are not blank; docs/reading_path.md has the same count as a command."""
-    rooms = [ROOT / "engine" / name for name in ("wire", "text", "distributed", "runner", "core", "model/layers")]
+    names = ("wire", "text", "distributed", "runner", "core", "model/config_parts", "model/layers")
+    rooms = [ROOT / "engine" / name for name in names]
     families = [ROOT / "engine" / "model" / "models" / name for name in ("llama.py", "qwen3.py", "registry.py")]
     path = [
         *ROOT.glob("engine/*.py"),
@@ -155,7 +156,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
         *(file for room in rooms for file in room.rglob("*.py")),
     ]
     everything = [file for files in FILES.values() for file in files]
-    for files, limit in ((path, 12_800), (everything, 48_000)):
+    for files, limit in ((path, 12_900), (everything, 48_500)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
 

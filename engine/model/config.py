@@ -6,21 +6,24 @@ Imports torch for quantized models only, so that reading a configuration stays f
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, ModelFolderError
-from engine.model import multipliers, recurrent_config
 from engine.model.checkpoint.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
-from engine.model.families import VISION, Family, Head, find_family, head_of, text_part
+from engine.model.config_parts.encoder import EncoderConfig, encoder_names
+from engine.model.config_parts.fields import Fields, Unsupported, one_of
+from engine.model.config_parts.latent import LatentConfig, attention_scale
+from engine.model.config_parts.moe import MoEConfig
+from engine.model.config_parts.multipliers import Multipliers
+from engine.model.config_parts.pooling import PoolingConfig, PoolingType
+from engine.model.config_parts.recurrent import RecurrentConfig, block_types, recurrent_names
+from engine.model.config_parts.rope import RopeConfig, check_factors, max_positions, read_ropes
+from engine.model.config_parts.vision import VisionConfig
+from engine.model.families import Family, Head, find_family, head_of, text_part
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, group_layers, place_of
-from engine.model.multipliers import Multipliers
-from engine.model.pooling_config import PoolingConfig, PoolingType
 from engine.model.quantization.unsupported import UnsupportedScheme
-from engine.model.recurrent_config import RecurrentConfig
 from engine.wire.pooling_params import SupportedTasks, Task
 
 if TYPE_CHECKING:
@@ -28,110 +31,11 @@ if TYPE_CHECKING:
     from engine.model.quantization.online import Online
     from engine.model.quantization.scheme import Scheme
 
-Fields = dict[str, Any]
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "none"]
-ROPE_TYPES = get_args(RopeType)[:-1]  # the last is no type of config.json: nothing turns
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 ENCODER_ACTIVATIONS = ("gelu",)
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss; others are refused
-# Fields of config.json that change the output when they are set, and that few families read.
 WITH_KV = ("attention", "hybrid")  # of `block_types`
+# Fields of config.json that change the output when they are set, and that few families read.
 RARE = ("attn_logit_softcapping", "final_logit_softcapping")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """One set of rotary frequencies. Fields after `factor` belong to one type each; see engine/model/layers/rope.py."""
-
-    type: RopeType = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-    """Multiplies cos and sin (yarn, longrope)."""
-    factors: tuple[float, ...] = ()
-    """One for each wavelength (longrope)."""
-    partial_rotary_factor: float = 1.0
-    """Part of each head's values that is rotated, whatever the type."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
-    """Mixture of experts."""
-
-    num_experts: int
-    experts_per_token: int
-    intermediate_size: int
-    norm_topk_prob: bool
-    layers: frozenset[int]
-    """Sparse layers; the others have an ordinary MLP."""
-    scoring: Literal["softmax", "sigmoid", "group_limited"] = "softmax"
-    """`sigmoid`: the router of DeepSeek V3, whose fields are the next three. `group_limited`: that of DeepSeek V2."""
-    num_groups: int = 1
-    topk_groups: int = 1
-    routed_scaling_factor: float = 1.0
-    router_bias: bool = False
-    latent_size: int = 0
-    """Values that routed experts read and write, if they are fewer than a token has."""
-    shared_intermediate_size: int = 0
-    """Size of the expert, or of all experts side by side, that every token shares; 0 for none."""
-    shared_name: str = "shared_expert"
-    """Its name in the checkpoint."""
-    shared_gate: bool = False
-    """Whether what it gives is scaled by a sigmoid of the token's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentConfig:
-    """Multi-head latent attention: see layers/latent_attention.py."""
-
-    q_rank: int | None
-    """Size of the latent that queries are made of; None if they are made of the token."""
-    rank: int
-    """Size of the latent that keys and values are made of."""
-    nope_dim: int
-    """Size of the part of a head's query and key that is not rotated."""
-    rope_dim: int
-    value_dim: int
-    interleaved: bool
-    """Whether pairs that are rotated together are neighbours, instead of halves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderConfig:
-    """What only BERT and its successors have."""
-
-    layer_norm_eps: float
-    norm_bias: bool
-    type_vocab_size: int
-    """Kinds of tokens, each with an embedding: the first and the second text of a pair; 0 for none."""
-    first_position: int
-    """Row of the position embeddings that belongs to the first token; RoBERTa keeps those before for padding."""
-    classifier_bias: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisionConfig:
-    """What a multimodal model has beside its language model; its images are encoded by transformers' own code."""
-
-    transformers: str
-    """config.json."""
-    image_token_id: int
-    """Placeholder of an embedding in a prompt."""
-    deepstack: int = 0
-    """Layers, the first ones, behind which an image adds something of its own."""
-    merge_size: int = 1
-    """Patches of an image's height, and of its width, that make one embedding."""
-    mm_tokens_per_image: int = 0
-    """Tokens of every image, in a model where they also see those behind them; 0 if they are read like text."""
-    rope_axes: tuple[int, ...] = ()
-    """What each rotary frequency turns by: 0 for the time of a token, 1 for its height, 2 for its width in an image;
-    all are a text token's position. Empty if images have positions like text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +75,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     """Latent attention; `num_kv_heads` is then 1, and `head_dim` the size of what is cached of a token."""
     block_types: tuple[str, ...] = ()
-    """What each layer is, in a family with recurrent layers: see recurrent_config.py."""
+    """What each layer is, in a family with recurrent layers: see config_parts/recurrent.py."""
     multipliers: Multipliers = field(default_factory=Multipliers)
     attn_logit_softcapping: float | None = None
     """Attention scores lie between minus this and this."""
@@ -231,10 +135,11 @@ class ModelConfig:
                 cfg = _from_transformers(raw, dtype, max_model_len)
             eos = eos_token_ids(folder) or cfg.eos_token_ids
             pooling = PoolingConfig.from_folder(folder, _default_pooling(cfg, raw))
-            cfg = replace(cfg, eos_token_ids=eos, pooling=pooling, vision=_vision(whole, cfg))
+            vision = VisionConfig.read(whole, cfg.head_dim) if family is not None else None
+            cfg = replace(cfg, eos_token_ids=eos, pooling=pooling, vision=vision)
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
-        except _Unsupported as e:
+        except Unsupported as e:
             raise ModelFolderError(str(folder), f"config.json: {e.field} = {e.value!r} is not supported") from e
         except UnsupportedScheme as e:
             problem = f"config.json: quantization_config.{e.key} = {e.value!r} is not supported: must be {e.limit}"
@@ -344,18 +249,10 @@ class ModelConfig:
         return place_of(layer, self.kv_specs)
 
 
-class _Unsupported(Exception):
-    """A field of config.json has a value that this engine does not support."""
-
-    def __init__(self, field: str, value: object):
-        super().__init__(field, value)
-        self.field, self.value = field, value
-
-
 def _dtype(raw: Fields, folder: Path) -> str:
     """The data type that config.json names, or else that of the weights, if there are any."""
     named = raw.get("dtype") or raw.get("torch_dtype") or "auto"
-    return _one_of("dtype", (stored_dtype(folder) or "float32") if named == "auto" else named, tuple(DTYPES))
+    return one_of("dtype", (stored_dtype(folder) or "float32") if named == "auto" else named, tuple(DTYPES))
 
 
 def _from_transformers(raw: Fields, dtype: str, max_model_len: int | None) -> ModelConfig:
@@ -380,27 +277,27 @@ def _from_transformers(raw: Fields, dtype: str, max_model_len: int | None) -> Mo
 def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model_len: int | None) -> ModelConfig:
     for key in RARE:
         if raw.get(key) and key not in family.keys:
-            raise _Unsupported(key, raw[key])
+            raise Unsupported(key, raw[key])
     if raw.get("use_bidirectional_attention") not in (None, False, True):
-        raise _Unsupported("use_bidirectional_attention", raw["use_bidirectional_attention"])
-    encoder, raw = None, recurrent_config.common_names(raw)
+        raise Unsupported("use_bidirectional_attention", raw["use_bidirectional_attention"])
+    encoder, raw = None, recurrent_names(raw)
     if family.encoder:
-        raw = _common_names(raw)
-        encoder = _encoder(raw)
+        raw = encoder_names(raw)
+        encoder = EncoderConfig.read(raw)
     bidirectional = family.encoder or bool(raw.get("use_bidirectional_attention"))
     if bidirectional and raw.get("sliding_window"):
         raw = {**raw, "sliding_window": raw["sliding_window"] // 2 + 1}  # stated for both sides together
     head = head_of(architecture)
     if head == "score" and (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:
-        raise _Unsupported("num_labels", labels)
+        raise Unsupported("num_labels", labels)
     num_layers, num_heads = raw["num_hidden_layers"], raw["num_attention_heads"]
-    latent = _latent(raw)
+    latent = LatentConfig.read(raw)
     head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
     if latent is not None:
         head_dim = latent.rank + latent.rope_dim
     windows = _windows(raw, num_layers)
-    ropes = _ropes(raw, windows, max_model_len or raw["max_position_embeddings"])
-    _check_factors(ropes, head_dim)
+    ropes = read_ropes(raw, windows, max_model_len or raw["max_position_embeddings"])
+    check_factors(ropes, head_dim)
     attention_bias = bool(raw.get("attention_bias"))
     return ModelConfig(
         architecture=architecture,
@@ -413,10 +310,10 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         num_kv_heads=1 if latent else raw.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
         latent=latent,
-        attention_scale=_attention_scale(raw, latent, head_dim),
+        attention_scale=attention_scale(raw, latent, head_dim),
         activation=_activation(raw, ENCODER_ACTIVATIONS if encoder else family.activations),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=_max_positions(raw["max_position_embeddings"], ropes)
+        max_position_embeddings=max_positions(raw["max_position_embeddings"], ropes)
         - (encoder.first_position if encoder else 0),
         rope=ropes,
         window=windows,
@@ -425,10 +322,10 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         mlp_bias=bool(raw.get("mlp_bias")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
         eos_token_ids=as_token_ids(raw.get("eos_token_id")),
-        moe=_moe(raw, num_layers),
-        recurrent=recurrent_config.read(raw, num_layers),
-        block_types=recurrent_config.block_types(raw, num_layers) if "recurrent" in raw else (),
-        multipliers=multipliers.read(raw),
+        moe=MoEConfig.read(raw, num_layers),
+        recurrent=RecurrentConfig.read(raw, num_layers),
+        block_types=block_types(raw, num_layers) if "recurrent" in raw else (),
+        multipliers=Multipliers.read(raw),
         attn_logit_softcapping=raw.get("attn_logit_softcapping"),
         final_logit_softcapping=raw.get("final_logit_softcapping"),
         qk_norm=bool(raw.get("use_qk_norm")),
@@ -440,98 +337,8 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
     )
 
 
-def _check_factors(ropes: tuple[RopeConfig, ...], head_dim: int) -> None:
-    for rope in ropes:
-        if rope.type == "longrope" and len(rope.factors) != int(head_dim * rope.partial_rotary_factor) // 2:
-            raise _Unsupported("short_factor or long_factor", list(rope.factors))
-
-
 def _activation(raw: Fields, supported: tuple[str, ...]) -> Any:
-    return _one_of("hidden_act", raw.get("hidden_activation") or raw["hidden_act"], supported)
-
-
-def _latent(raw: Fields) -> LatentConfig | None:
-    if not raw.get("kv_lora_rank"):
-        return None
-    return LatentConfig(
-        q_rank=raw["q_lora_rank"],
-        rank=raw["kv_lora_rank"],
-        nope_dim=raw["qk_nope_head_dim"],
-        rope_dim=raw["qk_rope_head_dim"],
-        value_dim=raw["v_head_dim"],
-        interleaved=raw.get("rope_interleave", True),
-    )
-
-
-def _attention_scale(raw: Fields, latent: LatentConfig | None, head_dim: int) -> float:
-    """The factor on scores. YaRN with `mscale_all_dim` raises that of latent attention: DeepSeek V2, arXiv:2405.04434,
-    section 3.1.4."""
-    if latent is None:
-        return raw.get("attention_multiplier") or float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    weight, factor = rope.get("mscale_all_dim"), rope.get("factor", 1.0)
-    raised = 0.1 * weight * math.log(factor) + 1.0 if weight and factor > 1 else 1.0
-    return (latent.nope_dim + latent.rope_dim) ** -0.5 * raised**2
-
-
-def _vision(raw: Fields, cfg: ModelConfig) -> VisionConfig | None:
-    """raw: the whole config.json. None if the model's images are not supported, and it serves as a text model."""
-    architecture, vision = (raw.get("architectures") or ["none"])[0], raw.get("vision_config")
-    if architecture not in VISION or cfg.transformers or not vision:
-        return None
-    found = VisionConfig(
-        transformers=json.dumps(raw, sort_keys=True),
-        image_token_id=raw["image_token_id"] if "image_token_id" in raw else raw["image_token_index"],
-        deepstack=len(vision.get("deepstack_visual_indexes") or ()),
-        mm_tokens_per_image=raw.get("mm_tokens_per_image", 256) if raw.get("model_type") == "gemma3" else 0,
-    )
-    order = VISION[architecture]
-    if order is None:
-        return found
-    text = {**raw, **(raw.get("text_config") or {})}
-    sections = (text.get("rope_parameters") or text.get("rope_scaling") or {})["mrope_section"]
-    if sum(sections) != cfg.head_dim // 2:
-        raise _Unsupported("mrope_section", sections)
-    axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
-    if order == "interleaved":
-        axes = [0] * len(axes)
-        for axis in (1, 2):
-            axes[axis : 3 * sections[axis] : 3] = [axis] * sections[axis]
-    return replace(found, merge_size=vision["spatial_merge_size"], rope_axes=tuple(axes))
-
-
-def _common_names(raw: Fields) -> Fields:
-    """ModernBERT's fields under the names that other families have for them. Its layers alternate: one sees all, and
-    those up to the next have a window."""
-    if "local_attention" not in raw:
-        return raw
-    full = range(0, raw["num_hidden_layers"], raw["global_attn_every_n_layers"])
-    types = ["full_attention" if i in full else "sliding_attention" for i in range(raw["num_hidden_layers"])]
-    return {
-        "layer_types": types,
-        **raw,
-        "sliding_window": raw["local_attention"],
-        "rope_theta": raw["global_rope_theta"],
-        "rope_local_base_freq": raw["local_rope_theta"],
-        "layer_norm_eps": raw["norm_eps"],
-        "norm_bias": raw.get("norm_bias", False),
-        "type_vocab_size": 0,
-        "first_position": 0,
-    }
-
-
-def _encoder(raw: Fields) -> EncoderConfig:
-    only = {"position_embedding_type": "absolute", "is_decoder": False, "classifier_activation": "gelu"}
-    for key, value in only.items():
-        if raw.get(key, value) != value:
-            raise _Unsupported(key, raw[key])
-    return EncoderConfig(
-        layer_norm_eps=raw["layer_norm_eps"],
-        norm_bias=raw.get("norm_bias", True),
-        type_vocab_size=raw["type_vocab_size"],
-        first_position=raw["first_position"] if "first_position" in raw else raw["pad_token_id"] + 1,
-        classifier_bias=raw.get("classifier_bias", False),
-    )
+    return one_of("hidden_act", raw.get("hidden_activation") or raw["hidden_act"], supported)
 
 
 def _default_pooling(cfg: ModelConfig, raw: Fields) -> PoolingType:
@@ -540,12 +347,6 @@ def _default_pooling(cfg: ModelConfig, raw: Fields) -> PoolingType:
     if cfg.encoder and cfg.head == "score":
         return "mean" if raw.get("classifier_pooling") == "mean" else "cls"
     return "mean" if cfg.bidirectional else "last"
-
-
-def _one_of(field: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    if value not in allowed:
-        raise _Unsupported(field, value)
-    return value
 
 
 def _quantization(raw: Fields) -> Scheme | None:
@@ -568,129 +369,9 @@ def _windows(raw: Fields, num_layers: int) -> tuple[int | None, ...]:
         return (None,) * num_layers
     if types := raw.get("layer_types"):
         allowed = ("full_attention", "sliding_attention")
-        sliding = [_one_of("layer_types", t, allowed) == "sliding_attention" for t in types]
+        sliding = [one_of("layer_types", t, allowed) == "sliding_attention" for t in types]
     elif pattern := raw.get("sliding_window_pattern"):
         sliding = [(i + 1) % pattern != 0 for i in range(num_layers)]
     else:
         sliding = [i >= raw.get("max_window_layers", 0) for i in range(num_layers)]
     return tuple(window if s else None for s in sliding)
-
-
-def _ropes(raw: Fields, windows: tuple[int | None, ...], longest: int) -> tuple[RopeConfig, ...]:
-    """The rotary embedding of each layer. transformers 5 writes `rope_parameters`, one set or one per layer type;
-    before, it was `rope_theta` with `rope_scaling`, and `rope_local_base_freq` for Gemma 3's windowed layers."""
-    if raw.get("position_embedding_type", "rope") in (None, "nope"):
-        return (RopeConfig(type="none"),) * len(windows)
-    parameters = raw.get("rope_parameters") or {}
-    theta, local_theta = raw.get("rope_theta", 10_000.0), raw.get("rope_local_base_freq", 10_000.0)
-    if "full_attention" in parameters or "sliding_attention" in parameters:
-        full = _rope(parameters.get("full_attention") or {}, theta, raw, longest)
-        local = _rope(parameters.get("sliding_attention") or {}, local_theta, raw, longest)
-    else:
-        full = _rope(raw.get("rope_scaling") or parameters, theta, raw, longest)
-        local = RopeConfig(theta=raw["rope_local_base_freq"]) if "rope_local_base_freq" in raw else full
-    return tuple(full if window is None else local for window in windows)
-
-
-def _rope(parameters: Fields, theta: float, raw: Fields, longest: int) -> RopeConfig:
-    """One set of parameters. `theta` and the rest of config.json apply where it has none of its own."""
-    partial = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    if partial != 1.0 and "partial_rotary_factor" not in raw:  # the family's code rotates whole heads
-        raise _Unsupported("partial_rotary_factor", partial)
-    return replace(_scaled_rope(parameters, theta, raw, longest), partial_rotary_factor=partial)
-
-
-def _scaled_rope(parameters: Fields, theta: float, raw: Fields, longest: int) -> RopeConfig:
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    kind = _one_of("rope_type", "longrope" if kind == "su" else kind, ROPE_TYPES)
-    theta = parameters.get("rope_theta", theta)
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(type="linear", theta=theta, factor=parameters["factor"])
-    context = raw["max_position_embeddings"]
-    stated = raw.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
-    original = stated or context
-    if kind == "llama3":
-        own = {key: parameters[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        return RopeConfig(type="llama3", theta=theta, original_max_position_embeddings=original, **own)
-    factor = parameters.get("factor") or context / original
-    if kind == "longrope":
-        return RopeConfig(
-            type="longrope",
-            theta=theta,
-            original_max_position_embeddings=original,
-            attention_factor=_longrope_attention_factor(parameters, factor, original),
-            factors=tuple(parameters["long_factor" if longest > original else "short_factor"]),
-        )
-    return RopeConfig(
-        type="yarn",
-        theta=theta,
-        factor=factor,
-        original_max_position_embeddings=original,
-        beta_fast=parameters.get("beta_fast") or 32.0,
-        beta_slow=parameters.get("beta_slow") or 1.0,
-        truncate=parameters.get("truncate", True),
-        attention_factor=_yarn_attention_factor(parameters, factor),
-    )
-
-
-def _yarn_attention_factor(parameters: Fields, factor: float) -> float:
-    """The factor of YaRN, arXiv:2309.00071, section 3.4; DeepSeek's variant divides it by a second such term."""
-    given = parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    top, bottom = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return mscale(top) / mscale(bottom) if top and bottom else mscale(1.0)
-
-
-def _longrope_attention_factor(parameters: Fields, factor: float, original: int) -> float:
-    """The factor of LongRoPE, arXiv:2402.13753, as in Phi-3, arXiv:2404.14219."""
-    given = parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-
-
-def _max_positions(stated: int, ropes: tuple[RopeConfig, ...]) -> int:
-    """The context that YaRN reaches, if it exceeds the stated one: Qwen states the original context."""
-    reached = [int(r.factor * r.original_max_position_embeddings) for r in ropes if r.type == "yarn"]
-    return max([stated, *reached])
-
-
-def _moe(raw: Fields, num_layers: int) -> MoEConfig | None:
-    num_experts = raw.get("num_experts") or raw.get("num_local_experts") or raw.get("n_routed_experts")
-    if not num_experts:
-        return None
-    step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
-    first = raw.get("first_k_dense_replace", 0)
-    size = raw["moe_intermediate_size"] if "moe_intermediate_size" in raw else raw["intermediate_size"]
-    gated = "shared_expert_intermediate_size" in raw
-    shared = raw.get("shared_expert_intermediate_size") or size * (raw.get("n_shared_experts") or 0)
-    _one_of("swiglu_limit", raw.get("swiglu_limit", SWIGLU_LIMIT), (SWIGLU_LIMIT,))
-    _one_of("swiglu_alpha", raw.get("swiglu_alpha", SWIGLU_ALPHA), (SWIGLU_ALPHA,))
-    groups = raw.get("n_group") or 1
-    if raw.get("topk_method") == "greedy":
-        groups = 1
-    if groups != 1 and (num_experts % groups or num_experts == groups):  # groups are chosen by their two best experts
-        raise _Unsupported("n_group", groups)
-    return MoEConfig(
-        num_experts=num_experts,
-        experts_per_token=raw["num_experts_per_tok"],
-        intermediate_size=size,
-        norm_topk_prob=raw.get("norm_topk_prob", False),
-        layers=frozenset(i for i in range(first, num_layers) if (i + 1) % step == 0 and i not in dense),
-        scoring=raw.get("scoring", "softmax"),
-        num_groups=groups,
-        topk_groups=raw.get("topk_group") or 1,
-        routed_scaling_factor=raw.get("routed_scaling_factor", 1.0),
-        router_bias=raw.get("router_bias", False),
-        shared_intermediate_size=shared,
-        latent_size=raw.get("moe_latent_size") or 0,
-        shared_name=raw.get("shared_name") or ("shared_expert" if gated else "shared_experts"),
-        shared_gate=raw.get("shared_gate", gated),
-    )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.model.recurrent_config import RecurrentConfig
+from engine.model.config_parts.recurrent import RecurrentConfig
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from engine.device import StagedCopy
 from engine.model.batch import Batch, DeepStack
-from engine.model.config import ModelConfig, VisionConfig
+from engine.model.config import ModelConfig
+from engine.model.config_parts.vision import VisionConfig
 from engine.model.layers.rope import rope_table
 from engine.model.models.llama import Model
 from engine.wire.multimodal import MultiModalFeatureSpec

@@ -16,8 +16,8 @@ from torch import Tensor
 from engine.device import Device, copy_to
 from engine.errors import ModelFolderError
 from engine.model.config import ModelConfig
+from engine.model.config_parts.pooling import DenseConfig
 from engine.model.models.llama import Model
-from engine.model.pooling_config import DenseConfig
 from engine.wire.pooling_params import PoolingParams
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Identity": lambda x: x, "Tanh": torch.tanh}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
-from engine.model.config import ModelConfig, MoEConfig
+from engine.model.config import ModelConfig
+from engine.model.config_parts.moe import MoEConfig
 from engine.model.layers.linear import ReplicatedLinear, packed
 from engine.model.layers.mlp import GatedMLP
 from engine.model.ops import activation as activations

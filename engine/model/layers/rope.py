@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from engine.model.config import RopeConfig
+from engine.model.config_parts.rope import RopeConfig
 
 
 @lru_cache(maxsize=8)  # layers share a table, as do models of one kind

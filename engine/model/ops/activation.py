@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT
+from engine.model.config_parts.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.model.ops import dispatch
 
 

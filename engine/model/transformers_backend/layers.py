@@ -19,7 +19,8 @@ from transformers.integrations.moe import _default_apply_gate
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
-from engine.model.config import ModelConfig, MoEConfig
+from engine.model.config import ModelConfig
+from engine.model.config_parts.moe import MoEConfig
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.layers.mlp import GatedMLP

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.config import ModelConfig, RopeConfig
+from engine.model.config import ModelConfig
+from engine.model.config_parts.rope import RopeConfig
 
 
 def tiny_config(**fields: Any) -> ModelConfig:

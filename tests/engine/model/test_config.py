@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
 from engine.model.checkpoint.folder import read_json
-from engine.model.config import ModelConfig, RopeConfig
+from engine.model.config import ModelConfig
+from engine.model.config_parts.rope import RopeConfig
 from engine.model.families import FAMILIES
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.models.registry import model_class

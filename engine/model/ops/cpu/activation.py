@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT
+from engine.model.config_parts.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.model.ops.cpu.kernel import (
     Kernel,
     TokenCount,

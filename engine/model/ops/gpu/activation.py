@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT
+from engine.model.config_parts.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 BLOCK = 1024
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.model.config import MoEConfig
+from engine.model.config_parts.moe import MoEConfig
 from engine.model.layers.moe import BiasedRouter, MixtureOfExperts, Router
 from tests.engine.model.layers.sharding import load, random_tensors, run_sharded
 from tests.engine.model.model_configs import tiny_config

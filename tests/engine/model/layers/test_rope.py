@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.model.config import RopeConfig
+from engine.model.config_parts.rope import RopeConfig
 from engine.model.layers.attention import Attention
 from engine.model.layers.rope import inverse_frequencies, rope_table
 from engine.model.ops.rope import rotate_plain

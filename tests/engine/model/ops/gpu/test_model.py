@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from engine.distributed.tp_group import TPGroup
-from engine.model.config import MoEConfig, RopeConfig
+from engine.model.config_parts.moe import MoEConfig
+from engine.model.config_parts.rope import RopeConfig
 from engine.model.layers.moe import Experts
 from engine.model.loader import fill_with_noise
 from engine.model.models.gpt_oss import GptOssExperts

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from engine.errors import ConfigError
-
-Fields = dict[str, Any]
+from engine.model.config_parts.fields import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +57,15 @@ class RecurrentConfig:
         heads, key_heads = self.heads_per_rank(tp_size)
         return 2 * key_heads * self.key_dim + heads * self.value_dim
 
-
-def read(raw: Fields, num_layers: int) -> RecurrentConfig | None:
-    """raw: fields of config.json and the family's `recurrent`, a key of READERS. None if it has none."""
-    kind = raw.get("recurrent")
-    if kind is None:
-        return None
-    types = block_types(raw, num_layers)
-    layers = tuple(i for i, type in enumerate(types) if type in RECURRENT_TYPES)
-    return READERS[kind](raw, layers) if layers else None
+    @classmethod
+    def read(cls, raw: Fields, num_layers: int) -> RecurrentConfig | None:
+        """raw: fields of config.json and the family's `recurrent`, a key of READERS. None if it has none."""
+        kind = raw.get("recurrent")
+        if kind is None:
+            return None
+        types = block_types(raw, num_layers)
+        layers = tuple(i for i, type in enumerate(types) if type in RECURRENT_TYPES)
+        return READERS[kind](raw, layers) if layers else None
 
 
 RECURRENT_TYPES = ("linear_attention", "mamba", "conv", "hybrid")
@@ -89,7 +87,7 @@ def block_types(raw: Fields, num_layers: int) -> tuple[str, ...]:
     return ("hybrid",) * num_layers
 
 
-def common_names(raw: Fields) -> Fields:
+def recurrent_names(raw: Fields) -> Fields:
     """Fields of families with recurrent layers under the names that other families have for them."""
     if raw.get("recurrent") == "short_conv":
         return lfm2_names(raw)

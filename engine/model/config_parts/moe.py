@@ -1,0 +1,71 @@
+"""The mixture of experts of a model, read from config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.model.config_parts.fields import Fields, Unsupported, one_of
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss; others are refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    layers: frozenset[int]
+    """Sparse layers; the others have an ordinary MLP."""
+    scoring: Literal["softmax", "sigmoid", "group_limited"] = "softmax"
+    """`sigmoid`: the router of DeepSeek V3, whose fields are the next three. `group_limited`: that of DeepSeek V2."""
+    num_groups: int = 1
+    topk_groups: int = 1
+    routed_scaling_factor: float = 1.0
+    router_bias: bool = False
+    latent_size: int = 0
+    """Values that routed experts read and write, if they are fewer than a token has."""
+    shared_intermediate_size: int = 0
+    """Size of the expert, or of all experts side by side, that every token shares; 0 for none."""
+    shared_name: str = "shared_expert"
+    """Its name in the checkpoint."""
+    shared_gate: bool = False
+    """Whether what it gives is scaled by a sigmoid of the token's own."""
+
+    @classmethod
+    def read(cls, raw: Fields, num_layers: int) -> MoEConfig | None:
+        num_experts = raw.get("num_experts") or raw.get("num_local_experts") or raw.get("n_routed_experts")
+        if not num_experts:
+            return None
+        step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+        first = raw.get("first_k_dense_replace", 0)
+        size = raw["moe_intermediate_size"] if "moe_intermediate_size" in raw else raw["intermediate_size"]
+        gated = "shared_expert_intermediate_size" in raw
+        shared = raw.get("shared_expert_intermediate_size") or size * (raw.get("n_shared_experts") or 0)
+        one_of("swiglu_limit", raw.get("swiglu_limit", SWIGLU_LIMIT), (SWIGLU_LIMIT,))
+        one_of("swiglu_alpha", raw.get("swiglu_alpha", SWIGLU_ALPHA), (SWIGLU_ALPHA,))
+        groups = raw.get("n_group") or 1
+        if raw.get("topk_method") == "greedy":
+            groups = 1
+        if groups != 1 and (num_experts % groups or num_experts == groups):
+            # groups are chosen by their two best experts
+            raise Unsupported("n_group", groups)
+        return cls(
+            num_experts=num_experts,
+            experts_per_token=raw["num_experts_per_tok"],
+            intermediate_size=size,
+            norm_topk_prob=raw.get("norm_topk_prob", False),
+            layers=frozenset(i for i in range(first, num_layers) if (i + 1) % step == 0 and i not in dense),
+            scoring=raw.get("scoring", "softmax"),
+            num_groups=groups,
+            topk_groups=raw.get("topk_group") or 1,
+            routed_scaling_factor=raw.get("routed_scaling_factor", 1.0),
+            router_bias=raw.get("router_bias", False),
+            shared_intermediate_size=shared,
+            latent_size=raw.get("moe_latent_size") or 0,
+            shared_name=raw.get("shared_name") or ("shared_expert" if gated else "shared_experts"),
+            shared_gate=raw.get("shared_gate", gated),
+        )
