@@ -43,7 +43,7 @@ def _section_of(config: type, without: set[str], **types: Any) -> type[Section]:
 
 
 def given(section: Section) -> dict[str, Any]:
-    """Return the keys that stand in the file, with their values."""
+    """Return the keys that the file has, with their values."""
     return {key: getattr(section, key) for key in section.model_fields_set}
 
 
@@ -213,7 +213,7 @@ class ModelSection(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _choose_default(cls, given: Any) -> Any:
-        """Put the model that is there in place of `default`, and let clients call it by its own name too."""
+        """Replace `default` by the model that is there, and let clients call it by its own name too."""
         if not isinstance(given, dict) or given.get("model") != smollm2.DEFAULT:
             return given
         chosen = smollm2.default_model()
@@ -274,7 +274,7 @@ class ModelSection(Section):
         options = (GPU_DEFAULTS if self.on_gpu(role) else {}) | self._options(role)
         if options.get("block_size") is None:  # ingresses and routers hash prompts by it, and know no device
             options["block_size"] = BLOCK_SIZES["cuda" if any(map(self.on_gpu, self.pools)) else "cpu"]
-        if role == "encode":  # whatever the other pools have
+        if role == "encode":  # not as in the other pools
             options["tensor_parallel"] = given(self.pools[role].engine).get("tensor_parallel", 1)
         handoff = dict(self.handoff or HandoffSection())
         if role == "encode" or self.prefill is not None:
@@ -323,7 +323,7 @@ class ModelSection(Section):
         return device == "cuda" or (device == "auto" and self.pools[role].num_gpus > 0)
 
     def _options(self, role: Role) -> dict[str, Any]:
-        """Return the fields of EngineConfig that stand in `engine` sections."""
+        """Return the fields of EngineConfig that `engine` sections set."""
         return given(self.engine) | given(self.pools[role].engine)
 
     def _section(self, role: Role, key: str) -> str:
@@ -375,7 +375,7 @@ class AppConfig(Section):
         config = cls.parse(application.get("args") or {})
         policy = (application.get("autoscaling_policy") or {}).get("policy_function")
         if config.autoscales and policy not in POLICIES:
-            limit = f"{POLICY}, beside `args`, since a pool has max_replicas"
+            limit = f"{POLICY}, next to `args`, since a pool has max_replicas"
             raise ConfigError("autoscaling_policy.policy_function", policy, limit)
         return config
 

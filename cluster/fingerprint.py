@@ -1,4 +1,4 @@
-"""`system_fingerprint` of responses: four digests of whatever may change the answer to a request.
+"""`system_fingerprint` of responses: four digests of what may change the answer to a request.
 
 They are told apart so that `manta verify` can say what has changed. They do not cover the kind of CPU or GPU: the
 process that makes them is not the one that computes.

@@ -1,4 +1,4 @@
-"""The program `manta-haproxy`, which Ray runs in place of its HAProxy and which becomes it."""
+"""The program `manta-haproxy`, which Ray runs instead of its HAProxy and which becomes it."""
 
 from __future__ import annotations
 

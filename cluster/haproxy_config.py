@@ -26,7 +26,7 @@ SERVER = re.compile(r"(?m)^ *server .*\n")
 
 
 def rewritten(config: str) -> str:
-    """Return Ray's configuration with OpenAI's error body for whatever HAProxy answers by itself, under its own status.
+    """Return Ray's configuration with OpenAI's error body for what HAProxy answers by itself, under its own status.
 
     What HAProxy cannot parse at all never gets so far, and is refused with a body that no configuration changes. Ray's
     shows 502, 503 and 504 as a 500 of plain text. Where no application is named yet, 404 becomes 503: every
@@ -71,7 +71,7 @@ def over_tls(config: str, certificate: str) -> str:
 def limited(config: str, connections: int) -> str:
     """Return Ray's configuration with limits that keep those who send nothing, or send it slowly, from shutting others
     out: a time for headers, a maximum of connections, and of these a quarter that no single source can take. HTTP/2,
-    which has ways of its own to be expensive, is not spoken.
+    which can be expensive in other ways, is not spoken.
 
     connections: of clients, at a time.
     """

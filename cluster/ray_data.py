@@ -46,14 +46,14 @@ class ProcessorConfig:
     )  #: of vLLM's engine (docs/vllm.md), or fields of EngineConfig
     task_type: Literal["generate", "embed"] = "generate"
     batch_size: int = 32  #: rows that come to an engine at a time
-    concurrency: int | tuple[int, int] = 1  #: engines: at most so many, or from the first to the second number
+    concurrency: int | tuple[int, int] = 1  #: engines: at most this many, or from the first to the second number
     max_concurrent_batches: int = MAX_CONCURRENT_BATCHES  #: that one engine works on at a time, for `generate`
     num_cpus: float = 1.0  #: of each engine
     num_gpus: float = 0.0  #: of each engine; with `tensor_parallel`, one per rank
     accelerator_type: str | None = None  #: GPU that an engine needs, as Ray names it: L4, H100
     id_column: str | None = None
     """Column that tells rows apart. With it a row is sampled by the same seed whichever engine gets it, and when;
-    without it only rows of temperature 0, or with a seed of their own, give the same text twice."""
+    without it only rows of temperature 0, or with a seed, give the same text twice."""
     should_continue_on_error: bool = False
     """A row that cannot be answered has its error in the column `__inference_error__` and bypasses `postprocess`; else
     it ends the job."""
@@ -90,7 +90,7 @@ def build_processor(
     """Return a processor, which is called with a dataset.
 
     preprocess: makes of a row one with `messages`, as of a chat; or a `prompt`, a text; or a `tokenized_prompt`, its
-    token ids. `sampling_params` beside it is a dict of SamplingParams' fields. All columns are carried over.
+    token ids. `sampling_params` in the same row is a dict of SamplingParams' fields. All columns are carried over.
     postprocess: makes of that row, with `generated_text`, `generated_tokens`, `num_input_tokens`,
     `num_generated_tokens` and `finish_reason`, or with `embeddings`, the row of the result.
     Both run in the engine's process. Raises StartupError if Ray Data is not installed, or an option is not to be had.
@@ -133,7 +133,7 @@ class _Engine:
         return [self._preprocess(row) for row in batch.to_pylist()]
 
     def columns(self, rows: list[Row], answers: list[Answer]) -> dict[str, list[Any]]:
-        """Return the rows with their answers. Raises the first error, unless the job is to go on."""
+        """Return the rows with their answers. Raises the first error, unless the job is to continue."""
         found: list[Row] = []
         for row, answer in zip(rows, answers, strict=True):
             if isinstance(answer, Exception):
@@ -188,7 +188,7 @@ class _Generate(_Engine):
         try:
             for output in self.llm.run(self, progress=False):
                 self._open.pop(output.request_id)(_answer(output))
-        except Exception as error:  # noqa: BLE001  a step has failed, and whoever waits is to hear of it
+        except Exception as error:  # noqa: BLE001  a step has failed: raised where answers are awaited
             for done in self._open.values():
                 done(RuntimeError(f"the engine has failed: {error!r}"))
             self._open.clear()

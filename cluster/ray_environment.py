@@ -1,6 +1,6 @@
 """The environment that Ray is started with.
 
-On Linux Serve's own HAProxy stands in front, and each ingress replica answers HTTP itself: a streamed token costs a
+On Linux Serve's own HAProxy is in front, and each ingress replica answers HTTP itself: a streamed token costs a
 fraction of what it costs through Serve's Python proxy (docs/measurements/performance.md). Elsewhere that proxy is used.
 """
 
@@ -23,7 +23,7 @@ FRONT = {  # on every node
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     # An ingress that dies or stops may close a connection on which a request has just been sent. Before the first byte
-    # of the answer it can be asked for elsewhere: whatever was begun ends with the connection.
+    # of the answer it can be asked for elsewhere: what was begun ends with the connection.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     # For a client that sends nothing more of a body, or reads nothing more of an answer; Ray has an hour.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     # Ray's 15 would leave an engine a thirtieth of a core that any other program of the machine also wants.
     "RAY_worker_niceness": "0",
-    # When the ingress changes, a new HAProxy process takes over; the old one may go on as long as a request may take.
+    # When the ingress changes, a new HAProxy process takes over; the old one may live as long as a request may take.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "660",
 }
 # Ray then gives its node the address 127.0.0.1, as it does on macOS, and so it and all of ours listen there only.

@@ -37,9 +37,9 @@ DEPLOYMENT = {"num_replicas": "num_replicas", "max_ongoing_requests": "max_ongoi
               "graceful_shutdown_timeout_s": "drain_s"}  # fmt: skip
 LEFT_OUT = {  # and why that does no harm
     "autoscaling_config": "replicas follow `slo`",
-    "deployment_config": "deployments have options of their own",
+    "deployment_config": "deployments have their own options",
     "experimental_configs": "tokens are sent as they come",
-    "ingress_deployment_config": "deployments have options of their own",
+    "ingress_deployment_config": "deployments have their own options",
 }
 HARMLESS_VARIABLES = ("VLLM_", "RAY_SERVE_LLM_")  # of another engine
 
@@ -61,10 +61,10 @@ def application(given: dict[str, Any]) -> dict[str, Any]:
 
 def serving_args(args: Mapping[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:
     """Return our `args` for those of `build_openai_app` (llm_configs) or `build_pd_openai_app`. Keys of ours that
-    belong to no model may stand beside them.
+    belong to no model may be added.
 
     variables: takes the environment variables that models are to have. Without it they must be set already, since
-    only the application that `args` stand in could set them. Raises StartupError.
+    only the application that has these `args` could set them. Raises StartupError.
     """
     _check_keys(args, ("llm_configs", "prefill_config", "decode_config", "ingress_cls_config",
                        "ingress_deployment_config", *ABOVE_MODELS), "")  # fmt: skip
@@ -103,7 +103,7 @@ def _with_prefill(args: Mapping[str, Any], variables: dict[str, str] | None) -> 
 
 
 def _model(given: Any, path: str, variables: dict[str, str] | None) -> dict[str, Any]:
-    """Return `args` with one model for an LLMConfig, or for the file that it stands in."""
+    """Return `args` with one model for an LLMConfig, or for the file that it is in."""
     config = _config(given, path)
     _check_keys(config, MODEL, f"{path}.")
     if config.get("llm_engine", "vLLM") != "vLLM":
@@ -134,7 +134,7 @@ def _model(given: Any, path: str, variables: dict[str, str] | None) -> dict[str,
 
 
 def _config(given: Any, path: str) -> dict[str, Any]:
-    """Return an LLMConfig, which may stand in a YAML file."""
+    """Return an LLMConfig, which may be a YAML file."""
     if isinstance(given, str):
         try:
             given = yaml.safe_load(Path(given).read_text())
@@ -217,7 +217,7 @@ def engine_keys(kwargs: Mapping[str, Any], path: str) -> Keys:
 
 def _environment(given: Mapping[str, Any], path: str, variables: dict[str, str] | None) -> None:
     """Take the environment variables of a model. Raises ConfigError for what else is in a runtime environment, and for
-    variables that nobody would set."""
+    variables that would not be set."""
     _check_keys(given, ("env_vars",), f"{path}.")
     needed = {
         name: value for name, value in (given.get("env_vars") or {}).items() if not name.startswith(HARMLESS_VARIABLES)
@@ -227,7 +227,7 @@ def _environment(given: Mapping[str, Any], path: str, variables: dict[str, str] 
         return
     for name, value in needed.items():
         if os.environ.get(name) != value:
-            limit = "set by runtime_env of the application, beside `args`, or in the environment of `ray start`"
+            limit = "set by runtime_env of the application, next to `args`, or in the environment of `ray start`"
             raise ConfigError(f"{path}.env_vars.{name}", Described("a value"), limit)
 
 

@@ -148,7 +148,7 @@ def _keys(flags: ModelFlags, replicas: ReplicaFlags, engine: EngineFlags, sets: 
 
 def keys_of(args: list[str]) -> dict[str, Any]:
     """Return the keys that flags of a model, of its replicas and of its engine set, by their paths. Raises RequestError
-    for a flag that there is not."""
+    for an unknown flag."""
     command = typer.Typer(add_completion=False)
     command.command()(_keys)
     try:

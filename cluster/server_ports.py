@@ -1,7 +1,7 @@
 """The ports of a machine that one server has to itself.
 
 Ray's numbers for them are the same in every cluster, and two of one machine would answer each other's requests: Serve's
-own proxies share a port without a word, and HAProxy sends requests to whoever listens where an ingress was.
+own proxies share a port silently, and HAProxy sends requests to any process that listens where an ingress was.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from engine.errors import ConfigError, StartupError
 
-FIRST_PORT, LAST_PORT = 30_000, 31_000  # below what systems give to whoever asks for any port
+FIRST_PORT, LAST_PORT = 30_000, 31_000  # below the ports that systems choose themselves
 SERVER_PORTS = 100  # of these for one server
 # Variables of Ray's, by the offset of their port in a server's hundred, of which the first is held.
 PORTS = {

@@ -95,7 +95,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = option(10_000, "`suffix`: earlier answers that are kept; 0 keeps none.")
     suffix_decoding_max_spec_factor: float = option(1.0, "`suffix`: drafted tokens per token of the match.")
     suffix_decoding_min_token_prob: float = option(
-        0.1, "`suffix`: least share of the matches that go on with all the drafted tokens."
+        0.1, "`suffix`: least share of the matches that continue with all the drafted tokens."
     )
 
     def __post_init__(self) -> None:
@@ -121,12 +121,12 @@ class SpeculativeConfig:
 
     @property
     def has_weights(self) -> bool:
-        """True if the drafts are made on the device, beside the model."""
+        """True if the drafts are made on the device, by a second model."""
         return self.method not in ("ngram", "suffix")
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> SpeculativeConfig:
-        """Raises ConfigError for keys and methods that there are not."""
+        """Raises ConfigError for unknown keys and methods."""
         hints = get_type_hints(cls)
         for key, value in options.items():
             if key not in hints:

@@ -1,7 +1,7 @@
 """The device that a model runs on: arrays travel there, results come back, graphs replay.
 
 A CPU computes at once, so there is nothing to wait for. A GPU works through a queue: the host puts copies and kernels
-into it and goes on, and asks later whether the queue has reached an event. Everything here uses the thread's current
+into it, continues, and asks later whether the queue has reached an event. Everything here uses the thread's current
 stream, which is the device's default stream in every thread, so the order of the calls is the order of the work.
 """
 
@@ -33,7 +33,7 @@ Run = Callable[[], Tensor]
 
 
 class StagedCopy:
-    """Small arrays on their way to the device. `add` returns a tensor at once; it holds the values after `send`."""
+    """Small arrays to be copied to the device. `add` returns a tensor at once; it holds the values after `send`."""
 
     def add(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array)
@@ -245,6 +245,6 @@ def numba_found() -> bool:
     except ImportError as error:  # also raised when numba was built for another numpy
         installed = importlib.util.find_spec("numba") is not None
         why = f"cannot be imported ({error})" if installed else "is not installed"
-        logger.warning("numba %s: plain torch runs in its place, several times slower on a CPU", why)
+        logger.warning("numba %s: plain torch is used instead, several times slower on a CPU", why)
         return False
     return True

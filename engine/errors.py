@@ -14,7 +14,7 @@ ServingError
 │   └── UnsupportedMediaType  415  the Content-Type is not JSON, or for an upload no form; or the body is compressed
 ├── Overloaded                429  queues are full; nothing was started
 ├── RequestTimeout            408  the request's own deadline passed
-├── EngineError               500  computing this request failed; the engine goes on
+├── EngineError               500  computing this request failed; the engine continues
 ├── EngineUnavailable         503  the replica died or makes no progress; retry elsewhere can help
 ├── OtherModel                503  the replica runs another model than this request is for
 └── StartupError              (exit code 1) the engine cannot start as configured
@@ -64,7 +64,7 @@ class RequestError(ServingError):
 
 
 class Described(str):
-    """What was found, in words, in place of a value that would say less; an error shows it without quotes."""
+    """What was found, in words, instead of a value that would say less; an error shows it without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def user_folder(path: str) -> Path:
-    """Return a folder. One below `~` that cannot be written is below `private_folder` in its place, with a warning."""
+    """Return a folder. One below `~` that cannot be written is below `private_folder` instead, with a warning."""
     expanded = Path(os.path.expanduser(path))  # not Path.expanduser, which raises where there is no home at all
     if not path.startswith("~/") or can_write(expanded) or (private := private_folder()) is None:
         return expanded
@@ -32,7 +32,7 @@ def can_write(folder: Path) -> bool:
 
 
 def private_folder() -> Path | None:
-    """Return this user's folder below /tmp (or `$TMPDIR`); None if there is none that nobody else can write."""
+    """Return this user's folder below /tmp (or `$TMPDIR`); None if other users can write to it."""
     with suppress(OSError):
         folder = Path(tempfile.gettempdir(), f"manta-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,7 +1,7 @@
 """Manta for those who use it: `from manta import LLM, SamplingParams`, and `import_path: manta:build` for Ray Serve.
 
 In an installed wheel all other packages lie below this one, as `manta.engine` and so on, where nothing can hide them.
-In a checkout they lie beside it (docs/install.md).
+In a checkout they lie next to it (docs/install.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def _find_neighbours(folder: Path) -> None:
-    """Raise ImportError if some other package hides one of those beside this one. folder: of this package."""
+    """Raise ImportError if some other package hides one of those next to this one. folder: of this package."""
     for name in ("engine", "placement", "deployments", "cluster"):
         if (folder / name).is_dir():  # an installed wheel
             continue
@@ -45,7 +45,7 @@ def _find_neighbours(folder: Path) -> None:
         if str(ours) not in places:
             found = places[-1] or places[0] if places else "nothing"
             raise ImportError(
-                f"{found} is imported as `{name}` in place of {ours}: rename it, start in another folder, or install "
+                f"{found} is imported as `{name}` instead of {ours}: rename it, start in another folder, or install "
                 "Manta's wheel, which has no such names"
             )
 
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
         from cluster.autoscaling.policy import Policy
 
         return Policy
-    if name == "around_serve":  # Ray Serve is told this name, the same in a checkout and in a wheel
+    if name == "around_serve":  # Ray Serve gets this name, the same in a checkout and in a wheel
         from deployments.http.middleware import around_serve
 
         return around_serve

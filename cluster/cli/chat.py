@@ -49,7 +49,7 @@ class Answer:
 class Conversation:
     client: OpenAIClient
     model: str
-    options: dict[str, Any] = field(default_factory=dict)  #: fields of each request beside its messages
+    options: dict[str, Any] = field(default_factory=dict)  #: fields of each request in addition to its messages
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)  #: without the system message
 

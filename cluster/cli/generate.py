@@ -63,8 +63,8 @@ def generate_file(
 ) -> Summary:
     """Answer every line of `input_file` that `output_file` does not answer yet.
 
-    An input line is {"prompt": text or token ids} or {"messages": [...]}, with any field of SamplingParams beside
-    it; `defaults` holds what lines do not say. Answers are written in the order of the input, each as soon as all
+    An input line is {"prompt": text or token ids} or {"messages": [...]}, and any field of
+    SamplingParams; `defaults` holds what lines do not say. Answers are written in the order of the input, each when all
     before it are there, so a killed run leaves whole answers and at most one torn line, which is removed here.
     A line that cannot be served is answered with an `error`. `llm` is called only if there is something to do.
     """

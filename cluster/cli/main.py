@@ -283,7 +283,7 @@ def generate(
     """Answer a file of prompts, offline; run it again after a kill, and it resumes.
 
     A line of the input is a JSON object with a "prompt" (text, or a list of token ids) or with "messages" as in the
-    chat API; beside it an "id" of your choice and any sampling parameter. Line k of the output answers line k of the
+    chat API, with an "id" of your choice and any sampling parameter. Line k of the output answers line k of the
     input.
 
     A line: {"messages": [{"role": "user", "content": "What is an ocean?"}], "temperature": 0}

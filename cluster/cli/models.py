@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -37,7 +38,7 @@ def architectures() -> Iterator[Architecture]:
     for name, (families, _) in TEXT_PARTS.items():
         yield Architecture(name, f"text part, as {', '.join(families.values())}", "native", TWO_RANKS_TESTS)
     for name in ENCODERS:
-        yield Architecture(name, "embeddings and scores", "native", "embeddings and scores")
+        yield Architecture(name, "", "native", "embeddings and scores")
     for name, models in sorted(TRANSFORMERS.items()):
         tested = ONE_RANK_TESTS if name in ONE_RANK else TWO_RANKS_TESTS
         yield Architecture(name, models, "transformers", tested)
@@ -45,10 +46,11 @@ def architectures() -> Iterator[Architecture]:
 
 def markdown() -> str:
     """The table of docs/models.md."""
-    rows = [f"| `{a.name}` | {a.models} | {a.path} | {a.tested} |" for a in architectures()]
-    return "\n".join(
-        ["| architecture | models | code | compared with transformers |", "| --- | --- | --- | --- |", *rows]
-    )
+    groups = defaultdict[tuple[str, str], list[str]](list)
+    for a in architectures():
+        groups[a.path, a.tested].append(f"`{a.name}` ({a.models})" if a.models else f"`{a.name}`")
+    rows = [f"| {', '.join(names)} | {path} | {tested} |" for (path, tested), names in groups.items()]
+    return "\n".join(["| architectures | code | compared with transformers |", "| --- | --- | --- |", *rows])
 
 
 def check_model(model: str, tensor_parallel: int) -> str:

@@ -43,7 +43,7 @@ class Chart:
     y: str
     points: Sequence[Point]
     labels: str = ""
-    """Figures to read off without the curve."""
+    """Figures to see without the curve."""
     y_at_least: float = 0.0
     """The second axis ends no lower, so that counts have whole numbers."""
 

@@ -100,7 +100,7 @@ class ServeTerminal:
             self._file.close()
 
     def line(self, text: str) -> None:
-        """Take a line: an object of JsonFormatter, or whatever Ray and other libraries write."""
+        """Take a line: an object of JsonFormatter, or a line of Ray or another library."""
         try:
             fields = msgspec.json.decode(text)
             message, who = str(fields["message"]), str(fields["process"])

@@ -80,7 +80,7 @@ def view(state: ClusterState, before: ClusterState | None) -> RenderableType:
 
 
 def _table(names: Sequence[str], figures: Sequence[str]) -> Table:
-    """Return a table whose names go on in the next line where a terminal is narrow, and whose figures stay whole."""
+    """Return a table whose names continue in the next line where a terminal is narrow, and whose figures stay whole."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in names:
         table.add_column(name, overflow="fold")

@@ -1,7 +1,7 @@
 """`manta verify`: computes an answer of a server again, and compares the two bit by bit.
 
 The request goes through the code of the routes, up to where its answer would be read from a store; the engine in this
-process computes it there. So whatever a request may ask for is asked again.
+process computes it there. So all that a request may ask for is asked again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Step = tuple[int | None, str | None, float | None]
 ROUTES = {"chat.completion": "chat", "text_completion": "completion"}  # by the `object` of their answers
 NOT_COMPARED = ("id", "created", "prompt_tokens_details", "accepted_prediction_tokens", "rejected_prediction_tokens")
 """Fields that differ whenever a request is computed: ids, times, and what was in a cache or drafted."""
-ADDED = ("logprobs", "token_ids", "prompt_token_ids")  # fields that are asked for here, whatever the request asked for
+ADDED = ("logprobs", "token_ids", "prompt_token_ids")  # fields that are always requested here
 SHOWN, SHOWN_BEFORE = 60, 20  # characters of a text that differs, and how many of them do not
 
 

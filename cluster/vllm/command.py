@@ -221,7 +221,7 @@ def _with_file(args: list[str]) -> list[str]:
 
 
 def _flags_of_file(file: Path, args: list[str]) -> list[str]:
-    """Return the flags that stand in a YAML file of vLLM's, but for those that `args` has too."""
+    """Return the flags of a YAML file of vLLM's, but for those that `args` has too."""
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

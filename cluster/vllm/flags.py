@@ -80,7 +80,7 @@ TABLE = (
     ignored("--enable-per-request-metrics", "manta explain ID shows where a request spent its time"),
     ignored("--enable-tokenizer-info-endpoint", "the server does not show its templates"),
     ignored("--fingerprint-mode= --fingerprint-value=", "system_fingerprint is a digest of weights and options"),
-    ignored("--disable-frontend-multiprocessing", "HTTP and engine are always processes of their own"),
+    ignored("--disable-frontend-multiprocessing", "HTTP and engine are always separate processes"),
     ignored("--trust-request-chat-template", "templates are code, and no code of a request is run"),
     # logs and metrics
     ignored(
@@ -129,7 +129,7 @@ TABLE = (
     refused("--pooler-config= --override-pooler-config=", "how a model pools is read from its folder"),
     ignored("--config-format=", "config.json is read, as transformers writes it"),
     ignored("--tokenizer-mode=auto|hf|slow|mistral", "tokenizer.json is read, or tokenizer.model"),
-    refused("--tokenizer-mode=", "tokenizer.json is read, or tokenizer.model, and the chat template beside it"),
+    refused("--tokenizer-mode=", "tokenizer.json is read, or tokenizer.model, and the folder's chat template"),
     ignored("--allow-deprecated-quantization", "the model's folder says how it is quantized"),
     refused(
         "--hf-config-path= --tokenizer-revision= --quantization-config= --kv-cache-dtype-skip-layers=* "
@@ -231,11 +231,11 @@ TABLE = (
     ),
     refused("--device-ids=*", "CUDA_VISIBLE_DEVICES says which GPUs Ray may give to ranks"),
     refused("--worker-cls= --worker-extension-cls= --scheduler-cls=", "there is one worker, and one scheduler"),
-    ignored("--enable-fault-tolerance --fault-tolerance-config=", "requests of a replica that dies go on elsewhere"),
+    ignored("--enable-fault-tolerance --fault-tolerance-config=", "requests of a replica that dies continue elsewhere"),
     refused("--kv-transfer-config=", "--prefill-replicas N starts replicas that compute prompts for the others"),
     # KV cache and memory
     refused("--kv-cache-memory-bytes=", "--kv-cache-memory-gib has the same meaning, in GiB"),
-    refused("--kv-events-config=", "routers hear of cached blocks by themselves (docs/routing.md)"),
+    refused("--kv-events-config=", "routers learn of cached blocks by themselves (docs/routing.md)"),
     ignored(
         "--prefix-caching-hash-algo= --prefix-match-unit= --prefix-cache-retention-interval=",
         "blocks are found by a hash of their tokens (docs/routing.md)",
@@ -276,7 +276,7 @@ TABLE = (
 )
 SPECIAL = {  # of the command line
     "--model=": "the model itself, which has no flag here",
-    "--config=": "a YAML file of flags, which are read in its place",
+    "--config=": "a YAML file of flags, which are read instead",
 }
 VALUES: dict[str, dict[str, str | None]] = {  # of flags that are the same; None leaves the flag out
     "--dtype": {"half": "float16", "float": "float32"},

@@ -70,7 +70,7 @@ async def events(app: ASGIApp, path: str, body: Mapping[str, Any], headers: dict
 
     async def receive() -> Message:
         if not request:
-            await asyncio.Event().wait()  # whoever leaves cancels it
+            await asyncio.Event().wait()  # cancelled when the client leaves
         return request.pop()
 
     async def run() -> None:

@@ -82,5 +82,5 @@ class Lease:
 
 
 def lease_key(job_id: str) -> str:
-    """Return the key of a job's lease in the store: no job's, whatever a client takes for the id of a stream."""
+    """Return the key of a job's lease in the store: no job's, for any stream id that a client sends."""
     return f"manta:lease:{job_id}"

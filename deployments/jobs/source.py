@@ -79,7 +79,7 @@ class LiveSource:
 
 
 class DerivedSource(LiveSource):
-    """An answer of which nothing is kept, and which is the same whenever it is computed: whatever would differ follows
+    """An answer of which nothing is kept, and which is the same whenever it is computed: what would differ follows
     from the record of its request."""
 
     def __init__(self, record: JobRecord):

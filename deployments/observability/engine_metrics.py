@@ -22,7 +22,7 @@ Engines = Sequence[tuple[list[str], EngineStatus]]
 
 
 Row = tuple[Any, str, str, str | Callable[[Any], Any], *tuple[str, ...]]
-"""A metric of a table: its kind, name and text, how it is read from a report, and labels of its own.
+"""A metric of a table: its kind, name and text, how it is read from a report, and further labels.
 
 The name of a field, or a function, gives a number, a Histogram, or count and sum of a Summary; None for no sample. With
 labels it gives dicts of these: one level per label, by its values.

@@ -10,8 +10,8 @@ class BlockPool:
     """Fixed set of KV blocks with reference counts and a prefix cache.
 
     Every block is in exactly one of three states:
-      free    nobody holds it, its content means nothing
-      cached  nobody holds it, but its content has a hash and can be matched until it is evicted
+      free    no sequence holds it, its content means nothing
+      cached  no sequence holds it, but its content has a hash and can be matched until it is evicted
       used    held by at least one sequence; it gets a hash once it is full and computed
 
     A full pool is an ordinary event (the scheduler preempts), so it is a return value, not an error.
@@ -19,8 +19,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, null_block: bool = False):
-        """null_block: block 0 is beside these `num_blocks`, and nobody's: it stands in block tables where nothing is
-        read, and holds zeros."""
+        """null_block: block 0 is added to these `num_blocks` and never handed out: block tables name it where
+        nothing is read, and it holds zeros."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching

@@ -57,9 +57,9 @@ class StepInFlight:
 class EngineCore:
     """Scheduler and runner of one engine, without any socket.
 
-    With overlap step n+1 is planned and prepared while step n computes: on a CPU the model has a thread of its own; a
-    GPU computes beside the host anyway, and has step n+1 in its queue before step n has ended. Without overlap
-    everything happens in turn. Both give the same tokens.
+    With overlap step n+1 is planned and prepared while step n computes: on a CPU the model has its own thread; a
+    GPU computes in parallel to the host anyway, and has step n+1 in its queue before step n has ended. Without overlap
+    everything happens one after the other. Both give the same tokens.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class EngineCore:
         self._admit(self.scheduler.add(message, now), now, message.client)
 
     def prefill(self, remote_request: RemoteRequest) -> bool:
-        """Compute a prompt for another engine. False if it is refused, which that engine is told."""
+        """Compute a prompt for another engine. False if it is refused, which is reported to that engine."""
         assert self.handoff_channel is not None
         if remote_request.handoff_id in self.scheduler.queue.live:
             return True  # the prefill request came twice
@@ -127,7 +127,7 @@ class EngineCore:
         return True
 
     def check(self, message: GenerateRequest) -> None:
-        """Raise RequestError if `add` would refuse this request whatever the load, or end it for its grammar."""
+        """Raise RequestError if `add` would refuse this request at any load, or end it for its grammar."""
         self._check_task(message)
         self.scheduler.check_request(message)
         if message.params.structured_outputs is not None:
@@ -206,7 +206,7 @@ class EngineCore:
     def _overlapped_step(self) -> list[Event]:
         events, plan = self._plan()
         # A block that was just reserved for KV from elsewhere may have belonged to a sequence that the step in flight
-        # still writes for, past its end. That step ends before anybody hears of the reservation.
+        # still writes for, past its end. That step ends before the reservation is reported.
         if not self._in_flight:
             self._submit_handoffs()
         if plan is not None:

@@ -24,7 +24,7 @@ class _Subscriber:
 
 
 class KVEventPublisher:
-    """Every subscriber gets the same updates, after a snapshot of its own. Without subscribers, nothing is recorded."""
+    """Every subscriber gets the same updates, after its own snapshot. Without subscribers, nothing is recorded."""
 
     def __init__(self, engine_id: str, scheduler: Scheduler):
         self._engine_id, self._scheduler, self._pool = engine_id, scheduler, scheduler.kv_cache.pool

@@ -72,7 +72,7 @@ class StopConditions:
         self._eos_token_ids = eos_token_ids
 
     def reason(self, request: Request, token: int, num_output: int) -> FinishReason | None:
-        """Return why a request ends with this token, its newest; None if it goes on. num_output: tokens with it."""
+        """Return why a request ends with this token, its newest; None if it continues. num_output: tokens with it."""
         params = request.params
         if token in self._eos_token_ids and not params.ignore_eos:
             return "stop"

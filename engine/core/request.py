@@ -158,7 +158,7 @@ class Request:
 
     @classmethod
     def for_other_engine(cls, asked_by: RemoteRequest, order: tuple[int, int], now: float) -> Request:
-        """Create a request for a prompt of another engine. One token is sampled, whatever it is."""
+        """Create a request for a prompt of another engine. One token is sampled, of any value."""
         return cls(
             request_id=asked_by.handoff_id,
             tokens=list(asked_by.token_ids),
@@ -205,7 +205,7 @@ class Request:
         return timeline
 
     def times(self, now: float) -> RequestTimes | None:
-        """Return times since arrival; None if it never ran. `now` stands in for a first token that never came."""
+        """Return times since arrival; None if it never ran. `now` is used for a first token that never came."""
         clock, handoff = self.clock, self.remote.handoff_at
         if clock.scheduled_at is None:
             return None

@@ -1,4 +1,4 @@
-"""What every request has to satisfy, whatever the load."""
+"""Checks that every request has to pass, at any load."""
 
 from __future__ import annotations
 

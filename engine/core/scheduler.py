@@ -49,7 +49,7 @@ class Scheduler:
     The KV of a prompt may come from another engine (`handoffs`). Its request holds all blocks that the prompt needs
     meanwhile, and is given a slot only when the KV is there, as if its prompt had been cached.
 
-    What not every engine does is in parts of its own (`features/`), which are asked where they have a say.
+    What not every engine does is in separate parts (`features/`), which are asked where they have a say.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Scheduler:
         images: EncoderCacheManager | TextOnly | None = None,
         token_limits: Sequence[TokenLimit] = (),
     ):
-        """token_limits: have a say in how much of a request a step computes, beside speculation and images. One request
+        """token_limits: have a say in how much of a request a step computes, like speculation and images. One request
         of `max_model_len` must fit the KV cache alone."""
         self.config, self.kv_cache, self.limits = config, kv_cache, limits
         self.block_size = kv_cache.pool.block_size
@@ -150,7 +150,7 @@ class Scheduler:
         """Plan the next step; None if nothing can be computed now."""
         before = self.totals.preemptions
         budget = self._plan_running()
-        # while blocks run out nobody starts, unless that ended the last running request: the next in order then goes on
+        # while blocks run out no request starts, unless that ended the last running one: then the next in order does
         if self.totals.preemptions == before or not self._builder.requests:
             self._admit(budget, now)
         if not self._builder.requests:

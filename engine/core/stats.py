@@ -77,7 +77,7 @@ class RequestMetrics:
             request.clock.last_token_at = now
 
     def observe_finished(self, request: Request, reason: FinishReason, now: float) -> None:
-        """Record the end of a request. Only ends of its own are measured: how long an aborted one took says nothing."""
+        """Record the end of a request. Only natural ends are measured: how long an aborted one took says nothing."""
         times = request.times(now)
         if reason not in ("stop", "length") or times is None:
             return

@@ -61,7 +61,7 @@ def _write(_: Any, counters: Any, index: Any, value: Any) -> Any:
     return types.void(counters, types.int64, types.int64), generate
 
 
-@njit("int64(int64[::1], int64, int64, int64)", nogil=True, cache=True)  # other threads, such as the scheduler's, go on
+@njit("int64(int64[::1], int64, int64, int64)", nogil=True, cache=True)  # other threads, such as the scheduler's, run
 def _barrier(counters: Any, rank: int, number: int, nap_us: int) -> int:
     """Announce that `rank` has reached `number`, and wait for the others. Return -1 when all have, or after a while a
     rank that has not, so that the caller can check what is wrong and come back."""
@@ -114,7 +114,7 @@ class SharedMemory:
             self._file = os.open(path, os.O_RDWR)
         memory = mmap.mmap(self._file, total)
         self._counters = np.frombuffer(memory, dtype=np.int64, count=head // 8)
-        self._left = self._counters[1 :: CACHE_LINE_BYTES // 8]  # 1 beside the counter of a rank that has left
+        self._left = self._counters[1 :: CACHE_LINE_BYTES // 8]  # 1 next to the counter of a rank that has left
         self._buffers = torch.frombuffer(memory, dtype=torch.uint8, offset=head).view(2, self.size, CHUNK_BYTES)
         self._typed: dict[torch.dtype, list[tuple[Tensor, ...]]] = {}
 
@@ -153,7 +153,7 @@ class SharedMemory:
         self._broken = reason
 
     def close(self) -> None:
-        """Tell ranks that still wait for this one that it has left, since its process may go on."""
+        """Tell ranks that still wait for this one that it has left, since its process may live on."""
         self._left[self.rank] = 1
 
     def _exchange(self, chunk: Tensor) -> list[Tensor]:

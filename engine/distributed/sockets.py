@@ -1,4 +1,4 @@
-"""ZMQ sockets: one that hears many senders, those to many receivers, and a waker for a thread that polls sockets."""
+"""ZMQ sockets: one for many senders, those to many receivers, and a waker for a thread that polls sockets."""
 
 from __future__ import annotations
 

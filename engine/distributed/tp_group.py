@@ -142,7 +142,7 @@ class ConnectedGroup(TPGroup):
     """Several ranks, each a process.
 
     CPUs of one machine use shared memory, CPUs of several machines gloo, GPUs NCCL, and those of one machine symmetric
-    memory beside it. Neither gloo nor NCCL nor the store at which ranks meet encrypt or authenticate anything: the
+    memory in addition. Neither gloo nor NCCL nor the store at which ranks meet encrypt or authenticate anything: the
     network between ranks has to be trusted (docs/security.md).
     """
 
@@ -223,7 +223,7 @@ class ConnectedGroup(TPGroup):
                 try:
                     if not self._store.check(["failed"]):
                         self._store.set("failed", f"rank {self.rank}: {str(error) or type(error).__name__}")
-                except RuntimeError:  # rank 0 is gone, and nobody is left to tell
+                except RuntimeError:  # rank 0 is gone, and no rank is left to tell
                     logger.warning("rank %d could not tell the others that it failed", self.rank)
             raise
 
@@ -275,7 +275,7 @@ class ConnectedGroup(TPGroup):
         try:
             shared = open_symmetric_memory(plain, group, store, self.rank, self.size, name)
             problem = ""
-        except Exception as error:  # noqa: BLE001 - whatever torch raises where there is none
+        except Exception as error:  # noqa: BLE001 - any error that torch raises where there is none
             problem = str(error)
         # the first question before the kernels, which wait on the device for a rank that does not start them
         if self._all_can(problem) and shared is not None and self._all_can(self._check_shared(shared)):
@@ -350,7 +350,7 @@ class ProcessGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         options = dist.AllreduceOptions()
-        options.asyncOp = False  # NCCL runs in the layers' stream, without events to and from one of its own
+        options.asyncOp = False  # NCCL runs in the layers' stream, without events to and from another
         self._run(lambda: self._group.allreduce([x], options))
         return x
 
@@ -363,7 +363,7 @@ class ProcessGroup:
         return out.view(self._size, *x.shape)
 
     def abort(self, reason: str) -> None:
-        """Abort NCCL, in a thread of its own: its kernels end at once, but the call waits until no CUDA graph holds a
+        """Abort NCCL, in a separate thread: its kernels end at once, but the call waits until no CUDA graph holds a
         collective (`commDestroySync`). A wait in gloo ends with the other rank's connection, or by its timeout."""
         threading.Thread(target=self._group.abort, name="abort", daemon=True).start()
 

@@ -31,7 +31,7 @@ class _Job(Generic[T]):
 
 class CompileQueue(Generic[T]):
     def __init__(self, num_threads: int):
-        """num_threads: for short texts. Long ones have half as many beside them."""
+        """num_threads: for short texts. Half as many more are for long ones."""
         num_long = max(1, num_threads // 2)
         self._short, self._long = (FairQueue(n, MAX_WAITING, MAX_WAITING_CHARS) for n in (num_threads, num_long))
         self._threads = ThreadPoolExecutor(num_threads + num_long, thread_name_prefix="grammar")
@@ -66,7 +66,7 @@ class CompileQueue(Generic[T]):
         began = time.monotonic()
         try:
             job.result.set_result(job.work())
-        except BaseException as error:  # noqa: BLE001 - whoever waits for it is told
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             job.result.set_exception(error)
         finally:
             with self._lock:

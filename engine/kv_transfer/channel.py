@@ -81,7 +81,7 @@ class HandoffChannel:
         self._thread.start()
 
     def submit(self, *actions: HandoffAction) -> None:
-        """Have the protocol apply the actions in order. A peer hears of those of one call together."""
+        """Have the protocol apply the actions in order. A peer gets those of one call in one message."""
         self._actions.extend(actions)
         self._waker.wake()
 
@@ -109,7 +109,7 @@ class HandoffChannel:
             return self._protocol.stats()
 
     def refused_by_ranks(self) -> Counts:
-        """Return what ranks above 0 have refused; they have nobody else to tell."""
+        """Return what ranks above 0 have refused; they report to no other process."""
         with self._lock:
             return add_up(*self._refused.values())
 
@@ -123,7 +123,7 @@ class HandoffChannel:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # whatever it is, the step loop must not wait for handoffs for ever
+        except BaseException as error:  # of any kind: the step loop must not wait for handoffs for ever
             logger.exception("the handoff channel has failed")
             self._broken = f"the handoff channel has failed: {error!r}"
             self._wake()

@@ -107,7 +107,7 @@ def _get(config: Any, field: str) -> int:
 
 
 def _fixed_rope(raw: Fields, config: Any, longest: int) -> Fields:
-    """`raw`, with the long factors of `longrope` in place of the short ones if sequences may need them. transformers
+    """`raw`, with the long factors of `longrope` instead of the short ones if sequences may need them. transformers
     changes between the two as a sequence grows, but what the KV cache holds is rotated already."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope" or longest <= rope["original_max_position_embeddings"]:

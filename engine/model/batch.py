@@ -89,7 +89,7 @@ class Batch:
     """[tokens] int32, the position behind the last that a token sees: the end of its image, in a model whose images
     look back and forth, and the next position elsewhere; None if it is the next position for all."""
     rope_table: Tensor | None = None
-    """[tokens, rotary_dim], in place of the layers' own, for tokens whose heights and widths count as positions too;
+    """[tokens, rotary_dim], instead of the layers' own, for tokens whose heights and widths count as positions too;
     `positions` are then rows of it."""
     states: StateBatch | None = None
     """In a model with recurrent layers."""

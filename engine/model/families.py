@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from engine.errors import UnsupportedArchitecture
 
-# Fields of config.json that some families read and others do not, whatever they say.
+# Fields of config.json that some families read and others ignore.
 OPTIONAL = frozenset({
     "attention_bias", "mlp_bias", "qkv_bias", "hidden_activation", "query_pre_attn_scalar",
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
@@ -68,8 +68,8 @@ TEXT_PARTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
     "Qwen3_5MoeForConditionalGeneration": ({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, UNTIED),
     "SmolVLMForConditionalGeneration": ({"llama": "LlamaForCausalLM"}, UNTIED),
 }  # fmt: skip
-# Those of them that see, and the order in which the frequencies of their rotary embeddings belong to time, height and
-# width: one axis after the other (Qwen2-VL, arXiv:2409.12191), in turn (Qwen3-VL, arXiv:2511.21631), or None.
+# Those with image input, and the order in which the frequencies of their rotary embeddings belong to time, height and
+# width: one axis after the other (Qwen2-VL, arXiv:2409.12191), alternating (Qwen3-VL, arXiv:2511.21631), or None.
 VISION: dict[str, Literal["sections", "interleaved"] | None] = {
     "Gemma3ForConditionalGeneration": None,
     "InternVLForConditionalGeneration": None,
@@ -414,7 +414,7 @@ def text_part(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """
     architecture = (raw.get("architectures") or ["none"])[0]
     kinds, fields = TEXT_PARTS.get(architecture, ({}, UNTIED))
-    # Qwen2.5-VL has had the fields of its text part beside others
+    # Qwen2.5-VL has had the fields of its text part among others
     own = raw.get("text_config") or {"model_type": next(iter(kinds), "")}
     if (family := kinds.get(own.get("model_type", ""))) is None:
         return architecture, raw

@@ -3,7 +3,7 @@
 Ordinarily a product whose inputs are split over the ranks is as many sums as there are ranks, each rounded, and added
 up in rank order, so that another number of ranks gives other bits. Here it is always PARTS sums, of which a rank
 computes PARTS / ranks, added up as a binary tree whose subtrees are what one, two, four or eight ranks hold. It is the
-arithmetic of PARTS ranks, whatever their number.
+arithmetic of PARTS ranks for any number of ranks.
 """
 
 from __future__ import annotations

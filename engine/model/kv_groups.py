@@ -1,7 +1,7 @@
 """KV cache groups: layers that keep the same of a sequence share one tensor and one block table per sequence.
 
 A model whose layers are alike has one group. Where some have a window and others see all tokens, as in gpt-oss or
-Gemma 3, each kind is a group with blocks of its own, and one with a window gives back those that no token to come sees.
+Gemma 3, each kind is a group with separate blocks, and one with a window gives back those that no token to come sees.
 The idea is that of vLLM's hybrid KV cache manager; there groups share one tensor and one size of blocks in bytes, here
 each has its own, over one chain of hashes.
 """

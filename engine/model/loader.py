@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_ROWS = 4096
 LOG_INTERVAL_S = 1.0  # between two log lines of how far it is
-# Tensors that a checkpoint may hold but that nobody needs: rotary frequencies, a copy of a tied head, shapes and
+# Tensors that a checkpoint may hold but that are never used: rotary frequencies, a copy of a tied head, shapes and
 # trivial column orders of quantized weights, and fixed scales of activations: here inputs are scaled as they
 # come. The scales of an FP8 KV cache are read by engine/runner/kv_cache.py.
 UNUSED = (
@@ -107,7 +107,7 @@ def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
 
 
 def pack_weights(model: Loadable) -> None:
-    """Bring loaded weights into the form that the ops want, one layer at a time, each in place of the original."""
+    """Bring loaded weights into the form that the ops want, one layer at a time, each replacing the original."""
     for layer in model.modules():
         if isinstance(layer, Sharded):
             layer.pack()

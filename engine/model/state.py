@@ -1,8 +1,8 @@
 """What layers with a recurrent state keep of a sequence, and how a step finds it.
 
-A state stands at a border: a position that is a multiple of CHUNK. The tokens from there on are rows that are kept
+A state is kept at a border: a position that is a multiple of CHUNK. The tokens from there on are rows that are kept
 until the next border, where all of them move the state at once. So a token has the same bits whether a prompt computes
-it or it is decoded, a copy of a state that stands at a border is all that a prefix cache needs, and drafts that were
+it or it is decoded, a copy of a state at a border is all that a prefix cache needs, and drafts that were
 refused leave nothing behind: their rows are written again.
 """
 

@@ -15,7 +15,7 @@ OTHERS = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.",
     "embed_audio.", "connector.", "image_newline",
 )  # fmt: skip
-# beside the base model in a checkpoint
+# next to the base model in a checkpoint
 HEADS = ("lm_head.", "score.", "classifier.", "head.", "vision.")
 # Mixtral's names, and those that every other family has.
 RENAMED = {".block_sparse_moe.": ".mlp.", ".w1": ".gate_proj", ".w2": ".down_proj", ".w3": ".up_proj"}

@@ -3,7 +3,7 @@
 Each layer is compiled whole, once for all layers of a kind: for any number of tokens and, since torch.compile treats it
 separately, for one token. Norms and activations are replaced by the plain ones, which Inductor fuses with each other
 and with their neighbours. What torch.compile cannot or should not look into becomes an `OpaqueCall`: attention, which
-needs the batch and has kernels of its own; products with quantized and with packed weights; experts, whose tokens the
+needs the batch and has its own kernels; products with quantized and with packed weights; experts, whose tokens the
 host may count; sums over ranks.
 """
 
@@ -47,7 +47,7 @@ _calls: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
 
 
 class OpaqueCall(nn.Module):
-    """A call that is one node of torch.compile's graph, whatever happens inside.
+    """A call that is one node of torch.compile's graph, opaque to it.
 
     call: x [tokens, ...] and other tensors, or None -> [tokens, outputs], a new tensor of x's dtype.
     outputs: None for as many as x has inputs.

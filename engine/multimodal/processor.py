@@ -32,7 +32,7 @@ class ImageFamily:
     """Return the text that replaces the marker. Takes config.json, the output of the image processor for one image, and
     the placeholder of one embedding."""
     arguments: tuple[str, ...]
-    """Outputs of the image processor that the encoder takes, beside `pixel_values`."""
+    """Outputs of the image processor that the encoder takes, in addition to `pixel_values`."""
     max_pixels: Callable[[Any], int]
     """Return how many pixels the image processor makes of an image at most, about."""
     options: Callable[[Fields], dict[str, Any]] = lambda config: {}
@@ -124,7 +124,7 @@ class ImageProcessor:
         prompt = self._tokenizer.encode_prompt(whole, max_model_len, add_special_tokens)
         places = [i for i, token_id in enumerate(prompt) if token_id == self._token_id]
         if len(places) != sum(image.num_embeds for image in images):
-            raise RequestError(f"messages: no text beside images may have {self._token!r}", "messages")
+            raise RequestError(f"messages: no text together with images may have {self._token!r}", "messages")
         features, start = [], 0
         for image in images:
             first, last = places[start], places[start + image.num_embeds - 1]

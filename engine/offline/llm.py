@@ -62,7 +62,7 @@ Message = dict[str, Any]
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence on its way: what it is part of, and its text so far."""
+    """One unfinished sequence: what it is part of, and its text so far."""
 
     parent: RequestOutput
     output: CompletionOutput
@@ -80,7 +80,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "pocket", **options: Any):
-        # nobody else is waiting here, so there is no queue to keep short
+        # there are no other clients, so there is no queue to keep short
         options = {"model": str(model), "max_waiting": sys.maxsize, **options}
         if is_gpu(options.get("device", "auto")):
             options = GPU_DEFAULTS | options
@@ -227,7 +227,7 @@ class LLM:
         """Tell how well each document fits the query; results in the order of the documents.
 
         A reranker reads both together. With an embedding model the score is the cosine of the two embeddings.
-        instruction: what a generative reranker is to look for, in place of its default. Errors: see `embed`.
+        instruction: what a generative reranker is to look for, instead of its default. Errors: see `embed`.
         """
         documents = [documents] if isinstance(documents, str) else list(documents)
         params, prompts = pooling_params or PoolingParams(), self._pooling_prompts()

@@ -12,7 +12,7 @@ rows of the output are never read. Rows do not depend on each other, so the real
 
 All graphs are captured as the engine starts, the largest first: they share one pool of memory, in which a capture can
 use what a larger one before it has freed, so that all together take little more than the largest. One that does not fit
-into the budget is left out, and its steps are padded to the next larger one that there is. None of this has run on a
+into the budget is left out, and its steps are padded to the next larger one that is left. None of this has run on a
 GPU yet.
 """
 

@@ -45,7 +45,7 @@ def graph_shapes(setup: RankSetup) -> list[StepShape]:
     """Return the shapes of steps that a GPU runs as graphs."""
     model, config = setup.model, setup.config
     heads = model.num_heads, model.num_kv_heads, model.head_dim
-    # each draft is a sequence of its own
+    # each draft is a separate sequence
     seqs = config.max_num_seqs * (1 + (config.speculative.num_speculative_tokens if config.speculative else 0))
     groups = len(model.kv_groups)
     shapes = [StepShape(size, size, kv_groups=groups) for size in decode_sizes(seqs)]

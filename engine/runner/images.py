@@ -98,7 +98,7 @@ class SlotImages:
         self, plan: StepPlan, query_start: np.ndarray, slots: np.ndarray, positions: np.ndarray, staged: StagedCopy
     ) -> tuple[EmbeddingRows | None, np.ndarray]:
         """Return where a step needs embeddings, if it does, and the rotary positions of its tokens: [tokens], or
-        [3, tokens] if some stand in images.
+        [3, tokens] if some are in images.
 
         slots, positions: [tokens] each, of the sequences. Those whose last image this step computes are forgotten.
         """

@@ -67,8 +67,8 @@ class StepInputs:
     plan: StepPlan
     staged: StagedCopy
     batch: Batch | None
-    """Without its block table if the device has tables of its own; `block_tables` then selects its rows. None if nobody
-    computes it but a graph."""
+    """Without its block table if the device has its own tables; `block_tables` then selects its rows. None if only
+    a graph computes it."""
     graph: tuple[StepShape, Tensor] | None
     """The shape of a step that runs as a graph, with the buffer that `cuda_graphs.pad_step` returns."""
     block_tables: BlockTableRows | None
@@ -87,7 +87,7 @@ class StepInputs:
     pooled_rows: list[PooledRows]
     image_rows: EmbeddingRows | None
     rotary_positions: Tensor | None
-    """[tokens] int64, or [3, tokens] if some stand in images; None if they are those of the batch."""
+    """[tokens] int64, or [3, tokens] if some are in images; None if they are those of the batch."""
 
 
 class InputBuilder:
@@ -106,7 +106,7 @@ class InputBuilder:
         states: StateCache | None = None,
     ):
         """kv_caches, kv_scales: of each KV cache group.
-        shape_for: returns the shape of the graph for a step of so many tokens and sequences, or None.
+        shape_for: returns the shape of the graph for a step of this many tokens and sequences, or None.
         drafts: a drafter computes the batch once more, without graphs."""
         self._device, self._shape_for, self._drafts, self._states = device, shape_for, drafts, states
         self._kv_caches, self._kv_scales = kv_caches, kv_scales
@@ -180,7 +180,7 @@ class InputBuilder:
         has_images: bool,
         staged: StagedCopy,
     ) -> tuple[Batch | None, tuple[StepShape, Tensor] | None]:
-        """Return the batch of a step, unless nobody but a graph computes it, and the graph's shape and buffer if one
+        """Return the batch of a step, unless only a graph computes it, and the graph's shape and buffer if one
         does.
 
         first_rows: [sequences + 1], the first token of each. rotary: [tokens] or [3, tokens]. width: blocks of the

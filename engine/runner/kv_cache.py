@@ -41,7 +41,7 @@ class GroupNeed:
     block_size: int
     block_bytes: int
     step_tokens: int
-    """Tokens of a step for which a group with a window has room beside the windows of all sequences."""
+    """Tokens of a step for which a group with a window has room in addition to the windows of all sequences."""
 
     def held(self, length: int) -> int:
         """Return the most blocks that a decoding sequence of up to `length` tokens holds."""
@@ -49,7 +49,7 @@ class GroupNeed:
         return whole if window is None else min(whole, -(-window // self.block_size) + 1)
 
     def most(self, length: int, seqs: int) -> int:
-        """Return how many blocks are ever of use to so many sequences at a time: beside a window for each, as many of
+        """Return how many blocks are ever of use to `seqs` sequences at a time: besides a window for each, as many of
         sequences that have ended, which the prefix cache keeps."""
         window = self.group.spec.window
         return self.of(length, seqs) + (0 if window is None else seqs * self.held(length))
@@ -161,9 +161,9 @@ def most(limit: int, fits: Callable[[int], bool]) -> int:
 def divide(budget: int, needs: list[GroupNeed], longest: int, max_num_seqs: int) -> list[int]:
     """Return the blocks of each group for `budget` bytes, at most those of use to `max_num_seqs` sequences.
 
-    How much groups hold against each other depends on the length of sequences, which nobody knows before. So each has
+    How much groups hold against each other depends on the length of sequences, which is not known before. So each has
     what one sequence of `longest` needs, or of what fits; the rest is divided in proportion to the most that each would
-    hold in a memory full of sequences of one length, whatever the length. With one group that is all.
+    hold in a memory full of sequences of one length, of any length. With one group that is all.
     """
     desired = [need.most(longest, max_num_seqs) for need in needs]
     if total_bytes(needs, desired) <= budget:

@@ -108,7 +108,7 @@ class RowEdits:
 class BannedWords:
     """Banned words of several rows."""
 
-    compare: Tensor  #: [4, tokens of all prefixes]: slot, position, the token that must stand there, word
+    compare: Tensor  #: [4, tokens of all prefixes]: slot, position, the token that must be there, word
     target: Tensor  #: [words], an index into the columns of `last`
     last: Tensor  #: [2, n]: row and last token
 
@@ -271,7 +271,7 @@ def penalise(logits: Tensor, penalties: Penalties, history: Tensor) -> None:
     """Apply repetition (CTRL, arXiv:1909.05858, section 4.1) over prompt and output; frequency and presence (OpenAI's)
     over the output only.
 
-    Works on one value per position. If a token stands at several positions, all of them write the same value.
+    Works on one value per position. If a token is at several positions, all of them write the same value.
     """
     counts = penalties.where[4]
     sequence = torch.repeat_interleave(counts, output_size=penalties.total)

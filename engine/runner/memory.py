@@ -45,7 +45,7 @@ def plan_blocks(
 def free_gpu_bytes(
     setup: RankSetup, run_dummy_step: Callable[[int, int], None], encoder_cache: EncoderCache | None
 ) -> int:
-    """Return the bytes that `gpu_memory_utilization` leaves for the KV cache beside weights, graphs and the
+    """Return the bytes that `gpu_memory_utilization` leaves for the KV cache after weights, graphs and the
     activations of the largest step, which is run to measure them."""
     config = setup.config
     largest_step = config.max_num_batched_tokens, config.max_num_seqs
@@ -68,7 +68,7 @@ def free_gpu_bytes(
     if encoder_cache is not None:
         activations += config.encoder_cache_size * encoder_cache.embedding_bytes
     logger.info(
-        "profiled the largest step: %.2f GiB beside %.2f GiB in use; %.2f GiB are kept for graphs, %.2f for tokens "
+        "profiled the largest step: %.2f GiB above %.2f GiB in use; %.2f GiB are kept for graphs, %.2f for tokens "
         "and block tables",
         activations / 2**30, used / 2**30, graphs / 2**30, sequences / 2**30,
     )  # fmt: skip

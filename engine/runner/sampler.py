@@ -2,7 +2,7 @@
 
 Randomness is a function of (seed, position) alone: one number from a counter-based generator (Philox, Salmon et
 al. 2011) picks the token by inverting the cumulative distribution. No noise is drawn over the vocabulary, and equal
-logits give equal tokens. So a request gets the same tokens whatever it is batched with, after preemption, and when it
+logits give equal tokens. So a request gets the same tokens in any batch, after preemption, and when it
 is run again elsewhere, where its logits have the same bits: docs/http_api.md says in which dtypes and on which devices.
 """
 

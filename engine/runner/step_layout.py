@@ -16,10 +16,10 @@ class Sequences:
 
     slots: np.ndarray
     counts: np.ndarray  #: tokens that this step computes
-    ends: np.ndarray  #: tokens of each that there are then
+    ends: np.ndarray  #: tokens of each after this step
 
     def divided(self, chosen: np.ndarray) -> tuple[Sequences, np.ndarray]:
-        """Make each token of the chosen ones [n] bool a sequence of its own, which sees those before it in the KV that
+        """Make each token of the chosen ones [n] bool a separate sequence, which sees those before it in the KV that
         they share. So tokens that verify drafts run by the kernels and graphs of decoding, and have their bits.
 
         Returns also, for each of these sequences, the first that it has become.
@@ -40,7 +40,7 @@ class StepLayout:
     entry: np.ndarray  #: [tokens], the entry of each
     positions: np.ndarray  #: [tokens], in their sequences
     slot_mappings: list[np.ndarray]  #: [tokens] of each group, where their KV goes: block * block_size + offset
-    token_index: np.ndarray  #: [tokens], where they stand in the flattened token history
+    token_index: np.ndarray  #: [tokens], where they are in the flattened token history
 
     @classmethod
     def of(cls, plan: StepPlan, block_tables: list[np.ndarray], block_size: int, max_model_len: int) -> StepLayout:

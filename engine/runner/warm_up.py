@@ -28,7 +28,7 @@ SAMPLINGS = (
 
 
 def warm_up_plans(config: EngineConfig, max_model_len: int) -> list[StepPlan]:
-    """Return steps of one sequence that decodes, without and with a chunk beside it. Their KV goes to block 0."""
+    """Return steps of one sequence that decodes, without and with another one's chunk. Their KV goes to block 0."""
     plans, num_drafts = [], 2 if config.speculative else 0
     for i, params in enumerate(SAMPLINGS):
         context, chunk = min(CONTEXTS[i // 2], max_model_len - 1), CHUNKS[i % 2]

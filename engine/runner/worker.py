@@ -81,7 +81,7 @@ class Worker:
             self._receiver.close()
 
     def _ahead(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
-        """Yield from `_prepared` in a thread of its own, which prepares a step while the one before computes."""
+        """Yield from `_prepared` in a separate thread, which prepares a step while the one before computes."""
         ready: queue.SimpleQueue[tuple[PlanMessage, StepInputs] | BaseException | None] = queue.SimpleQueue()
 
         def receive() -> None:

@@ -97,7 +97,7 @@ class ProposalCost:
             means.setdefault(size, StepMean()).add(tokens, seconds)
 
     def of(self, sequences: int) -> tuple[float, float]:
-        """Return the seconds of a step that proposes nothing, and of each token that is proposed for so many sequences:
+        """Return the seconds of a step that proposes nothing, and of each token proposed for this many sequences:
         as measured with the nearest number, 0 where nothing was."""
         size = sequences.bit_length()
         idle, busy = self._nearest(self._idle, size), self._nearest(self._busy, size)
@@ -121,6 +121,6 @@ class DraftCost:
         self._proposals.observe_step(sequences, proposed, proposing_s)
 
     def of(self, sequences: int) -> tuple[float, float, float]:
-        """Return the seconds of a step, of each token in it, and of each that is proposed for so many sequences."""
+        """Return the seconds of a step, of each token in it, and of each that is proposed for this many sequences."""
         (fixed, slope), (idle, proposal) = self._verifying.coefficients, self._proposals.of(sequences)
         return fixed + idle, slope, proposal

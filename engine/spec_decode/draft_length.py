@@ -20,7 +20,7 @@ class SequenceDrafts:
     prediction: list[int] = field(default_factory=list)
     """Tokens of the text that the client expects."""
     drafter: SequenceDrafter | None = None
-    """None if a drafter with weights serves the sequence, or nobody has drafted for it yet."""
+    """None if a drafter with weights serves the sequence, or none has drafted for it yet."""
     started: bool = False
     """Somebody has drafted for it, or found that it does not pay."""
     proposed: list[int] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """The two kinds of drafters. A draft is accepted exactly where it equals the token that is sampled at its position, and
 that token is a function of (seed, position); so no drafter can change a text, and a bad one only wastes time.
 
-Speculative decoding: arXiv:2211.17192 (with a rejection rule in place of this comparison).
+Speculative decoding: arXiv:2211.17192 (with a rejection rule instead of this comparison).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the scheduler imports this file, and does without torch
 
 
 class SequenceDrafter(Protocol):
-    """Guesses how one sequence goes on."""
+    """Guesses how one sequence continues."""
 
     def propose(self, limit: int) -> Sequence[int]:
         """Return up to `limit` token ids that may follow the sequence as it is now."""
@@ -50,7 +50,7 @@ class DraftInputs:
     """The n entries of the plan that sampled."""
     batch: Batch
     """The target's inputs. A drafter's own KV has the same block ids, so `slot_mapping` and `block_table` hold for it;
-    `kv_cache` is the target's. Each token of an entry that verified drafts is a sequence of its own here."""
+    `kv_cache` is the target's. Each token of an entry that verified drafts is a separate sequence here."""
     tables: Tensor
     """[entries of the plan, max_blocks] int32, their block tables."""
     next_ids: Tensor
@@ -67,7 +67,7 @@ class DraftInputs:
 
 
 class ModelDrafter(Protocol):
-    """Guesses with weights, beside the target on rank 0; the other ranks get its drafts with the next plan."""
+    """Guesses with weights, on rank 0 with the target; the other ranks get its drafts with the next plan."""
 
     aux_layers: tuple[int, ...]
     """Layers of the target whose inputs it wants to see."""
@@ -81,7 +81,7 @@ class ModelDrafter(Protocol):
         """Make its KV cache, for as many blocks as the target's."""
 
     def follow(self, plan: StepPlan) -> None:
-        """Take note of a step of the target, of each in turn."""
+        """Take note of a step of the target, of each in order."""
 
     def propose(self, step: DraftInputs) -> Tensor:
         """Return [n, plan.num_drafts] int64, the tokens that may follow the newest one of each entry."""

@@ -111,7 +111,7 @@ class Eagle3Layer(LlamaLayer):
 
 
 class DraftVocabulary(Sharded):
-    """The target's tokens that the head may guess: each of its own ids, and how far the target's lies from it."""
+    """The target's tokens that the head may guess: each of the head's ids, and how far the target's lies from it."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -129,7 +129,7 @@ class Eagle3Head(NativeNames, nn.Module):
     unused: tuple[str, ...] = ()
 
     def __init__(self, cfg: Eagle3Config, stored: set[str]):
-        """stored: names of the checkpoint's tensors. It may do without an embedding or an output layer of its own."""
+        """stored: names of the checkpoint's tensors. It may lack an embedding or an output layer."""
         super().__init__()
         layers, single = cfg.layers, TPGroup.single()
         size, vocab_size = layers.hidden_size, layers.vocab_size

@@ -1,7 +1,7 @@
 """Drafting with a layer or two on top of the target's hidden states: EAGLE-3 and multi-token prediction.
 
 Such a head pairs the hidden state of a token with the token after it, and guesses the one after that; its own hidden
-state then stands in for the target's. It computes a pair for every row of the target's step, so its KV is complete but
+state then replaces the target's. It computes a pair for every row of the target's step, so its KV is complete but
 for tokens whose KV came from another engine.
 """
 

@@ -12,7 +12,7 @@ CANDIDATES = 8  # earlier places that are compared, newest first
 
 
 def match_length(text: Sequence[int], place: int, tokens: list[int], known: int, longest: int) -> int:
-    """Return how many of the newest tokens, `longest` at most, stand in `text` before `place`. At least `known` do."""
+    """Return how many of the newest tokens, `longest` at most, are in `text` before `place`. At least `known` do."""
     length, limit, end = known, min(longest, place, len(tokens)), len(tokens)
     while length < limit and text[place - 1 - length] == tokens[end - 1 - length]:
         length += 1
@@ -69,5 +69,5 @@ class NgramSequence:
             length = match_length(tokens, place, tokens, self._shortest, self._longest)
             if length > longest:
                 best, longest = place, length
-        period = end - best  # what repeats itself is taken to go on so
+        period = end - best  # what repeats itself is taken to continue so
         return [tokens[best + i % period] for i in range(limit)] if best else []

@@ -1,7 +1,7 @@
 """Suffix decoding: what followed the newest tokens in the sequence itself and in earlier answers of the model.
 
-Oliaro et al., SuffixDecoding, arXiv:2411.04975; vLLM's method `suffix`. In place of suffix trees there is an index of
-n-grams, whose matches are extended: one entry per token in place of a path of nodes. So of the places of a common
+Oliaro et al., SuffixDecoding, arXiv:2411.04975; vLLM's method `suffix`. Instead of suffix trees there is an index of
+n-grams, whose matches are extended: one entry per token instead of a path of nodes. So of the places of a common
 n-gram the newest are compared, and no others.
 """
 
@@ -86,7 +86,7 @@ class SuffixDrafter:
         return found
 
     def choose(self, rests: list[list[int]], limit: int) -> list[int]:
-        """Return the tokens with which most of these go on, one after the other, as long as enough of all do."""
+        """Return the tokens with which most of these continue, one after the other, as long as enough of all do."""
         drafts: list[int] = []
         least = self._least * len(rests)
         while rests and len(drafts) < limit:
@@ -100,7 +100,7 @@ class SuffixDrafter:
         return drafts
 
     def draft_tokens(self, match: int, limit: int) -> int:
-        """Return how many tokens may be drafted after a match of so many."""
+        """Return how many tokens may be drafted after a match of this many."""
         return min(limit, int(self._factor * match), self._depth - match)
 
 
@@ -130,7 +130,7 @@ class SuffixSequence:
         for (text, place), length in zip(found, lengths, strict=True):
             if length == longest:
                 rest = list(text[place : place + limit])
-                if text is tokens and len(rest) < limit:  # what repeats itself is taken to go on so
+                if text is tokens and len(rest) < limit:  # what repeats itself is taken to continue so
                     rest = [tokens[place + i % (end - place)] for i in range(limit)]
                 rests.append(rest)
         return drafter.choose(rests, limit)

@@ -28,7 +28,7 @@ def last_rows(sampled_rows: Tensor, tokens: Tensor, drafts: list[list[int]]) -> 
     lasts = np.cumsum(counts + 1) - 1
     first, last = copy_to(lasts - counts, tokens.device), copy_to(lasts, tokens.device)
     expected = copy_to([token for some in drafts for token in (*some, 0)], tokens.device)
-    # each sequence has an end of its own, whatever was sampled there
+    # each sequence has its own end, for any token sampled there
     ends = (tokens != expected).index_fill_(0, last, True)
     row = torch.arange(len(tokens), device=tokens.device)
     end = torch.where(ends, row, len(tokens)).flip(0).cummin(0).values.flip(0)[first]

@@ -10,7 +10,7 @@ class FreeText:
     is_done = False
     error: str | None = None
 
-    drafts: list[int] = []  # noqa: RUF012 - nobody adds to it
+    drafts: list[int] = []  # noqa: RUF012 - it is never changed
     forced = False
 
     def waits(self, in_flight: int) -> bool:

@@ -15,7 +15,7 @@ Metadata = Mapping[str, Any]
 CONTROL, USER_DEFINED = 3, 4  # of `tokenizer.ggml.token_type`
 PADDING = re.compile(r"\[PAD\d+\]")  # llama.cpp's names for rows of an embedding without a token
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our name -> the file's
-# Tokens that end a turn, whatever the file names: it has room for one or two, and templates use others. As llama.cpp,
+# Tokens that end a turn, besides the one or two that the file has room for: templates use others. As llama.cpp,
 # src/llama-vocab.cpp; `<|end|>` ends a message of gpt-oss, of which a turn may have several.
 END_OF_TURN = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
@@ -35,11 +35,11 @@ class Split:
     pattern: str | None
     """Regular expression of the pieces; None for GPT-2's."""
     digits: bool = False
-    """Whether each digit is a piece of its own."""
+    """True if each digit is a separate piece."""
     ignore_merges: bool = False
     """Whether a piece that is a token is taken whole."""
     add_bos: bool = False
-    """Whether texts begin with a token of their own, where the file does not say."""
+    """True if texts begin with a special token, where the file does not say."""
 
 
 LLAMA3 = (
@@ -167,7 +167,7 @@ def _tokens(metadata: Metadata) -> list[tuple[int, str]]:
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, metadata: Metadata) -> None:
     """Add the tokens that are found in a text before it is split: control tokens, which steer the model and are no
-    text, and those that were put beside the vocabulary."""
+    text, and those that were added to the vocabulary."""
     types = metadata.get("tokenizer.ggml.token_type") or ()
     kinds = dict(enumerate(types))
     special = [AddedToken(t, normalized=False) for i, t in _tokens(metadata) if kinds.get(i) == CONTROL]

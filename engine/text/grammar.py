@@ -1,6 +1,6 @@
 """Grammars that constrain an output: compiled, then matched token by token, by llguidance.
 
-Both may take long, a second for a hostile regex, so both run in threads beside the step loop (llguidance releases the
+Both may take long, a second for a hostile regex, so both run in threads, outside the step loop (llguidance releases the
 GIL): a request waits for its own grammar and masks, and others wait for them no longer than MASK_WAIT_S.
 """
 
@@ -37,7 +37,7 @@ MAX_LEXER_STATES = 20_000  # 1 to 2 kB each, per request
 # blanks between two tokens of JSON would put nothing else.
 WHITESPACE = "( |\n[ \t]{0,20})?"
 STOP_REASONS = {  # llguidance's names, where it says no more
-    "NoExtension": "no token of this model can go on with the output; allow more, or give it an end",
+    "NoExtension": "no token of this model can continue the output; allow more, or give it an end",
     "LexerTooComplex": "its regular expressions have too many states; make them simpler or shorter",
     "ParserTooComplex": "it can be read in too many ways; make it simpler",
     "can't determine decoder type": "a grammar needs the bytes of each token, which only byte-level and byte-fallback "
@@ -165,7 +165,7 @@ class Compilation:
 
 
 class GrammarCompiler:
-    """Compiles grammars in threads of its own, and caches them.
+    """Compiles grammars in its own threads, and caches them.
 
     If llguidance is not installed, or cannot read the model's tokenizer, only requests with a grammar are refused.
     """
@@ -191,7 +191,7 @@ class GrammarCompiler:
 
     def start(self, params: StructuredOutputsParams, output: list[int], now: float, client: str = "") -> Compilation:
         """Start to compile, unless it is cached. output: tokens that the request has already. client: whose turn it
-        takes, if nobody has asked for the same before."""
+        takes, if the same was not requested before."""
         key, deadline = (params.kind, params.text), now + COMPILE_TIMEOUT_S
         cached = self._cache.get(key)
         if cached is None or _was_refused(cached.compiled):
@@ -220,7 +220,7 @@ class GrammarCompiler:
         self._matchers.shutdown(wait=False, cancel_futures=True)
 
     def _compile_wanted(self, params: StructuredOutputsParams, cached: _CachedGrammar) -> CompiledGrammar:
-        """Raises Overloaded if nobody waits for it any more, InvalidParameter."""
+        """Raises Overloaded if no request waits for it any more, InvalidParameter."""
         if time.monotonic() >= cached.wanted_until:
             raise _never_began()
         return self._compile(params)
@@ -283,7 +283,7 @@ def source(params: StructuredOutputsParams) -> str:
 
 
 def expected(params: StructuredOutputsParams, problem: str) -> str:
-    """Return what would have been valid in place of a grammar with this problem."""
+    """Return what would have been valid instead of a grammar with this problem."""
     valid = {
         "json": "a JSON schema that can be enforced",
         "json_object": "left out",

@@ -16,7 +16,7 @@ import tokenizers
 from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
 from engine.text.tokenizer_files import chat_template, decoder_steps, read_config, read_tokenizer, special_tokens
 
-NFC_SHRINKS = 3  # at most so many bytes become one when characters are composed
+NFC_SHRINKS = 3  # at most this many bytes become one when characters are composed
 CUT_TOKENS = 64  # that are cut off with the end of a text that was cut, since it may have had others there
 
 
@@ -47,7 +47,7 @@ class Tokenizer:
         """Read a model folder. Raises ModelFolderError if it has no tokenizer that can be read.
 
         decodes: tokens are to become text again, which a few decoders cannot do one by one.
-        template: in place of the folder's chat template.
+        template: used instead of the folder's chat template.
         """
         backend, config = read_tokenizer(folder), read_config(folder)
         tokenizer = cls(backend, special_tokens(config), template or chat_template(folder, config))
@@ -274,7 +274,7 @@ class Tokenizer:
 
 
 def _left_for_texts(max_tokens: int, num_texts: int, num_special: int) -> int:
-    """Return how many tokens texts may have beside special ones. Raises InvalidParameter if that is not one each."""
+    """Return how many tokens texts may have besides special ones. Raises InvalidParameter if that is not one each."""
     if max_tokens - num_special < num_texts:
         raise InvalidParameter("truncate_prompt_tokens", max_tokens, f"at least {num_special + num_texts} here")
     return max_tokens - num_special

@@ -1,4 +1,4 @@
-"""Reads the tokenizer of a model folder, of whatever kind, as a `tokenizers` tokenizer.
+"""Reads the tokenizer of a model folder, of any kind, as a `tokenizers` tokenizer.
 
 Python code of the folder is never run. What is no tokenizer.json is converted by transformers, which the functions
 import, since that takes seconds.

@@ -46,7 +46,7 @@ class OpenHandoff:
 
 @dataclass(frozen=True, slots=True)
 class CancelHandoff:
-    """Give up a prompt that nobody wants any more.
+    """Give up a prompt that is not wanted any more.
 
     Failed follows once nothing is being read (reason `cancelled`, if it had not failed already), or Received, if that
     was on the way.
@@ -63,7 +63,7 @@ class AcceptPrefill:
     """Take a prefill request, once.
 
     Closed follows, at the latest one lease after decode's last sign of life. If the prompt is still being computed
-    then, nobody wants it any more.
+    then, its KV is not wanted any more.
     """
 
     remote_request: RemoteRequest
@@ -142,7 +142,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Prefill: nobody reads the blocks any more."""
+    """Prefill: the blocks are not read any more."""
 
     handoff_id: str
     reason: str  #: `released`, `cancelled` or `expired`

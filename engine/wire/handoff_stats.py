@@ -19,7 +19,7 @@ class HandoffInfo(msgspec.Struct, frozen=True, kw_only=True):
     peer: str  #: id of the other engine; empty until it is known
     state: str
     age_s: float  #: since it was opened or accepted here
-    deadline_s: float  #: until this side gives up, if it hears nothing more
+    deadline_s: float  #: until this side gives up, if no message arrives
     num_bytes: int = 0  #: read so far (decode)
 
 

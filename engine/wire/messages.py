@@ -41,7 +41,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Images of the prompt, by their place in it; they do not overlap."""
     params: SamplingParams = SamplingParams()
     pooling: PoolingParams | None = None
-    """Asks for a vector or a score in place of tokens; `params` is then without effect."""
+    """Asks for a vector or a score instead of tokens; `params` is then without effect."""
     reply_to: str = ""
     """ZMQ address of the ingress's token channel; empty for in-process use."""
     client: str = ""
@@ -370,7 +370,7 @@ class PrefillReplicas(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Compute prompts anew, whatever is cached."""
+    """Compute prompts anew, and use no cached prefix."""
 
 
 Command = Add | Abort | Subscribe | ResetPrefixCache | Prefill | CancelPrefill | RemoteRequestFailed | PrefillReplicas

@@ -24,7 +24,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     """Digest of config.json and the weights."""
     vocabulary: str
     """Digest of what each token id stands for; empty for a model without a tokenizer. Engines of one vocabulary
-    understand each other's prompts, whatever their weights."""
+    understand each other's prompts, with any weights."""
 
     @classmethod
     def of(cls, folder: Path) -> ModelIdentity:

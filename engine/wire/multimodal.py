@@ -1,4 +1,4 @@
-"""Images of a prompt on their way to an engine; the names are those of vLLM's `MultiModalFeatureSpec`."""
+"""Images of a prompt, as they are sent to an engine; the names are those of vLLM's `MultiModalFeatureSpec`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MultiModalFeatureSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of the vision encoder for this image alone, named as in the output of transformers' image processor:
     `pixel_values` and, by family, `image_grid_thw` [1, 3] (Qwen) or `image_sizes` [1, 2] (Pixtral).
 
-    The pixels are float32, or bytes for a look-up beside them: `pixel_table` [3, 256], float32, holds what an image
+    The pixels are float32, or bytes for a look-up table: `pixel_table` [3, 256], float32, holds what an image
     processor's rescaling and normalization make of each value of a channel. Behind their first dimension, pixels are
     ordered by channel first."""
     mm_hash: bytes

@@ -13,7 +13,7 @@ class TimelineEvent(msgspec.Struct, frozen=True):
     at: float
     """Seconds since 1970, by the clock of the machine it happened on."""
     where: str
-    """The ingress or engine it happened in; empty while it is on its way to the ingress from the engine itself."""
+    """The ingress or engine it happened in; empty until the ingress gets it from the engine itself."""
     what: str
 
     @classmethod

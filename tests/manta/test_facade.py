@@ -39,5 +39,5 @@ def test_whoever_imports_it_where_another_package_hides_ours_is_told_which(file,
     last = done.stderr.splitlines()[-1]
     name = file.partition("/")[0].removesuffix(".py")
     assert last.startswith(
-        f"ImportError: {tmp_path / file} is imported as `{name}` in place of {ROOT / name}: rename it"
+        f"ImportError: {tmp_path / file} is imported as `{name}` instead of {ROOT / name}: rename it"
     )

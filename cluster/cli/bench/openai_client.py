@@ -95,7 +95,7 @@ CHUNKS = msgspec.json.Decoder(Chunk)
 
 
 class EventParser:
-    """Splits a stream of server-sent events, in whatever pieces it arrives, into their data."""
+    """Splits a stream of server-sent events, in any pieces, into their data."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bar(shown: bool | None = None) -> Progress:
-    """Make a bar on stderr, by default if that is a terminal; redrawn seldom, since it runs beside a measurement."""
+    """Make a bar on stderr, by default if that is a terminal; redrawn seldom, since it runs during a measurement."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

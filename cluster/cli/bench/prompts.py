@@ -67,7 +67,7 @@ def with_prefixes(
     """Return prompts of `input_len` tokens each, behind `prefix_len` tokens that all of their group share.
 
     Groups take turns: prompt i begins with prefix i modulo `prefix_groups`.
-    text: words in place of token ids; lengths then are about right.
+    text: words instead of token ids; lengths then are about right.
     """
     rng = random.Random(seed)
     if text:

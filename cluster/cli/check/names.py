@@ -26,7 +26,7 @@ def check_folder(folder: Path) -> Iterator[Finding]:
 
 
 def check_distributions() -> Iterator[Finding]:
-    """Check whether another distribution has installed a package of ours: pip overwrites files without a word."""
+    """Check whether another distribution has installed a package of ours: pip overwrites files silently."""
     owners = packages_distributions()
     for name in OUTERMOST:
         if others := sorted(set(owners.get(name, ())) - {DISTRIBUTION}):

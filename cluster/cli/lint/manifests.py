@@ -117,7 +117,7 @@ class Group:
 
 
 class Service:
-    """A RayService, with the manifests that are deployed beside it."""
+    """A RayService, with the manifests that are deployed with it."""
 
     def __init__(self, manifest: Manifest, manifests: Sequence[Manifest]):
         self.name = f"RayService {manifest['metadata']['name']}"
@@ -169,7 +169,7 @@ class Service:
 
     @cached_property
     def apps(self) -> list[tuple[Manifest, AppConfig]]:
-        """Manta's applications, as they stand there and parsed. Raises StartupError."""
+        """Manta's applications, as written and parsed. Raises StartupError."""
         found = []
         for i, app in serve_config.ours(self.serve):
             found.append((app, AppConfig.of(app)))

@@ -11,8 +11,8 @@ R = TypeVar("R")
 
 
 async def in_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return what `work` returns. If the task is cancelled meanwhile, the work is waited for first, so that whoever
-    gets the claim on a batch next does not meet it."""
+    """Return what `work` returns. If the task is cancelled meanwhile, the work is waited for first, so that the
+    next holder of the claim on a batch does not meet it."""
     call = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
     try:
         return await asyncio.shield(call)

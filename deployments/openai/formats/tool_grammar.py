@@ -108,7 +108,7 @@ class ToolGrammar:
         return {"type": "array", "minItems": 1, **max_items, "items": calls}
 
     def _content_or_calls(self) -> str:
-        """Return the rule for calls that the model may write of its own accord."""
+        """Return the rule for calls that the model may write unasked."""
         if self._format is not None and self._format.whole_key:
             call = json_rule(calls_schema(self._tools, self._format.whole_key, "#", strict_only=True))
             calls = f'{call} (";" GAP {call})*' if self._parallel else call

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it needs pyzmq
     from engine.kv_transfer.channel import HandoffChannel
 
 TIMEOUT_S = 10.0  # after which an image that waits in an encode engine is encoded here
-AHEAD = 2  # images per encode engine, up to which it is asked ahead: it always has one to go on with, and no queue
+AHEAD = 2  # images per encode engine, up to which it is asked ahead: it always has a next one, and no queue
 MAX_FAILED = 1000  # images to be encoded here that are remembered; requests that brought them may have ended
 
 Note = Callable[[str], None]  # adds an event to the timeline of a request
@@ -29,7 +29,7 @@ Note = Callable[[str], None]  # adds an event to the timeline of a request
 class ImageHandoffs:
     """Handoffs of images: to an encode engine an image is a prompt of placeholders, whose KV is its embeddings.
 
-    They arrive in blocks of their own, from which a step copies them into the encoder cache.
+    They arrive in separate blocks, from which a step copies them into the encoder cache.
     """
 
     def __init__(

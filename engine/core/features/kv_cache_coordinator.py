@@ -35,7 +35,7 @@ def kv_cache_of(
 class KVCacheCoordinator(KVCacheManager):
     """Has the methods of a manager, and one manager for each KV cache group. A model whose layers are alike has none.
 
-    Groups have pools of their own over one chain of hashes. A request holds blocks in all of them or in none, and a
+    Each group has its own pool, over one chain of hashes. A request holds blocks in all of them or in none, and a
     prefix counts as cached as far as every group has what it needs of it. After vLLM's class of this name.
     """
 

@@ -48,7 +48,7 @@ class Speculator:
     """Drafts tokens for the decoding requests of one scheduler.
 
     A request is not planned ahead where drafts may follow the token in flight, and where drafts are being verified. Any
-    other one is, as ever.
+    other one is.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Speculator:
         return drafts[: self._step.length(self._start(request).acceptance(len(request.tokens)), len(drafts))]
 
     def guess(self, request: Request, capacity: int = MAX_SPECULATIVE_TOKENS) -> list[int]:
-        """Return up to `capacity` tokens that may follow the newest one of a request, whatever its grammar says."""
+        """Return up to `capacity` tokens that may follow the newest one of a request, ignoring its grammar."""
         drafts = self._start(request)
         length, proposed = len(request.tokens), drafts.proposed
         drafts.proposed = []  # they follow this token, and no later one

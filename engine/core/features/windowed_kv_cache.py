@@ -22,7 +22,7 @@ class WindowedKVCacheManager(KVCacheManager):
     """
 
     def __init__(self, pool: BlockPool, spec: KVCacheSpec, step_tokens: int, group: int = 0):
-        """step_tokens: of its prompt, for which a request is given blocks before it starts, beside its window."""
+        """step_tokens: of its prompt, for which a request is given blocks before it starts, besides its window."""
         super().__init__(pool, group)
         self._spec, self._step_tokens = spec, step_tokens
 
@@ -61,7 +61,7 @@ class WindowedKVCacheManager(KVCacheManager):
                 self._changes.append(BlockChange(request.slot, first, nulls, group=self._group))
 
     def _first(self, count: int) -> int:
-        """Return the first block that is needed to go on behind `count` blocks."""
+        """Return the first block that is needed to continue after `count` blocks."""
         return self._spec.first_needed(count * self.pool.block_size) // self.pool.block_size
 
 

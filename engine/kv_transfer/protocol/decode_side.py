@@ -34,7 +34,7 @@ LOST = ("unknown", "expired")  # reasons of Refused: the lease is over
 
 # Reasons for which a handoff fails, and whether another prefill engine may succeed.
 FAILURES = {
-    "cancelled": False,  # nobody wants it
+    "cancelled": False,  # its client has left
     "remote_prefill_failed": True,  # the call with the prefill request failed; the caller says whether to retry
     "not_accepted": True,  # no answer within accept_s
     "refused": True,  # prefill cannot or will not compute it
@@ -206,7 +206,7 @@ class DecodeHandoff:
             self._out.commands.append(StopRead(self.reading.read_id))
 
     def deadline_s(self, now: float) -> float:
-        """Return the seconds until this side gives up, if it hears nothing more."""
+        """Return the seconds until this side gives up, if no message arrives."""
         return self.due - now + self._config.heartbeat_s * (self._patience() - self._missed)
 
     def _patience(self) -> int:

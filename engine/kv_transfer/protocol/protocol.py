@@ -17,7 +17,7 @@ Messages may be lost, doubled, late and out of order, and either side may stop f
 **What decode keeps is correct.** Only `Closed` ends prefill's claim on the blocks, and a closed handoff answers no
 heartbeat with Progress. So when prefill handles a heartbeat with Progress, the blocks have belonged to the handoff
 until this moment. Decode sends a heartbeat after a read has ended. When its echo comes back, the read was over before
-prefill handled the heartbeat, and what it brought is correct, whatever becomes of prefill afterwards. Such blocks are
+prefill handled the heartbeat, and what it brought is correct, even if prefill fails afterwards. Such blocks are
 called validated; they outlive a failed handoff. Release validates all blocks at once: it is first sent when all reads
 are over, and none is started later; Released(held=True) says that it found the handoff open. All this is an order of
 causes, not of clocks, so no drift, no suspended machine and no late timer can make it false. What a read brought that
@@ -36,7 +36,7 @@ request's own deadline (CancelHandoff).
 **Nobody is mistaken for another.** A handoff_id is never used twice, an engine is known by the epoch of its start,
 and a handoff is bound to the first engine that answers for it and to the lease that it names: should that engine get
 the request a second time, after the first lease has ended, it counts as another. Another engine that got the same
-request is told to cancel, and so is one that goes on with a handoff that is over here. Anything else from the past is
+request gets a Cancel, and so does one that continues a handoff that is over here. Anything else from the past is
 dropped, and counted.
 """
 
@@ -237,7 +237,7 @@ class HandoffProtocol:
         handoff = self.decode_handoffs.get(message.handoff_id)
         if handoff is None or (handoff.source and (handoff.source, handoff.lease) != (sender, message.lease)):
             self.out.counters.stale_messages += 1
-            if isinstance(message, Progress):  # nobody reads from it: it need not wait for the end of its lease
+            if isinstance(message, Progress):  # none of its blocks are read: it need not wait for the end of its lease
                 self.out.messages.append((sender, Cancel(message.handoff_id, message.lease)))
             return
         if isinstance(message, Progress):

@@ -1,9 +1,9 @@
-"""NIXL transport (UCX): shared memory, RDMA or NVLink, whatever UCX finds between the two. Optional package.
+"""NIXL transport (UCX): shared memory, RDMA or NVLink, as UCX finds between the two. Optional package.
 
 Transfers write to buffers of the transport's own, which are copied into the cache. A transfer under way cannot be
-taken back for sure: when its peer hangs, nobody knows whether it will still write. It then keeps its buffer, and the
+taken back for sure: when its peer hangs, it may still write later. It then keeps its buffer, and the
 blocks of the cache are free at once. Reads share MAX_BUFFERS, for which the cache leaves memory; each read may have one
-whatever the others have, and only those of transfers that hang or fail come on top. The copy takes 0.4 of the time of
+of any size, and only those of transfers that hang or fail come on top. The copy takes 0.4 of the time of
 the transfer itself (CPU, 16 MB, two processes of one machine).
 
 NIXL itself has no checksums; the links that it uses do.

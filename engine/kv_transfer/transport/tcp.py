@@ -6,8 +6,8 @@ them there, recvmsg_into scatters them here.
 
 When a connection opens, each side proves by a challenge (HMAC, RFC 2104) that it has a secret of both the cluster and
 the source's process: no stranger reads KV or passes for a source, and a new process at an old address is not taken for
-the one before. What follows is neither encrypted nor signed: who can listen on the network between the two sees it, and
-who can alter packets there can alter it.
+the one before. What follows is neither encrypted nor signed: an attacker on the network between the two can
+read it, and one who can alter packets can alter it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESPONSE = struct.Struct("<32s32s")  # the reader's: nonce, proof; a frame with 
 REQUEST = struct.Struct("<4sIHHQ")  # MAGIC, number of blocks, first head, heads, checksum; then block ids
 MAGIC = b"KV02"
 FRAME = struct.Struct("<IIQ")  # number, bytes, checksum; then the bytes
-REFUSED = 0xFFFFFFFF  # in place of a frame's number; the bytes are the reason, in UTF-8
+REFUSED = 0xFFFFFFFF  # instead of a frame's number; the bytes are the reason, in UTF-8
 MAX_REASON = 1000  # bytes
 NAME = "kv_tcp"  # of the socket in metrics
 CLOSE_S = 1.0  # limit for a thread to end
@@ -152,7 +152,7 @@ class TcpTransport:
             return connection
 
     def _give_up(self, source: bytes, connection: socket.socket) -> None:
-        """Close a connection whose read failed: what it still carries belongs to nobody."""
+        """Close a connection whose read failed: what it still carries is dropped."""
         with self._lock:
             if source in self._busy:
                 self._busy[source].discard(connection)
@@ -289,7 +289,7 @@ def shared_secret(cluster: ClusterKey | None, source: bytes) -> bytes:
 
 
 def prove(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
-    """Return 32 bytes that only who has the secret can know. side: who says so, since each would echo the other's."""
+    """Return 32 bytes that only a holder of the secret can know. side: of the sender, which cannot echo the other's."""
     return hmac.digest(secret, b"".join([side, *nonces]), "sha256")
 
 

@@ -57,7 +57,7 @@ class ReadTask:
 
 
 class KVTransferWorker:
-    """Serves from the constructor on, with threads of its own.
+    """Serves from the constructor on, with its own threads.
 
     Commands (KVWorkerCommand, msgpack) come to a ZMQ PULL socket at `address`: Attach first, then Read, StopRead and
     DropSource. One ReadEnded answers every Read. Reads from one peer follow each other; reads from different peers run
@@ -110,7 +110,7 @@ class KVTransferWorker:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop all reads, and let nobody read here any more. Answers to reads may be lost."""
+        """Stop all reads, and admit no more from here. Answers to reads may be lost."""
         self._closing.set()
         self._thread.join()
         with self._lock:
@@ -253,7 +253,7 @@ class KVTransferWorker:
     def _end(self, task: ReadTask, ended: ReadEnded) -> None:
         del self._tasks[task.read.read_id]
         if self._answers is None:
-            logger.error("nobody has attached to the KV worker, so nobody hears of %s", ended)
+            logger.error("no engine has attached to the KV worker, so %s is not reported", ended)
         else:
             self._answer(ended)
 

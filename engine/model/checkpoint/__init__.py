@@ -1,1 +1,1 @@
-"""The files of a model: where they are, the small ones of JSON, and other files in their place."""
+"""The files of a model: where they are, the small ones of JSON, and files that replace them."""

@@ -143,8 +143,8 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
-    """Tokens that end a generation, from generation_config.json if it names any, since chat models end turns with a
-    token of their own; otherwise from config.json."""
+    """Tokens that end a generation, from generation_config.json if it names any, since chat models end turns with
+    another token; otherwise from config.json."""
     named = _generation_config(folder).get("eos_token_id")
     return as_token_ids(read_json(folder, "config.json").get("eos_token_id") if named is None else named)
 

@@ -1,4 +1,4 @@
-"""Opens files of weights, whatever their format."""
+"""Opens files of weights in any supported format."""
 
 from __future__ import annotations
 

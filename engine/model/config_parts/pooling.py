@@ -1,4 +1,4 @@
-"""The modules that turn hidden states into an embedding or a score: sentence-transformers writes them beside a model.
+"""The modules that turn hidden states into an embedding or a score: sentence-transformers writes their files.
 
 https://sbert.net/docs/package_reference/sentence_transformer/modules.html describes the files.
 """

@@ -128,7 +128,7 @@ def lfm2_names(raw: Fields) -> Fields:
 
 
 def kimi_names(raw: Fields) -> Fields:
-    """The published config.json numbers layers from 1, in a part of its own."""
+    """The published config.json numbers layers from 1, in a separate part."""
     linear, layers = raw.get("linear_attn_config"), raw["num_hidden_layers"]
     own = {
         "max_position_embeddings": raw["model_max_length"],

@@ -30,7 +30,7 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     """One for each wavelength (longrope)."""
     partial_rotary_factor: float = 1.0
-    """Part of each head's values that is rotated, whatever the type."""
+    """Part of each head's values that is rotated, for every type."""
 
 
 def read_ropes(raw: Fields, windows: tuple[int | None, ...], longest: int) -> tuple[RopeConfig, ...]:
@@ -50,7 +50,7 @@ def read_ropes(raw: Fields, windows: tuple[int | None, ...], longest: int) -> tu
 
 
 def _rope(parameters: Fields, theta: float, raw: Fields, longest: int) -> RopeConfig:
-    """One set of parameters. `theta` and the rest of config.json apply where it has none of its own."""
+    """One set of parameters. `theta` and the rest of config.json apply where it has none."""
     partial = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if partial != 1.0 and "partial_rotary_factor" not in raw:  # the family's code rotates whole heads
         raise Unsupported("partial_rotary_factor", partial)

@@ -11,14 +11,14 @@ from engine.model.families import VISION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """What a multimodal model has beside its language model; its images are encoded by transformers' own code."""
+    """A multimodal model's parts for images, which transformers' own code encodes."""
 
     transformers: str
     """config.json."""
     image_token_id: int
     """Placeholder of an embedding in a prompt."""
     deepstack: int = 0
-    """Layers, the first ones, behind which an image adds something of its own."""
+    """Layers, the first ones, after which an image adds its own features."""
     merge_size: int = 1
     """Patches of an image's height, and of its width, that make one embedding."""
     mm_tokens_per_image: int = 0

@@ -84,8 +84,8 @@ class LMHead(VocabParallel):
 
 
 class TiedLMHead(LMHead):
-    """A head that shares the embedding's matrix, so it reads nothing from the checkpoint, until `untie` gives it one
-    of its own."""
+    """A head that shares the embedding's matrix, so it reads nothing from the checkpoint, until `untie` gives it a
+    matrix."""
 
     def __init__(self, embedding: VocabEmbedding, format: Online | None = None):
         Sharded.__init__(self)

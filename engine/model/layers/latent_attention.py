@@ -123,7 +123,7 @@ class HeadProjections(Linear):
 
 
 def of_heads(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """Multiply each head [tokens, heads, inputs] by its weight, with a layer's kernel: a row has the same bits beside
+    """Multiply each head [tokens, heads, inputs] by its weight, with a layer's kernel: a row has the same bits with
     any others."""
     heads = x.transpose(0, 1).contiguous()
     return torch.stack([linear.linear(head, weight) for head, weight in zip(heads, weights, strict=True)], dim=1)

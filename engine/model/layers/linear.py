@@ -21,7 +21,7 @@ class Linear(Sharded):
     """The product with this rank's shards of `weights`, which lie one below the other.
 
     format: how the checkpoint stores them, None for ordinary weights. Quantized weights stay in `stored` until `pack`
-    turns them into whatever multiplies them fastest: a `kernel`, or an ordinary `weight`.
+    turns them into what multiplies them fastest: a `kernel`, or an ordinary `weight`.
     """
 
     def __init__(self, weights: dict[str, Shard], format: WeightFormat | None):

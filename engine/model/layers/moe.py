@@ -1,5 +1,5 @@
-"""Mixture of experts. Every rank holds a slice of every expert, so that ranks have equal work whatever the router
-picks, and one all-reduce ends the layer as it does an ordinary MLP."""
+"""Mixture of experts. Every rank holds a slice of every expert, so that ranks have equal work for any choice of the
+router, and one all-reduce ends the layer as it does an ordinary MLP."""
 
 from __future__ import annotations
 

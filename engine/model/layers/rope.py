@@ -34,7 +34,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return _llama3(1.0 / wavelengths, rope)
     if rope.type == "yarn":
         return _yarn(wavelengths, rope, rotary_dim)
-    if rope.type == "longrope":  # LongRoPE, arXiv:2402.13753: a factor of its own for each wave
+    if rope.type == "longrope":  # LongRoPE, arXiv:2402.13753: one factor for each wave
         return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32, device="cpu") * wavelengths)
     return 1.0 / wavelengths
 

@@ -1,5 +1,5 @@
 """DeepSeek V2 and V3, arXiv:2405.04434 and arXiv:2412.19437, Kimi K2, which is V3, and GLM 4.7 Flash: latent attention,
-and experts beside some that all tokens share. MiniCPM 3, arXiv:2404.06395, has the attention alone."""
+and routed experts next to some that all tokens share. MiniCPM 3, arXiv:2404.06395, has the attention alone."""
 
 from __future__ import annotations
 

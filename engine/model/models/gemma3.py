@@ -1,5 +1,5 @@
 """Gemma 3, text only, arXiv:2503.19786: scaled embeddings, norms before and after each block, norms of queries and
-keys. Its windowed layers, with a rotary embedding of their own, are a matter of configuration."""
+keys. Its windowed layers, with another rotary embedding, are a matter of configuration."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class GptOssAttention(LlamaAttention, Sharded):
 
 
 class GptOssExperts(Experts):
-    """This rank's slice of every expert, with rows of gate and up in turns.
+    """This rank's slice of every expert, with rows of gate and up alternating.
 
     gate_up: [experts, 2 * slice, hidden], down: [experts, hidden, slice]
 

@@ -85,7 +85,7 @@ class LlamaForCausalLM(NativeNames, nn.Module):
 
     packed: ClassVar[dict[str, str]] = PACKED
     unused: tuple[str, ...] = ()
-    """Prefixes of tensors in the checkpoint that nobody needs."""
+    """Prefixes of tensors in the checkpoint that are not used."""
     aux_layers: tuple[int, ...] = ()
     """Layers whose inputs a drafter wants to see, in order."""
     layer_type: ClassVar[type[nn.Module]] = LlamaLayer

@@ -22,7 +22,7 @@ BLOCK_INPUTS = 1024  # that oneDNN sums at a time, but for a row that is alone, 
 
 @cache
 def cpu_kernels() -> Any:
-    """The module of our own kernel, or None where it cannot run."""
+    """The module of our kernel, or None where it cannot run."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512") or not numba_found():
         return None
     from engine.model.ops.cpu import linear as cpu
@@ -31,7 +31,7 @@ def cpu_kernels() -> Any:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A row has the same bits beside any others, on a CPU with a packed weight; oneDNN computes one that is alone
+    """A row has the same bits with any others, on a CPU with a packed weight; oneDNN computes one that is alone
     twice for that."""
     if is_ours(weight):
         return cpu_kernels().multiply(x, weight, bias)

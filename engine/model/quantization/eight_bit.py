@@ -1,4 +1,4 @@
-"""Formats with one byte per weight: a tensor of the weight's own shape, with scales beside it."""
+"""Formats with one byte per weight: a tensor of the weight's own shape, and scales."""
 
 from __future__ import annotations
 

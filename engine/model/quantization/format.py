@@ -1,6 +1,6 @@
 """Formats of quantized weights: how a checkpoint stores one, and how a rank reads its shard of it.
 
-A format names the tensors that stand in place of `weight` and decodes them into a QuantizedWeight. Each dimension of
+A format names the tensors that replace `weight` and decodes them into a QuantizedWeight. Each dimension of
 such a tensor runs along the weight's outputs or inputs in units: one scale for 128 columns, one word for eight rows. A
 rank reads every entry that its own rows or columns touch, so any split over ranks works; the surplus is cut off later.
 """
@@ -56,7 +56,7 @@ class WeightFormat(Protocol):
     """The way a checkpoint stores a weight [outputs, inputs]."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
-        """The tensors in place of `weight`, by the endings of their names."""
+        """The tensors that replace `weight`, by the endings of their names."""
 
     def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
         """The shard of the weight, from its `stored_tensors` as this rank has read them."""

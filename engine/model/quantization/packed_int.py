@@ -58,7 +58,7 @@ class PackedInt:
 @dataclass(frozen=True, slots=True)
 class AWQ(PackedInt):
     """Activation-aware quantization, arXiv:2306.00978, as AutoAWQ writes it (version `gemm`): inputs as rows, eight
-    outputs to a word, in an order of its own."""
+    outputs to a word, in a special order."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         outputs, groups = QuantAxis(OUTPUTS, self.word), self.groups(weight)

@@ -1,4 +1,4 @@
-"""A quantized weight, whatever format it was stored in."""
+"""A quantized weight, of any stored format."""
 
 from __future__ import annotations
 

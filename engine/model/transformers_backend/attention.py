@@ -37,7 +37,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The tokens that one sees beside itself: all tokens before it, or those in its `window`, or in its `chunk`."""
+    """The tokens that one sees besides itself: all tokens before it, or those in its `window`, or in its `chunk`."""
 
     window: int | None = None
     chunk: int | None = None

@@ -1,4 +1,4 @@
-"""Our layers in place of transformers' modules. transformers computes with a batch dimension of one: [1, tokens, size].
+"""Our layers, instead of transformers' modules. transformers computes with a batch dimension of one: [1, tokens, size].
 
 Which linear layers are split over the ranks is what transformers' own plan says (`base_model_tp_plan`); the others,
 and modules that stay transformers' own, are held whole by every rank.
@@ -153,7 +153,7 @@ class Head(BiasedHead):
 
 
 class TiedHead(BiasedHead, TiedLMHead):
-    """A head that shares the embedding's matrix, with a bias of its own."""
+    """A head that shares the embedding's matrix, and has a bias."""
 
     def __init__(self, embedding: VocabEmbedding, format: Online | None = None):
         TiedLMHead.__init__(self, embedding, format)
@@ -310,7 +310,7 @@ def has_plain_experts(module: Any, name: str) -> bool:
 
 def rms_norm_shift(module: nn.Module) -> float | None:
     """Return what the module adds to its weight if it computes RMSNorm as we do, in float32; None if it computes
-    anything else. Found by trying, since every family of transformers has a class of its own."""
+    anything else. Found by trying, since every family of transformers has another class."""
     weights = dict(module.named_parameters())
     if not type(module).__name__.endswith("RMSNorm") or list(weights) != ["weight"] or norm_eps(module) is None:
         return None

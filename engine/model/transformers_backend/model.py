@@ -258,7 +258,7 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: Checkpoint
     head: LMHead
     if cfg.tie_word_embeddings:
         if own is None:
-            raise UnsupportedArchitecture(cfg.architecture, "its head is tied to an embedding of a kind of its own")
+            raise UnsupportedArchitecture(cfg.architecture, "its head is tied to an embedding of an unknown kind")
         head = (TiedLMHead if output.bias is None else TiedHead)(own, cfg.head_format)
     else:
         head_type = LMHead if output.bias is None else Head

@@ -52,7 +52,7 @@ class CheckpointNames:
             if any(re.search(target.replace(r"\1", ".*"), name) for name in names)
             for operation in other.operations
         }
-        """Names of the operations that this checkpoint would need beside those that are known here."""
+        """Names of the operations that this checkpoint would need in addition to those that are known here."""
         self._parameters = parameters
 
     def is_merged(self, parameter: str) -> bool:

@@ -1,4 +1,4 @@
-"""Rotary embedding (see engine/model/ops/rope.py) in the kernel that writes keys, in place of transformers' function.
+"""Rotary embedding (see engine/model/ops/rope.py) in the kernel that writes keys, instead of transformers' function.
 
 transformers' layers call a function of their module, `apply_rotary_pos_emb`, and most hand its results to attention as
 they are. Those of them whose function computes what our kernel does leave the rotation to it: a trial finds them.

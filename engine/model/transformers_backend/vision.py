@@ -1,5 +1,5 @@
-"""The part of a multimodal model that sees: vision tower and projector, as transformers computes them, on a CPU with
-the kernels of our own linear layers."""
+"""The part of a multimodal model that encodes images, vision tower and projector: transformers' code, on a CPU with
+the kernels of our linear layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def look_up(pixels: Tensor, table: Tensor) -> Tensor:
 
 
 class TowerLinear(nn.Module):
-    """[..., inputs] -> [..., outputs], by the kernels of our own layers."""
+    """[..., inputs] -> [..., outputs], by the kernels of our layers."""
 
     def __init__(self, layer: nn.Linear | nn.Conv2d | nn.Conv3d):
         super().__init__()
@@ -66,7 +66,7 @@ class TowerPatches(TowerLinear):
 
 
 def with_own_kernels(model: nn.Module) -> None:
-    """Replace layers of a tower that the kernels of our own linear layers can compute."""
+    """Replace layers of a tower that the kernels of our linear layers can compute."""
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear:
             model.set_submodule(name, TowerLinear(layer))
@@ -79,8 +79,8 @@ def with_own_kernels(model: nn.Module) -> None:
 class VisionEncoder(Sharded):
     """An image, as transformers' image processor made it -> [embeddings, (1 + deepstack) * hidden].
 
-    Every rank holds all of it and encodes every image: a tower is small beside its language model, and the embeddings
-    need not travel. None of this has run on a GPU yet.
+    Every rank holds all of it and encodes every image: a tower is small compared with its language model, and
+    embeddings need not travel. None of this has run on a GPU yet.
     """
 
     def __init__(self, cfg: VisionConfig):

@@ -97,7 +97,7 @@ def test_a_prompt_that_does_not_show_each_image_once_is_refused(tmp_path, text):
 
 def test_a_text_with_the_placeholder_of_an_embedding_is_refused_beside_images(tmp_path):
     images = processor(tmp_path, "gemma3")
-    with pytest.raises(RequestError, match="no text beside images may have '<image_soft_token>'"):
+    with pytest.raises(RequestError, match="no text together with images may have '<image_soft_token>'"):
         images.place("<image_soft_token> <start_of_image>", [images.process(picture(8, 8), "image")], 1000)
 
 

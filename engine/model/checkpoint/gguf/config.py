@@ -35,7 +35,7 @@ class Family:
     fields: Fields = field(default_factory=dict)
     """Fields of config.json that all its models have."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """Parts of tensors' names in a checkpoint, and what this family has in their place."""
+    """Parts of tensors' names in a checkpoint, and what this family has instead."""
     rotated_pairs: bool = False
     """Whether llama.cpp stores the rows of queries and keys in pairs."""
     norm_shift: float = 0.0

@@ -1,5 +1,5 @@
 """A GGUF file as a model folder in the cache: config.json, the tokenizer and its chat template from the metadata, an
-index of the tensors, and links to the file. Whatever reads a model then finds what it finds in any other."""
+index of the tensors, and links to the file. Readers of a model find in it what they find in any other."""
 
 from __future__ import annotations
 

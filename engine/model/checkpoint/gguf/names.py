@@ -95,7 +95,7 @@ def _placed(path: str, suffix: str, entry: Entry, stacked_experts: bool) -> dict
 
 
 def _alternating(found: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors with experts as gpt-oss has them: gates and ups in turns in one, inputs before outputs."""
+    """Return the tensors with experts as gpt-oss has them: gates and ups alternating in one, inputs before outputs."""
     arranged: dict[str, Entry] = {}
     for name, entry in found.items():
         path, _, projection = name.partition(".experts.")

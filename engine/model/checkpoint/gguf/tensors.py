@@ -18,7 +18,7 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFTensors:
-    """The tensors that an index names, in files beside it; as `safetensors.safe_open`."""
+    """The tensors that an index names, in files next to it; as `safetensors.safe_open`."""
 
     def __init__(self, index: Path):
         self._folder = index.parent
@@ -42,7 +42,7 @@ class GGUFTensors:
     def get_slice(self, name: str) -> GGUFSlice:
         entry = self._entries[name]
         if entry.file not in self._mapped:
-            # read-only, which torch warns of: nobody writes to what comes of it
+            # read-only, which torch warns of: what is made of it is never written
             mapped = np.memmap(self._folder / entry.file, np.uint8, "c")
             self._mapped[entry.file] = torch.from_numpy(mapped)
         return GGUFSlice(self._mapped[entry.file], entry)

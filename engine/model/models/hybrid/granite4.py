@@ -1,5 +1,5 @@
-"""Granite 4: Mamba-2 in most layers, attention without positions in the others, an expert that all tokens share beside
-the routed ones or alone, and factors on what blocks take and give."""
+"""Granite 4: Mamba-2 in most layers, attention without positions in the others, an expert that all tokens share, with
+routed ones or alone, and factors on what blocks take and give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layer of families in which some layers are recurrent, and what they share beside it."""
+"""The layer of families in which some layers are recurrent, and what else they share."""
 
 from __future__ import annotations
 

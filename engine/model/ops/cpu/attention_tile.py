@@ -1,8 +1,8 @@
 """The part that both attention kernels share: rows of queries against a tile of keys, both sides as matrix products.
 
 A running softmax (FlashAttention, arXiv:2205.14135, section 3.1). Tiles of keys begin at multiples of TILE_TOKENS from
-the sequence's first token, and within one each sum has one order. So a row has the same bits whatever it is computed
-with: alone, among the rows of a chunk, or after others came from a cache.
+the sequence's first token, and within one each sum has one order. So a row has the same bits however it is computed:
+ alone, among the rows of a chunk, or after others came from a cache.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ finished. So a thread that is not awake yet, or has lost its core to another pro
 what it has in hand.
 
 A thread that waits spins at first, which is the quickest where the cores are free; then it yields its core, and at last
-it sleeps, so that whoever it waits for can run there. How long it spins is learnt: less after each wait that outlasted
+it sleeps, so that the awaited thread can run there. How long it spins is learnt: less after each wait that outlasted
 spinning and yielding, more after each that did not.
 """
 
@@ -77,7 +77,7 @@ def poll(_: Any, pointer: Any, index: Any) -> Any:
 
 @device_function
 def wait_for_zero(counter: Any, index: Any, waits: Any) -> None:
-    """Return when counter[index] is 0. waits: spins to try, then how many waits went on to yield, and to sleep."""
+    """Return when counter[index] is 0. waits: spins to try, then how many waits had to yield, and to sleep."""
     spins = waits[0]
     for _ in range(spins):
         if poll(counter, index) == 0:
@@ -170,7 +170,7 @@ class Graph:
         self._threads = max(self._threads, items)
 
     def replay(self, tokens: int) -> None:
-        """Run all kernels again for so many tokens, on whatever their tensors hold by now."""
+        """Run all kernels again for this many tokens, on what their tensors hold by now."""
         self._table[:, 0] = 0
         self._table.reshape(-1)[self._token_counts] = tokens
         RUN_ALL.launch(torch.int64, self._threads, WAITS.ctypes.data, self._table.ctypes.data, len(self._table))

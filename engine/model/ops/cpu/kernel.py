@@ -2,7 +2,7 @@
 
 A kernel is a Numba function of one argument, an array of int64: element 0 is a counter from which the threads take
 their work, the others are addresses and sizes. `launch` runs it on all threads of torch's OpenMP pool, so that no
-second pool competes for the cores. Compiled code is cached on disk where NUMBA_CACHE_DIR says, beside the source, in
+second pool competes for the cores. Compiled code is cached on disk where NUMBA_CACHE_DIR says, next to the source, in
 the user's cache, or in a folder of the user's below /tmp: the first of these that can be written.
 """
 

@@ -5,7 +5,7 @@ Pairs of bfloat16 are multiplied by AVX-512's dot products of pairs, or each as 
 A packed weight is [outputs / 64, inputs / 2, 64, 2], in float32 [outputs / 64, inputs, 64, 1]: a column of 64 outputs
 lies in one piece, in the order in which it is read. A thread multiplies all rows by one column, a few rows at a time,
 and meanwhile asks for the column that it takes next, so that reading from memory and computing overlap. Each output is
-one sum in the order of the inputs: a row has the same bits beside any others. Weights of parts of the inputs lie one
+one sum in the order of the inputs: a row has the same bits with any others. Weights of parts of the inputs lie one
 below the other, and one call multiplies all; their products are added up as ops/tree_sum.py says.
 """
 
@@ -55,7 +55,7 @@ COLUMN = VECTORS * LANES  # outputs of one piece of a packed weight
 STEP_INPUTS = {torch.bfloat16: 2, torch.float32: 1}  # that a tile multiplies at a time
 STEP_BYTES = 4 * COLUMN  # of a column, for these
 BLOCK_ROWS = 384  # that a thread takes at a time, and that stay in its cache
-# vectors of a column that tiles of so many rows take at a time, as many as there are registers for: 32 of AVX-512, or
+# vectors of a column that tiles of this many rows take at a time, as many as there are registers for: 32 of AVX-512, or
 # 16 of AVX2, half as long
 TILE_VECTORS = {6: 4, 4: 4, 2: 4, 1: 4} if HAS_BF16 else {4: 1, 2: 2, 1: 4}
 MAX_ROWS = max(TILE_VECTORS)
@@ -230,7 +230,7 @@ def packed_rows(weight: Tensor, rows: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> Tensor:
-    """x: [tokens, inputs], each token's values contiguous; weight: packed, and of so many parts of the inputs, whose
+    """x: [tokens, inputs], each token's values contiguous; weight: packed, and of this many parts of the inputs, whose
     products lie side by side."""
     outputs, inputs = weight.shape[0] * COLUMN, weight.shape[1] * weight.shape[3]
     out = empty((len(x), outputs), x.dtype)

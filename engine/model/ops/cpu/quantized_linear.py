@@ -1,7 +1,7 @@
 """Products with weights of eight and four bits on a CPU: docs/quantization.md.
 
 Inputs are rounded to int8 too, with a scale for each group of a row that has one in the weight, so that products are
-sums of integers within a group and a row's result depends on nothing beside it. A thread reads a panel, all weights
+sums of integers within a group and a row's result depends on no other row. A thread reads a panel, all weights
 of 64 outputs in one piece, once for every few rows.
 """
 

@@ -1,4 +1,4 @@
-"""Rotary embedding on a CPU, in place: q and k come fresh from their projection, and nobody else reads them."""
+"""Rotary embedding on a CPU, in place: q and k come fresh from their projection, and are read nowhere else."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class StepGraph:
     def record(self) -> bool:
         """Return whether a replay has the bits of the step itself: only kernels of ours are replayed.
 
-        What is recorded is a step of other tokens in other sequences, so whatever a replay lacks shows.
+        What is recorded is a step of other tokens in other sequences, so what a replay lacks shows.
         """
         x, batch = self._example(RECORDED)
         sequences = len(batch.kv_len)
@@ -104,7 +104,7 @@ class StepGraph:
         return torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8))  # also where a model gives NaN
 
     def _example(self, counts: Sequence[int]) -> tuple[Tensor, Batch]:
-        """Return a step of sequences that begin with so many tokens, one or two. They share the first block.
+        """Return a step of sequences that begin with these numbers of tokens, one or two. They share the first block.
 
         Its hidden states are random, [tokens, hidden], tokens = sum(counts)."""
         rows, lengths = torch.arange(sum(counts)), torch.tensor(counts, dtype=torch.int32)

@@ -249,7 +249,7 @@ def product_in_place_of(rows: int) -> tuple[Callable[..., None], Callable[..., N
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             target, size, left, table, start, number = args
             sources = pointers(builder, table, ir.Constant(I64, 0), start, COLUMNS)
-            parts = [sources[t : t + LANES] for t in range(0, COLUMNS, LANES)]  # each with sums of its own
+            parts = [sources[t : t + LANES] for t in range(0, COLUMNS, LANES)]  # each with its own sums
             totals = [[cgutils.alloca_once(builder, VF32) for _ in parts] for _ in range(rows)]
             for total in itertools.chain(*totals):
                 builder.store(constant(0.0), total)

@@ -223,7 +223,7 @@ def prefetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
 @intrinsic
 def prefetch(_: Any, table: Any, count: Any, offset: Any, size: Any) -> Any:
     """Ask for `size` bytes from each of the first `count` addresses in `table` + `offset` on to be brought into the
-    cache, one address after the other: where they adjoin, the processor goes on by itself."""
+    cache, one address after the other: where they adjoin, the processor continues by itself."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         addresses, number, start, length = args

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_ERROR = 0.02  # root mean square, relative to the oracle's; bfloat16 gives 0.005
-EDGE = 16.0  # times larger are values of V at the border of a window, so that nobody is off by one and near the oracle
+EDGE = 16.0  # times larger are values of V at the border of a window, so that being off by one is a large error
 WORKSPACE_BYTES = 256 << 20  # FlashInfer's partial results; it counts in zeros at the front and leaves zeros there
 COUNTER_BYTES = 4 << 20  # of trtllm-gen: 4 for each query head of a sequence; without them each launch fills new ones
 TIMED = ((8192,), (1024,) * 64, (32768,) + (1024,) * 63)  # lengths of sequences in the batches that are timed
@@ -88,7 +88,7 @@ def select(device: torch.device, shape: Shape) -> tuple[Attend | None, Attend | 
             continue
         try:
             check(attend, shape, device, chunks=library.chunks)
-        except Exception as e:  # noqa: BLE001 - whatever a library raises
+        except Exception as e:  # noqa: BLE001 - any error of a library
             logger.info("attention: %s is left out for %s: %s", library.name, shape, e)
             continue
         right.append((library.name, attend))
@@ -133,7 +133,7 @@ def load(library: Library, device: torch.device) -> Attend | None:
         if torch.cuda.get_device_capability(device) not in library.capabilities:
             raise ValueError("it is not made for this GPU")
         return library.load(device)
-    except Exception as e:  # noqa: BLE001 - whatever a library raises
+    except Exception as e:  # noqa: BLE001 - any error of a library
         logger.info("attention: %s is left out: %s", library.name, e)
         return None
 
@@ -146,7 +146,7 @@ def flash_infer(device: torch.device) -> Attend:
 
     def attend(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None) -> Tensor:
         counted = counters if 4 * q.shape[0] * q.shape[1] <= COUNTER_BYTES else None
-        # it is not said to take a length of 0, so padding reads a token of some block; nobody reads its rows
+        # it is not said to take a length of 0, so padding reads a token of some block; its rows are not used
         kv_len = batch.plans.get("at least 1")
         if kv_len is None:
             kv_len = batch.plans["at least 1"] = batch.kv_len.clamp(min=1)

@@ -1,5 +1,5 @@
 """Products with weights in int4, in Triton. Few rows are multiplied with the weight as it is. For many it is
-dequantized first and cuBLAS multiplies: one more pass over the weight, beside a product that reads it
+dequantized first and cuBLAS multiplies: one more pass over the weight, in addition to a product that reads it
 once per tile of rows.
 
 It has run under Triton's interpreter and compiles for Ampere and Hopper, but has not run on a GPU yet.

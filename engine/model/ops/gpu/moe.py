@@ -101,7 +101,7 @@ def mix_experts(
     x: Tensor, gate_up: Tensor | PackedExperts, down: Tensor | PackedExperts, activation: Callable[[Tensor], Tensor],
     experts: Tensor, weights: Tensor, biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sum a token's experts in the order of `experts`, whatever else is in the batch.
+    """Sum a token's experts in the order of `experts`, the same in any batch.
 
     x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
     experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden]."""

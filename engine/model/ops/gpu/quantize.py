@@ -1,4 +1,4 @@
-"""Quantizes the inputs of quantized weights, in Triton: one pass in place of eight small kernels, which would take as
+"""Quantizes the inputs of quantized weights, in Triton: one pass instead of eight small kernels, which would take as
 long as the product itself when few rows decode. See `quantize_rows` in quantization/weight.py."""
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def rotated(
     ROTARY_DIM: tl.constexpr, HALF_PAD: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
     """Rotate one token's heads, after their norm with NORMED: both halves [heads, HALF_PAD] in x's dtype, which of
-    them are in bounds, and what is not rotated [heads, HEAD_PAD], in its place in the head."""
+    them are in bounds, and what is not rotated [heads, HEAD_PAD], where it is in the head."""
     i, d = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, HEAD_PAD)[None, :]
     half: tl.constexpr = ROTARY_DIM // 2
     inside = (head < HEADS) & (i < half)

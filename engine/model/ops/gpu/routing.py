@@ -136,7 +136,7 @@ def order_kernel(
     experts, counts, order, positions, ends, tiles, pairs, tile_rows, num_tiles,
     NUM: tl.constexpr, NUM_PAD: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (experts). The last expert's tiles go on to the end, which makes the surplus ones empty."""
+    """Grid (experts). The last expert's tiles reach to the end, which makes the surplus ones empty."""
     expert, others = tl.program_id(0), tl.arange(0, NUM_PAD)
     each = tl.load(counts + others, mask=others < NUM, other=0)
     tiles_each = (each + tile_rows - 1) // tile_rows
