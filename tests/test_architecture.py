@@ -145,7 +145,7 @@ def test_what_stands_side_by_side_in_a_folder_imports_in_one_direction():
 
 
 def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
-    """Lines that are not blank; docs/reading_path.md has the same count as a command."""
+    """Lines that are not blank."""
     names = ("wire", "text", "distributed", "runner", "core", "model/config_parts", "model/layers")
     rooms = [ROOT / "engine" / name for name in names]
     families = [ROOT / "engine" / "model" / "models" / name for name in ("llama.py", "qwen3.py", "registry.py")]
