@@ -181,9 +181,18 @@ class CudaGraphs:
         """Shapes that have a graph, the smallest first."""
 
     def capture(self, shapes: Sequence[StepShape]) -> None:
-        """Capture those of these shapes that fit into the budget, the largest first, until one cannot be captured."""
+        """Capture those of these shapes that fit into the budget, the largest first, until one cannot be captured.
+
+        Raises the error of a step that cannot be computed, and StartupError on the other ranks.
+        """
         started, in_use, left_out = time.perf_counter(), self._device.used_bytes(), []
-        for shape in sorted(shapes, key=lambda shape: (shape.tokens, shape.tile_rows), reverse=True):
+        shapes = sorted(shapes, key=lambda shape: (shape.tokens, shape.tile_rows), reverse=True)
+        for shape in shapes:
+            self._compute(shape, self._inputs(shape))  # compiles its kernels
+        # Before anything waits for the device: if a rank has failed before a sum, the kernels of the others spin there
+        # for ever.
+        self._tp.exchange("computed")
+        for shape in shapes:
             problem = self._capture(shape)
             # all ranks decide alike: a collective must not be in a graph on some of them only
             answers = self._tp.exchange(f"{self._device.used_bytes() - in_use} {problem}")
@@ -222,6 +231,9 @@ class CudaGraphs:
         graph.replay()
         return graph.output
 
+    def _inputs(self, shape: StepShape) -> Tensor:
+        return torch.from_numpy(empty_step(shape)[0]).to(self._device.torch_device)
+
     def _compute(self, shape: StepShape, inputs: Tensor) -> Tensor:
         columns = StepColumns.of(inputs, shape, torch.int64)
         mappings = [columns.slot_mapping, *columns.other_slot_mappings.view(shape.kv_groups - 1, shape.tokens)]
@@ -249,9 +261,8 @@ class CudaGraphs:
 
     def _capture(self, shape: StepShape) -> str:
         """Return the reason if this shape cannot be captured."""
-        inputs = torch.from_numpy(empty_step(shape)[0]).to(self._device.torch_device)
+        inputs = self._inputs(shape)
         try:
-            self._compute(shape, inputs)  # compiles its kernels and warms them up
             self._graphs[shape] = Graph(inputs, *self._device.capture(lambda: self._compute(shape, inputs)))
         except RuntimeError as error:
             first = error.__context__ or error  # ending a broken capture raises another error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -84,6 +86,37 @@ def test_blocks_arrive_as_they_were(name, part):
             target[local][:, :, :, here].cpu(), source[remote][:, :, :, there].cpu(), rtol=0, atol=0
         )
         assert size == 40 * LAYERS * 2 * part.count * BLOCK_SIZE * HEAD_DIM * 2
+    finally:
+        taker.close()
+        giver.close()
+
+
+def test_a_fresh_thread_that_enters_has_a_context():
+    driver, memory = ctypes.CDLL("libcuda.so.1"), BlockMemory(cache())
+    contexts = []
+
+    def enter():
+        for _ in range(2):
+            context = ctypes.c_void_p()
+            assert driver.cuCtxGetCurrent(ctypes.byref(context)) == 0
+            contexts.append(context.value)
+            memory.enter_thread()
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert contexts[0] is None and contexts[1] is not None
+
+
+def test_nixl_reads_from_a_fresh_thread():
+    source = cache()
+    target = torch.zeros_like(source)
+    giver, taker = (open_transport("nixl", BlockMemory(memory)) for memory in (source, target))
+    reads = BlockReads(list(range(40)), list(range(40)), HeadPart(0, 0, 0, HEADS))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(taker.read, giver.describe(), reads, threading.Event()).result(PROGRESS_S)
+        torch.testing.assert_close(target[:40], source[:40], rtol=0, atol=0)
     finally:
         taker.close()
         giver.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,18 @@ class BlockMemory:
             # numpy, since torch would start a team of threads for every thread that copies
             self._array: Bytes = self.tensor.numpy()
             self._flat = self._array.reshape(-1).data
+        self.needs_context = self.device.type == "cuda"
+        self._thread = threading.local()
+
+    def enter_thread(self) -> None:
+        """Give the calling thread the CUDA context of the memory's device.
+
+        Torch does so when it is called; libraries that are handed the address of the memory do not.
+        """
+        if self.needs_context and not hasattr(self._thread, "entered"):
+            torch.cuda.set_device(self.device)
+            self._stream.record_event()
+            self._thread.entered = True
 
     @contextmanager
     def apart(self) -> Iterator[None]:

@@ -7,6 +7,10 @@ of any size, and only those of transfers that hang or fail come on top. The copy
 the transfer itself (CPU, 16 MB, two processes of one machine).
 
 NIXL itself has no checksums; the links that it uses do.
+
+Every call of NIXL comes from a thread with a CUDA context where the cache is on a GPU: in one without, UCX leaves out
+NVLink (vLLM #36475) or crashes. NIXL's own progress thread has none (nixl #2102), so a thread of this module takes its
+place there. Neither has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ PIECE_BYTES = 1 << 20  # per transfer: small enough that a slow link shows progr
 MAX_TRANSFERS = 4  # of one read under way at a time
 MAX_BUFFERS = 8  # of all reads, which tens of prefill engines may make at a time
 POLL_S = 0.0001
-PROGRESS_US = 10_000  # interval at which UCX makes progress even if it has not asked to
+PROGRESS_US = 10_000  # interval at which NIXL's thread makes progress even if UCX has not asked to
+OWN_PROGRESS_S = 0.001  # interval of our thread, which does not hear when UCX asks
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -72,8 +77,9 @@ class NixlTransport:
         self._device = memory.device.index or 0
         self._lock = threading.Lock()  # guards the NIXL agent and all below
         warn_if_memory_cannot_be_pinned()
-        self._agent = start_agent()
-        with nixl_errors():
+        memory.enter_thread()
+        self._agent = start_agent(progress_thread=not memory.needs_context)
+        with self._calling():
             self._registered = [self._register(memory.tensor)]
             metadata = self._agent.get_agent_metadata()
         description = NixlDescription(metadata, memory.tensor.data_ptr(), self._segment, self._device, memory.layout)
@@ -84,6 +90,10 @@ class NixlTransport:
         self._lost: list[
             Transfer
         ] = []  # failed: whether they still write is never known, so their buffers are not used again
+        self._closing = threading.Event()
+        self._progress_thread = threading.Thread(target=self._make_progress, name="kv nixl progress", daemon=True)
+        if memory.needs_context:
+            self._progress_thread.start()
 
     def describe(self) -> bytes:
         return self._description
@@ -96,13 +106,13 @@ class NixlTransport:
         transfers: deque[Transfer] = deque()
         piece = next(pieces, None)
         try:
-            with nixl_errors(), self._lock:
+            with self._calling():
                 self._reclaim()
                 peer = self._peer(source)
             while transfers or piece is not None:
                 progress.check()
                 if piece is not None and len(transfers) < MAX_TRANSFERS:
-                    with nixl_errors(), self._lock:
+                    with self._calling():
                         if has_buffers := not transfers or self._buffers_in_use < MAX_BUFFERS:
                             transfers.append(self._start(peer, remote, piece, size))
                     if has_buffers:
@@ -120,17 +130,19 @@ class NixlTransport:
         return size * len(reads.local)
 
     def drop(self, source: bytes) -> None:
-        with self._lock:
-            peer = self._peers.pop(source, None)
-            if peer is not None:
-                try:
-                    with nixl_errors():
-                        self._agent.remove_remote_agent(peer)
-                except TransportError as error:
-                    logger.warning("a peer that is forgotten here may be known to NIXL still: %s", error)
+        try:
+            with self._calling():
+                peer = self._peers.pop(source, None)
+                if peer is not None:
+                    self._agent.remove_remote_agent(peer)
+        except TransportError as error:
+            logger.warning("a peer that is forgotten here may be known to NIXL still: %s", error)
 
     def close(self) -> None:
-        with self._lock:
+        self._closing.set()
+        if self._progress_thread.is_alive():
+            self._progress_thread.join()
+        with self._calling():
             if self._agent is None:
                 return
             for transfer in (*self._left, *self._lost):
@@ -140,6 +152,18 @@ class NixlTransport:
                     self._agent.deregister_memory(registration)
             self._agent = None  # the last reference: ends its threads and connections, before its buffers go
             self._left, self._lost, self._free = [], [], []
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Hold the lock, in a thread that may call NIXL. Raises its errors as TransportError."""
+        self._memory.enter_thread()
+        with nixl_errors(), self._lock:
+            yield
+
+    def _make_progress(self) -> None:
+        while not self._closing.wait(OWN_PROGRESS_S):
+            with suppress(TransportError), self._calling():  # a read under way meets the error itself
+                self._agent.get_new_notifs()
 
     # -- with the lock -------------------------------------------------------------------------------------
 
@@ -205,7 +229,7 @@ class NixlTransport:
     # ------------------------------------------------------------------------------------------------------
 
     def _done(self, transfer: Transfer) -> bool:
-        with nixl_errors(), self._lock:
+        with self._calling():
             state = self._agent.check_xfer_state(transfer.handle)
         if state == "ERR":
             raise TransportError("NIXL: the transfer failed")
@@ -215,7 +239,7 @@ class NixlTransport:
         part = reads.part
         data = transfer.buffer[: size * len(transfer.blocks)]
         self._memory.scatter(transfer.blocks, part.local_start, part.count, data)
-        with self._lock:
+        with self._calling():
             if release(transfer.handle):
                 self._free.append(transfer.buffer)
             else:
@@ -234,7 +258,8 @@ def warn_if_memory_cannot_be_pinned() -> None:
         logger.warning("RDMA needs RLIMIT_MEMLOCK unlimited, got %d KiB: KV may go over TCP", limit // 1024)
 
 
-def start_agent() -> Any:
+def start_agent(*, progress_thread: bool) -> Any:
+    """Return a NIXL agent with a UCX backend. progress_thread: whether NIXL runs one of its own."""
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as error:
@@ -246,7 +271,7 @@ def start_agent() -> Any:
         agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
         # nixl_agent has its thread poll without a pause, which took 22 % of a busy core from the model, all the time
         config = api.nixlBind.nixlAgentConfig()
-        config.useProgThread, config.pthrDelay = True, PROGRESS_US
+        config.useProgThread, config.pthrDelay = progress_thread, PROGRESS_US
         config.syncMode = api.nixlBind.NIXL_THREAD_SYNC_NONE
         agent.agent = api.nixlBind.nixlAgent(name, config)
         agent.create_backend("UCX")

@@ -98,16 +98,72 @@ def maker(name: str) -> Iterator[Make]:
     made: list[KVTransport] = []
 
     def make(cache: Tensor, progress_s: float = 20.0) -> KVTransport:
-        memory = BlockMemory(cache)
         if name == "nixl":
-            made.append(NixlTransport(memory, progress_s))
+            made.append(watched_nixl(cache, progress_s))
         else:
-            made.append(TcpTransport(memory, HOST, progress_s))
+            made.append(TcpTransport(BlockMemory(cache), HOST, progress_s))
         return made[-1]
 
     yield make
     for transport in made:
         transport.close()
+        memory = transport._memory  # type: ignore[attr-defined]
+        assert not isinstance(memory, WatchedMemory) or not memory.strays
+
+
+class WatchedMemory(BlockMemory):
+    """Host memory that stands for a GPU's: it knows which threads have entered."""
+
+    def __init__(self, cache: Tensor, needs_context: bool = False):
+        super().__init__(cache)
+        self.needs_context, self.threads = needs_context, threading.local()
+        self.strays: set[str] = set()  # what was called in a thread that had not
+
+    def enter_thread(self) -> None:
+        self.threads.entered = True
+
+
+class Watched:
+    """A NIXL agent, or a handle of its, that is called in entered threads alone."""
+
+    def __init__(self, inner: object, memory: WatchedMemory):
+        self.inner, self.memory = inner, memory
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self.inner, name)
+        if not callable(found):
+            return found
+
+        def call(*args: object) -> object:
+            if not hasattr(self.memory.threads, "entered"):
+                self.memory.strays.add(name)
+            given = [arg.inner if isinstance(arg, Watched) else arg for arg in args]
+            returned = found(*given)
+            return Watched(returned, self.memory) if name == "initialize_xfer" else returned
+
+        return call
+
+
+def watched_nixl(cache: Tensor, progress_s: float, needs_context: bool = False) -> NixlTransport:
+    memory, start = WatchedMemory(cache, needs_context), nixl.start_agent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nixl, "start_agent", lambda **options: Watched(start(**options), memory))
+        return NixlTransport(memory, progress_s)
+
+
+@needs_nixl
+def test_a_thread_of_ours_makes_nixls_progress_where_that_takes_a_context() -> None:
+    there, here = full_cache(40, 2), full_cache(40, 2, seed=1)
+    source, reader = watched_nixl(there, 20.0, needs_context=True), watched_nixl(here, 20.0, needs_context=True)
+    reads = BlockReads(list(range(40)), list(range(40)), ALL)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(reader.read, source.describe(), reads, NEVER).result()
+    assert torch.equal(here, there)
+    for transport in (reader, source):
+        assert transport._progress_thread.is_alive()
+        transport.close()
+        assert not transport._progress_thread.is_alive()
+        assert isinstance(transport._memory, WatchedMemory) and not transport._memory.strays
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -596,7 +652,7 @@ def test_a_transfer_that_cannot_be_prepared_keeps_no_buffer(monkeypatch: pytest.
         register_memory=lambda *_: None, deregister_memory=lambda _: None, get_agent_metadata=bytes,
         add_remote_agent=lambda _: b"peer", get_xfer_descs=lambda *_: None, initialize_xfer=refuse,
     )  # fmt: skip
-    monkeypatch.setattr(nixl, "start_agent", lambda: agent)
+    monkeypatch.setattr(nixl, "start_agent", lambda **_: agent)
     reader = NixlTransport(BlockMemory(full_cache(4, 2)), 20.0)
     for _ in range(nixl.MAX_BUFFERS + 1):
         with pytest.raises(TransportError, match="NIXL_ERR_NOT_FOUND"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.core.engine import EngineCore
 from engine.core.step_cost import StepTimes
 from engine.device import PinnedCopy
-from engine.model.batch import split
+from engine.errors import StartupError
+from engine.model.batch import Batch, split
 from engine.runner.cuda_graphs import (
     MAX_DECODE_SIZE,
     MAX_MIXED_SIZE,
@@ -31,6 +33,7 @@ from engine.runner.cuda_graphs import (
 from engine.runner.inputs import InputBuilder
 from engine.runner.model_runner import ModelRunner
 from engine.runner.sampler import mark_non_finite
+from tests.engine.distributed.test_tp_group import LIMIT_S, connect, on_all
 from tests.late_device import NOISE
 from tests.late_engine import Answers, generate, requests
 from tests.models import FAMILIES, SLOW_ENGINES, made_once, with_slow
@@ -251,6 +254,47 @@ def test_a_step_whose_size_has_no_graph_replays_the_next_larger_one(folder_of):
     assert generate(folder_of("llama"), wanted, device, cores) == generate(folder_of("llama"), wanted, None)
     assert shapes(cores[0]) == [8, 20]
     assert len(device.replays) == cores[0].scheduler.totals.steps and set(device.replays) == {8, 20}
+
+
+class SpinningDevice(TapedDevice):
+    """A device whose sums wait for those of the other rank, and whose host waits for them at each `used_bytes`."""
+
+    def __init__(self, own: threading.Event, other: threading.Event):
+        super().__init__()
+        self.own, self.other, self.sums = own, other, 0
+
+    def launch_sum(self) -> None:
+        self.sums += 1
+        self.own.set()
+
+    def used_bytes(self) -> int:
+        assert not self.sums or self.other.wait(LIMIT_S / 2), "the host waits for a kernel that spins for ever"
+        return super().used_bytes()
+
+
+def test_a_rank_that_fails_before_its_first_sum_ends_the_start_of_the_other_which_waits_for_that_sum():
+    groups, launched = connect(2), [threading.Event(), threading.Event()]
+
+    def capture(rank: int) -> str:
+        device = SpinningDevice(launched[rank], launched[1 - rank])
+
+        def forward(ids: torch.Tensor, batch: Batch) -> torch.Tensor:
+            if rank == 1:
+                raise RuntimeError("a kernel that does not compile")
+            device.launch_sum()
+            return ids.float()[:, None]
+
+        graphs = CudaGraphs(
+            device, forward, torch.zeros(2, 8), torch.zeros(1, 2, 1, dtype=torch.int32), [torch.zeros(1)], [None],
+            budget_bytes=2**30, tp=groups[rank],
+        )  # fmt: skip
+        with pytest.raises((RuntimeError, StartupError)) as failed, groups[rank].starting():
+            graphs.capture([StepShape(1, 1, 0), StepShape(2, 2, 0)])
+        return str(failed.value)
+
+    assert on_all(2, capture) == ["rank 1: a kernel that does not compile", "a kernel that does not compile"]
+    for group in groups:
+        group.close()
 
 
 def note_calls(monkeypatch, owner: type, name: str, calls: list[str]) -> None:
