@@ -38,9 +38,10 @@ def blocks(page: Path, *languages: str) -> Iterator[str]:
 
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield the words of each command in the blocks for a shell; whole lines, joined at a backslash."""
-    for block in blocks(page, "bash", "sh", ""):
-        for line in block.replace("\\\n", " ").splitlines():
-            for part in re.split(r"&&|\||;(?= )", line.partition(" #")[0]):
+    for block in blocks(page, "bash", "sh"):
+        text = re.sub(r"<<'END'\n.*?\nEND$", "", block, flags=re.MULTILINE | re.DOTALL)
+        for line in text.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|\||;(?= )", re.split(r"(?:^| )#", line)[0]):
                 try:
                     words = shlex.split(re.sub(r"\[[^]]*\]|[<>]+", " ", part))
                 except ValueError:  # a quote that another line closes

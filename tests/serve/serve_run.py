@@ -97,10 +97,14 @@ class ServeRun:
         status: str = httpx.get(self._applications, timeout=30).json()["applications"]["manta"]["status"]
         return status
 
+    def dashboard(self) -> str:
+        """The address of Ray's dashboard, once the log has named it."""
+        (address,) = re.findall(r"dashboard (?:is up )?at .*?(http://[\d.]+:\d+)", "".join(self.log))
+        return str(address)
+
     @property
     def _applications(self) -> str:
-        (dashboard,) = re.findall(r"dashboard (?:is up )?at .*?(http://[\d.]+:\d+)", "".join(self.log))
-        return f"{dashboard}/api/serve/applications/"
+        return f"{self.dashboard()}/api/serve/applications/"
 
     def wait(self, timeout_s: float) -> int:
         """The exit status."""
