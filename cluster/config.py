@@ -48,7 +48,7 @@ def given(section: Section) -> dict[str, Any]:
 
 
 ALIKE = ("dtype", "quantization", "determinism")  # or the fingerprint of an encode engine is another
-# model and handoff stand one level higher; EngineConfig reads the JSON object of `speculative` itself
+# model and handoff are one level higher; EngineConfig reads the JSON object of `speculative` itself
 EngineSection = _section_of(EngineConfig, without={"model", "handoff", "encode"}, speculative=dict[str, Any] | None)
 HandoffSection = _section_of(HandoffConfig, without={"role"})
 RoutingSection = _section_of(RoutingConfig, without=set())
@@ -124,7 +124,7 @@ class IngressSection(Section):
     api_keys: list[str] = Field(default=[])  #: further keys, as lines of that file (`manta hash-key`)
     console: bool = True  #: serve the page at `/` (docs/console.md)
     console_texts: bool = False
-    """Show prompts and outputs of requests on that page, and by `manta explain`, to everybody who has a key."""
+    """Show prompts and outputs of requests on that page, and by `manta explain`, to everyone who has a key."""
     root_path: str = Field(default="", pattern=r"^(/[^/\s]+)*$")  #: prefix of all paths at a proxy in front: `/llm`
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)  #: limit for other request bodies
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: of a file, which has accordingly more time to come

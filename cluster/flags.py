@@ -1,4 +1,4 @@
-"""Command-line flags from the fields of dataclasses: name, type, default and help text of a flag stand once."""
+"""Command-line flags from the fields of dataclasses: name, type, default and help text of a flag are written once."""
 
 from __future__ import annotations
 

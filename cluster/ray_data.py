@@ -52,7 +52,7 @@ class ProcessorConfig:
     num_gpus: float = 0.0  #: of each engine; with `tensor_parallel`, one per rank
     accelerator_type: str | None = None  #: GPU that an engine needs, as Ray names it: L4, H100
     id_column: str | None = None
-    """Column that tells rows apart. With it a row is sampled by the same seed whichever engine gets it, and when;
+    """Column that tells rows apart. With it a row is sampled by the same seed in any engine, at any time;
     without it only rows of temperature 0, or with a seed, give the same text twice."""
     should_continue_on_error: bool = False
     """A row that cannot be answered has its error in the column `__inference_error__` and bypasses `postprocess`; else

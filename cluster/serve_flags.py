@@ -52,7 +52,7 @@ class ServerFlags:
     PANEL: ClassVar = "API"
     host: str | None = flag(None, "0.0.0.0 listens on all interfaces.", show_default=HOST)
     port: int | None = flag(None, "", min=1, max=65535, show_default=str(PORT))
-    api_keys_file: str | None = flag(None, "Who may come in; see `manta hash-key`. Default: everybody.")
+    api_keys_file: str | None = flag(None, "Clients that are admitted; see `manta hash-key`. Default: all.")
     api_key: list[str] | None = flag(  # noqa: RUF009  the default is None
         None, "A key that may come in; only its hash is kept.", envvar=API_KEY_VARIABLES
     )

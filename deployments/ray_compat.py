@@ -1,4 +1,4 @@
-"""Every private name of Ray that we use, but for those in ray_driver.py. Ray is pinned to a minor version; look here
+"""Every private name of Ray that we use, except those in ray_driver.py. Ray is pinned to a minor version; look here
 first when that changes."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCALING_CHANGES = "scaling_changes"  # the newest ScalingChanges, in msgpack
 
 
 class CallRouter(RequestRouter):
-    """Serve's router, but with calls told apart that belong to one HTTP request."""
+    """Serve's router, but it distinguishes calls of one HTTP request."""
 
     def _get_pending_request_matching_internal_request_id(
         self, request_metadata: RequestMetadata | None = None

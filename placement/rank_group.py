@@ -51,7 +51,7 @@ class RankGroup:
         try:
             done, others = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             reasons = [reason for ended in done if (reason := ended.result())]
-            if not reasons and others:  # a rank that ended in order was told to end by one that knows the reason
+            if not reasons and others:  # a rank that ended in order got the command from one that knows the reason
                 done, _ = await asyncio.wait(others, timeout=VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
                 reasons = [reason for ended in done if (reason := ended.result())]
             return reasons[0] if reasons else "its ranks ended"

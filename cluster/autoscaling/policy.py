@@ -78,7 +78,7 @@ class Policy:
         return decided
 
     def _scaler(self, model: str, pools: list[PoolSettings]) -> ModelScaler:
-        """Return the model's scaler, made anew when its settings have changed."""
+        """Return the model's scaler, a new one when its settings have changed."""
         if self._settings.get(model) != pools:
             self._settings[model] = pools
             self._scalers[model] = ModelScaler(pools[0].slo, {pool.role: pool.limits for pool in pools})

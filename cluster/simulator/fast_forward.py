@@ -20,8 +20,8 @@ class FastForward:
     """Takes many steps of a scheduler in one pass over its requests, instead of two (schedule, commit) per step, while
     each step does the same: all running requests decode, no other can start, and blocks suffice.
 
-    Tokens, blocks, prefix cache, finished requests and their times are as after as many single steps. Only which of
-    the equal free blocks a request gets differs, and the engine's own histograms miss most times between tokens.
+    Tokens, blocks, prefix cache, finished requests and their times are as after as many single steps. Two things
+    differ: the choice among equal free blocks, and the engine's histograms, which miss most times between tokens.
     """
 
     def __init__(self, scheduler: Scheduler):

@@ -47,7 +47,7 @@ class Plan:
 class Planner:
     """Searches up to `max_gpus` GPUs.
 
-    It relies on this: more replicas of a pool never make the fraction of good requests smaller, but for chance.
+    It relies on this: more replicas of a pool never make the fraction of good requests smaller, except by chance.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Planner:
         return Plan(shared, split, list(self._tried.values()))
 
     def _split(self) -> Candidate | None:
-        """Double whichever pool gains more by it, until both suffice; then shrink each as far as it can."""
+        """Double the pool that gains more by it, until both suffice; then shrink each as far as it can."""
         best = self._try(1, 1)
         while not self._suffices(best):
             larger = [(2 * best.decode, best.prefill), (best.decode, 2 * best.prefill)]

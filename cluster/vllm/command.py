@@ -221,7 +221,7 @@ def _with_file(args: list[str]) -> list[str]:
 
 
 def _flags_of_file(file: Path, args: list[str]) -> list[str]:
-    """Return the flags of a YAML file of vLLM's, but for those that `args` has too."""
+    """Return the flags of a YAML file of vLLM's, except those that `args` has too."""
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -244,7 +244,7 @@ def _next(rest: list[str], several: bool = False) -> str | None:
 
 
 def _dashed(name: str) -> str:
-    """Return a flag with dashes for underscores, but for the keys of an object behind it."""
+    """Return a flag with dashes for underscores, except in the keys of an object after it."""
     base, dot, path = name.partition(".")
     return base.replace("_", "-") + dot + path
 

@@ -61,7 +61,7 @@ TABLE = (
     same("--distributed-timeout-seconds=", "decode.startup_timeout_s={}"),
     # the server
     refused("--grpc --uds= --tokens-only", "the API is HTTP over TCP: --host, --port"),
-    refused("--ssl-ca-certs= --ssl-cert-reqs=", "clients are told apart by --api-key, not by certificates of theirs"),
+    refused("--ssl-ca-certs= --ssl-cert-reqs=", "clients are known by --api-key, not by certificates"),
     refused("--ssl-ciphers=", "TLS 1.2 and 1.3 have HAProxy's default ciphers"),
     refused("--enable-ssl-refresh", "a renewed certificate is read when the server starts again"),
     refused("--middleware=*", "put a proxy in front: there are no plugins"),
@@ -106,7 +106,7 @@ TABLE = (
     # chats
     ignored("--enable-auto-tool-choice", "models whose calls can be parsed may always call tools"),
     ignored("--exclude-tools-when-tool-choice-none", "the model is not shown tools that it must not call"),
-    ignored("--enable-reasoning", "reasoning is always told apart; see --reasoning-parser"),
+    ignored("--enable-reasoning", "reasoning is always separated; see --reasoning-parser"),
     ignored("--structured-outputs-config= --guided-decoding-backend=", "structured outputs are always on"),
     ignored("--chat-template-content-format=auto|string", "templates get the content as text"),
     refused("--chat-template-content-format=", "templates get the content as text, and images as they expect them"),
@@ -272,7 +272,7 @@ TABLE = (
     ),
     refused("--disable-sliding-window", "a model's windows are part of it"),
     refused("--additional-config=", "it is for plugins of vLLM's"),
-    ignored("--fail-on-environ-validation", "variables of vLLM's are not read, but for VLLM_API_KEY"),
+    ignored("--fail-on-environ-validation", "variables of vLLM's are not read, except VLLM_API_KEY"),
 )
 SPECIAL = {  # of the command line
     "--model=": "the model itself, which has no flag here",

@@ -96,7 +96,7 @@ class Thinking(StrictModel):
     budget_tokens: int | None = Field(default=None, ge=1, le=INT32)
     """Tokens of reasoning after which its end is forced; given with the type `enabled`, and only then."""
     display: Literal["summarized", "omitted"] | None = None
-    """`omitted` drops the reasoning from the response; the model reasons all the same."""
+    """`omitted` drops the reasoning from the response; the model still reasons."""
 
 
 class JsonOutputFormat(StrictModel):

@@ -1,4 +1,4 @@
-"""The routes of the console: the files of its page, which anybody may have, and what it shows, which takes a key."""
+"""The routes of the console: the files of its page, which need no key, and the data that it shows, which does."""
 
 from __future__ import annotations
 

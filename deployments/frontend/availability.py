@@ -1,4 +1,4 @@
-"""Knows whether a model has a healthy replica, as one ingress last heard."""
+"""Knows whether a model has a healthy replica, by the last report to one ingress."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class RetryState:
     def add(self, delta: TokenDelta) -> TokenDelta:
         """Take a delta of the present attempt, and return it without what only a sequence's first token brings.
 
-        Raises TokensLost if one before it is missing, since its connection broke and was made anew.
+        Raises TokensLost if one before it is missing, lost when its connection broke.
         """
         if delta.position != len(self.output):
             raise TokensLost(self.request_id)

@@ -78,7 +78,7 @@ class RequestBody(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Fields that can have no effect in any model; the client has to be told."""
+        """Fields that can have no effect in any model; the client gets a warning."""
         return self._ignored
 
     def check(self) -> None:

@@ -35,7 +35,7 @@ class AuthConfig:
     api_keys_file: str | None = None
     """File of ApiKeys."""
     api_keys: tuple[str, ...] = ()
-    """Further keys, as lines of such a file. Without any key everybody may come in."""
+    """Further keys, as lines of such a file. Without any key all clients are admitted."""
     root_path: str = ""
     """Prefix of all paths at a proxy in front, which may keep it in requests or take it off."""
     max_body_bytes: int = 16 * 2**20
@@ -49,7 +49,7 @@ class AuthConfig:
     """What becomes of fields that no API here has."""
 
     def keys(self) -> ApiKeys | None:
-        """Return the keys that may come in; None for everybody. Raises ConfigError."""
+        """Return the keys that are admitted; None for all clients. Raises ConfigError."""
         if self.api_keys_file is None and not self.api_keys:
             return None
         return ApiKeys(None if self.api_keys_file is None else Path(self.api_keys_file), self.api_keys)

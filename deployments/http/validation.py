@@ -55,7 +55,7 @@ class ForeignFields:
     unused: Mapping[str, str] = field(default_factory=dict)
     """Dropped silently: they promise nothing that is not so."""
     ignored: Mapping[str, str] = field(default_factory=dict)
-    """Ignored, and a Warning header says so: the answer is of the kind that was asked for all the same."""
+    """Ignored, and a Warning header says so: the request still succeeds."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Refused: without them the answer would be of another kind, or to another question."""
     neutral: Mapping[str, list[JsonValue]] = field(default_factory=dict)

@@ -25,7 +25,7 @@ class Log(Generic[T]):
         self.ended = False
         self.error: BaseException | None = None
         """Why no more will come."""
-        self._grown = asyncio.Event()  # another one after each entry that somebody waits for
+        self._grown = asyncio.Event()  # another one after each entry that a reader waits for
 
     def add(self, entry: T) -> None:
         self.entries.append(entry)

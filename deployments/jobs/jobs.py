@@ -40,7 +40,7 @@ class Jobs:
         return await Lease(self._store, job_id).is_held()
 
     async def revoke(self, job_id: str, *, delete: bool) -> None:
-        """Stop computing a job, whichever ingress does. Raises StoreUnavailable."""
+        """Stop computing a job, in any ingress. Raises StoreUnavailable."""
         if (job := self._live.get(job_id)) is not None:
             await job.close()
         await Lease(self._store, job_id).seize()

@@ -48,7 +48,7 @@ class Lease:
         await self._store.set(self._key, self._holder, LEASE_S)
 
     async def is_held(self) -> bool:
-        """Return whether somebody works on the job."""
+        """Return whether an ingress works on the job."""
         return await self._store.get(self._key) is not None
 
     async def holds(self) -> bool:

@@ -63,7 +63,7 @@ class MediaConnector:
             return socket.socket(family, kind, protocol)
 
         connector = aiohttp.TCPConnector(socket_factory=new_socket, force_close=True)
-        # auto_decompress: what is sent compressed all the same is no image, and cannot unfold to any size
+        # auto_decompress: what is still sent compressed is not an image, and is never unpacked
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False, headers=HEADERS) as session:
             url = URL(given)
             for _ in range(self._config.max_redirects + 1):

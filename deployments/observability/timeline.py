@@ -39,7 +39,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
     prefill_s: float | None = None  #: from then to the first token
     first_token_s: float | None = None  #: from the HTTP request to the first token
     seconds: float | None = None  #: from the HTTP request to the end
-    events: list[TimelineEvent] = []  #: as the ingress heard of them; from `RequestTimelines.of`, oldest first
+    events: list[TimelineEvent] = []  #: in their order of arrival; from `RequestTimelines.of`, oldest first
     prompt: str | None = None  #: its first MAX_TEXT_TOKENS, once it has ended, with RequestTimelines.keeps_texts
     output: str | None = None  #: the same of what the engines generated
 

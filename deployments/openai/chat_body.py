@@ -46,7 +46,7 @@ class ChatBody(GenerationBody, TemplateBody):
     thinking: ThinkingSwitch | None = None
     """DeepSeek's name for the variables `thinking` and `enable_thinking` of the chat template."""
     include_reasoning: bool = True
-    """False drops the reasoning from the response; the model reasons all the same."""
+    """False drops the reasoning from the response; the model still reasons."""
     thinking_token_budget: Whole | None = Field(default=None, ge=0, le=INT32)
     """vLLM's; tokens of reasoning after which the tag that ends it is forced."""
     max_completion_tokens: Whole | None = None

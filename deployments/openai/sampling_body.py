@@ -1,4 +1,4 @@
-"""The fields that every request for text may have, whichever its route, with OpenAI's field names and vLLM's additions.
+"""The fields that every request for text may have, on any route, with OpenAI's field names and vLLM's additions.
 
 foreign_fields.py says what becomes of their fields that are not here.
 """
@@ -58,7 +58,7 @@ class StructuredOutputs(StrictModel):
 
 
 class SamplingBody(EngineBody):
-    """Fields of every request for text, whichever its route."""
+    """Fields of every request for text, on any route."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None

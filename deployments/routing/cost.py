@@ -46,7 +46,7 @@ class RoutingCost:
         return prompt.num_tokens - self.cached_tokens(prompt, candidate)
 
     def uncached_embeds(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:
-        """Embeddings of the images that do not end in cached blocks. The encoder cache may have them all the same."""
+        """Embeddings of the images that do not end in cached blocks. The encoder cache may still have them."""
         if not prompt.images:
             return 0
         cached = self.cached_tokens(prompt, candidate)

@@ -63,7 +63,7 @@ class PowerOfTwo:
 
 
 class RoundRobin:
-    """One engine after the other, by name, whichever engines come and go."""
+    """One engine after the other, in the order of their names, while engines come and go."""
 
     def __init__(self) -> None:
         self._last = ""

@@ -60,7 +60,7 @@ class PrefixUse:
     skip_reading: bool = False
     """All tokens are computed, since something is wanted of each."""
     hashes: list[bytes] = field(default_factory=list)
-    """Of its leading full blocks, as far as somebody has asked."""
+    """Of its leading full blocks, as far as they were needed."""
     num_cached: int = 0
     """Prompt tokens that came from the cache."""
 

@@ -271,7 +271,7 @@ class Scheduler:
                 rejected = self.speculation.verified(request, len(tokens) - 1, result.drafts.get(i, ()))
                 computed -= rejected
                 request.computed -= rejected if running else 0
-            if running and computed <= request.computed:  # else it was preempted meanwhile, and began anew
+            if running and computed <= request.computed:  # else it was preempted meanwhile, and started again
                 self.kv_cache.cache_blocks(request, computed)
             if rows := result.prompt_logprobs[i]:
                 request.add_prompt_logprobs(start, rows)

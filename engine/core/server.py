@@ -207,7 +207,7 @@ class EngineServer:
             self._kv_events.prefilled(event)
             if event.request.asked_by is None:
                 self._reply(event.request.reply_to, event.delta)
-            else:  # the other engine has heard of its end
+            else:  # the other engine knows of its end
                 self._end(event.request.request_id)
         for notice in self._core.take_notices():
             self._push(self._status_to, self._encode(notice))

@@ -86,7 +86,7 @@ class SharedMemory:
     """One rank's end.
 
     Each rank has two buffers and a counter. It writes into one buffer, raises its counter, and once all counters are as
-    high reads everybody's buffer. The buffers take turns: a rank that is at its next chunk has read the one before, so
+    high reads every rank's buffer. The buffers take turns: a rank that is at its next chunk has read the one before, so
     one barrier per chunk is enough. Every rank adds up in rank order, so all get the same bits.
     """
 
@@ -157,7 +157,7 @@ class SharedMemory:
         self._left[self.rank] = 1
 
     def _exchange(self, chunk: Tensor) -> list[Tensor]:
-        """Return everybody's chunk, valid until the next exchange but one."""
+        """Return every rank's chunk, valid until the next exchange but one."""
         self._number += 1
         buffers = self._typed.get(chunk.dtype)
         if buffers is None:

@@ -39,11 +39,11 @@ class HandshakeMonitor:
         address = f"inproc://{uuid.uuid4().hex}"
         listener.monitor(address, EVENTS)
         self._events: Any = context.socket(zmq.PAIR)
-        self._events.setsockopt(zmq.RCVHWM, 0)  # or ZMQ's own thread would wait until somebody looks
+        self._events.setsockopt(zmq.RCVHWM, 0)  # or ZMQ's own thread would wait until it is read
         self._events.connect(address)
 
     def look(self) -> None:
-        """Count those of late, unless somebody looked just now."""
+        """Count the recent ones, unless they were just counted."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -76,7 +76,7 @@ class PullSocket(Generic[Message]):
 
     def __init__(self, context: zmq.Context[Any], host: str, message: Any, *, name: str, key: ClusterKey | None = None):
         """host: IP address of this machine. message: the type, or a union. name: of the socket in metrics.
-        key: that all senders have; None lets anybody send."""
+        key: that all senders have; None admits any sender."""
         self.name = name
         self.socket: Any = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)

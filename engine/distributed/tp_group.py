@@ -57,7 +57,7 @@ class TPGroup:
     vocab_multiple = 1  #: of which the rows of the vocabulary on a rank are a multiple
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
-        """key: by which its sockets, and those of other engines, know each other; None lets anybody in."""
+        """key: by which its sockets, and those of other engines, know each other; None admits all."""
         self.rank, self.size, self.key = rank, size, key
 
     @staticmethod
@@ -174,7 +174,7 @@ class ConnectedGroup(TPGroup):
             answers = self.exchange(json.dumps([self.size, _machine(), os.getpid()]), timeout_s)
             sizes, machines, pids = zip(*map(json.loads, answers), strict=True)
             if set(sizes) != {self.size}:
-                raise StartupError(f"the ranks were told different sizes of their group: {sizes}")
+                raise StartupError(f"the ranks were given different sizes of their group: {sizes}")
             self.local_size = machines.count(_machine())
             if self.size > 1:
                 self._collectives = self._connect(list(pids), deadline)

@@ -3,7 +3,7 @@ the grammars that are to be compiled, whose cost is counted in characters. Pure:
 
 Fairness is the Virtual Token Counter of arXiv:2401.00588: every client has a counter of the tokens it was served,
 and the client with the smallest one is next. A client that had nothing waiting starts again no lower than those that
-had: being away earns nothing. No capacity is kept free for anybody.
+had: being away earns nothing. No capacity is reserved for any client.
 
 When the queue is full, a newcomer takes the place of requests of the client that fills most of it, newest first. So a
 flood is refused at its own expense, and a client with little in the queue is always let in. Without other

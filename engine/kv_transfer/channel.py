@@ -180,7 +180,7 @@ class HandoffChannel:
         for to, message in out.messages:
             self._send(to.address, self._encode(Envelope(self.peer, to.epoch, message)))
         for request_id, line in out.lines:
-            self._events.append(Noted(request_id, TimelineEvent.now(line)))  # not worth waking anybody for
+            self._events.append(Noted(request_id, TimelineEvent.now(line)))  # not worth waking the step loop for
         for event in out.events:
             _log(event)
         broken = self._protocol.broken

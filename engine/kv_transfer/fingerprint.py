@@ -30,7 +30,7 @@ def fingerprint(
 
     dtype: of activations. The configuration says how weights are quantized; scales of an FP8 cache are weights. The
     number of ranks is left out. Weights count by names, sizes and headers of their files and a sample of their pages,
-    which tells models and versions apart in milliseconds, but is no proof against somebody who changes a few bytes.
+    which tells models and versions apart in milliseconds, but is no proof against deliberate changes of a few bytes.
     Raises ModelFolderError.
     """
     fields = {

@@ -72,7 +72,7 @@ class Shard:
 
 Shards = dict[str, tuple[Shard, Tensor]]
 """Checkpoint tensors by name, each with the slice that this rank holds and the tensor it is loaded into. Parts of one
-tensor are told apart by what follows a colon."""
+tensor are distinguished by what follows a colon."""
 
 
 class Sharded(nn.Module):

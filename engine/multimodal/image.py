@@ -1,4 +1,4 @@
-"""Decodes image files that come from anybody."""
+"""Decodes image files of unknown origin."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def layout(shape: StepShape) -> list[tuple[int, int, bool]]:
     columns, begin, unit = [], 0, ALIGNMENT // 4
     for i, size in enumerate(sizes):
         columns.append((begin, begin + size, i < len(wide)))
-        begin += -(-size // unit) * unit  # kernels are compiled anew for columns that are aligned otherwise
+        begin += -(-size // unit) * unit  # kernels are compiled again for columns that are aligned otherwise
     return columns
 
 

@@ -123,8 +123,8 @@ class InputBuilder:
         self._edits: list[LogitsEdits | None] = [None] * slots
         self._plain = np.zeros(slots, dtype=bool)  # sequences that need nothing but their most likely token
         self._uniform = UniformSource()
-        #: Slots and work of the last step that drew, until a sequence is added: the next one is mostly the same but for
-        #: its numbers.
+        #: Slots and work of the last step that drew, until a sequence is added: the next one mostly differs in
+        #: its numbers only.
         self._sampled: tuple[list[int], SamplingInputs] | None = None
         self._sorts = sorts_candidates(device.torch_device)
 

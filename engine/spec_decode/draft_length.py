@@ -42,7 +42,7 @@ class SequenceDrafts:
     def acceptance(self, length: int) -> float:
         """Return the probability that a drafted token is accepted if those before it are. length: of the sequence.
 
-        0 during a pause. After it the sequence is tried anew, as if nothing were known of it.
+        0 during a pause. After it the sequence is tried again, as if nothing were known of it.
         """
         if length < self.resume_at:
             return 0.0

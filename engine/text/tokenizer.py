@@ -222,7 +222,7 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int | None:
-        """The most bytes of text that become one token; None if that cannot be told, or has no bound.
+        """The most bytes of text that become one token; None if that is unknown, or has no bound.
 
         Takes about a second for a large vocabulary.
         """

@@ -370,7 +370,7 @@ class PrefillReplicas(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Compute prompts anew, and use no cached prefix."""
+    """Compute prompts again, and use no cached prefix."""
 
 
 Command = Add | Abort | Subscribe | ResetPrefixCache | Prefill | CancelPrefill | RemoteRequestFailed | PrefillReplicas

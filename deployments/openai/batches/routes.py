@@ -50,7 +50,7 @@ DATABASE = "batches.db"  # in the folder, where ingresses have no other store
 
 
 class BatchRoutes:
-    """Each API key sees its own files and batches only; without keys they are everybody's."""
+    """Each API key sees its own files and batches only; without keys all clients see them."""
 
     def __init__(
         self, app: FastAPI, models: ServedModels, config: BatchConfig, auth: AuthConfig, values: KeyValueStore | None

@@ -42,7 +42,7 @@ Send = Callable[[Record[Batch], BatchRequest], Awaitable[InProcessResponse]]
 
 @dataclass(slots=True)
 class BatchRun:
-    """Works on a batch that is claimed, from wherever somebody else has left it.
+    """Works on a batch that is claimed, and continues where another ingress stopped.
 
     Each answer is appended to the output file, or to the error file, and only there is it known which requests are
     answered. A batch that is seen as `finalizing` or `cancelling` has an answer to every request.

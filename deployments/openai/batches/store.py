@@ -115,7 +115,7 @@ class BatchStore:
                 await in_thread(shutil.rmtree, self.work(batch_id), ignore_errors=True)
 
     async def cancelled_at(self, batch_id: str) -> int | None:
-        """Return when somebody asked to cancel the batch."""
+        """Return when a client asked to cancel the batch."""
         value = await self.values.get(_cancel_key(batch_id))
         return None if value is None else int(value)
 
@@ -150,7 +150,7 @@ class Claim:
         return False
 
     async def save(self) -> None:
-        """Store the record. Raises LeaseLost, and does nothing, if somebody else has changed it."""
+        """Store the record. Raises LeaseLost, and does nothing, if another ingress has changed it."""
         values, key, value = self._store.values, object_key(self._batch_id), self.record.encode()
         saved = await self._lease.renew() and (
             await values.replace(key, self._stored, value, TTL_S)

@@ -69,8 +69,8 @@ class RunningRead:
 class DecodeHandoff:
     """A prompt of this engine that a prefill engine computes.
 
-    Waits are counted in ticks of heartbeat_s, not in seconds: a decode engine that was itself paused has heard nothing
-    either, and must not take that for the death of others.
+    Waits are counted in ticks of heartbeat_s, not in seconds: a decode engine that was itself paused has received
+    nothing either, and must not take that for the death of others.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ is not validated, say because prefill was stopped past the lease and then reused
 
 **Local blocks are never written late.** Failed follows when every rank has said that it writes nothing more for the
 handoff. If a rank does not say so, though asked again and again for 2 x progress_s, the engine must end (`broken`):
-blocks that somebody may still write into can neither be used nor freed, and only the end of the process is sure to
+blocks that a peer may still write into can neither be used nor freed, and only the end of the process is sure to
 stop a writer that does not answer. The replica is replaced, and its requests are retried elsewhere.
 
 **Nothing is held for ever.** Prefill's claim ends one lease after the newest heartbeat. Decode sends heartbeats only

