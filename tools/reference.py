@@ -51,9 +51,8 @@ def llm() -> str:
     ]
     for function in (f for name in METHODS for f in found if f.name == name):
         call = f"LLM.{function.name}({ast.unparse(function.args)})".replace("LLM.__init__(self, ", "LLM(")
-        parts.append(f"```python\n{call.replace('(self, ', '(').replace('(self)', '()')}\n```\n")
-        if text := ast.get_docstring(function):
-            parts.append(text + "\n")
+        text = re.sub(r"\s+", " ", ast.get_docstring(function) or "")
+        parts.append(f"`{call.replace('(self, ', '(').replace('(self)', '()')}`\n{text}".rstrip() + "\n")
     return "\n".join(parts)
 
 
