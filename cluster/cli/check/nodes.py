@@ -16,7 +16,7 @@ from deployments.ray_driver import patience
 from engine.errors import StartupError
 from placement.capacity import Node, cluster_nodes
 
-ANSWER_S = 30.0  # on an idle machine; a second or two is spent on starting the process
+ANSWER_S = 15.0  # on an idle machine; a second or two is spent on starting the process
 
 
 def find_nodes(address: str | None) -> list[Node] | None:
