@@ -7,7 +7,8 @@ process that makes them is not the one that computes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +22,7 @@ DIGITS = 8  # hexadecimal, of each part
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
               "chat_template*", "additional_chat_templates/*", *VOCABULARY_FILES)  # fmt: skip
 NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "torch_compile", "determinism")
+BELOW_ONE_NAME = re.compile(rb"\bmanta\.(?=(?:engine|placement|deployments|cluster)\b)")  # as in a wheel
 KERNEL_PACKAGES = (DISTRIBUTION, "torch", "numba", "triton", "transformers", "tokenizers", "llguidance")
 
 
@@ -47,13 +49,19 @@ def differing_parts(one: str, other: str) -> list[str]:
 @cache
 def _code() -> str:
     """Digest the sources that an answer passes through, and the versions of the packages whose kernels they call."""
-    sources = [_digest_of_files(folder, ["**/*.py"]) for folder in (ROOT / "engine", ROOT / "deployments" / "openai")]
+    folders = ROOT / "engine", ROOT / "deployments" / "openai"
+    sources = [_digest_of_files(folder, ["**/*.py"], as_in_a_checkout) for folder in folders]
     return _digest(text.encode() for text in (*sources, *map(_version, KERNEL_PACKAGES)))
 
 
-def _digest_of_files(folder: Path, patterns: Iterable[str]) -> str:
+def as_in_a_checkout(file: Path) -> bytes:
+    """Return the source of a file, without what tools/wheel/build_backend.py adds to it."""
+    return BELOW_ONE_NAME.sub(b"", file.read_bytes())
+
+
+def _digest_of_files(folder: Path, patterns: Iterable[str], read: Callable[[Path], bytes] = Path.read_bytes) -> str:
     files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
-    return _digest(part for file in files for part in (str(file.relative_to(folder)).encode(), file.read_bytes()))
+    return _digest(part for file in files for part in (str(file.relative_to(folder)).encode(), read(file)))
 
 
 def _digest(parts: Iterable[bytes]) -> str:

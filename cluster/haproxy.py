@@ -10,8 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
-from cluster.haproxy_config import closed_to_others, limited, of_server, over_tls, rewritten, without_fallback
-from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
+from cluster.haproxy_config import closed_to_others, limited, over_tls, rewritten, with_header, without_fallback
+from deployments.http.server_header import NODE_HEADER, SERVER_HEADER, SERVER_VARIABLE
 
 MAX_CONNECTIONS = 20_000
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -44,11 +44,22 @@ def configured(text: str, memory: Path) -> str:
     memory.write_text(json.dumps(ingresses))
     text = limited(closed_to_others(rewritten(text)), connections())
     if SERVER_VARIABLE in os.environ:
-        text = of_server(text, SERVER_HEADER, os.environ[SERVER_VARIABLE])
+        text = with_header(text, SERVER_HEADER, os.environ[SERVER_VARIABLE])
+    if (node := node_id()) is not None:
+        text = with_header(text, NODE_HEADER, node)
     if CERTFILE in os.environ:
         pem = [Path(os.environ[name]).read_bytes() for name in (CERTFILE, KEYFILE)]
         text = over_tls(text, _memory_file(b"\n".join(pem)))
     return text
+
+
+def node_id() -> str | None:
+    """Return Ray's id of this node: an argument of its raylet, whose process id Ray's workers have in a variable."""
+    try:
+        arguments = Path("/proc", os.environ["RAY_RAYLET_PID"], "cmdline").read_text().split("\0")
+    except (KeyError, OSError):
+        return None
+    return next((found.partition("=")[2] for found in arguments if found.startswith("--node_id=")), None)
 
 
 def connections() -> int:

@@ -87,9 +87,9 @@ def limited(config: str, connections: int) -> str:
     return _changed(config, r"(?m)^(frontend http_frontend\n\s*bind .*\n)", rf"\g<1>{by_source}")
 
 
-def of_server(config: str, header: str, server: str) -> str:
-    """Return Ray's configuration with a header in every request that tells ingresses whose HAProxy it came through."""
-    line = f"    http-request set-header {header} {server}\n"
+def with_header(config: str, header: str, value: str) -> str:
+    """Return Ray's configuration with a header in every request that tells ingresses which HAProxy it came through."""
+    line = f"    http-request set-header {header} {value}\n"
     return _changed(config, r"(?m)^(frontend http_frontend\n\s*bind .*\n)", rf"\g<1>{line}")
 
 

@@ -97,7 +97,8 @@ class Ingress:
         ingress_id = serve.get_replica_context().replica_id.unique_id
         log_to_console(f"ingress-{ingress_id}", log)
         traces = None if tracing is None else Tracing(tracing)
-        self._telemetry = Telemetry(ingress_id, traces, IngressPeers(), keeps_texts=console.texts)
+        node = ray.get_runtime_context().get_node_id()
+        self._telemetry = Telemetry(ingress_id, traces, IngressPeers(), node=node, keeps_texts=console.texts)
         key = await asyncio.to_thread(ray_compat.cluster_key)
         self._channel = TokenChannel(ray.util.get_node_ip_address(), self._telemetry.stats, key)
         engines = [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import Response
+from fastapi import Request, Response
 
 from deployments.http.debug import LiveHandoffs, ServerLoad, Version, live_handoffs
 from deployments.http.json_body import json_response
 from deployments.http.route import Route
+from deployments.http.server_header import NODE_HEADER
 from deployments.observability.prometheus import CONTENT_TYPE, render_metrics
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import RequestTimeline
@@ -22,6 +23,7 @@ class OperatorRoutes:
     def routes(self) -> list[Route]:
         healthy = "200 if every model has an engine that makes progress."
         forget = "Have all engines forget their cached prefixes."
+        of_node = "Those of the node whose proxy was asked."
         explained = "What happened to a request; never its text."
         return [
             Route("GET", "/health", self.health, healthy),
@@ -31,6 +33,7 @@ class OperatorRoutes:
             Route("GET", "/load", self.load, "Requests in work at this ingress.", result=ServerLoad),
             Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, forget),
             Route("GET", "/metrics", self.metrics, "Prometheus metrics.", result="text/plain"),
+            Route("GET", "/metrics/node", self.node_metrics, of_node, result="text/plain"),
             Route("GET", "/debug/handoffs", self.handoffs, "KV in transfer between engines.", result=LiveHandoffs),
             Route("GET", "/debug/requests/{name:path}", self.explain, explained, result=RequestTimeline),
         ]
@@ -53,6 +56,11 @@ class OperatorRoutes:
 
     async def metrics(self) -> Response:
         return Response(await render_metrics(self._models.pools(), self._telemetry), media_type=CONTENT_TYPE)
+
+    async def node_metrics(self, request: Request) -> Response:
+        """Return the metrics of one node: the proxy's, which has named it, or without a proxy the ingress's."""
+        node = request.headers.get(NODE_HEADER, self._telemetry.stats.node)
+        return Response(await render_metrics(self._models.pools(), self._telemetry, node), media_type=CONTENT_TYPE)
 
     async def handoffs(self) -> Response:
         return json_response(await live_handoffs(self._models.pools()))

@@ -130,7 +130,7 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
 
     address: of a Ray cluster that is running, and so has its ports already.
     """
-    from cluster.cli.check.names import check_folder
+    from cluster.cli.check.names import check_facade, check_folder
     from cluster.cli.check.ports import check_ports
     from cluster.cli.check.serve_config import (  # `manta --help` does without
         address_of,
@@ -138,7 +138,7 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
         memory_may_be_short,
     )
 
-    for finding in check_folder(Path.cwd()):
+    for finding in (*check_facade(), *check_folder(Path.cwd())):
         raise StartupError(str(finding))
     check_serve_config(serve_config)
     findings = list(check_ports(*address_of(serve_config)))

@@ -2,7 +2,8 @@
 
 Two kinds of series. What engines know has the label `engine`, and what ingresses know `ingress`: each keeps its own
 counts from its start, and every scrape asks all of them, so it does not matter which ingress is scraped. A replica
-that ends takes its series along; nothing is added up over replicas here, so no counter ever runs backwards.
+that ends takes its series along; nothing is added up over replicas here, so no counter ever runs backwards. A scrape of
+one node has those of its engines and ingresses only: over all nodes each series then occurs once.
 """
 
 from __future__ import annotations
@@ -101,9 +102,15 @@ ROUTING_COUNTERS = {
 }
 
 
-async def render_metrics(pools: Mapping[str, EnginePool], telemetry: Telemetry) -> bytes:
-    """pools: by model name. A model without a healthy replica has `manta_up` 0 and no series of engines."""
+async def render_metrics(pools: Mapping[str, EnginePool], telemetry: Telemetry, node: str | None = None) -> bytes:
+    """pools: by model name. node: the only one that is asked about, by Ray's id.
+
+    A model without a healthy replica has `manta_up` 0 and no series of engines.
+    """
     replicas, ingresses = await asyncio.gather(ModelReplicas.of_all(pools), telemetry.all_stats())
+    if node is not None:
+        replicas = [model.on(node) for model in replicas]
+        ingresses = [stats for stats in ingresses if stats.node == node]
     registry = CollectorRegistry()
     registry.register(_Snapshot(replicas, ingresses))
     return generate_latest(registry)

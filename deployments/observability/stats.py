@@ -76,6 +76,7 @@ class IngressStats(msgspec.Struct):
     """Counts since the start of one ingress."""
 
     ingress_id: str
+    node: str = ""  #: Ray's id of its node
     models: dict[str, ModelStats] = {}  #: by name
     routes: dict[str, RouteStats] = {}
     """Routes by `METHOD /path`; the path is the declared one, so that clients cannot add to them."""

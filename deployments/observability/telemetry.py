@@ -18,7 +18,7 @@ from engine.distributed.refusals import REFUSALS
 from engine.errors import RequestNotFound
 
 NOT_COUNTED = frozenset(
-    {"/console/state", "/health", "/load", "/metrics", "/ping", "/version"}
+    {"/console/state", "/health", "/load", "/metrics", "/metrics/node", "/ping", "/version"}
 )  # machines poll them; vLLM leaves them out too
 NUM_NEWEST = 50  # requests of each ingress that the console lists
 CLIENT_LEFT = 499  # a status that is never sent; metrics count it, as proxies log it
@@ -73,12 +73,13 @@ class Telemetry:
         tracing: Tracing | None = None,
         peers: Peers | None = None,
         *,
+        node: str = "",
         keeps_texts: bool = False,
     ):
-        """keeps_texts: timelines have prompts and outputs."""
+        """node: see IngressStats. keeps_texts: timelines have prompts and outputs."""
         self.tracing = tracing
         self.timelines = RequestTimelines(ingress_id, keeps_texts=keeps_texts)
-        self.stats = IngressStats(ingress_id)
+        self.stats = IngressStats(ingress_id, node)
         self._peers = peers
 
     def close(self) -> None:

@@ -68,7 +68,9 @@ class EngineDeployment:
         engine_id = f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
         log_to_console(engine_id, spec.log)
         key = await asyncio.to_thread(ray_compat.cluster_key)
-        self._engine = EngineReplica(ray.util.get_node_ip_address(), spec.stall_timeout_s, peers, key)
+        self._engine = EngineReplica(
+            ray.util.get_node_ip_address(), spec.stall_timeout_s, peers, key, ray.get_runtime_context().get_node_id()
+        )
         self._ranks = ranks = RankGroup(spec)
         ready = await ranks.start(config, engine_id=engine_id, status_to=self._engine.status_to, key=key)
         self._engine.connect(ready.address)

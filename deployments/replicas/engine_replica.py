@@ -47,14 +47,16 @@ class EngineReplica:
         stall_timeout_s: float = 10.0,
         peers: Mapping[PeerPool, RemotePool] | None = None,
         key: ClusterKey | None = None,
+        node: str = "",
     ):
         """host: address of this machine under which the engine reaches `status_to`.
         stall_timeout_s: time without a step while work is queued, or without any status, after which the engine counts
             as hung.
         peers: where the engine may have prompts computed, and images encoded.
         key: the engine's, which is secret outside the cluster.
+        node: see ReplicaStatus.
         """
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s, self._node = stall_timeout_s, node
         self._dispatchers = {kind: RemoteDispatcher(pool, self._send, kind) for kind, pool in (peers or {}).items()}
         self._calls: dict[str, asyncio.Future[None]] = {}
         self._broken: str | None = None
@@ -167,7 +169,7 @@ class EngineReplica:
             raise EngineUnavailable("the engine has just started")
         routing = {kind: dispatcher.pool.routing for kind, dispatcher in self._dispatchers.items()}
         refused = add_up(self._status.refused, REFUSALS.counts())  # those of the engine's processes, and of this one
-        return ReplicaStatus.of(msgspec.structs.replace(self._status, refused=refused), routing)
+        return ReplicaStatus.of(msgspec.structs.replace(self._status, refused=refused), routing, self._node)
 
     def _handle(self, notice: Notice) -> None:
         if isinstance(notice, EngineStatus):

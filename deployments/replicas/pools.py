@@ -22,10 +22,11 @@ class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__
 
     #: of its prefill requests, by the pool that they go to
     routing: dict[PeerPool, RoutingStats] = msgspec.field(default_factory=dict)
+    node: str = ""  #: Ray's id of its node; the first rank's, of a group over several
 
     @classmethod
-    def of(cls, status: EngineStatus, routing: dict[PeerPool, RoutingStats]) -> ReplicaStatus:
-        return cls(**msgspec.structs.asdict(status), routing=routing)
+    def of(cls, status: EngineStatus, routing: dict[PeerPool, RoutingStats], node: str = "") -> ReplicaStatus:
+        return cls(**msgspec.structs.asdict(status), routing=routing, node=node)
 
 
 class EnginePool(Protocol):
@@ -71,6 +72,13 @@ class ModelReplicas(msgspec.Struct, frozen=True):
         decode, peers = await asyncio.gather(statuses(), pool.peer_statuses())
         asleep = not decode and await pool.asleep()
         return cls(model, decode, peers.get("prefill", []), peers.get("encode", []), asleep)
+
+    def on(self, node: str) -> ModelReplicas:
+        """Return those of one node."""
+        decode, prefill, encode = (
+            [status for status in pool if status.node == node] for pool in (self.decode, self.prefill, self.encode)
+        )
+        return ModelReplicas(self.model, decode, prefill, encode, self.asleep)
 
     @property
     def by_role(self) -> dict[Role, list[ReplicaStatus]]:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import runpy
 import shutil
 from pathlib import Path
 
 import pytest
 
 from cluster.config import IngressSection, ModelSection
-from cluster.fingerprint import differing_parts
+from cluster.fingerprint import as_in_a_checkout, differing_parts
 from cluster.model_info import model_info
 from tests.models import make_model
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +63,13 @@ def test_files_of_a_model_count_in_their_part(model, tmp_path, file, part):
 
 def test_a_fingerprint_of_another_form_differs_in_all_parts(model):
     assert differing_parts("fp_0123456789abcdef", fingerprint(model)) == ["weights", "tokenizer", "options", "code"]
+
+
+def test_a_file_counts_alike_in_a_checkout_and_in_a_wheel(tmp_path):
+    below_one_name = runpy.run_path(str(ROOT / "tools" / "wheel" / "build_backend.py"))["below_one_name"]
+    changed = 0
+    for file in (ROOT / "engine").rglob("*.py"):
+        (installed := tmp_path / "installed.py").write_text(below_one_name(file.read_text()))
+        changed += installed.read_bytes() != file.read_bytes()
+        assert as_in_a_checkout(installed) == as_in_a_checkout(file), file
+    assert changed > 100

@@ -6,6 +6,8 @@ import os
 import socket
 import ssl
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +19,7 @@ from ray.serve._private.haproxy import BackendConfig, ServerConfig
 
 from cluster import haproxy
 from cluster.ray_environment import tls_environment
-from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
+from deployments.http.server_header import NODE_HEADER, SERVER_HEADER, SERVER_VARIABLE
 from tests.cluster.haproxy_process import needs_haproxy, rendered, running
 from tests.deployments.openai.bad_requests import Bad
 from tests.serve.serve_run import free_port, wait_until
@@ -85,16 +87,21 @@ def test_ingresses_stay_while_serve_names_none(tmp_path):
         assert line not in haproxy.configured(rendered(applications, tmp_path).read_text(), memory)
 
 
-def test_requests_tell_ingresses_which_server_they_were_sent_to():
+def test_requests_tell_ingresses_which_server_and_node_they_were_sent_to():
     heads: list[bytes] = []
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
     with (
+        subprocess.Popen([sys.executable, "-c", "input()", "--node_id=1a2b"], stdin=subprocess.PIPE) as raylet,
         ingress_that(lambda connection: connection.sendall(answer), heads=heads) as port,
-        running({"a": application("a", port)}, environment={SERVER_VARIABLE: "ours"}) as (url, _, _),
+        running(
+            {"a": application("a", port)}, environment={SERVER_VARIABLE: "ours", "RAY_RAYLET_PID": str(raylet.pid)}
+        ) as (url, _, _),
     ):
-        forged = {SERVER_HEADER: "forged"}
+        forged = {SERVER_HEADER: "forged", NODE_HEADER: "forged"}
         wait_until(lambda: httpx.get(f"{url}/a/b", headers=forged).text == "ok")
+        raylet.kill()
     assert heads and all(b"x-manta-server: ours" in head and b"forged" not in head for head in heads)
+    assert all(b"x-manta-node: 1a2b" in head for head in heads)
 
 
 def application(name: str, port: int) -> BackendConfig:

@@ -14,13 +14,14 @@ from pathlib import Path
 from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[2]
+PIP = [sys.executable, "-m", "pip"]
 # a file where a folder would have to be is what not even root can write into
 READ_ONLY = ("engine/model/ops/cpu/__pycache__",)
 
 
 def build_wheel(tree: Path, folder: Path) -> Path:
     """Build the wheel of a source tree, into an empty folder."""
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-q", "-w"]
+    command = [*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-q", "-w"]
     subprocess.run([*command, str(folder), str(tree)], check=True, timeout=300)
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -35,18 +36,8 @@ class Installed:
         venv.create(self.environment_folder)
         packages = Path(sysconfig.get_path("purelib", vars={"base": str(self.environment_folder)}))
         (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(self.python),
-            "install",
-            "--no-deps",
-            "--no-index",
-            "-q",
-        ]
-        subprocess.run([*command, str(wheel), str(_another_cluster(folder))], check=True, timeout=300)
+        command = [*PIP, "--python", str(self.python), "install", "--no-deps", "--no-index", "-q"]
+        subprocess.run([*command, str(wheel), str(wheel_of("cluster", folder))], check=True, timeout=300)
         for name in () if writable else READ_ONLY:
             (packages / "manta" / name).touch()
         (self.user_folder / "cluster").mkdir(parents=True)
@@ -75,14 +66,14 @@ class Installed:
         return done.stdout
 
 
-def _another_cluster(folder: Path) -> Path:
-    """Return the wheel of another distribution whose package is `cluster`, as there is one on PyPI."""
-    info, wheel = "cluster-1.4.dist-info", folder / "cluster-1.4-py3-none-any.whl"
+def wheel_of(name: str, folder: Path) -> Path:
+    """Return the wheel of another distribution of this name and package, as PyPI has a `cluster` and a `manta`."""
+    info, wheel = f"{name}-1.4.dist-info", folder / f"{name}-1.4-py3-none-any.whl"
     with ZipFile(wheel, "w") as files:
-        files.writestr("cluster/__init__.py", "WHOSE = 'the other distribution'\n")
-        files.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: cluster\nVersion: 1.4\n")
+        files.writestr(f"{name}/__init__.py", "WHOSE = 'the other distribution'\n")
+        files.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.4\n")
         files.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
-        files.writestr(f"{info}/RECORD", f"cluster/__init__.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+        files.writestr(f"{info}/RECORD", f"{name}/__init__.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
     return wheel

@@ -13,8 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cluster.config import IngressSection, ModelSection
+from cluster.model_info import model_info
 from engine import LLM, SamplingParams
-from tests.serve.installed import Installed, build_wheel
+from tests.serve.installed import PIP, Installed, build_wheel, wheel_of
 from tests.serve.serve_run import ServeRun
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -68,15 +70,15 @@ def test_an_offline_answer_beside_the_users_own_modules(installed, expected, ran
 def test_a_server_answers_from_the_wheel(installed, expected, tmp_path, pools):
     model = {"name": "pocket", "model": "pocket", "engine": {"dtype": "float32", "num_threads": 1}, **pools}
     began, token = time.monotonic(), {"RAY_AUTH_MODE": "token"}  # which Ray cannot keep in this home
-    server = ServeRun(
-        tmp_path, {"models": [{**model, "decode": {"num_cpus": 0.4}}]}, installed=installed, environment=token
-    )
+    model["decode"] = {"num_cpus": 0.4}
+    server = ServeRun(tmp_path, {"models": [model]}, installed=installed, environment=token)
     try:
         server.wait_until_healthy(2 if pools else 1)
         body = {"model": "pocket", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
         print(f"\n| {sorted(pools) or 'one replica'} | {time.monotonic() - began:.1f} s to the first answer |")
         assert answer["choices"][0]["text"] == expected
+        assert answer["system_fingerprint"] == model_info(ModelSection(**model), IngressSection()).fingerprint
         assert str(ROOT) not in "".join(server.log).replace(str(installed.environment_folder), "")
         if pools:
             metrics = httpx.get(f"{server.url}/metrics").text
@@ -100,6 +102,25 @@ def test_a_file_of_the_users_that_would_hide_manta_from_rays_workers_ends_the_st
         f"manta: {file} would be imported instead of Manta's `manta` by Ray's workers. "
         "Rename it, or start in another folder"
     )
+
+
+def test_another_distribution_manta_is_named_at_the_start_and_by_the_doctor(installed, tmp_path):
+    (ours,) = installed.environment_folder.rglob("manta/__init__.py")
+    text = ours.read_text()
+    another = wheel_of("manta", tmp_path)
+    subprocess.run([*PIP, "--python", str(installed.python), "install", "--no-deps", "--no-index", "-q", str(another)],
+                   check=True, timeout=300)  # fmt: skip
+    try:
+        done = subprocess.run(
+            [installed.manta, "serve", "pocket", "--address", "local"], cwd=installed.user_folder,
+            env=installed.environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert ours.read_text() != text, "pip has overwritten it without a word"
+        assert done.returncode == 1 and "`manta` is a package of manta too" in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+    finally:
+        subprocess.run([*PIP, "--python", str(installed.python), "uninstall", "-y", "-q", "manta"], check=True)
+        ours.write_text(text)
 
 
 def test_an_ingress_that_cannot_start_ends_the_start_with_one_line(installed, tmp_path):

@@ -3,7 +3,8 @@
 A checkout has `engine`, `placement`, `deployments` and `cluster` side by side, which an environment shared with others
 cannot: those names are everybody's. In the wheel they are `manta.engine` and so on. Their files are copied to `manta/`,
 and in each line that imports one of them its name is prefixed; nothing else changes, so lines keep their numbers. What
-the commands name (configurations, manifests, docs) is copied there too, where the root of a checkout has it.
+the commands name (configurations, manifests, docs) is copied there too, where the root of a checkout has it. The Helm
+chart's links to folders become copies of them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,6 @@ def build_wheel(
                 target = tree / "manta" / path.relative_to(tree)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(path, target)
-        shutil.rmtree(tree / "manta" / "k8s" / "chart", ignore_errors=True)  # of links
         (tree / "MANIFEST.in").write_text("graft manta\n")
         return build_meta.build_wheel(wheel_directory, config_settings)
 
@@ -89,7 +89,8 @@ def _staged_in_place() -> Iterator[Path]:
         for name in _sources(root):
             target = tree / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, target)
+            copy = shutil.copytree if (root / name).is_dir() else shutil.copy2  # a link to a folder
+            copy(root / name, target)
         if commit := _git(root, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"):
             (tree / COMMIT).write_text(commit)
             # the same bytes for the same commit
@@ -104,7 +105,7 @@ def _staged_in_place() -> Iterator[Path]:
 def _sources(root: Path) -> list[str]:
     """Return the files of a checkout that git knows or would; or those of an unpacked sdist, without what is made."""
     if listed := _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z"):
-        return [name for name in listed.split("\0") if name and (root / name).is_file()]
+        return [name for name in listed.split("\0") if name and (root / name).exists()]
     files = [file.relative_to(root) for file in root.rglob("*") if file.is_file()]
     return [str(file) for file in files if not any(MADE.search(part) for part in file.parts)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from importlib.metadata import packages_distributions
@@ -23,6 +24,14 @@ def check_folder(folder: Path) -> Iterator[Finding]:
         if found is not None and found.origin is not None and not Path(found.origin).is_relative_to(ours / name):
             message = f"{found.origin} would be imported instead of Manta's `{name}` by Ray's workers"
             yield Finding("problem", "names", message, "Rename it, or start in another folder")
+
+
+def check_facade() -> Iterator[Finding]:
+    """Check whether `manta/__init__.py` is ours: another `manta` may have overwritten it, or taken it along
+    when it was uninstalled. Takes no time if nothing is wrong."""
+    if "build" not in getattr(sys.modules.get("manta"), "__all__", ("build",)):
+        yield from check_distributions()
+        yield Finding("problem", "names", "`manta/__init__.py` is not Manta's", f"Install {DISTRIBUTION} again")
 
 
 def check_distributions() -> Iterator[Finding]:

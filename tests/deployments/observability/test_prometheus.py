@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 
+from deployments.http.server_header import NODE_HEADER
 from tests.deployments.fake_api import fake_api, says, until
 from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
 from tests.models import make_model
@@ -85,6 +86,22 @@ def test_counts_and_sums_are_exact_after_a_known_workload(folder):
             assert scrape.sum("http_request_duration_seconds_count", **answers) == 4
             assert scrape.sum("vllm:cache_config_info", block_size="4", num_gpu_blocks="512") == 1
             assert is_idle(scrape)
+
+    run(scenario())
+
+
+def test_a_scrape_of_one_node_has_the_engines_and_ingresses_of_that_node_only(folder):
+    async def scenario() -> None:
+        async with real_api(folder) as api:
+            await api.complete(prompt=[5, 6], max_tokens=2)
+            await api.scrape_when(lambda scrape: seen_by_engine(scrape, "length") == 1)
+            whole, here, elsewhere = [
+                Scrape((await api.client.get(path, headers=headers)).text)
+                for path, headers in (("/metrics", {}), ("/metrics/node", {}), ("/metrics/node", {NODE_HEADER: "b"}))
+            ]
+            assert {one.name for one in here.series} == {one.name for one in whole.series}
+            assert not [one for one in elsewhere.series if {"engine", "ingress"} & one.labels.keys()]
+            assert (here.sum("manta_up"), elsewhere.sum("manta_up")) == (1, 0)
 
     run(scenario())
 

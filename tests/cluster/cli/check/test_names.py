@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,6 +19,13 @@ def test_a_start_where_rays_workers_would_import_a_users_file_in_place_of_ours_i
     (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StartupError, match=rf"{file} would be imported instead of Manta's `\w+` by Ray's workers"):
+        check(configuration("pocket", {}, {"host": "127.0.0.1", "port": 8000}), None)
+
+
+def test_a_start_without_our_own_manta_is_refused(monkeypatch):
+    """Another distribution `manta` has overwritten it."""
+    monkeypatch.setitem(sys.modules, "manta", ModuleType("manta"))
+    with pytest.raises(StartupError, match=r"`manta/__init__\.py` is not Manta's\. Install manta-serve again"):
         check(configuration("pocket", {}, {"host": "127.0.0.1", "port": 8000}), None)
 
 
