@@ -27,9 +27,9 @@ def check_folder(folder: Path) -> Iterator[Finding]:
 
 
 def check_facade() -> Iterator[Finding]:
-    """Check whether `manta/__init__.py` is ours: another `manta` may have overwritten it, or taken it along
-    when it was uninstalled. Takes no time if nothing is wrong."""
-    if "build" not in getattr(sys.modules.get("manta"), "__all__", ("build",)):
+    """Check whether `manta/__init__.py` is ours: another `manta` may have overwritten it, or taken it along when it was
+    uninstalled. Takes no time if nothing is wrong."""
+    if "manta" in sys.modules and "build" not in getattr(sys.modules["manta"], "__all__", ()):
         yield from check_distributions()
         yield Finding("problem", "names", "`manta/__init__.py` is not Manta's", f"Install {DISTRIBUTION} again")
 
