@@ -127,3 +127,6 @@ def test_examples_of_models_on_gpus_ask_for_gpus():
             is_serve = Path(words[0]).name == "manta" and words[1:2] == ["serve"]
             if is_serve and re.search(r"(Qwen|llama|Llama|Mistral)\S*-\d+B", " ".join(words)):
                 assert {"--num-gpus", "--device"} & {word.partition("=")[0] for word in words}, (page, words)
+        for block in blocks(page, "yaml"):
+            if re.search(r"model: (/models/|\S+-\d+B)", block):
+                assert "num_gpus" in block, (page, block)
