@@ -35,8 +35,8 @@ class Replica:
     def __init__(
         self, name: str, role: Role, spec: ClusterSpec, handoffs: HandoffManager, times: StepTimes | None, at_once: int
     ):
-        """times: what the engine itself learns of its steps; None: nothing.
-        at_once: steps of a fast-forward at most; 0 takes all of them one by one."""
+        """times: what the engine itself learns of its steps, or None.
+        at_once: most steps of a fast-forward; 0 takes every step by itself."""
         config = spec.engine_of(role)
         self.name, self.role, self.times, self.cost = name, role, times, spec.cost
         self.due: float | None = None  # when it has to be woken, as its steps have ended; None: it has nothing to do

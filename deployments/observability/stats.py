@@ -25,7 +25,7 @@ class OperationStats(msgspec.Struct):
     time_per_output_token: Histogram = msgspec.field(default_factory=lambda: Histogram.over(OUTPUT_TOKENS))
 
     def observe(self, ended: SequenceTimeline) -> None:
-        """Count a sequence that has ended as it was to."""
+        """Count a sequence that has ended without an error."""
         assert ended.seconds is not None
         self.request_duration.observe(ended.seconds)
         if ended.first_token_s is None or not ended.output_tokens:

@@ -2,8 +2,8 @@
 
 Ordinarily a product whose inputs are split over the ranks is as many sums as there are ranks, each rounded, and added
 up in rank order, so that another number of ranks gives other bits. Here it is always PARTS sums, of which a rank
-computes PARTS / ranks, added up as a binary tree whose subtrees are what one, two, four or eight ranks hold. It is the
-arithmetic of PARTS ranks for any number of ranks.
+computes PARTS / ranks, added up as a binary tree whose subtrees are what one, two, four or eight ranks hold. So any
+number of ranks computes as PARTS ranks would.
 """
 
 from __future__ import annotations

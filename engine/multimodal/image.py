@@ -19,7 +19,7 @@ def decode(file: bytes, field: str, max_pixels: int, low_detail: bool = False) -
     """Return the first frame of an image file, upright and in RGB; what is transparent becomes white, as in vLLM.
 
     field: how an error names the image. low_detail: make it fit into LOW_DETAIL.
-    Raises InvalidImage if it is none that can be read, or, before its pixels are decoded, if it has too many.
+    Raises InvalidImage if it cannot be read, or, before its pixels are decoded, if it has too many.
     """
     small_enough = f"an image of at most {max_pixels} pixels (ingress.images.max_pixels)"
     try:

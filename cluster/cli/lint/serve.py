@@ -58,7 +58,7 @@ def deadlines(service: Service) -> Iterator[Violation]:
 
 
 def placement(service: Service) -> Iterator[Violation]:
-    """Replicas must fit the pods: Serve would wait for ever for one that does not come."""
+    """Replicas must fit the pods; otherwise Serve waits for ever."""
     deployments = [d for app, config in service.apps for d in deployments_of(config, app.get("deployments") or [])]
     wanted = {deployment.name: deployment.max_replicas for deployment in deployments}
     for deployment in deployments:

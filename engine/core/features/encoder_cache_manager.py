@@ -58,7 +58,7 @@ class TextOnly:
 
 
 class EncoderCacheManager:
-    """Decides which images a step encodes, and which embeddings are dropped for theirs: the least recently used.
+    """Decides which images a step encodes, and which embeddings it drops to make room: the least recently used.
 
     Embeddings are kept by the hash of their image, so an image is encoded once however many requests bring it, as long
     as they fit. A step never drops what it needs itself. After vLLM's class of this name.

@@ -182,7 +182,7 @@ class TransformersModel(Sharded):
         return self._names(name) if is_of_text(name) else None
 
     def shards(self) -> Shards:
-        """The shards of transformers' own tensors, those of no layer of ours: every rank holds them whole."""
+        """The shards of tensors that transformers' own modules hold: every rank has them whole."""
         shards: Shards = {}
         for path, tensor in self._own_tensors():
             merged = next((m for m in PIECES if path.endswith(f".{m}")), None)

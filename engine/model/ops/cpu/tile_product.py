@@ -170,7 +170,7 @@ def pointers(builder: ir.IRBuilder, table: ir.Value, first: ir.Value, offset: ir
 
 
 def transposed(builder: ir.IRBuilder, vectors: list[ir.Value], word: ir.Value, dtype: Any) -> list[ir.Value]:
-    """Words [word, word + 8) of 16 vectors, each of all vectors."""
+    """Words [word, word + 8) of 16 vectors, transposed: one result for each word, with that of every vector."""
     parts = []
     for vector in vectors:
         address = builder.bitcast(builder.gep(vector, [word]), VI32_HALF.as_pointer())

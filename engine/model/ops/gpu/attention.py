@@ -310,7 +310,7 @@ def launch(
 ) -> None:  # fmt: skip
     """Attend from the rows that decode, or from all chunks, and write their rows of `out`.
 
-    q, out: [tokens, heads, head_dim]. tiles: their number; block_m: rows * heads / kv_heads of one. If keys
+    q, out: [tokens, heads, head_dim]. tiles: number of tiles; block_m: rows * heads / kv_heads of a tile. If keys
     are split there are partial results in float32, [slots, kv_heads, slot_rows, head_dim]."""
     kv_cache = batch.kv_cache
     _, _, _, kv_heads, page, head_dim = kv_cache.shape
