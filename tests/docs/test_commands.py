@@ -141,7 +141,7 @@ def test_a_command_of_the_simulator_ends_with_a_report(command, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "with_"),
-    [("README.md", "llm.generate"), ("docs/install.md", "import LLM"), ("docs/speculative_decoding.md", "ngram")],
+    [("README.md", "llm.generate"), ("docs/speculative_decoding.md", "ngram")],
 )
 def test_a_program_that_needs_no_server_runs(name, with_, tmp_path):
     program = block(name, "python", with_=with_)
