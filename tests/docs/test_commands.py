@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
-from tests.docs.test_pages import PAGES, blocks, commands
+from tests.docs.pages import PAGES, block, blocks, commands, page, run
 from tests.k8s.overlays import needs_helm, needs_kustomize
-from tests.serve.serve_run import ServeRun
 from tools.site import ROOT
 
-HERE = str(Path(__file__).relative_to(ROOT))
+HERE, SERVER = "tests/docs/test_commands.py", "tests/serve/test_pages.py"
 CLUSTER, GPU, BUILDER = "needs a Kubernetes cluster", "needs a GPU", "needs root, Debian's packages and many minutes"
 INDEX, PEERS, HOURS = "fetches from an index or the Hub", "needs another engine", "trains a model"
 NODES = "needs several machines"
@@ -41,10 +36,11 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"manta serve --speculative-config": "tests/cluster/vllm/test_command.py",
     r".*manta doctor": "tests/serve/plain/test_cli.py",
     r"ray |manta serve serve_config.yaml": NODES,
-    r"serve deploy": HERE,
-    r"echo|cat|import json|for i in|python -c|manta verify|.*manta simulate|manta bench offline": HERE,
+    r"serve deploy|echo|cat|manta verify": SERVER,
+    r"import json|for i in|python -c|.*manta simulate": HERE,
+    r"manta bench offline": "tests/cluster/cli/bench",
     r"curl .*(v1/models|embeddings|rerank)": "tests/serve/test_embeddings.py",
-    r"curl": HERE,
+    r"curl": SERVER,
     r"claude": "tests/clients/test_command_lines.py",
     r"python -m tools.pocket": HOURS,
     r"python -m benchmarks.(peers|embeddings)": PEERS,
@@ -52,28 +48,6 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"python -m benchmarks.simulator.fit": "tests/benchmarks/simulator",
     r"python -m benchmarks.simulator.write_trace": HERE,
 }
-BIN = Path(sys.executable).parent
-
-
-def page(name: str) -> Path:
-    return ROOT / name
-
-
-def block(name: str, *languages: str, with_: str) -> str:
-    """The block of a page that contains `with_`."""
-    (found,) = [text for text in blocks(page(name), *languages) if with_ in text]
-    return found
-
-
-def run(script: str, folder: Path, **variables: str) -> str:
-    """Run a script of bash in a folder with `manta` on its path, and return what it prints."""
-    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **variables}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    return done.stdout
 
 
 def test_every_command_of_a_page_is_run_by_a_test_or_the_table_says_why_not():
@@ -148,70 +122,3 @@ def test_a_program_that_needs_no_server_runs(name, with_, tmp_path):
     if "import" not in program:
         program = f"from manta import LLM\n{program}"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=240)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return Path(tmp_path_factory.mktemp("pages"))
-
-
-@pytest.fixture(scope="module")
-def server(folder) -> Iterator[ServeRun]:
-    """The bundled model, under the names that pages use. The folder is also its home: another model may be in ours."""
-    models = [{"name": "default", "aliases": ["pocket", "qwen3"], "model": "pocket"}]
-    server = ServeRun(folder, {"models": models}, manta=True, environment={"HOME": str(folder)})
-    try:
-        server.wait_until_healthy()
-        yield server
-    finally:
-        server.stop()
-
-
-def here(text: str, server: ServeRun) -> str:
-    return re.sub(r"(http://)?(127\.0\.0\.1|localhost):8000", server.url, text)
-
-
-@pytest.mark.serve
-@pytest.mark.slow
-class TestAgainstAServer:
-    @pytest.mark.parametrize("name", ["README.md", "k8s/README.md", "docs/responses.md"])
-    def test_a_request_is_answered(self, name, server, folder):
-        text = block(name, "bash", with_="What is an ocean?")
-        answer = json.loads(run(here(text[text.index("curl") :], server), folder))
-        assert "choices" in answer or "output" in answer
-
-    def test_an_answer_is_verified(self, server, folder):
-        text = block("docs/determinism.md", "bash", with_="manta verify")
-        assert run(here(text, server), folder, HOME=str(folder)).count("equal") == 2
-
-    def test_a_stream_is_resumed_from_the_event_that_its_client_had(self, server, folder):
-        text = here(block("docs/idempotency.md", "bash", with_="Last-Event-ID"), server)
-        first, _, rest = text.partition("# id: ")
-        events = re.findall(r"^id: (\S+)$", run(first, folder), re.MULTILINE)
-        resume = rest[rest.index("curl") :]
-        shown = re.search(r"Last-Event-ID: (\S+)'", resume)
-        assert shown is not None
-        resume = resume.replace(shown[1], events[0]).replace(shown[1].partition(":")[0], events[0].partition(":")[0])
-        assert re.findall(r"^id: (\S+)$", run(resume, folder), re.MULTILINE) == events[1:]
-
-    def test_a_batch_is_answered(self, server, folder):
-        text = here(block("docs/batches.md", "bash", with_="BATCH_ID"), server)
-        script = re.split(r"^(?=curl)", text, flags=re.MULTILINE)
-        upload, create, poll, fetch = script[0] + script[1], *script[2:]
-        file = json.loads(run(upload, folder))["id"]
-        batch = json.loads(run(create.replace("file-...", file), folder))
-        deadline = time.monotonic() + 120
-        while batch["status"] != "completed":
-            assert time.monotonic() < deadline and batch["status"] in ("validating", "in_progress", "finalizing"), batch
-            batch = json.loads(run(poll.replace("BATCH_ID", batch["id"]), folder))
-        answers = run(fetch.replace("OUTPUT_FILE_ID", batch["output_file_id"]), folder).splitlines()
-        assert {json.loads(answer)["custom_id"] for answer in answers} == {"a", "b"}
-
-    def test_anthropics_client_is_answered(self, server):
-        program = here(block("docs/anthropic.md", "python", with_="messages.create"), server)
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-    def test_a_configuration_is_deployed_again(self, server, folder):
-        (command,) = blocks(page("docs/operations.md"), "bash")
-        dashboard = server.dashboard()
-        run(command.replace("http://127.0.0.1:8265", dashboard), folder)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,11 @@ import yaml
 
 from cluster.cli.main import app
 from cluster.config import AppConfig
+from tests.docs.pages import PAGES, blocks, commands
 from tools.reference import reference
-from tools.site import FENCE, ROOT, links, pages
+from tools.site import FENCE, ROOT, links
 
-PAGES = list(pages())
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 MANTA = typer.main.get_command(app)
 
 
@@ -28,28 +25,6 @@ def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
-
-
-def blocks(page: Path, *languages: str) -> Iterator[str]:
-    for indent, language, text in BLOCK.findall(page.read_text()):
-        if language in languages:
-            yield re.sub(rf"^{indent}", "", text, flags=re.MULTILINE)
-
-
-def commands(page: Path) -> Iterator[list[str]]:
-    """Yield the words of each command in the blocks for a shell; whole lines, joined at a backslash."""
-    for block in blocks(page, "bash", "sh"):
-        text = re.sub(r"<<'END'\n.*?\nEND$", "", block, flags=re.MULTILINE | re.DOTALL)
-        for line in text.replace("\\\n", " ").splitlines():
-            for part in re.split(r"&&|\||;(?= )", re.split(r"(?:^| )#", line)[0]):
-                try:
-                    words = shlex.split(re.sub(r"\[[^]]*\]|[<>]+", " ", part))
-                except ValueError:  # a quote that another line closes
-                    continue
-                while words and re.match(r"[A-Z_]+=|\$$|export$", words[0]):
-                    words.pop(0)
-                if words:
-                    yield words
 
 
 def test_every_page_in_docs_is_led_to_from_the_readme():
