@@ -1,14 +1,15 @@
-"""How `pytest -n` deals tests out: by file, but files that share a server stay together."""
+"""How `pytest -n` deals tests out: by file, but one process has all that start clusters, and waits for them."""
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-
 from xdist.scheduler import LoadFileScheduling
+
+SERVERS = "tests/serve/"
 
 
 class ByServer(LoadFileScheduling):
+    """Files of one folder below tests/serve share a server. Clusters that start at once take longer than one after the
+    other, with tests that compute beside them."""
+
     def _split_scope(self, nodeid: str) -> str:
-        """A folder below tests/serve is what one server has to answer."""
-        file = PurePosixPath(super()._split_scope(nodeid))
-        return str(file.parent if file.parts[:2] == ("tests", "serve") and len(file.parts) > 3 else file)
+        return SERVERS if nodeid.startswith(SERVERS) else super()._split_scope(nodeid)

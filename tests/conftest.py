@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -21,15 +23,45 @@ settings.register_profile(
 settings.load_profile("manta")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    message = "Fail a test without the mark `slow` that takes more CPU time, with its children, than that."
+    parser.addoption("--max-call-s", type=float, metavar="SECONDS", help=message)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """With --max-call-s, fail a test that is too slow for `make test`. Never in CI, whose machines differ."""
+    before, most_s = os.times(), item.config.getoption("--max-call-s")
+    result = yield
+    took_s = sum(os.times()[:4]) - sum(before[:4])
+    if most_s is not None and took_s > most_s and not item.get_closest_marker("slow"):
+        pytest.fail(f"took {took_s:.1f} s of CPU time: mark it slow, or make it shorter", pytrace=False)
+    return result
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give a process of `pytest -n`, and what it starts, one thread for each operation: there are no more cores."""
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Keep a million objects, of modules and of tests, from the garbage collector, which would search them all at every
+    turn: a tenth of the time of most tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(5_000, 20, 20)
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With TEST_SEED, files come in an order of that seed, the same in every process of `pytest -n`. There, tests that
-    wait for clusters come first, so that at the end no process waits for another."""
+    wait for clusters come first (tests/by_server.py), so that at the end no process waits for another."""
     if seed := os.environ.get("TEST_SEED"):
         items.sort(key=lambda item: zlib.crc32(f"{seed} {item.path.name} {item.path.parent.name}".encode()))
     if hasattr(config, "workerinput"):
@@ -38,9 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)  # there may be no xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of processes of `pytest -n auto`: one for each core, and even on a single core two, since half
-    of the time of a test is waiting for others to start. Each takes a GiB, and imports and collects everything."""
-    return min(max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2), 8)
+    """Return the number of processes of `pytest -n auto`: one for each core, and one that waits for clusters. Each
+    takes a GiB, and imports and collects everything."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores + 1, 9)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from engine.core.engine import EngineCore
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ServingError
 from engine.runner.worker import Worker
-from tests.processes import outlives_test
+from tests.processes import outlives_test, with_engine
 
 TIMEOUT_S = 30.0
 
@@ -26,8 +26,8 @@ class RankPool:
     """Rank 0 is this process."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self._ranks: list[tuple[multiprocessing.Process, Connection]] = []
+        self._context = with_engine()
+        self._ranks: list[tuple[ForkServerProcess, Connection]] = []
 
     @contextmanager
     def engine(self, config: EngineConfig, **options: Any) -> Iterator[EngineCore]:

@@ -69,6 +69,8 @@ def circle_in(arrows: dict[Path, set[Path]]) -> list[Path]:
 
 
 def uses_torch_distributed(source: str) -> bool:
+    if "distributed" not in source:
+        return False
     attributes = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     names = imported_modules(source) | attributes
     return any(name == "torch.distributed" or name.startswith("torch.distributed.") for name in names)

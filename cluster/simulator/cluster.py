@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -164,10 +163,5 @@ def simulate(spec: ClusterSpec, trace: Trace, progress: Progress = lambda done: 
     """Raises ServingError for what the cluster could not serve at all."""
     started = time.perf_counter()
     cluster = Cluster(spec, trace)
-    gc.collect()
-    gc.freeze()  # all present objects stay to the end, so the collector need not search them
-    try:
-        cluster.run(progress)
-    finally:
-        gc.unfreeze()
+    cluster.run(progress)
     return replace(cluster.report(), took_s=time.perf_counter() - started)

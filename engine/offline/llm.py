@@ -107,6 +107,7 @@ class LLM:
         size = self.config.tensor_parallel
         if size == 1:
             return build_engine(self.config)
+        self._model_config.kv_heads_per_rank(size)  # before processes are started for a number that does not divide
         shared = not self.config.disable_custom_all_reduce
         group = TPGroup.listen(size, device=self.config.device, shared_memory=shared, key=ClusterKey.generate())
         self._ranks = RankProcesses(self.config, group, group.address)

@@ -169,6 +169,7 @@ def ray_environment(folder: str, given: Mapping[str, str] = os.environ) -> dict[
         "RAY_DEDUP_LOGS": "0",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # as `manta serve` does: other tests keep the machine busy
         "RAY_TMPDIR": folder,
+        "RAY_worker_niceness": "0",  # else what computes beside it lets a cluster wait
     }
     return {**{k: v for k, v in given.items() if not k.startswith("RAY_")}, **ours}
 

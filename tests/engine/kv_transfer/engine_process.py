@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -19,7 +18,7 @@ from engine.kv_transfer.transport import worker as kv_worker
 from engine.kv_transfer.transport.tcp import TcpTransport
 from engine.runner.model_runner import ModelRunner
 from engine.wire.remote_request import Peer
-from tests.processes import outlives_test
+from tests.processes import outlives_test, with_engine
 
 STATUS_PERIOD_S = 0.05
 ANSWER_S = 60.0
@@ -33,7 +32,7 @@ class EngineProcess:
     """
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = with_engine()
         self.pipe, there = context.Pipe()
         self._process = context.Process(target=serve, args=(there,), daemon=True)
         self._process.start()

@@ -276,7 +276,7 @@ def test_without_prefill_engines_prompts_are_computed_here(fresh, alone):
 # -- other pairs -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("decode", "prefill"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("decode", "prefill"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_engines_of_different_size_hand_over_heads(ranks, alone, decode, prefill):
     configs = make_config("decode", tensor_parallel=decode), make_config("prefill", tensor_parallel=prefill)
     with Pair(*configs, ranks) as pair:

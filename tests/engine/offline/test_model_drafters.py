@@ -13,6 +13,7 @@ from engine.errors import ConfigError, ModelFolderError
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
 from tests.fake_drafter import draft_always
+from tests.models import with_slow
 from tests.products import each_once
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1, "num_blocks": 128}
@@ -57,7 +58,8 @@ def run(llm: LLM, name: str) -> list[tuple[list[int], str | None]]:
     return [(output.token_ids, output.finish_reason) for output in outputs]
 
 
-@pytest.mark.parametrize("method", METHODS)
+# of the others, tests/engine/spec_decode/test_speculative_machine.py compares both
+@pytest.mark.parametrize("method", with_slow(METHODS, set(METHODS) - {"same_model"}))
 def test_tokens_and_ends_are_those_without_speculation(folders, expected, method):
     folder, options = folders[method]
     with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
@@ -79,7 +81,8 @@ def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype"), each_once(["same_model", "noisy_model", "eagle3"], ["float32", "bfloat16"])
+    ("method", "dtype"),
+    each_once(with_slow(["same_model", "noisy_model", "eagle3"], ["same_model"]), ["float32", "bfloat16"]),
 )
 def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expected, method, dtype):
     folder, options = folders[method]
@@ -93,9 +96,7 @@ def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expe
         assert method == "eagle3" or stats.spec_decode.num_accepted_tokens > stats.spec_decode.num_draft_tokens / 3
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(method, marks=() if method == "eagle3" else pytest.mark.slow) for method in METHODS]
-)
+@pytest.mark.parametrize("method", with_slow(METHODS, set(METHODS) - {"eagle3"}))
 def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, method):
     folder, options = folders[method]
     with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:

@@ -79,8 +79,10 @@ def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild,
 
 @pytest.mark.parametrize(
     "speculative",
-    [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "suffix", "suffix_decoding_max_spec_factor": 4}],
-    ids=["ngram", "suffix"],
+    [
+        pytest.param({"method": "ngram", "prompt_lookup_min": 1}, id="ngram"),
+        pytest.param({"method": "suffix", "suffix_decoding_max_spec_factor": 4}, id="suffix", marks=pytest.mark.slow),
+    ],
 )
 def test_on_a_gpu_drafts_are_verified_in_graphs_and_the_host_waits_for_no_kind_of_request(
     speculative, folder, expected, late, monkeypatch

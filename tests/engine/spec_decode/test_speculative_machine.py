@@ -207,3 +207,5 @@ def case_of(method: str) -> type:
 TestNgram, TestSuffix, TestDraftModel, TestSameModel, TestNoisyModel, TestEagle3, TestMTP, TestMedusa = map(
     case_of, DRAFTERS
 )
+for like_another in (TestSameModel, TestMedusa):
+    like_another.pytestmark = pytest.mark.slow

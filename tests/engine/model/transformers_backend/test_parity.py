@@ -12,11 +12,10 @@ import transformers
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.distributed.tp_group import TPGroup
 from engine.model.families import TRANSFORMERS
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
-from tests.batches import ByHand
+from tests.batches import load_by_hand
 from tests.transformers_models import SPECIAL, TEXT_PARTS, make_transformers_model
 
 MAX_TOKENS = 8
@@ -25,7 +24,18 @@ MODELS = sorted({*TRANSFORMERS, *SPECIAL, *TEXT_PARTS})
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_logits_and_greedy_tokens_equal_those_of_transformers(tmp_path, name):
+def test_logits_of_a_prompt_in_two_chunks_equal_those_of_transformers(tmp_path, name):
+    folder, prompt = make_transformers_model(tmp_path, name), random_prompt(33)
+    model = load_by_hand(folder)
+    found = torch.cat([model.step({0: prompt[:20]}), model.step({0: prompt[20:]})])
+    torch.testing.assert_close(found, load_reference(folder, name)(torch.tensor([prompt])).logits[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, name in enumerate(MODELS)]
+)
+@torch.inference_mode()
+def test_greedy_tokens_equal_those_of_transformers(tmp_path, name):
     folder = make_transformers_model(tmp_path, name)
     reference = load_reference(folder, name)
     prompts = {str(length): random_prompt(length) for length in (33, 1, 20)}
@@ -33,10 +43,6 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(tmp_path, name):
     assert len({token for tokens in expected.values() for token in tokens}) > 2, "repetition would prove nothing"
 
     core = build(folder)
-    whole = ByHand(core.runner.model, core.model_config, tp=TPGroup.single()).step({0: prompts["33"]})
-    logits = reference(torch.tensor([prompts["33"]])).logits[0]
-    torch.testing.assert_close(whole, logits, atol=1e-4, rtol=0)
-
     tokens, cached = run(core, prompts)
     assert tokens == expected and not any(cached.values())
     again, cached = run(core, prompts)

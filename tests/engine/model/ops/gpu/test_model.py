@@ -138,7 +138,7 @@ def test_a_layer_is_nine_kernels_in_a_decode_step(architecture, monkeypatch):
     assert len(many) - len(few) == 2 * 9, Counter(many)
 
 
-@pytest.mark.parametrize("quantization", with_slow([None, "fp8", "int8", "int4"], ("fp8", "int8")))
+@pytest.mark.parametrize("quantization", with_slow([None, "fp8", "int8", "int4"], ("fp8", "int8", "int4")))
 def test_a_sparse_layer_is_fourteen_kernels_in_a_decode_step_however_its_experts_are_stored(quantization, monkeypatch):
     """Those of a layer but for its MLP, which are six; the router's product, its choice, two that sort, gate and up,
     activation, down, and the sum."""

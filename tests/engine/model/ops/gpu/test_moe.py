@@ -32,7 +32,7 @@ SHAPES = {
     "tiles that are not full": (50, 4, 3, 136, 20),
     "large tiles": (120, 3, 2, 40, 72),
     "sizes no tile divides": (9, 5, 2, 33, 35),
-    "as in Qwen 3": (5, 128, 8, 64, 16),
+    "as in Qwen 3": (2, 128, 8, 64, 16),
 }
 
 
@@ -87,7 +87,7 @@ def test_each_expert_adds_its_own_biases(mix):
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     each_once(
-        [torch.bfloat16, torch.float16, torch.float32], [(1, 8, 2, 32, 32), (50, 4, 3, 96, 64), (120, 3, 2, 64, 160)]
+        [torch.bfloat16, torch.float16, torch.float32], [(1, 8, 2, 32, 32), (50, 4, 3, 96, 64), (65, 3, 1, 64, 96)]
     ),
 )
 def test_weights_in_mxfp4_multiply_as_what_they_are_dequantized_to(shape, dtype):
@@ -122,7 +122,7 @@ def test_experts_that_nobody_is_routed_to_and_one_that_gets_all_are_right():
 
 
 @pytest.mark.parametrize("rows", [moe.FEW, moe.MANY])
-@pytest.mark.parametrize(("tokens", "num_experts"), [(1, 5), (7, 1), (16, 5), (17, 33), (700, 3)])
+@pytest.mark.parametrize(("tokens", "num_experts"), [(1, 5), (7, 1), (16, 5), (17, 20), (700, 3)])
 def test_every_pair_is_in_one_tile_of_its_expert_however_they_are_spread(tokens, num_experts, rows):
     for crowded in (1, num_experts):
         experts = torch.randint(num_experts - crowded, num_experts, (tokens, 2), generator=seeded(tokens))
@@ -199,7 +199,7 @@ QUANTIZED = {
     "float8, a scale per output": (fp8, 100, 40),
     "float8, a scale per 64 inputs": (lambda weight: fp8(weight, 64), 128, 64),
     "int8, a scale per output": (Online("int8").quantize, 68, 36),
-    "int4 with zero points": (Online("int4").quantize, 128, 128),
+    "int4 with zero points": (Online("int4").quantize, 64, 128),
     "int4, groups of 32": (int4_without_zero_points, 64, 96),
 }
 
