@@ -16,9 +16,3 @@ def unpack(words: Tensor, bits: int, dim: int, nibbles: tuple[int, ...] | None =
     shifts = (positions * bits).to(words.device, torch.int32)
     spread = words.movedim(dim, -1)[..., None] >> shifts & (1 << bits) - 1
     return spread.to(torch.int16).flatten(-2).movedim(-1, dim)
-
-
-def pack_nibbles(values: Tensor) -> Tensor:
-    """Pack [rows, columns] of 0..15 into [rows, columns / 2] uint8, even columns in the high nibbles."""
-    values = values.to(torch.uint8)
-    return values[:, ::2] << 4 | values[:, 1::2]

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.model.quantization.eight_bit import EightBit
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.quantization.packed_int import AWQ, GPTQ, PackQuantized
-from engine.model.quantization.packing import AWQ_NIBBLES, pack_nibbles, unpack
+from engine.model.quantization.packing import AWQ_NIBBLES, unpack
 from engine.model.quantization.weight import QuantizedWeight, quantize_rows
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 from tests.engine.model.layers.sharding import WholeTensor
@@ -54,10 +54,6 @@ def test_unpack_finds_awq_columns_where_its_kernel_wants_them():
 
 def test_a_word_with_the_sign_bit_set_is_unsigned_all_the_same():
     assert unpack(torch.tensor([[-1]], dtype=torch.int32), 8, 1).tolist() == [[255] * 4]
-
-
-def test_nibbles_hold_the_even_columns_high():
-    assert pack_nibbles(torch.tensor([[1, 2, 15, 0]])).tolist() == [[0x12, 0xF0]]
 
 
 def decode(format: WeightFormat, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
