@@ -75,7 +75,10 @@ def rehearsal(monkeypatch) -> None:
 
 
 #: Parts that call the same function as one before them, with other numbers.
-LIKE_OTHERS = ("decode 8B, batch 64", "profile 8B, batch 64", "top_k", "fp8", "30B-A3B, batch 64", "without graphs")
+LIKE_OTHERS = (
+    "decode 8B, batch 64", "profile 8B, batch 64", "top_k", "fp8", "30B-A3B, batch 64", "without graphs",
+    "8192 tokens, torch.compile",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

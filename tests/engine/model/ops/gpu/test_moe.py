@@ -121,9 +121,11 @@ def test_experts_that_nobody_is_routed_to_and_one_that_gets_all_are_right():
         check(moe.mix_experts, x, gate_up, down, routed.to(DEVICE), weights)
 
 
-@pytest.mark.parametrize("rows", [moe.FEW, moe.MANY])
-@pytest.mark.parametrize(("tokens", "num_experts"), [(1, 5), (7, 1), (16, 5), (17, 20), (700, 3)])
-def test_every_pair_is_in_one_tile_of_its_expert_however_they_are_spread(tokens, num_experts, rows):
+@pytest.mark.parametrize(
+    ("sizes", "rows"), each_once([(1, 5), (7, 1), (16, 5), (17, 20), (700, 3)], [moe.FEW, moe.MANY])
+)
+def test_every_pair_is_in_one_tile_of_its_expert_however_they_are_spread(sizes, rows):
+    tokens, num_experts = sizes
     for crowded in (1, num_experts):
         experts = torch.randint(num_experts - crowded, num_experts, (tokens, 2), generator=seeded(tokens))
         order, places, ends, tiles = (part.cpu() for part in sort_pairs(experts.to(DEVICE), num_experts, rows))
@@ -153,20 +155,23 @@ def test_the_router_chooses_and_weighs_experts_as_plain_torch(chosen, normalise,
     torch.testing.assert_close(weights, expected_weights, atol=TOLERANCE[dtype] / 10, rtol=TOLERANCE[dtype] / 4)
 
 
-@pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize(
-    ("num_experts", "groups", "k"),
-    [
-        (16, (4, 2), 5),
-        (32, (8, 4), 8),
-        (20, (1, 1), 3),
-        (8, (2, 1), 1),
-        (30, (3, 2), 7),
-        (160, (8, 3), 6),
-        (12, (6, 6), 4),
-    ],
+    ("chosen", "normalise"),
+    each_once(
+        [
+            (16, (4, 2), 5),
+            (32, (8, 4), 8),
+            (20, (1, 1), 3),
+            (8, (2, 1), 1),
+            (30, (3, 2), 7),
+            (160, (8, 3), 6),
+            (12, (6, 6), 4),
+        ],
+        [True, False],
+    ),
 )
-def test_the_router_of_deepseek_v3_chooses_and_weighs_experts_as_plain_torch(num_experts, groups, k, normalise):
+def test_the_router_of_deepseek_v3_chooses_and_weighs_experts_as_plain_torch(chosen, normalise):
+    num_experts, groups, k = chosen
     logits = torch.randn(6, num_experts + 3, generator=seeded(k))[:, :num_experts].to(DEVICE)
     correction = torch.randn(num_experts, generator=seeded(1)).to(DEVICE)
     experts, weights = top_k_sigmoid(logits, correction, groups, k, normalise)
