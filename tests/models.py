@@ -186,6 +186,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+GEMMA_WINDOWS: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 6,
+    "sliding_window": 8,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
@@ -216,6 +222,47 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 8,
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3n": (
+        "Gemma3n",
+        {
+            **GEMMA_WINDOWS,
+            "intermediate_size": [80, 64, 80, 80, 96, 80],
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": 90,
+            "hidden_size_per_layer_input": 16,
+            "altup_num_inputs": 3,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.8, 0.6, 0.0, 0.0, 0.0, 0.0],
+        },
+    ),
+    # as E2B, and as 26B-A4B
+    "gemma4": (
+        "Gemma4",
+        {
+            **GEMMA_WINDOWS,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "vocab_size_per_layer_input": 97,
+            "hidden_size_per_layer_input": 16,
+        },
+    ),
+    "gemma4_moe": (
+        "Gemma4",
+        {
+            **GEMMA_WINDOWS,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "final_logit_softcapping": 5.0,
+            "use_bidirectional_attention": "vision",
         },
     ),
     "phi3": ("Phi3", {"hidden_size": 64, "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.75}}),
@@ -282,6 +329,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 SLOW_ENGINES = ("gemma2", "phi3", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "minicpm3")
 
 
+TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Qwen3_5", "Qwen3_5Moe")  # beside those of whole multimodal models
+
+
 def with_slow(names: Iterable[str], slow: Iterable[str] = SLOW_ENGINES) -> list[Any]:
     """Parameters of a test, with the mark `slow` on some."""
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
@@ -303,7 +353,7 @@ def make_model(folder: Path, family: str, *, tokenizer: bool = False, seed: int 
     fields |= overrides
     if "kv_lora_rank" in fields:
         del fields["head_dim"]
-    config_name = f"{name}TextConfig" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{name}Config"
+    config_name = f"{name}TextConfig" if name in TEXT_CONFIGS else f"{name}Config"
     config = getattr(transformers, config_name)(**fields)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     randomise(model, tied=config.tie_word_embeddings, seed=seed)
@@ -316,12 +366,12 @@ def make_model(folder: Path, family: str, *, tokenizer: bool = False, seed: int 
 def randomise(model: torch.nn.Module, *, tied: bool, seed: int) -> None:
     """Unit-gain layers, peaky attention and uneven norms, so that greedy output is not one repeated token."""
     generator = torch.Generator().manual_seed(seed)
-    corrections = [pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias")]
-    for name, p in (*model.named_parameters(), *corrections):
+    learned = [pair for pair in model.named_buffers() if pair[0].endswith(("e_score_correction_bias", "layer_scalar"))]
+    for name, p in (*model.named_parameters(), *learned):
         noise = torch.randn(p.shape, generator=generator)
         if name == "model.norm.weight" and tied:
             p.copy_(noise - p.abs().max().eq(0).float())  # mixed signs: a tied head then does not favour its own input
-        elif "norm" in name:
+        elif "norm" in name or "layer_scalar" in name:
             p.add_(0.2 * noise + ("q_norm" in name))  # around 1, or around 0 where the model scales by 1 + weight
         elif p.dim() == 1:
             p.copy_(0.3 * noise)

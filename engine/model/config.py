@@ -14,6 +14,7 @@ from engine.errors import ConfigError, ModelFolderError
 from engine.model.checkpoint.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
 from engine.model.config_parts.encoder import EncoderConfig, encoder_names
 from engine.model.config_parts.fields import Fields, Unsupported, one_of
+from engine.model.config_parts.gemma import GemmaConfig, gemma_names, gemma_specs
 from engine.model.config_parts.latent import LatentConfig, attention_scale
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.config_parts.multipliers import Multipliers
@@ -22,7 +23,7 @@ from engine.model.config_parts.recurrent import RecurrentConfig, block_types, re
 from engine.model.config_parts.rope import RopeConfig, check_factors, max_positions, read_ropes
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.families import Family, Head, find_family, head_of, text_part
-from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, group_layers, place_of
+from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, all_kept, group_layers, place_of
 from engine.model.quantization.unsupported import UnsupportedScheme
 from engine.wire.pooling_params import SupportedTasks, Task
 
@@ -77,6 +78,8 @@ class ModelConfig:
     block_types: tuple[str, ...] = ()
     """What each layer is, in a family with recurrent layers: see config_parts/recurrent.py."""
     multipliers: Multipliers = field(default_factory=Multipliers)
+    gemma: GemmaConfig | None = None
+    """What Gemma 3n and Gemma 4 have beside Gemma 3."""
     attn_logit_softcapping: float | None = None
     """Attention scores lie between minus this and this."""
     final_logit_softcapping: float | None = None
@@ -228,7 +231,7 @@ class ModelConfig:
         if self.bidirectional:
             return (None,) * self.num_layers
         if self.layer_kv:
-            return self.layer_kv
+            return all_kept(self.layer_kv) if self.keeps_all_kv else self.layer_kv
         windows = (None,) * self.num_layers if self.keeps_all_kv else self.window[: self.num_layers]
         types, parts = self.block_types or (WITH_KV[0],) * len(windows), 1 if self.latent is not None else 2
         return tuple(
@@ -275,6 +278,7 @@ def _from_transformers(raw: Fields, dtype: str, max_model_len: int | None) -> Mo
 
 
 def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model_len: int | None) -> ModelConfig:
+    raw = gemma_names(raw)
     for key in RARE:
         if raw.get(key) and key not in family.keys:
             raise Unsupported(key, raw[key])
@@ -326,6 +330,8 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         recurrent=RecurrentConfig.read(raw, num_layers),
         block_types=block_types(raw, num_layers) if "recurrent" in raw else (),
         multipliers=Multipliers.read(raw),
+        gemma=GemmaConfig.read(raw),
+        layer_kv=gemma_specs(raw, windows),
         attn_logit_softcapping=raw.get("attn_logit_softcapping"),
         final_logit_softcapping=raw.get("final_logit_softcapping"),
         qk_norm=bool(raw.get("use_qk_norm")),

@@ -40,7 +40,7 @@ class Family:
         """Return the fields of config.json that this family reads. Raises KeyError if an MoE has no `num_experts`."""
         own = {key: value for key, value in raw.items() if key not in OPTIONAL or key in self.keys}
         counts = [key for key in NUM_EXPERTS if key in self.keys]
-        if counts and all(own.get(key) is None for key in counts):
+        if counts and raw.get("enable_moe_block", True) and all(own.get(key) is None for key in counts):
             raise KeyError(counts[0])
         return self.defaults | own
 
@@ -50,6 +50,8 @@ class Family:
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 TEXT_PARTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
     "Gemma3ForConditionalGeneration": ({"gemma3_text": "Gemma3ForCausalLM"}, TIED),
+    "Gemma3nForConditionalGeneration": ({"gemma3n_text": "Gemma3nForCausalLM"}, TIED),
+    "Gemma4ForConditionalGeneration": ({"gemma4_text": "Gemma4ForCausalLM"}, TIED),
     "Idefics3ForConditionalGeneration": ({"llama": "LlamaForCausalLM"}, UNTIED),
     "InternVLForConditionalGeneration": (
         {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}, TIED
@@ -92,6 +94,15 @@ QWEN_HYBRID_FIELDS: dict[str, Any] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+GEMMA_KEYS = (
+    "attention_bias", "hidden_activation", "sliding_window", "layer_types", "rope_local_base_freq",
+    "final_logit_softcapping", "use_bidirectional_attention",
+)  # fmt: skip
+GEMMA_FIELDS: dict[str, Any] = {
+    "num_attention_heads": 8, "head_dim": 256, "attention_multiplier": 1.0, "sliding_window": 512,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "eos_token_id": 1,
+    "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
+}  # fmt: skip
 LATENT: dict[str, Any] = {"output_bias": False, "eos_token_id": 2}
 LATENT_EXPERTS = (
     "attention_bias",
@@ -177,6 +188,31 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
             "sliding_window_pattern": 2, "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0, "eos_token_id": 1,
+        },
+    ),
+    # Gemma 3n: E2B and E4B
+    "Gemma3nForCausalLM": Family(
+        "gemma3n.Gemma3nForCausalLM",
+        GEMMA_KEYS,
+        GEMMA_FIELDS | {
+            "vocab_size": 262_400, "num_key_value_heads": 2, "max_position_embeddings": 32_768,
+            "sliding_window_pattern": 5, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 15,
+            "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+            "altup_num_inputs": 4, "laurel_rank": 64,
+        },
+    ),
+    # Gemma 4: E2B and E4B, 12B and 31B, and 26B-A4B with experts
+    "Gemma4ForCausalLM": Family(
+        "gemma4.Gemma4ForCausalLM",
+        (*GEMMA_KEYS, "num_experts"),
+        GEMMA_FIELDS | {
+            "vocab_size": 262_144, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
+            "sliding_window_pattern": 6, "num_kv_shared_layers": 0, "global_head_dim": 512, "norm_topk_prob": True,
+            "enable_moe_block": False,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            },
         },
     ),
     # Phi 3 and 4: Llama with merged projections, parts of heads rotated, and `longrope`

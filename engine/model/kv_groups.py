@@ -8,7 +8,7 @@ each has its own, over one chain of hashes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.errors import ConfigError
 
@@ -42,6 +42,11 @@ class KVCacheSpec:
 
 LayerSpecs = tuple[KVCacheSpec | int | None, ...]
 """What each layer keeps: its own KV, that of the layer with this number, which it reads, or none."""
+
+
+def all_kept(specs: LayerSpecs) -> LayerSpecs:
+    """Return the same without windows."""
+    return tuple(replace(spec, window=None) if isinstance(spec, KVCacheSpec) else spec for spec in specs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,19 @@ WRAPPERS = (
     "model.language_model.", "model.text_model.", "language_model.model.", "language_model.", "bert.", "roberta.",
     "backbone.",
 )  # fmt: skip
-BARE = ("layers.", "embed_tokens.", "norm.", "embeddings.", "encoder.", "pooler.", "final_norm.", "norm_f.")
+BARE = (
+    "layers.",
+    "embed_tokens.",
+    "norm.",
+    "embed_tokens_per_layer.",
+    "per_layer_",
+    "altup_",
+    "embeddings.",
+    "encoder.",
+    "pooler.",
+    "final_norm.",
+    "norm_f.",
+)
 # The other parts of a multimodal model, whose tensors a text model leaves unread.
 OTHERS = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.",

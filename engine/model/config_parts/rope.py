@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from engine.model.config_parts.fields import Fields, Unsupported, one_of
 
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "none"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional", "none"]
 ROPE_TYPES = get_args(RopeType)[:-1]  # the last is no type of config.json: nothing turns
 
 
@@ -52,7 +52,8 @@ def read_ropes(raw: Fields, windows: tuple[int | None, ...], longest: int) -> tu
 def _rope(parameters: Fields, theta: float, raw: Fields, longest: int) -> RopeConfig:
     """One set of parameters. `theta` and the rest of config.json apply where it has none."""
     partial = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    if partial != 1.0 and "partial_rotary_factor" not in raw:  # the family's code rotates whole heads
+    proportional = parameters.get("rope_type") == "proportional"
+    if partial != 1.0 and "partial_rotary_factor" not in raw and not proportional:  # the family rotates whole heads
         raise Unsupported("partial_rotary_factor", partial)
     return replace(_scaled_rope(parameters, theta, raw, longest), partial_rotary_factor=partial)
 
@@ -65,6 +66,9 @@ def _scaled_rope(parameters: Fields, theta: float, raw: Fields, longest: int) ->
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(type="linear", theta=theta, factor=parameters["factor"])
+    if kind == "proportional":
+        one_of("factor", parameters.get("factor", 1.0), (1.0,))
+        return RopeConfig(type="proportional", theta=theta)
     context = raw["max_position_embeddings"]
     stated = raw.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
     original = stated or context

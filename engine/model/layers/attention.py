@@ -44,7 +44,14 @@ class Attention(nn.Module):
             return self.encoder_attention(q, k, v, batch, self.scale, self.window).flatten(1)
         table = self.table if batch.rope_table is None else batch.rope_table
         batch = batch.of_group(self.group)
-        q = self.ops.rotate_and_write(q, k, v, table, batch, self.layer, norms)
+        return self.attended(self.ops.rotate_and_write(q, k, v, table, batch, self.layer, norms), batch)
+
+    def read(self, q: Tensor, batch: Batch) -> Tensor:
+        """Attend with the K and V of the layer that `kv_place` names, which has written them. q is normed already."""
+        return self.attended(self.rotate(q, self.table, batch.positions), batch.of_group(self.group))
+
+    def attended(self, q: Tensor, batch: Batch) -> Tensor:
+        """[tokens, heads, head_dim] rotated -> [tokens, heads * head_dim]. batch: over the KV of this layer's group."""
         attended = self.ops.paged_attention(
             q, batch, self.layer, self.scale, self.window, softcap=self.softcap, sinks=self.sinks
         )

@@ -117,12 +117,12 @@ class QKVLinear(ColumnParallelLinear):
     """Query, key and value projections of this rank's heads: [tokens, hidden] -> q [tokens, heads, head_dim], k and v
     [tokens, kv_heads, head_dim]. With more ranks than KV heads, neighbouring ranks hold the same KV head.
 
-    prefix: the layer's name in the checkpoint (`layers.0.self_attn`).
+    prefix: the layer's name in the checkpoint (`layers.0.self_attn`). parts: those that the layer has.
     """
 
     query_parts: ClassVar[int] = 1  #: 2 where a gate follows each head's query, as one more head
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = ""):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = "", parts: str = "qkv"):
         self.head_dim = cfg.head_dim
         self.kv_heads = cfg.kv_heads_per_rank(tp.size)
         self.heads = cfg.num_heads // tp.size
@@ -130,13 +130,13 @@ class QKVLinear(ColumnParallelLinear):
         q = Shard.of_rank((self.query_parts * cfg.num_heads * cfg.head_dim,), 0, tp, "query size")
         kv_size, start = cfg.num_kv_heads * cfg.head_dim, first_kv_head * cfg.head_dim
         kv = Shard((kv_size,), 0, start, self.kv_heads * cfg.head_dim)
-        format = cfg.weight_format(prefix, "q_proj", "k_proj", "v_proj")
-        super().__init__(cfg.hidden_size, {"q": q, "k": kv, "v": kv}, cfg.qkv_bias, format)
+        outputs = {part: q if part == "q" else kv for part in parts}
+        format = cfg.weight_format(prefix, *(f"{part}_proj" for part in parts))
+        super().__init__(cfg.hidden_size, outputs, cfg.qkv_bias, format)
+        self.split = self.query_parts * self.heads, *[self.kv_heads] * (len(parts) - 1)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        heads = super().forward(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split((self.query_parts * self.heads, self.kv_heads, self.kv_heads), dim=1)
-        return q, k, v
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return super().forward(x).unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
 
 
 class RowParallelLinear(Linear):

@@ -40,6 +40,18 @@ class RMSNorm(Sharded):
         return {"weight": replicated(self.weight)}
 
 
+class UnweightedRMSNorm(nn.Module):
+    """RMSNorm over the last dimension, in float32, without a weight."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps, self.weight = eps, torch.ones(size)
+        self.rms_norm, _ = norm.select(torch.get_default_dtype(), torch.get_default_device())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rms_norm(x, self.weight, self.eps, 0.0)
+
+
 class GatedRMSNorm(Sharded):
     """RMSNorm of parts of x as large as the weight, in float32, times SiLU of the gate: [tokens, heads, size] twice ->
     the same. Every rank holds the whole weight."""

@@ -23,6 +23,10 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dty
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """[rotary_dim / 2] float32, radians per token, on the CPU. rotary_dim is the part of head_dim that is rotated."""
+    if rope.type == "proportional":  # Gemma 4: whole heads by frequencies the last of which are 0
+        kept = int(head_dim * rope.partial_rotary_factor) // 2
+        frequencies = inverse_frequencies(RopeConfig(theta=rope.theta), head_dim)
+        return torch.cat((frequencies[:kept], torch.zeros_like(frequencies[kept:])))
     rotary_dim = int(head_dim * rope.partial_rotary_factor)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     if rope.type == "none":

@@ -3,8 +3,10 @@ scores are a matter of configuration."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
@@ -17,7 +19,7 @@ class Gemma2Layer(Gemma3Layer):
 
 
 class Gemma2ForCausalLM(Gemma3ForCausalLM):
-    layer_type = Gemma2Layer
+    layer_type: ClassVar[type[nn.Module]] = Gemma2Layer
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__(cfg, tp)

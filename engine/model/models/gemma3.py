@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
@@ -45,7 +45,7 @@ class Gemma3Layer(LlamaLayer):
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):
-    layer_type = Gemma3Layer
+    layer_type: ClassVar[type[nn.Module]] = Gemma3Layer
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__(cfg, tp)

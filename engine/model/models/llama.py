@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -71,7 +72,7 @@ class LlamaLayer(nn.Module):
         mlp_type = self.moe_type if cfg.moe is not None and layer in cfg.moe.layers else GatedMLP
         self.mlp: nn.Module = mlp_type(cfg, tp, f"layers.{layer}.mlp")
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         residual, normed = self.input_layernorm.add(residual, x)
         residual, normed = self.post_attention_layernorm.add(residual, self.self_attn(normed, batch))
         return self.mlp(normed), residual
@@ -110,13 +111,14 @@ class LlamaForCausalLM(NativeNames, nn.Module):
     def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
         return self.run_layers(self.embed(input_ids), batch)
 
-    def run_layers(self, x: Tensor, batch: Batch) -> Tensor:
-        """Embedded tokens [tokens, hidden] -> hidden [tokens, hidden], and what `aux_layers` adds."""
+    def run_layers(self, x: Tensor, batch: Batch, inputs: Sequence[Tensor] = ()) -> Tensor:
+        """Embedded tokens [tokens, hidden] -> hidden [tokens, hidden], and what `aux_layers` adds. inputs: what each
+        layer takes beside x, in a family that has that."""
         residual, aux = None, []
         for i, layer in enumerate(self.layers):
             if i in self.aux_layers:
                 aux.append(x if residual is None else residual + x)
-            x, residual = layer(x, residual, batch)
+            x, residual = layer(x, residual, batch, *inputs[i : i + 1])
             if batch.deepstack is not None and i < len(batch.deepstack.levels):
                 x = x.index_add(0, batch.deepstack.rows, batch.deepstack.levels[i])
         hidden = self.norm.add(residual, x)[1]

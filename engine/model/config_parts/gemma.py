@@ -1,0 +1,105 @@
+"""What Gemma 3n and Gemma 4 have beside Gemma 3, read from config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.model.config_parts.fields import Fields, Unsupported
+from engine.model.kv_groups import KVCacheSpec, LayerSpecs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaConfig:
+    """Sizes of what is beside attention and MLP in a layer, and of MLPs, which differ from layer to layer."""
+
+    mlp_sizes: tuple[int, ...]
+    layer_embedding_size: int
+    """Size of the embedding that each token has for each layer; 0 for none."""
+    layer_vocab_size: int
+    """Tokens that have one; those with a larger id have that of token 0."""
+    value_is_key: bool = False
+    """Layers without a window make values of what the projection to keys gives."""
+    sparsity: tuple[float, ...] = ()
+    """Part of each layer's gate that is 0; empty where no layer has any."""
+    streams: int = 1
+    """Hidden states of each token, one of which a layer computes (AltUp)."""
+    active_stream: int = 0
+    scale_active: bool = True
+    laurel_rank: int = 0
+
+    @classmethod
+    def read(cls, raw: Fields) -> GemmaConfig | None:
+        """raw: with the fields of `gemma_names`. None for another family."""
+        if "mlp_sizes" not in raw:
+            return None
+        layers, pattern = raw["num_hidden_layers"], raw.get("activation_sparsity_pattern")
+        if pattern is None and "altup_num_inputs" in raw:
+            pattern = [0.95] * 10 + [0.0] * (layers - 10) if layers > 10 else []
+        return cls(
+            mlp_sizes=raw["mlp_sizes"],
+            layer_embedding_size=raw["hidden_size_per_layer_input"] or 0,
+            layer_vocab_size=raw["vocab_size_per_layer_input"],
+            value_is_key=bool(raw.get("attention_k_eq_v")),
+            sparsity=tuple(pattern or ()) if any(pattern or ()) else (),
+            streams=raw.get("altup_num_inputs", 1),
+            active_stream=raw.get("altup_active_idx", 0),
+            scale_active=raw.get("altup_correct_scale", True),
+            laurel_rank=raw.get("laurel_rank", 0),
+        )
+
+
+def gemma_names(raw: Fields) -> Fields:
+    """Fields of Gemma 3n and 4 under the names that other families have for them."""
+    if "num_kv_shared_layers" not in raw:
+        return raw
+    layers, size = raw["num_hidden_layers"], raw["intermediate_size"]
+    sizes = list(size) if isinstance(size, list | tuple) else [size] * layers
+    if len(sizes) != layers:
+        raise Unsupported("intermediate_size", size)
+    if raw.get("use_double_wide_mlp"):
+        first = layers - raw["num_kv_shared_layers"]
+        sizes = [size if i < first else 2 * size for i, size in enumerate(sizes)]
+    own = {"mlp_sizes": tuple(sizes), "intermediate_size": max(sizes)}
+    if raw.get("use_bidirectional_attention") == "vision":  # between the tokens of an image, which are not served
+        own["use_bidirectional_attention"] = None
+    pattern = raw["sliding_window_pattern"]
+    types = raw.get("layer_types") or [
+        "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)
+    ]
+    if "global_head_dim" in raw:  # Gemma 4
+        types = [*types[:-1], "full_attention"]
+        own |= {"num_experts": raw.get("num_experts") if raw.get("enable_moe_block") else 0}
+        own |= {"num_experts_per_tok": raw.get("top_k_experts")}
+    return {**raw, **own, "layer_types": types}
+
+
+def gemma_specs(raw: Fields, windows: tuple[int | None, ...]) -> LayerSpecs:
+    """What each layer keeps: the last `num_kv_shared_layers` of them read what the last one before has that sees as
+    far, and others may have sizes of their own. Empty for another family."""
+    if "mlp_sizes" not in raw:
+        return ()
+    first, specs = len(windows) - raw["num_kv_shared_layers"], list[KVCacheSpec | int | None]()
+    for layer, window in enumerate(windows):
+        owners = [i for i in range(first) if windows[i] == window]
+        if layer < first:
+            heads, head_dim = layer_sizes(raw, layer, window)
+            specs.append(KVCacheSpec(num_kv_heads=heads, head_dim=head_dim, window=window))
+        elif owners:
+            specs.append(owners[-1])
+        else:
+            raise Unsupported("num_kv_shared_layers", raw["num_kv_shared_layers"])
+    return tuple(specs)
+
+
+def layer_sizes(raw: Fields, layer: int, window: int | None) -> tuple[int, int]:
+    """KV heads of a layer, and their size. transformers writes those that differ for each layer, Google for all."""
+    heads, head_dim = raw["num_key_value_heads"], raw["head_dim"]
+    if own := raw.get("per_layer_config"):
+        sizes = own.get(str(layer), {})
+        if other := sizes.keys() - {"num_key_value_heads", "head_dim"}:
+            raise Unsupported("per_layer_config", sorted(other))
+        return sizes.get("num_key_value_heads", heads), sizes.get("head_dim", head_dim)
+    if window is not None or "global_head_dim" not in raw:
+        return heads, head_dim
+    shared = raw.get("attention_k_eq_v") and raw.get("num_global_key_value_heads")
+    return shared or heads, raw["global_head_dim"]
