@@ -28,6 +28,8 @@ def can_capture(setup: RankSetup) -> bool:
         why = "its kernels are not ours"
     elif not asynchronous and model.moe is not None:
         why = "tokens are sorted by their experts on the host"
+    elif not asynchronous and model.gemma is not None:
+        why = "its layers take more than what the one before gives"
     elif model.recurrent is not None:
         why = "states of its recurrent layers are found on the host"
     elif asynchronous and model.latent is not None:
@@ -44,14 +46,18 @@ def can_capture(setup: RankSetup) -> bool:
 def graph_shapes(setup: RankSetup) -> list[StepShape]:
     """Return the shapes of steps that a GPU runs as graphs."""
     model, config = setup.model, setup.config
-    heads = model.num_heads, model.num_kv_heads, model.head_dim
+    groups = model.kv_groups
     # each draft is a separate sequence
     seqs = config.max_num_seqs * (1 + (config.speculative.num_speculative_tokens if config.speculative else 0))
-    groups = len(model.kv_groups)
-    shapes = [StepShape(size, size, kv_groups=groups) for size in decode_sizes(seqs)]
+    shapes = [StepShape(size, size, kv_groups=len(groups)) for size in decode_sizes(seqs)]
     for size in mixed_sizes(config.max_num_batched_tokens):
-        rows = attention.tile_rows(size, *heads, setup.dtype, setup.torch_device)
-        shapes.append(StepShape(size, min(size, seqs), rows, groups))
+        rows = min(
+            attention.tile_rows(
+                size, model.num_heads, group.spec.num_kv_heads, group.spec.head_dim, setup.dtype, setup.torch_device
+            )
+            for group in groups
+        )
+        shapes.append(StepShape(size, min(size, seqs), rows, len(groups)))
     return shapes
 
 

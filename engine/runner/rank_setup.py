@@ -37,7 +37,7 @@ class RankSetup:
         if config.torch_compile and model.transformers:
             limit = f"false for {model.architecture}, which transformers' own code computes"
             raise ConfigError("torch_compile", True, limit)
-        if model.recurrent is not None or model.latent is not None:
+        if model.recurrent is not None or model.latent is not None or model.gemma is not None:
             check_layers(config, model)
         device = open_device(config.device)
         dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
@@ -64,7 +64,8 @@ class RankSetup:
 
 
 def check_layers(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for options that models with recurrent layers or latent attention do not go with yet."""
+    """Raise ConfigError for options that models with recurrent layers, latent attention or Gemma 3n's layers do not
+    go with yet."""
     fp8 = model.latent is not None and config.kv_cache_dtype != "auto"
     refused = {"torch_compile": config.torch_compile, "kv_cache_dtype": fp8}
     if model.recurrent is not None:

@@ -17,7 +17,7 @@ from tests.models import FAMILIES, make_model
 from tests.transformers_models import make_transformers_model
 
 BY_TRANSFORMERS = ("SmolLM3ForCausalLM", "VaultGemmaForCausalLM", "Llama4ForCausalLM")
-NATIVE = ("gpt_oss", "gemma2", "gemma3", "mixtral", "qwen3_moe", "phi3", "glm4_moe")
+NATIVE = ("gpt_oss", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_moe", "mixtral", "qwen3_moe", "phi3", "glm4_moe")
 LENGTHS = (33, 8, 1)  # more than the windows of 8 tokens, as many, and too few for a block
 
 
