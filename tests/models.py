@@ -237,7 +237,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "activation_sparsity_pattern": [0.8, 0.6, 0.0, 0.0, 0.0, 0.0],
         },
     ),
-    # as E2B, and as 26B-A4B
+    # as E2B, 26B-A4B and 12B
     "gemma4": (
         "Gemma4",
         {
@@ -264,6 +264,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 5.0,
             "use_bidirectional_attention": "vision",
         },
+    ),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        {**GEMMA_WINDOWS, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     ),
     "phi3": ("Phi3", {"hidden_size": 64, "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.75}}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -326,10 +330,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # Whole engines of these, and on ranks, are run with the slow tests: they differ from others in their layers only.
-SLOW_ENGINES = ("gemma2", "phi3", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "minicpm3")
+SLOW_ENGINES = (
+    "gemma2",
+    "gemma3n",
+    "gemma4_moe",
+    "gemma4_unified",
+    "phi3",
+    "mixtral",
+    "qwen2_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "minicpm3",
+)
 
 
-TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Qwen3_5", "Qwen3_5Moe")  # beside those of whole multimodal models
+TEXT_CONFIGS = (
+    "Gemma3",
+    "Gemma3n",
+    "Gemma4",
+    "Gemma4Unified",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+)  # beside those of whole multimodal models
 
 
 def with_slow(names: Iterable[str], slow: Iterable[str] = SLOW_ENGINES) -> list[Any]:

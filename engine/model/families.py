@@ -52,6 +52,7 @@ TEXT_PARTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
     "Gemma3ForConditionalGeneration": ({"gemma3_text": "Gemma3ForCausalLM"}, TIED),
     "Gemma3nForConditionalGeneration": ({"gemma3n_text": "Gemma3nForCausalLM"}, TIED),
     "Gemma4ForConditionalGeneration": ({"gemma4_text": "Gemma4ForCausalLM"}, TIED),
+    "Gemma4UnifiedForConditionalGeneration": ({"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}, TIED),
     "Idefics3ForConditionalGeneration": ({"llama": "LlamaForCausalLM"}, UNTIED),
     "InternVLForConditionalGeneration": (
         {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}, TIED
@@ -102,6 +103,14 @@ GEMMA_FIELDS: dict[str, Any] = {
     "num_attention_heads": 8, "head_dim": 256, "attention_multiplier": 1.0, "sliding_window": 512,
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "eos_token_id": 1,
     "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
+}  # fmt: skip
+GEMMA4 = GEMMA_FIELDS | {
+    "vocab_size": 262_144, "num_key_value_heads": 4, "max_position_embeddings": 131_072, "sliding_window_pattern": 6,
+    "num_kv_shared_layers": 0, "global_head_dim": 512, "norm_topk_prob": True, "enable_moe_block": False,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
 }  # fmt: skip
 LATENT: dict[str, Any] = {"output_bias": False, "eos_token_id": 2}
 LATENT_EXPERTS = (
@@ -201,19 +210,12 @@ FAMILIES: dict[str, Family] = {
             "altup_num_inputs": 4, "laurel_rank": 64,
         },
     ),
-    # Gemma 4: E2B and E4B, 12B and 31B, and 26B-A4B with experts
-    "Gemma4ForCausalLM": Family(
+    # Gemma 4: E2B, E4B, 31B, and 26B-A4B with experts; 12B
+    "Gemma4ForCausalLM": Family("gemma4.Gemma4ForCausalLM", (*GEMMA_KEYS, "num_experts"), GEMMA4),
+    "Gemma4UnifiedForCausalLM": Family(
         "gemma4.Gemma4ForCausalLM",
-        (*GEMMA_KEYS, "num_experts"),
-        GEMMA_FIELDS | {
-            "vocab_size": 262_144, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
-            "sliding_window_pattern": 6, "num_kv_shared_layers": 0, "global_head_dim": 512, "norm_topk_prob": True,
-            "enable_moe_block": False,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-            },
-        },
+        GEMMA_KEYS,
+        GEMMA4 | {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262_144},
     ),
     # Phi 3 and 4: Llama with merged projections, parts of heads rotated, and `longrope`
     "Phi3ForCausalLM": Family(

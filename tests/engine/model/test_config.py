@@ -430,9 +430,8 @@ def test_a_missing_field_is_named(read):
         ({"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}, "sparse, with an indexer"),
         ({"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}, "sparse, with an indexer"),
         ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, "recurrent state"),
-        ({"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}, "'head_dim' is a per-layer attribute"),
     ],
-    ids=["unknown", "remote code", "encoder-decoder", "DeepSeek V3.2", "GLM 5", "recurrent", "heads of several sizes"],
+    ids=["unknown", "remote code", "encoder-decoder", "DeepSeek V3.2", "GLM 5", "recurrent"],
 )
 def test_an_architecture_that_cannot_work_is_refused_with_the_reason(read, config, reason):
     with pytest.raises(UnsupportedArchitecture, match=reason):
@@ -493,3 +492,56 @@ def test_deepseek_v3_is_read_as_published(read):
     assert cfg.moe is not None
     assert cfg.moe.layers == frozenset(range(3, 61))
     assert (cfg.moe.shared_intermediate_size, cfg.moe.num_groups, cfg.moe.topk_groups) == (2048, 8, 4)
+
+
+GEMMA_4_E4B = {
+    "model_type": "gemma4_text", "vocab_size": 262_144, "hidden_size": 2560, "intermediate_size": 10_240,
+    "num_hidden_layers": 42, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "global_head_dim": 512, "num_kv_shared_layers": 18, "sliding_window": 512, "use_double_wide_mlp": False,
+    "layer_types": ([*["sliding_attention"] * 5, "full_attention"] * 7), "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 256, "max_position_embeddings": 131_072,
+}  # fmt: skip
+
+
+def of_whole(text: dict[str, Any], name: str = "Gemma4") -> dict[str, Any]:
+    kind = text["model_type"].removesuffix("_text")
+    return {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, "text_config": text}
+
+
+def test_layers_of_gemma_4_e4b_that_read_the_kv_of_others_hold_none(read):
+    cfg = read(of_whole(GEMMA_4_E4B))
+    full, windowed = cfg.kv_groups
+    assert (len(full.layers), full.spec.head_dim, full.spec.window) == (4, 512, None)
+    assert (len(windowed.layers), windowed.spec.head_dim, windowed.spec.window) == (20, 256, 512)
+    assert cfg.kv_place(41) == cfg.kv_place(23) == (0, 3)
+    assert cfg.kv_place(40) == cfg.kv_place(22) == (1, 19)
+    assert cfg.rope[5] == RopeConfig(type="proportional", theta=1e6, partial_rotary_factor=0.25)
+
+
+def test_layers_of_gemma_4_31b_without_a_window_have_fewer_and_larger_heads(read):
+    text = GEMMA_4_E4B | {
+        "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16, "num_kv_shared_layers": 0,
+        "layer_types": None, "num_global_key_value_heads": 4, "attention_k_eq_v": True, "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision",
+    }  # fmt: skip
+    full, windowed = read(of_whole(text)).kv_groups
+    assert (len(full.layers), full.spec.num_kv_heads, full.spec.head_dim) == (10, 4, 512)
+    assert (len(windowed.layers), windowed.spec.num_kv_heads, windowed.spec.head_dim) == (50, 16, 256)
+
+
+def test_gemma_4_with_attention_in_both_directions_is_refused(read):
+    with pytest.raises(ModelFolderError, match="use_bidirectional_attention = 'all'"):
+        read(of_whole(GEMMA_4_E4B | {"use_bidirectional_attention": "all"}))
+
+
+def test_the_mlps_of_gemma_3n_have_the_sizes_that_each_layer_names(read):
+    text = {
+        "model_type": "gemma3n_text", "hidden_size": 2048, "num_hidden_layers": 30, "num_kv_shared_layers": 10,
+        "intermediate_size": [8192] * 10 + [16_384] * 20,
+    }  # fmt: skip
+    cfg = read(of_whole(text, "Gemma3n"))
+    assert cfg.gemma.mlp_sizes == (8192,) * 10 + (16_384,) * 20
+    assert cfg.gemma.sparsity == (0.95,) * 10 + (0.0,) * 20
+    assert [len(group.layers) for group in cfg.kv_groups] == [4, 16]
+    with pytest.raises(ModelFolderError, match="intermediate_size"):
+        read(of_whole(text | {"intermediate_size": [8192] * 3}, "Gemma3n"))
