@@ -40,9 +40,10 @@ class Family:
         """Return the fields of config.json that this family reads. Raises KeyError if an MoE has no `num_experts`."""
         own = {key: value for key, value in raw.items() if key not in OPTIONAL or key in self.keys}
         counts = [key for key in NUM_EXPERTS if key in self.keys]
-        if counts and raw.get("enable_moe_block", True) and all(own.get(key) is None for key in counts):
+        fields = self.defaults | own
+        if counts and fields.get("enable_moe_block", True) and all(own.get(key) is None for key in counts):
             raise KeyError(counts[0])
-        return self.defaults | own
+        return fields
 
 
 # Multimodal models whose text part is one of FAMILIES, by the model_type of that part, and fields that differ from the
