@@ -260,6 +260,7 @@ class Scheduler:
         assert plan.step == result.step, f"step {result.step} came back, step {plan.step} was expected"
         self.images.release(plan.received)
         events: list[Event] = []
+        cache_blocks = self.kv_cache.cache_blocks
         verifies = bool(plan.drafts) or self.speculation.has_weights
         columns = zip(requests, plan.starts, plan.counts, result.tokens, result.logprobs, strict=True)
         for i, (request, start, count, tokens, logprobs) in enumerate(columns):
@@ -272,7 +273,7 @@ class Scheduler:
                 computed -= rejected
                 request.computed -= rejected if running else 0
             if running and computed <= request.computed:  # else it was preempted meanwhile, and started again
-                self.kv_cache.cache_blocks(request, computed)
+                cache_blocks(request, computed)
             if rows := result.prompt_logprobs[i]:
                 request.add_prompt_logprobs(start, rows)
             if request.asked_by:

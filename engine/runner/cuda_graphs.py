@@ -63,8 +63,7 @@ class StepColumns(NamedTuple):
 
     token_index: Any  #: [tokens] int64, where each token lies in the flattened history
     positions: Any  #: [tokens] int64, as the next; see Batch
-    slot_mapping: Any
-    other_slot_mappings: Any  #: [(kv_groups - 1) * tokens], of the other KV cache groups
+    slot_mappings: list[Any]  #: of each KV cache group
     slots: Any  #: [seqs] int64, rows of the block tables
     kv_len: Any  #: [seqs] int32, as the others; see Batch
     query_start: Any  #: [seqs + 1]
@@ -74,13 +73,14 @@ class StepColumns(NamedTuple):
     @classmethod
     def of(cls, buffer: Any, shape: StepShape, int64: Any) -> StepColumns:
         """Cut a buffer [`buffer_size(shape)`] int32, an array or a tensor. int64: that dtype of its library."""
-        return cls(*[buffer[a:b].view(int64) if wide else buffer[a:b] for a, b, wide in layout(shape)])
+        columns = [buffer[a:b].view(int64) if wide else buffer[a:b] for a, b, wide in layout(shape)]
+        return cls._make([*columns[:2], columns[2 : 2 + shape.kv_groups], *columns[2 + shape.kv_groups :]])
 
 
 @cache
 def layout(shape: StepShape) -> list[tuple[int, int, bool]]:
     """Return where each column of a buffer of int32 begins and ends, and whether it is int64."""
-    wide = [shape.tokens] * 3 + [(shape.kv_groups - 1) * shape.tokens, shape.seqs]
+    wide = [shape.tokens] * (2 + shape.kv_groups) + [shape.seqs]
     sizes = [2 * size for size in wide] + [shape.seqs, shape.seqs + 1, shape.seqs, 4 * shape.tiles]
     columns, begin, unit = [], 0, ALIGNMENT // 4
     for i, size in enumerate(sizes):
@@ -93,20 +93,21 @@ def buffer_size(shape: StepShape) -> int:
     return layout(shape)[-1][1]
 
 
-def empty_step(shape: StepShape) -> tuple[NDArray[np.int32], StepColumns]:
-    """Return a buffer that holds padding only, and its columns."""
+@cache
+def empty_step(shape: StepShape) -> NDArray[np.int32]:
+    """Return a buffer that holds padding only. To be copied."""
     buffer = np.zeros(buffer_size(shape), dtype=np.int32)
     columns = StepColumns.of(buffer, shape, np.int64)
-    columns.slot_mapping[:] = columns.other_slot_mappings[:] = columns.single[:] = -1
-    return buffer, columns
+    for column in (*columns.slot_mappings, columns.single):
+        column[:] = -1
+    return buffer
 
 
 def pad_step(
     shape: StepShape,
     token_index: NDArray[np.int64],
     positions: NDArray[np.int64],
-    slot_mapping: NDArray[np.int64],
-    other_slot_mappings: list[NDArray[np.int64]],
+    slot_mappings: list[NDArray[np.int64]],
     slots: NDArray[np.int64],
     kv_len: NDArray[np.int64],
     query_start: NDArray[np.int64],
@@ -114,12 +115,12 @@ def pad_step(
     chunks: list[Chunk],
 ) -> NDArray[np.int32]:
     """Return a buffer with the columns of a step, and padding."""
-    buffer, columns = empty_step(shape)
+    buffer = empty_step(shape).copy()
+    columns = StepColumns.of(buffer, shape, np.int64)
     tokens, seqs = len(positions), len(slots)
     columns.token_index[:tokens], columns.positions[:tokens] = token_index, positions
-    columns.slot_mapping[:tokens] = slot_mapping
-    for i, mapping in enumerate(other_slot_mappings):
-        columns.other_slot_mappings[i * shape.tokens : i * shape.tokens + tokens] = mapping
+    for column, mapping in zip(columns.slot_mappings, slot_mappings, strict=True):
+        column[:tokens] = mapping
     columns.slots[:seqs], columns.kv_len[:seqs] = slots, kv_len
     columns.query_start[: seqs + 1], columns.query_start[seqs + 1 :] = query_start, tokens
     columns.single[: len(single)] = single
@@ -232,15 +233,14 @@ class CudaGraphs:
         return graph.output
 
     def _inputs(self, shape: StepShape) -> Tensor:
-        return torch.from_numpy(empty_step(shape)[0]).to(self._device.torch_device)
+        return torch.from_numpy(empty_step(shape).copy()).to(self._device.torch_device)
 
     def _compute(self, shape: StepShape, inputs: Tensor) -> Tensor:
         columns = StepColumns.of(inputs, shape, torch.int64)
-        mappings = [columns.slot_mapping, *columns.other_slot_mappings.view(shape.kv_groups - 1, shape.tokens)]
         first, *others = [
             KVGroup(mapping, table.index_select(0, columns.slots), cache, scales)
             for mapping, table, cache, scales in zip(
-                mappings, self._tables, self._kv_caches, self._kv_scales, strict=True
+                columns.slot_mappings, self._tables, self._kv_caches, self._kv_scales, strict=True
             )
         ]
         batch = Batch(

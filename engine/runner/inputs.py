@@ -115,6 +115,7 @@ class InputBuilder:
         slots = config.max_num_seqs
         shape = len(kv_caches), slots, -(-max_model_len // self._block_size)
         self.block_tables = np.zeros(shape, dtype=np.int32)  # of each group
+        self._tables = list(self.block_tables)
         self._sequences: dict[int, NewSequence] = {}  # by slot
         self._pooling: dict[int, PoolingParams] = {}  # of those in it that are pooled
         self._prompt_logprobs: set[int] = set()  # slots of those whose prompt's are wanted
@@ -132,9 +133,9 @@ class InputBuilder:
         staged = self._device.staged_copy()
         added = [self._add(sequence, staged) for sequence in plan.added]
         for change in plan.blocks:
-            table = self.block_tables[change.group, change.slot]
+            table = self._tables[change.group][change.slot]
             table[change.index : change.index + len(change.blocks)] = change.blocks
-        layout = StepLayout.of(plan, list(self.block_tables), self._block_size, self._max_model_len)
+        layout = StepLayout.of(plan, self._tables, self._block_size, self._max_model_len)
         query_start, positions = layout.query_start, layout.positions
         sequences, first_rows, first_sequences = layout.sequences, query_start, None
         width = -(-(int(sequences.ends.max()) + plan.num_drafts) // self._block_size)
@@ -192,8 +193,7 @@ class InputBuilder:
             shape = self._shape_for(len(layout.positions), len(sequences.slots))
         graph = None
         if shape is not None:
-            mapping, *mappings = layout.slot_mappings
-            columns = layout.token_index, rotary, mapping, mappings, sequences.slots, sequences.ends, first_rows
+            columns = layout.token_index, rotary, layout.slot_mappings, sequences.slots, sequences.ends, first_rows
             graph = shape, staged.add(pad_step(shape, *columns, single.numpy(), chunks))
             if not self._drafts:
                 return None, graph
@@ -205,7 +205,7 @@ class InputBuilder:
                 kv_scales=scales,
             )
             for slot_mapping, table, cache, scales in zip(
-                layout.slot_mappings, self.block_tables, self._kv_caches, self._kv_scales, strict=True
+                layout.slot_mappings, self._tables, self._kv_caches, self._kv_scales, strict=True
             )
         ]
         batch = Batch(

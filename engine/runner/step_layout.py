@@ -46,10 +46,11 @@ class StepLayout:
     def of(cls, plan: StepPlan, block_tables: list[np.ndarray], block_size: int, max_model_len: int) -> StepLayout:
         """block_tables: [slots, blocks] int32 of each KV cache group, with the changes of this plan."""
         slots, starts, counts = (np.array(column, dtype=np.int64) for column in (plan.slots, plan.starts, plan.counts))
-        query_start = np.concatenate([[0], np.cumsum(counts)])
+        query_start = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_start[1:])
         entry = np.repeat(np.arange(len(slots)), counts)
         positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[entry]
-        rows, indices, offsets = slots[entry], positions // block_size, positions % block_size
+        rows, (indices, offsets) = slots[entry], np.divmod(positions, block_size)
         return cls(
             sequences=Sequences(slots, counts, starts + counts),
             query_start=query_start,

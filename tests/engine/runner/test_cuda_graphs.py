@@ -338,15 +338,15 @@ def test_sizes_are_few_and_end_with_the_largest_step():
 def test_every_step_that_a_shape_is_for_fits_into_it_and_is_there_again(data):
     counts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
     tokens, seqs = sum(counts), len(counts)
-    others = data.draw(st.integers(0, 2))  # KV cache groups after the first
+    groups = data.draw(st.integers(1, 3))
     sizes = st.integers(tokens, 80), st.integers(seqs, 9), st.integers(1, 5)
-    shape = StepShape(*map(data.draw, sizes), kv_groups=1 + others)
+    shape = StepShape(*map(data.draw, sizes), kv_groups=groups)
     query_start = np.cumsum([0, *counts])
     single, chunks = split(counts, counts)
     column = np.arange(tokens) + 5
-    mappings = [column + 3 + i for i in range(others)]
+    mappings = [column + 2 + i for i in range(groups)]
     buffer = pad_step(
-        shape, column, column + 1, column + 2, mappings, column[:seqs], query_start[1:], query_start, single.numpy(),
+        shape, column, column + 1, mappings, column[:seqs], query_start[1:], query_start, single.numpy(),
         chunks,
     )  # fmt: skip
     for columns in (
@@ -356,9 +356,8 @@ def test_every_step_that_a_shape_is_for_fits_into_it_and_is_there_again(data):
         pad = shape.tokens - tokens
         assert columns.token_index.tolist() == [*column.tolist(), *[0] * pad]
         assert columns.positions.tolist() == [*(column + 1).tolist(), *[0] * pad]
-        assert columns.slot_mapping.tolist() == [*(column + 2).tolist(), *[-1] * pad]
-        assert columns.other_slot_mappings.tolist() == [
-            slot for mapping in mappings for slot in (*mapping.tolist(), *[-1] * pad)
+        assert [slots.tolist() for slots in columns.slot_mappings] == [
+            [*mapping.tolist(), *[-1] * pad] for mapping in mappings
         ]
         pad = shape.seqs - seqs
         assert columns.slots.tolist() == [*column[:seqs].tolist(), *[0] * pad]

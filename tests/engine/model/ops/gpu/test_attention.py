@@ -134,14 +134,14 @@ def test_a_step_that_is_padded_to_the_shape_of_a_graph_gives_what_it_gives_alone
     rows = attention.tile_rows(96, case.heads, case.kv_heads, case.head_dim, case.dtype, DEVICE)
     shape, columns = StepShape(96, 9, rows), [batch.positions, batch.positions, batch.slot_mapping]
     others = [torch.arange(len(batch.block_table)), batch.kv_len, batch.query_start, batch.single]
-    columns, others = ([column.cpu().numpy() for column in part] for part in (columns, others))
-    buffer = pad_step(shape, *columns, [], *others, batch.chunks)
+    (*columns, mapping), others = ([column.cpu().numpy() for column in part] for part in (columns, others))
+    buffer = pad_step(shape, *columns, [mapping], *others, batch.chunks)
     padded = StepColumns.of(torch.from_numpy(buffer).to(DEVICE), shape, torch.int64)
     table = torch.cat(
         [batch.block_table, batch.block_table.new_zeros(9 - len(batch.kv_len), batch.block_table.shape[1])]
     )
     given = Batch(
-        positions=padded.positions, slot_mapping=padded.slot_mapping, query_start=padded.query_start,
+        positions=padded.positions, slot_mapping=padded.slot_mappings[0], query_start=padded.query_start,
         kv_len=padded.kv_len, block_table=table, kv_cache=batch.kv_cache, single=padded.single,
         chunks=[Chunk(0, 0, 96, 0)], tiles=padded.tiles.view(-1, 4),
     )  # fmt: skip
