@@ -106,10 +106,10 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request, computed: int) -> None:
         """Enter the full blocks of the first `computed` tokens into the prefix cache, of those that are known."""
-        table, size = request.tables[self._group], self.pool.block_size
-        first = table.num_cached
-        if computed < (first + 1) * size or not self.pool.enable_prefix_caching:
+        table = request.tables[self._group]
+        if computed < table.next_full or not self.pool.enable_prefix_caching:
             return
+        first, size = table.num_cached, self.pool.block_size
         full = max(first, min(computed, len(request.tokens)) // size)
         hashes = request.hashes(full, size)
         for index in range(first, full):
@@ -119,7 +119,7 @@ class KVCacheManager:
                 table.blocks[index] = block
                 if request.slot >= 0:
                     self._changes.append(BlockChange(request.slot, index, [block], group=self._group))
-        table.num_cached = full
+        table.num_cached, table.next_full = full, (full + 1) * size
 
     def invalidate(self, request: Request, first: int = 0) -> None:
         """Have the blocks of a request, from the `first` on, cleared before anyone else gets them: they may hold

@@ -41,6 +41,8 @@ class BlockTable:
     """Leading blocks that no token to come sees, so that they were given back or never taken."""
     keeps_all: bool = True
     """Nothing is given back before the request ends."""
+    next_full: int = 0
+    """Computed tokens, at least, with which a further block may enter the prefix cache."""
 
     @property
     def held(self) -> list[int]:
