@@ -14,7 +14,7 @@ import transformers
 
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 from tests.engine.multimodal.images import QWEN
-from tests.models import COMMON, EOS, FAMILIES, make_tokenizer, randomise
+from tests.models import COMMON, EOS, FAMILIES, HYBRIDS, PARTIAL_ROPE, make_tokenizer, randomise
 from tests.transformers_models import known_fields
 
 IMAGE, BREAK, END = 90, 91, 92  # token ids
@@ -28,7 +28,8 @@ QWEN_TOWER = {
     "patch_size": PATCH,
     "spatial_merge_size": MERGE,
 }
-QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+QWEN35_TOWER = {**QWEN_TOWER, "num_position_embeddings": 64}
+QWEN3_TOWER = {**QWEN35_TOWER, "deepstack_visual_indexes": [0, 1]}
 IMAGE_CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -97,6 +98,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]
         QWEN3_TOWER,
         {},
     ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5TextConfig",
+        {**HYBRIDS["qwen3_5"][1], "rope_parameters": {**PARTIAL_ROPE, "mrope_section": [2, 1, 1]}},
+        QWEN35_TOWER,
+        {},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeTextConfig",
+        {**HYBRIDS["qwen3_5_moe"][1], "rope_parameters": {**PARTIAL_ROPE, "mrope_section": [2, 1, 1]}},
+        QWEN35_TOWER,
+        {},
+    ),
     "qwen3_vl_moe": (
         "Qwen3VLMoeForConditionalGeneration",
         "Qwen3VLMoeTextConfig",
@@ -105,6 +120,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]
         {},
     ),
 }
+
+RECURRENT = ("qwen3_5", "qwen3_5_moe")  # models with recurrent layers
 
 
 @dataclass

@@ -138,7 +138,9 @@ class ModelConfig:
                 cfg = _from_transformers(raw, dtype, max_model_len)
             eos = eos_token_ids(folder) or cfg.eos_token_ids
             pooling = PoolingConfig.from_folder(folder, _default_pooling(cfg, raw))
-            vision = VisionConfig.read(whole, cfg.head_dim) if family is not None else None
+            vision = None
+            if family is not None:
+                vision = VisionConfig.read(whole, int(cfg.head_dim * cfg.rope[0].partial_rotary_factor))
             cfg = replace(cfg, eos_token_ids=eos, pooling=pooling, vision=vision)
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e

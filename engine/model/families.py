@@ -81,6 +81,8 @@ VISION: dict[str, Literal["sections", "interleaved"] | None] = {
     "Qwen2_5_VLForConditionalGeneration": "sections",
     "Qwen3VLForConditionalGeneration": "interleaved",
     "Qwen3VLMoeForConditionalGeneration": "interleaved",
+    "Qwen3_5ForConditionalGeneration": "interleaved",
+    "Qwen3_5MoeForConditionalGeneration": "interleaved",
 }
 LLAMA, QWEN3 = "llama.LlamaForCausalLM", "qwen3.Qwen3ForCausalLM"
 QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")

@@ -196,6 +196,8 @@ FAMILIES = {
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
     "mistral3": _PIXTRAL,
     "gemma3": ImageFamily(
         marker="<start_of_image>",

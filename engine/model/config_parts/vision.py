@@ -28,8 +28,9 @@ class VisionConfig:
     all are a text token's position. Empty if images have positions like text."""
 
     @classmethod
-    def read(cls, raw: Fields, head_dim: int) -> VisionConfig | None:
-        """raw: the whole config.json. None if the model's images are not supported, and it serves as a text model."""
+    def read(cls, raw: Fields, rotary_dim: int) -> VisionConfig | None:
+        """raw: the whole config.json. rotary_dim: rotated values of a head. None if the model's images are not
+        supported, and it serves as a text model."""
         architecture, vision = (raw.get("architectures") or ["none"])[0], raw.get("vision_config")
         if architecture not in VISION or not vision:
             return None
@@ -44,7 +45,7 @@ class VisionConfig:
             return found
         text = {**raw, **(raw.get("text_config") or {})}
         sections = (text.get("rope_parameters") or text.get("rope_scaling") or {})["mrope_section"]
-        if sum(sections) != head_dim // 2:
+        if sum(sections) != rotary_dim // 2:
             raise Unsupported("mrope_section", sections)
         axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
         if order == "interleaved":
