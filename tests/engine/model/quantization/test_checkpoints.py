@@ -65,7 +65,7 @@ MOE_SHAPE = {
     "deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},
     "minicpm3": {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},
 }
-# Phi 3's blocks would span q and k here; gpt-oss is quantized in its own way: test_mxfp4.py; the experts of Gemma 4 lie in
+# Phi 3's blocks would span q and k here; gpt-oss is quantized in its own way: test_mxfp4.py; Gemma 4's experts lie in
 # one tensor, which these formats do not know
 PAIRS = [
     (family, name)
