@@ -147,7 +147,7 @@ def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
     core.close()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl"])
 def test_a_request_with_images_goes_on_after_preemption(folder, name):
     core = engine(folder(name), num_blocks=9, max_model_len=36, encoder_cache_size=9)
     wanted = [Prompt(name).text(5, 6).image(seed).text(7, 8, 9) for seed in (1, 2, 3)]
