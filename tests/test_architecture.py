@@ -146,19 +146,31 @@ def test_what_stands_side_by_side_in_a_folder_imports_in_one_direction():
         assert not circle, " -> ".join(circle)
 
 
+# left out of the path, as models are that differ from the first two: docs/reading_path.md says so
+OTHER_MODELS = """
+    model/layers/latent_attention.py model/layers/mamba2.py model/layers/gated_delta_net.py model/layers/causal_conv.py
+    model/layers/kimi_delta_attention.py model/layers/short_conv.py model/state.py
+    model/config_parts/latent.py model/config_parts/recurrent.py model/config_parts/multipliers.py
+    model/config_parts/encoder.py model/config_parts/vision.py
+    model/auto_config.py model/torch_compile.py distributed/symmetric_memory.py
+"""
+
+
 def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     """Lines that are not blank."""
+    others = {ROOT / "engine" / name for name in OTHER_MODELS.split()}
+    assert all(file.is_file() for file in others), "a file was moved"
     names = ("wire", "text", "distributed", "runner", "core", "model/config_parts", "model/layers")
     rooms = [ROOT / "engine" / name for name in names]
     families = [ROOT / "engine" / "model" / "models" / name for name in ("llama.py", "qwen3.py", "registry.py")]
     path = [
         *ROOT.glob("engine/*.py"),
         *ROOT.glob("engine/model/*.py"),
-        *families,  # the others are differences from these
+        *families,
         *(file for room in rooms for file in room.rglob("*.py")),
     ]
     everything = [file for files in FILES.values() for file in files]
-    for files, limit in ((path, 13_100), (everything, 48_900)):
+    for files, limit in ((set(path) - others, 11_900), (everything, 48_900)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
 

@@ -14,11 +14,10 @@ import msgspec
 
 from engine.errors import ModelFolderError
 from engine.model.checkpoint.cache import made_folder
-from engine.model.checkpoint.gguf import config, names
+from engine.model.checkpoint.gguf import config, names, tokenizer
 from engine.model.checkpoint.gguf.config import Metadata, Unsupported
 from engine.model.checkpoint.gguf.entry import TYPES, Entry
-from engine.text import gguf_tokenizer
-from engine.text.gguf_tokenizer import UnsupportedTokenizer
+from engine.model.checkpoint.gguf.tokenizer import UnsupportedTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +67,10 @@ def _fill(folder: Path, files: list[Path]) -> None:
     (folder / INDEX).write_bytes(msgspec.json.encode(found))
     _write(folder / "config.json", fields)
     sampling = {name: metadata.get(f"general.sampling.{own}") for name, own in SAMPLING.items()}
-    ends = {"eos_token_id": gguf_tokenizer.eos_token_ids(metadata)}
+    ends = {"eos_token_id": tokenizer.eos_token_ids(metadata)}
     _write(folder / "generation_config.json", {**ends, **{k: v for k, v in sampling.items() if v is not None}})
-    gguf_tokenizer.read_tokenizer(metadata).save(str(folder / "tokenizer.json"))
-    _write(folder / "tokenizer_config.json", gguf_tokenizer.special_tokens(metadata))
+    tokenizer.read_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    _write(folder / "tokenizer_config.json", tokenizer.special_tokens(metadata))
     if (template := metadata.get("tokenizer.chat_template")) is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     logger.info("gguf file=%s made=%s seconds=%.1f", files[0], folder, time.monotonic() - started)

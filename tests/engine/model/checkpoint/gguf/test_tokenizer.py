@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from engine.text.gguf_tokenizer import SPLITS, UnsupportedTokenizer, eos_token_ids, read_tokenizer, special_tokens
+from engine.model.checkpoint.gguf.tokenizer import (
+    SPLITS,
+    UnsupportedTokenizer,
+    eos_token_ids,
+    read_tokenizer,
+    special_tokens,
+)
 from tests.models import CORPUS, make_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
