@@ -87,6 +87,7 @@ class LLM:
         self.config = EngineConfig(**options)
         folder = engine_folder(self.config)
         self._model_config = ModelConfig.from_folder(folder, language_model_only=self.config.language_model_only)
+        self._model_config.kv_heads_per_rank(self.config.tensor_parallel)  # raises before processes are started
         self.tokenizer = Tokenizer.from_folder(folder, decodes="generate" in self._model_config.supported_tasks)
         self._image_processor: ImageProcessor | None = None
         self._ranks: RankProcesses | None = None
@@ -107,7 +108,6 @@ class LLM:
         size = self.config.tensor_parallel
         if size == 1:
             return build_engine(self.config)
-        self._model_config.kv_heads_per_rank(size)  # before processes are started for a number that does not divide
         shared = not self.config.disable_custom_all_reduce
         group = TPGroup.listen(size, device=self.config.device, shared_memory=shared, key=ClusterKey.generate())
         self._ranks = RankProcesses(self.config, group, group.address)
