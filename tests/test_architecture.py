@@ -151,7 +151,7 @@ OTHER_MODELS = """
     model/layers/latent_attention.py model/layers/mamba2.py model/layers/gated_delta_net.py model/layers/causal_conv.py
     model/layers/kimi_delta_attention.py model/layers/short_conv.py model/state.py
     model/config_parts/latent.py model/config_parts/recurrent.py model/config_parts/multipliers.py
-    model/config_parts/encoder.py model/config_parts/vision.py
+    model/config_parts/encoder.py model/config_parts/vision.py model/config_parts/gemma.py
     model/auto_config.py model/torch_compile.py distributed/symmetric_memory.py
 """
 
