@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.site import ROOT, pages
+from tools.site import FENCE, ROOT, pages
 
 PAGES = list(pages())
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -41,6 +41,13 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def page(name: str) -> Path:
     return ROOT / name
+
+
+def named_commands(page: Path) -> Iterator[list[str]]:
+    """Yield the words of each command that a page has in a block or within its text."""
+    yield from commands(page)
+    for span in re.findall(r"`((?:manta|python|pytest|make) (?!→)[^`]+)`", FENCE.sub("", page.read_text())):
+        yield shlex.split(re.sub(r"\[[^]]*\]|[<>\n]+", " ", span))
 
 
 def block(name: str, *languages: str, with_: str) -> str:

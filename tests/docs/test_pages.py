@@ -12,7 +12,7 @@ import yaml
 
 from cluster.cli.main import app
 from cluster.config import AppConfig
-from tests.docs.pages import PAGES, blocks, commands
+from tests.docs.pages import PAGES, blocks, commands, named_commands
 from tools.reference import reference
 from tools.site import FENCE, ROOT, links
 
@@ -43,7 +43,7 @@ def test_links_of_a_page_lead_to_files_and_headings(page):
 
 @every_page
 def test_commands_of_manta_on_a_page_have_flags_that_there_are(page):
-    for words in commands(page):
+    for words in named_commands(page):
         if Path(words[0]).name != "manta":
             continue
         command = MANTA
@@ -61,10 +61,10 @@ def test_commands_of_manta_on_a_page_have_flags_that_there_are(page):
 @every_page
 def test_modules_targets_and_scripts_on_a_page_are_there(page):
     targets = set(re.findall(r"^([\w/-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for words in commands(page):
+    for words in named_commands(page):
         name = Path(words[0]).name
         if name in ("python", "python3") and words[1:2] == ["-m"]:
-            module = words[2]
+            module = words[2].removeprefix("manta.")
             assert module in ("pip", "venv") or importlib.util.find_spec(module.split(":")[0]), words
         elif name in ("python", "python3", "pytest"):
             for word in words[1:]:
