@@ -71,7 +71,7 @@ class ReplicaFlags:
     num_replicas: int | None = flag(
         None, "Replicas that answer requests.", "--num-replicas", "--decode-replicas", show_default="1"
     )
-    max_replicas: int | None = flag(None, "In place of a fixed number: load decides (docs/autoscaling.md).")
+    max_replicas: int | None = flag(None, "Instead of a fixed number: load decides (docs/autoscaling.md).")
     min_replicas: int | None = flag(None, "With --max-replicas.", show_default="1")
     prefill_replicas: int | None = flag(None, "Replicas that only compute prompts for the others (docs/handoff.md).")
     num_cpus: float | None = flag(None, "CPUs of each rank of a replica.", show_default="1")

@@ -74,7 +74,7 @@ class IdempotentRoutes:
         return await self._respond(request, job_id, key_name(request) or "", known, None, None)
 
     def routes(self) -> list[Route]:
-        summary = "Go on with the answer to an Idempotency-Key."
+        summary = "Resume the answer to an Idempotency-Key."
         return [Route("GET", "/v1/streams/{name}", self.continue_stream, summary, result="text/event-stream")]
 
     async def continue_stream(self, request: Request, name: str) -> Response:

@@ -90,7 +90,7 @@ def parse_event_id(event_id: str) -> tuple[str, Position]:
 
 
 class NoEventIds:
-    """In place of EventIds for a stream whose events have no ids: its client has none of them."""
+    """Replaces EventIds for a stream whose events have no ids: its client has none of them."""
 
     error: Exception | None = None
     """What ended the stream, if something did."""

@@ -30,7 +30,7 @@ class OpenAIRoutes:
 
     def routes(self) -> list[Route]:
         once, chats, completions = self._idempotent.once, "/v1/chat/completions", "/v1/completions"
-        answer, continue_text = "Answer a conversation.", "Go on with a text."
+        answer, continue_text = "Answer a conversation.", "Continue a text."
         tokens, text = "Text or messages to token ids.", "Token ids to text."
         return [
             Route("POST", chats, once(chats)(self.chat), answer, body=ChatBody, result=ChatCompletion, streams=True),

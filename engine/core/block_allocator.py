@@ -1,4 +1,4 @@
-"""Who gets blocks when they run out."""
+"""Decides which requests get blocks when they run out."""
 
 from __future__ import annotations
 

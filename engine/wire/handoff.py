@@ -33,7 +33,7 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
 class OpenHandoff:
     """Expect the KV of a prompt, before the request for it is sent.
 
-    Nobody else may touch the blocks until Received or Failed.
+    Nothing else may touch the blocks until Received or Failed.
     """
 
     remote_request: RemoteRequest

@@ -137,7 +137,7 @@ def test_a_killed_replica_is_a_death_and_a_replay_while_the_text_goes_on(stage, 
     expect(page.locator(".turn.assistant .text")).to_contain_text("An", timeout=SLOW_MS)
     stage.pool.decode.remove("decode-m-a1")
     page.get_by_role("link", name="Cluster").click()
-    expect(page.locator(".events .replay")).to_contain_text("goes on in another replica", timeout=SLOW_MS)
+    expect(page.locator(".events .replay")).to_contain_text("continues in another replica", timeout=SLOW_MS)
     expect(page.locator(".events .gone")).to_contain_text("decode-m-a1", timeout=SLOW_MS)
     page.get_by_role("link", name="Playground").click()
     expect(page.locator(".turn.assistant:not(.streaming) .text")).to_have_text(stage.pool.text, timeout=SLOW_MS)

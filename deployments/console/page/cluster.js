@@ -189,7 +189,7 @@ function tell(event) {
     case "gone":
       return [h("strong", {}, "A replica is gone"), ": ", h("code", {}, event.name)];
     case "replay":
-      return [h("strong", {}, "A request goes on in another replica"), ": ", h("a", { class: "mono", href: `#requests/${encodeURIComponent(event.name)}` }, event.name)];
+      return [h("strong", {}, "A request continues in another replica"), ": ", h("a", { class: "mono", href: `#requests/${encodeURIComponent(event.name)}` }, event.name)];
     default: {
       const inputs = Object.entries(event.inputs).map(([name, value]) => `${name} ${rate(value) === "0" ? Number(value.toPrecision(2)) : rate(value)}`);
       return [

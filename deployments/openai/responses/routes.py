@@ -147,7 +147,7 @@ class ResponsesRoutes:
         return self._answer_of(owner, stored, query)
 
     async def _resumed(self, request: Request, owner: str, stored: StoredResponse) -> StoredResponse:
-        """Go on with a response whose ingress has ended, or follow one that another ingress computes."""
+        """Continue a response whose ingress has ended, or follow one that another ingress computes."""
         try:
             await self._idempotent.resume(request, stored.job_id)
         except (RequestError, ReportedError) as error:

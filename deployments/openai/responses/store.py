@@ -39,7 +39,7 @@ class StoredResponse(msgspec.Struct):
 
 
 class ResponseStore:
-    """Responses by owner, the name of an API key, and id. Nobody finds another owner's."""
+    """Responses by owner, the name of an API key, and id. No owner finds another's."""
 
     def __init__(self, values: KeyValueStore, ttl_s: float):
         self._values, self._ttl_s = values, ttl_s

@@ -33,7 +33,7 @@ while it waits for blocks or reads them. Each of its waits for a message ends by
 that stands still is ended by its KV worker, one that crawls by READ_LIMIT; waiting in prefill's queue ends by the
 request's own deadline (CancelHandoff).
 
-**Nobody is mistaken for another.** A handoff_id is never used twice, an engine is known by the epoch of its start,
+**No engine is mistaken for another.** A handoff_id is never used twice, an engine is known by the epoch of its start,
 and a handoff is bound to the first engine that answers for it and to the lease that it names: should that engine get
 the request a second time, after the first lease has ended, it counts as another. Another engine that got the same
 request gets a Cancel, and so does one that continues a handoff that is over here. Anything else from the past is

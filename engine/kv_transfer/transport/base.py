@@ -1,7 +1,7 @@
 """Interface of a transport, which reads KV blocks of another engine's rank into the own cache.
 
-The reader drives. Nobody writes into another's memory, so a late or dead peer cannot harm blocks that meanwhile belong
-to another request.
+The reader drives. No engine writes into another's memory, so a late or dead peer cannot harm blocks that meanwhile
+belong to another request.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
 
 
 def _dtype(tensors: dict[str, Entry]) -> str:
-    """The type of the matrices that are not in blocks; bfloat16 if those are the most."""
+    """The type with the most bytes of matrices, or bfloat16 if that type is in blocks."""
     sizes: dict[str, int] = {}
     for entry in tensors.values():
         if len(entry.shape) > 1:
