@@ -37,6 +37,7 @@ from tests.engine.distributed.test_tp_group import LIMIT_S, connect, on_all
 from tests.late_device import NOISE
 from tests.late_engine import Answers, generate, requests
 from tests.models import FAMILIES, made_once, with_slow
+from tests.products import each_once
 from tests.sync_guard import HostWaits
 from tests.tape import TapedDevice
 
@@ -70,8 +71,7 @@ def test_every_step_is_a_graph_prompts_and_decodes_together_too(folder_of):
     assert device.replays.count(20) > 3
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize(("overlap", "enforce_eager"), each_once([True, False], [True, False]))
 def test_sampled_tokens_are_the_same_however_steps_are_run(overlap, enforce_eager, folder_of):
     folder, device = folder_of("llama"), TapedDevice()
     wanted = [*requests(temperature=1.0, seed=5, top_p=0.9, frequency_penalty=0.3)]
@@ -90,7 +90,7 @@ EDITS = [
 ]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_edits_that_need_the_newest_token_are_right_while_only_the_device_has_it(overlap, folder_of):
     def run(edits: list[dict], device: TapedDevice | None, **options) -> Answers:
         wanted = [
