@@ -1,5 +1,5 @@
 """The Triton kernels run on a GPU where there is one, and elsewhere under Triton's interpreter, in random order and
-within the memory of their tensors."""
+within the memory of their tensors. tests/engine/conftest.py has chosen it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.triton_interpreter import use_interpreter
-
 if importlib.util.find_spec("triton") is None:  # it exists for Linux only
     collect_ignore_glob = ["test_*.py"]
-else:
-    use_interpreter()
 
 
 @pytest.fixture(autouse=True)
