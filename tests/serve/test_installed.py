@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from cluster.config import IngressSection, ModelSection
+from cluster.distribution import version_and_commit
 from cluster.model_info import model_info
 from engine import LLM, SamplingParams
 from tests.serve.installed import PIP, Installed, build_wheel, wheel_of
@@ -55,6 +56,7 @@ def test_one_name_is_added_to_the_environment_and_the_other_cluster_stays(instal
     program = "import cluster, manta; print(cluster.WHOSE, '|', manta.__file__)"
     whose, _, file = installed.run(installed.python, "-I", "-c", program).strip().partition(" | ")
     assert whose == "the other distribution" and file.startswith(str(installed.environment_folder))
+    assert installed.run(installed.manta, "--version") == f"manta {version_and_commit()}\n"
     assert "names" not in [
         finding["topic"] for finding in json.loads(installed.run(installed.manta, "doctor", "--json"))
     ]
