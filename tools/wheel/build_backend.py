@@ -107,7 +107,7 @@ def _sources(root: Path) -> list[str]:
     if listed := _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z"):
         return [name for name in listed.split("\0") if name and (root / name).exists()]
     files = [file.relative_to(root) for file in root.rglob("*") if file.is_file()]
-    return [str(file) for file in files if not any(MADE.search(part) for part in file.parts)]
+    return [str(file) for file in files if not any(MADE.search(folder) for folder in file.parent.parts)]
 
 
 def _git(root: Path, *arguments: str) -> str:
