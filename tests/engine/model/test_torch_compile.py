@@ -98,7 +98,7 @@ def test_a_traced_model_has_the_logits_of_the_plain_one_for_any_number_of_tokens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith(("gemma3n", "gemma4"))])
 @pytest.mark.usefixtures("inductor")
 def test_a_compiled_model_has_the_logits_of_the_plain_one_for_any_number_of_tokens(family, folder_of):
     check_same_logits(folder_of(family))
