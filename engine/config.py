@@ -223,6 +223,11 @@ class EngineConfig:
     enable_prefix_caching: bool = option(
         True, "Keep computed KV blocks and reuse them for prompts with the same prefix."
     )
+    prefix_cache_retention_interval: int | None = option(
+        None,
+        "Tokens between the states that recurrent layers keep of a long sequence for the prefix cache, beside those at "
+        "the ends of prompts and where prompts part; 0 for no others. Default: as many as have KV as large as a state.",
+    )
     overlap: bool | None = option(
         None,
         "Plan step n+1 while step n computes. Default: yes on a GPU, where planning hides behind the device; no on a "
@@ -261,6 +266,9 @@ class EngineConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigError(key, value, "at least 1, or left out")
+        if (self.prefix_cache_retention_interval or 0) < 0:
+            limit = "0 or more, or left out"
+            raise ConfigError("prefix_cache_retention_interval", self.prefix_cache_retention_interval, limit)
         check_choices(self)
         if isinstance(self.speculative, dict):
             object.__setattr__(self, "speculative", SpeculativeConfig.parse(self.speculative))

@@ -41,6 +41,13 @@ def handed_over(request: RemoteRequest, spec: KVCacheSpec, size: int) -> range:
     return range(max(request.skip, spec.first_needed(tokens)) // size, -(-tokens // size))
 
 
+def border_handed_over(request: RemoteRequest, harness: Harness) -> int:
+    """The position of the state that is handed over; 0 if none is."""
+    size = harness.pools[-1].block_size if harness.runner.chunk else len(request.token_ids)
+    last = (len(request.token_ids) - 1) // size * size
+    return last if last > request.skip else 0
+
+
 class DecodeHarness(Harness):
     """A decode engine. Whatever has not come yet is overwritten with nonsense before every step."""
 
@@ -74,7 +81,8 @@ class DecodeHarness(Harness):
         skip, size = handoff.remote_request.skip, self.config.block_size
         whole = max(skip, len(handoff.remote_request.token_ids) // size * size)
         verified = min(skip + verified_blocks * size, whole)
-        if verified < whole and any(spec.window is not None for spec in self.runner.specs):
+        parts = self.runner.chunk or any(spec.window is not None for spec in self.runner.specs)
+        if verified < whole and parts:
             verified = skip
         self._write(handoff, verified)
         self.handle(Failed(handoff_id, "link", verified, retry))
@@ -92,8 +100,11 @@ class DecodeHarness(Harness):
         for action in self.scheduler.handoffs.actions:
             match action:
                 case OpenHandoff(remote_request, blocks, others):
-                    for spec, own in zip(self.runner.specs, [blocks, *others], strict=True):
+                    for spec, own in zip(self.runner.specs, [blocks, *others], strict=not self.runner.chunk):
                         assert len(own) == len(handed_over(remote_request, spec, self.config.block_size))
+                    if self.runner.chunk:
+                        assert len(others) == len(self.runner.specs)
+                        assert len(others[-1]) == (border_handed_over(remote_request, self) > 0)
                     self.open[remote_request.handoff_id] = action
                 case CancelHandoff(handoff_id):
                     self.cancelled.add(handoff_id)
@@ -108,7 +119,13 @@ class DecodeHarness(Harness):
     def _write(self, handoff: OpenHandoff, right: int) -> None:
         """KV of tokens up to `right`, and nonsense behind them."""
         request, size = handoff.remote_request, self.config.block_size
-        for spec, kv, blocks in zip(self.runner.specs, self.runner.kvs, [handoff.blocks, *handoff.others], strict=True):
+        groups = [handoff.blocks, *handoff.others]
+        if self.runner.chunk:
+            border = border_handed_over(request, self)
+            for snapshot in groups.pop():
+                whole = border <= right
+                self.runner.snapshots[snapshot] = tuple(request.token_ids[:border]) if whole else ("nonsense",)
+        for spec, kv, blocks in zip(self.runner.specs, self.runner.kvs, groups, strict=True):
             for index, block in zip(handed_over(request, spec, size), blocks, strict=True):
                 for position in range(index * size, min((index + 1) * size, len(request.token_ids))):
                     value = tuple(request.token_ids[: position + 1]) if position < right else ("nonsense",)
@@ -202,4 +219,7 @@ class PrefillHarness(Harness):
                         assert kv[block * size + position % size] == seen, "other KV would be read"
                 if not whole:
                     break  # those of other groups come at the end
+            if whole and self.runner.chunk and (border := border_handed_over(remote_request, self)):
+                seen = tuple(remote_request.token_ids[:border])
+                assert self.runner.snapshots[next(blocks)] == seen, "another state would be read"
             assert next(blocks, None) is None

@@ -3,6 +3,7 @@ plan would read anything else."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,10 +125,19 @@ class FakeRunner:
     """Same two halves as ModelRunner: `prepare` owns block tables, `execute` the token history and the KV."""
 
     def __init__(
-        self, config: EngineConfig, max_model_len: int, propose: Propose | None = None, windows: Windows = (None,)
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        propose: Propose | None = None,
+        windows: Windows = (None,),
+        chunk: int = 0,
     ):
-        """propose: of a drafter with weights. windows: of each KV cache group."""
-        self.propose = propose
+        """propose: of a drafter with weights. windows: of each KV cache group. chunk: tokens from border to border of
+        recurrent states; 0 for none."""
+        self.propose, self.chunk = propose, chunk
+        self.states: dict[int, tuple] = {}  # slot -> the tokens before the border at which its state stands
+        self.rows: dict[int, int] = {}  # slot -> the tokens that it was computed from, as a number
+        self.snapshots: dict[int, tuple] = {}  # as states
         self.block_size = config.block_size
         self.specs = specs_of(windows)
         slots, blocks = range(config.max_num_seqs), -(-max_model_len // config.block_size)
@@ -158,6 +168,7 @@ class FakeRunner:
             assert plan.samples[entry]
             self.history[plan.slots[entry]] += drafts
         rows = list(zip(plan.slots, plan.starts, plan.counts, strict=True))
+        self._move_states(plan)
         for kv, tables in zip(self.kvs, prepared.tables, strict=True):
             written: set[int] = set()
             for (slot, start, count), table in zip(rows, tables, strict=True):
@@ -198,6 +209,30 @@ class FakeRunner:
         assert next(masks, None) is None
         return result
 
+    def _move_states(self, plan: StepPlan) -> None:
+        assert self.chunk or not (plan.restored or plan.saved)
+        if not self.chunk:
+            return
+        for slot, snapshot in plan.restored:
+            self.states[slot] = self.snapshots[snapshot]
+            self.rows[slot] = len(self.states[slot])
+        saves = {slot: (position, snapshot) for slot, position, snapshot in plan.saved}
+        assert len(saves) == len(plan.saved), "two states of a sequence are kept in one step"
+        assert len({snapshot for _, snapshot in saves.values()}) == len(saves), "two states are kept in one place"
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            tokens, end = self.history[slot], start + count
+            if start == 0:
+                self.states[slot], self.rows[slot] = (), 0
+            border = start // self.chunk * self.chunk
+            assert self.states[slot] == tuple(tokens[:border]), "the state of other tokens would be read"
+            assert border <= start <= self.rows[slot], "rows of the chunk are missing"
+            if slot in saves:
+                position, snapshot = saves.pop(slot)
+                assert start < position <= end and position % self.chunk == 0
+                self.snapshots[snapshot] = tuple(tokens[:position])
+            self.states[slot], self.rows[slot] = tuple(tokens[: end // self.chunk * self.chunk]), end
+        assert not saves, "the state of a sequence that is not computed is kept"
+
 
 class Harness:
     """Scheduler, pool and fake runner, driven like EngineCore does, with up to `depth` steps planned ahead."""
@@ -216,9 +251,13 @@ class Harness:
         windows: Windows = (None,),
         blocks: list[int] | None = None,
         step_tokens: int = 1000,
+        chunk: int = 0,
+        num_snapshots: int = 4,
+        snapshot_interval: int = 0,
         **options,
     ):
-        """windows: of each KV cache group. blocks: of each, instead of num_blocks. step_tokens: see kv_cache_of."""
+        """windows: of each KV cache group. blocks: of each, instead of num_blocks. step_tokens: see kv_cache_of.
+        chunk: of recurrent states; 0 for a model without any. snapshot_interval: in borders."""
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **options})
         size, caching = self.config.block_size, self.config.enable_prefix_caching
         self.pools = [
@@ -226,7 +265,17 @@ class Harness:
             for count, window in zip(blocks or [num_blocks] * len(windows), windows, strict=True)
         ]
         self.pool = self.pools[0]
-        kv_cache, token_limits = kv_cache_of(specs_of(windows), self.pools, step_tokens)
+        snapshots = None
+        if chunk:
+            snapshots = BlockPool(num_snapshots, math.lcm(chunk, size), caching)
+        kv_cache, token_limits = kv_cache_of(
+            specs_of(windows),
+            self.pools,
+            step_tokens,
+            snapshots=snapshots,
+            snapshot_interval=snapshot_interval * math.lcm(chunk, size),
+        )
+        self.pools += [] if snapshots is None else [snapshots]
         speculator = None
         if drafter or propose:
             config = SpeculativeConfig(method="ngram")
@@ -239,7 +288,7 @@ class Harness:
             speculation=speculator,
             token_limits=token_limits,
         )
-        self.runner = FakeRunner(self.config, max_model_len, propose, windows)
+        self.runner = FakeRunner(self.config, max_model_len, propose, windows, chunk)
         self.depth = depth
         self.prepared: list[Prepared] = []
         self.prompts: dict[str, list[int]] = {}

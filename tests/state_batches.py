@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import Batch, split
-from engine.model.state import StateBatch, States, StateSpec
+from engine.model.state import StateBatch, States, StateSpec, allocate
 
 
 def state_batch(parts: Sequence[tuple[int, int, int]], saves: dict[int, tuple[int, int]] | None = None) -> Batch:
@@ -34,7 +34,7 @@ def state_batch(parts: Sequence[tuple[int, int, int]], saves: dict[int, tuple[in
 
 def garbage(spec: StateSpec, running: int, kept: int = 0) -> States:
     """Slots full of what nobody may read."""
-    states: States = spec.allocate(running, kept, "cpu")
+    _, (states,) = allocate([spec], running, kept, "cpu")
     for tensor in states.values():
         tensor.fill_(torch.nan)
     return states

@@ -15,7 +15,7 @@ ONE_RANK_TESTS = "logits, greedy tokens, chunks, batches, cached prefixes"
 TWO_RANKS_TESTS = f"{ONE_RANK_TESTS}; 2 ranks"
 NATIVE_TESTS = f"{ONE_RANK_TESTS}; preemption, 2 and 4 ranks, graphs, quantized weights"
 LATENT_TESTS = f"{ONE_RANK_TESTS}; preemption, 2 and 4 ranks, quantized weights"
-HYBRID_TESTS = "logits, greedy tokens, chunks, batches, preemption; 2 ranks"
+HYBRID_TESTS = f"{ONE_RANK_TESTS}, preemption; 2 ranks"
 
 
 @dataclass(frozen=True, slots=True)

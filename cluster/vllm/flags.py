@@ -237,7 +237,7 @@ TABLE = (
     refused("--kv-cache-memory-bytes=", "--kv-cache-memory-gib has the same meaning, in GiB"),
     refused("--kv-events-config=", "routers learn of cached blocks by themselves (docs/routing.md)"),
     ignored(
-        "--prefix-caching-hash-algo= --prefix-match-unit= --prefix-cache-retention-interval=",
+        "--prefix-caching-hash-algo= --prefix-match-unit=",
         "blocks are found by a hash of their tokens (docs/routing.md)",
     ),
     ignored("--swap-space= --preemption-mode= --cpu-offload-gb=0", "KV is computed again, never swapped"),

@@ -189,6 +189,14 @@ class BlockPool:
         self._invalid.difference_update(found)
         return found
 
+    def discard(self, block_hash: bytes) -> None:
+        """Forget the block of this hash, if it is cached and nobody holds it."""
+        block = self._by_hash.get(block_hash)
+        if block is not None and self._ref_counts[block] == 0:
+            del self._cached[block]
+            self._forget(block)
+            self._free.append(block)
+
     def _evict(self) -> None:
         block, _ = self._cached.popitem(last=False)
         self._forget(block)

@@ -31,6 +31,7 @@ from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
 from engine.runner.kv_cache import window_step_tokens
+from engine.runner.memory import snapshot_border, snapshot_interval
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_setup import read_model
 from engine.spec_decode.drafter import HostDrafter
@@ -156,8 +157,12 @@ def make_channel(
 
 def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[TokenLimit]]:
     config, model, runner = loaded.config, loaded.model, loaded.runner
-    keeps_all = not model.bidirectional and model.recurrent is None  # states are not cached
-    prefix_caching = config.enable_prefix_caching and keeps_all
+    prefix_caching = config.enable_prefix_caching and not model.bidirectional
+    snapshots, interval = None, 0
+    if count := runner.states.num_snapshots:
+        snapshots = BlockPool(count, snapshot_border(runner.block_size), prefix_caching)
+        specs = runner.setup.state_specs
+        interval = snapshot_interval(config, runner.block_size, model, specs, runner.kv_dtype, runner.tp)
     return kv_cache_of(
         [group.spec for group in model.kv_groups],
         [
@@ -166,6 +171,8 @@ def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[TokenLimit]]:
         ],
         step_tokens=window_step_tokens(config, model),
         least_chunk=1 if model.vision is None else max(1, model.vision.mm_tokens_per_image),
+        snapshots=snapshots,
+        snapshot_interval=interval,
     )
 
 
@@ -187,7 +194,8 @@ def make_handoffs(loaded: Loaded, channel: HandoffChannel | None, step_times: St
     policy = None
     if config.handoff.role == "decode":
         policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens, channel.quarantined)
-    own = fingerprint(loaded.model, loaded.folder, runner.dtype, runner.kv_dtype, runner.block_size, config.determinism)
+    dtypes, ranks = (runner.dtype, runner.kv_dtype), runner.tp.size
+    own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, config.determinism, ranks)
     return HandoffManager(policy, channel.peer, own)
 
 

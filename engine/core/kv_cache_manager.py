@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from engine.core.block_pool import BlockPool
 from engine.core.request import BlockTable, Request
-from engine.wire.plan import BlockChange
+from engine.wire.plan import BlockChange, StateRestore, StateSave
 
 Shorten = Callable[[Request, int, int], int]
 """(request, blocks of a hit, block size) -> blocks that may be used of it"""
+
+
+class StateChanges(NamedTuple):
+    """What a step does with snapshots of recurrent states."""
+
+    restored: list[StateRestore]
+    saved: list[StateSave]
+
+
+NO_STATES = StateChanges([], [])
 
 
 class KVCacheManager:
@@ -62,10 +73,14 @@ class KVCacheManager:
 
         start: the first token that is computed here; the KV of those before it is matched, or comes from elsewhere."""
         table, missing = self.plan(request, matched, start, tokens)
-        if not self.pool.can_reserve(table.held, missing, watermark):
+        if not self.can_reserve(table, missing, watermark):
             return False
         self.take(request, table, missing)
         return True
+
+    def can_reserve(self, table: BlockTable, missing: int, watermark: int) -> bool:
+        """Return whether the pool has what `plan` has returned."""
+        return self.pool.can_reserve(table.held, missing, watermark)
 
     def plan(self, request: Request, matched: int, start: int, tokens: int) -> tuple[BlockTable, int]:
         """Return the table of a request with its blocks from the cache, and how many new ones it needs behind them."""
@@ -83,6 +98,10 @@ class KVCacheManager:
     def add_sequence(self, request: Request) -> None:
         """Send the block table of a request that was given a slot to the runner."""
         self._send(request, 0)
+
+    def received(self, request: Request) -> int:
+        """The KV of all tokens of a request has come from another engine: return how many count as computed."""
+        return len(request.tokens)
 
     def grow(self, request: Request, tokens: int) -> bool:
         """Give a running request blocks for `tokens` tokens in all. False if there are too few."""
@@ -144,6 +163,10 @@ class KVCacheManager:
         """Return the changes since the last call, oldest first."""
         changes, self._changes = self._changes, []
         return changes
+
+    def take_states(self, requests: list[Request]) -> StateChanges:
+        """Return what the step that computes these requests does with states, in a model that has some."""
+        return NO_STATES
 
     def clear_cache(self) -> None:
         """Forget what the prefix cache holds."""

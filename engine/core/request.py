@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engine.spec_decode.draft_length import SequenceDrafts
 from engine.text.free_text import FREE_TEXT, FreeText
@@ -51,6 +52,40 @@ class BlockTable:
     def place(self, block: int) -> int:
         """Return the index of a block that it holds."""
         return self.blocks.index(block, self.num_released)
+
+
+class StateSnapshot(NamedTuple):
+    """A kept copy of a sequence's recurrent state, as it stands before the token at `position`."""
+
+    position: int
+    snapshot: int
+
+
+@dataclass(slots=True)
+class RequestStates:
+    """What one request has to do with snapshots of recurrent states."""
+
+    source: StateSnapshot | None = None
+    """That from which it starts, until it does."""
+    saves: deque[StateSnapshot] = field(default_factory=deque)
+    """Those that planned steps write, or another engine hands over, oldest first."""
+    handed_over: list[list[int]] = field(default_factory=list)
+    """What goes from engine to engine beside KV blocks, as of one more KV cache group; empty in a model without
+    states."""
+    wanted: list[int] = field(default_factory=list)
+    """Borders to come of its known tokens where its state is kept, ascending."""
+    last_wanted: int = 0
+    """The last of these that it has passed."""
+    next_save: int = 1 << 62
+    """The next position at which a snapshot is made."""
+    newest: bytes = b""
+    """Hash of the snapshot that the next one takes the place of."""
+
+    @property
+    def held(self) -> list[int]:
+        """Snapshots, once for each use of them."""
+        sources = [] if self.source is None else [self.source.snapshot]
+        return [*sources, *(save.snapshot for save in self.saves), *(s for group in self.handed_over for s in group)]
 
 
 @dataclass(slots=True)
@@ -117,6 +152,7 @@ class Request:
     tables: list[BlockTable] = field(default_factory=list)
     """Its KV blocks, a table for each KV cache group; empty if it holds none. A waiting request has some if its KV came
     from another engine."""
+    states: RequestStates = field(default_factory=RequestStates)
     capacity: int = 0
     """Leading tokens for which it holds blocks in all groups."""
     slot: int = -1

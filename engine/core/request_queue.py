@@ -89,6 +89,6 @@ class RequestQueue:
             assert all(request.state is state for request in requests), f"a request that is {state.value} is not"
         slots = [request.slot for request in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), "a slot is lost"
-        assert all(r.pending == 1 for r in self.waiting_with_kv), "a waiting request holds blocks without KV"
+        assert all(r.num_output for r in self.waiting_with_kv), "a waiting request holds blocks without KV"
         for queue in (self.running, self.waiting):
             assert [r.order for r in queue] == sorted(r.order for r in queue), "a queue is out of order"

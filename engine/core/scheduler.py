@@ -160,6 +160,7 @@ class Scheduler:
         plan = builder.plan(
             self.totals.steps,
             blocks=self.kv_cache.take_changes(),
+            states=self.kv_cache.take_states(builder.requests),
             num_drafts=self.speculation.num_drafts(builder.requests),
             images=self.images.take_changes(),
         )
@@ -365,7 +366,7 @@ class Scheduler:
                 return [self._finish(request, "length" if event.reason == "released" else "abort", now)]
             case Received():
                 request = self.handoffs.received(event, now)
-                verified = len(request.tokens)
+                verified = self.kv_cache.received(request)
             case Failed():
                 request = self.handoffs.failed(event, now)
                 verified = event.verified

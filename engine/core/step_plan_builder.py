@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.core.features.encoder_cache_manager import ImageChanges
+from engine.core.kv_cache_manager import StateChanges
 from engine.core.request import Request
 from engine.wire.plan import BlockChange, NewSequence, StepPlan
 
@@ -53,7 +54,9 @@ class StepPlanBuilder:
         request.computed = start + count
         request.in_flight += samples
 
-    def plan(self, step: int, *, blocks: list[BlockChange], num_drafts: int, images: ImageChanges) -> StepPlan:
+    def plan(
+        self, step: int, *, blocks: list[BlockChange], states: StateChanges, num_drafts: int, images: ImageChanges
+    ) -> StepPlan:
         masks = {
             i: request.grammar.masks(len(self._drafts.get(i, ())))
             for i, request in enumerate(self.requests)
@@ -74,4 +77,6 @@ class StepPlanBuilder:
             encoded=images.encoded,
             forgotten=images.forgotten,
             received=images.received,
+            restored=states.restored,
+            saved=states.saved,
         )

@@ -25,12 +25,14 @@ def fingerprint(
     kv_dtype: torch.dtype,
     block_size: int,
     determinism: str | None = None,
+    tensor_parallel: int = 1,
 ) -> str:
     """Return a text that is equal for engines which compute the same KV in the same layout, and explains a mismatch.
 
     dtype: of activations. The configuration says how weights are quantized; scales of an FP8 cache are weights. The
-    number of ranks is left out. Weights count by names, sizes and headers of their files and a sample of their pages,
-    which tells models and versions apart in milliseconds, but is no proof against deliberate changes of a few bytes.
+    number of ranks is left out, unless there are recurrent states, which go from a rank to the same rank. Weights count
+    by names, sizes and headers of their files and a sample of their pages, which tells models and versions apart in
+    milliseconds, but is no proof against deliberate changes of a few bytes.
     Raises ModelFolderError.
     """
     fields = {
@@ -45,6 +47,8 @@ def fingerprint(
         "config": short(_hash_config(config)),
         "weights": short(_hash_weights(folder)),
     }
+    if config.recurrent is not None:
+        fields["states_of_ranks"] = tensor_parallel
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.model.config_parts.recurrent import RecurrentConfig
+from engine.wire.plan import StateRestore, StateSave
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +32,12 @@ RING = 16
 """Inputs of a convolution that are kept, that of position p at p % RING: those that it reads, and as many as drafts may
 have overwritten."""
 
+ALIGNED = 64
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 Shape = tuple[tuple[int, ...], str]
 States = dict[str, "Tensor"]
-"""The tensors of one layer by name, [slots, *shape]. A slot needs no clearing: a sequence's position says what it has
-written."""
+"""The tensors of one layer by name, [slots, *shape], whose slots need not lie side by side. A slot needs no clearing: a
+sequence's position says what it has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +51,38 @@ class StateSpec:
 
     @property
     def kept_bytes(self) -> int:
-        return total_bytes(self.kept)
+        """Those of a state at a border, with padding: each tensor begins at a multiple of ALIGNED bytes."""
+        return sum(aligned(total_bytes({name: shape})) for name, shape in self.kept.items())
 
     @property
     def row_bytes(self) -> int:
         return total_bytes(self.rows)
 
-    def allocate(self, running: int, kept: int, device: torch.device | str) -> States:
-        """Slots for `running` sequences, and for `kept` states behind them."""
-        import torch
 
-        sizes = [(self.kept, running + kept), (self.rows, running)]
-        return {
-            name: torch.empty(slots, *shape, dtype=getattr(torch, dtype), device=device)
-            for shapes, slots in sizes
-            for name, (shape, dtype) in shapes.items()
-        }
+def allocate(
+    specs: list[StateSpec], running: int, kept: int, device: torch.device | str
+) -> tuple[Tensor, list[States]]:
+    """Slots for `running` sequences, and for `kept` states behind them. Returns [running + kept, bytes] uint8, in which
+    the states of all layers lie side by side, so that a copy of one sequence's is one piece; and the tensors of each
+    layer, which are views of it, but for the rows."""
+    import torch
+
+    memory = torch.empty(running + kept, sum(spec.kept_bytes for spec in specs), dtype=torch.uint8, device=device)
+    layers, start = [], 0
+    for spec in specs:
+        tensors: States = {}
+        for name, (shape, dtype) in spec.kept.items():
+            size = total_bytes({name: (shape, dtype)})
+            tensors[name] = memory[:, start : start + size].view(getattr(torch, dtype)).unflatten(1, shape)
+            start += aligned(size)
+        for name, (shape, dtype) in spec.rows.items():
+            tensors[name] = torch.empty(running, *shape, dtype=getattr(torch, dtype), device=device)
+        layers.append(tensors)
+    return memory, layers
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
 
 
 def total_bytes(shapes: dict[str, Shape]) -> int:
@@ -106,24 +125,38 @@ class StateBatch:
 
 
 class StateCache:
-    """The states of the sequences that run, each in the slot that it has in the runner.
+    """The states of the sequences that run, each in the slot that it has in the runner, and snapshots behind them."""
 
-    A sequence begins at its first token, also after a preemption, so nothing is saved at a border.
-    """
-
-    def __init__(self, specs: list[StateSpec], slots: int, device: torch.device):
+    def __init__(self, specs: list[StateSpec], slots: int, num_snapshots: int, device: torch.device):
         """specs: of the layers with a state, if there are any."""
-        self.layers = [spec.allocate(slots, 0, device) for spec in specs]
+        self.slots, self.num_snapshots = slots, num_snapshots
+        self._memory, self.layers = allocate(specs, slots, num_snapshots, device)
         if specs:
-            size = slots * sum(spec.kept_bytes + spec.row_bytes for spec in specs)
-            logger.info("states of recurrent layers: %d sequences, %.2f GiB", slots, size / 2**30)
+            kept = sum(spec.kept_bytes for spec in specs)
+            running, size = slots * (kept + sum(spec.row_bytes for spec in specs)), num_snapshots * kept
+            logger.info(
+                "states of recurrent layers: %d sequences, %.2f GiB; %d snapshots, %.2f GiB, of %.2f MiB each",
+                slots, running / 2**30, num_snapshots, size / 2**30, kept / 2**20,
+            )  # fmt: skip
 
-    def batch(self, slots: np.ndarray, staged: StagedCopy) -> StateBatch | None:
-        """The states of a step's sequences. slots: [seqs] int64"""
+    @property
+    def snapshots(self) -> Tensor:
+        """[snapshots, 1, 1, 1, 1, bytes] uint8, which a KV transport takes for blocks."""
+        return self._memory[self.slots :, None, None, None, None]
+
+    def restore(self, restored: list[StateRestore]) -> None:
+        """Let sequences go on from snapshots."""
+        for slot, snapshot in restored:
+            self._memory[slot].copy_(self._memory[self.slots + snapshot])
+
+    def batch(self, slots: np.ndarray, staged: StagedCopy, saved: Sequence[StateSave] = ()) -> StateBatch | None:
+        """The states of a step's sequences. slots: [seqs] int64. saved: by this step, at most one for each."""
         if not self.layers:
             return None
-        nowhere = np.full(len(slots), -1, dtype=np.int32)
-        return StateBatch(self.layers, staged.add(slots.astype(np.int32)), staged.add(nowhere), staged.add(nowhere))
+        save_at, save_slots = np.full((2, len(slots)), -1, dtype=np.int32)
+        for slot, position, snapshot in saved:
+            save_at[slots == slot], save_slots[slots == slot] = position, self.slots + snapshot
+        return StateBatch(self.layers, staged.add(slots.astype(np.int32)), staged.add(save_at), staged.add(save_slots))
 
 
 def max_drafts(position: int, kernel: int) -> int:

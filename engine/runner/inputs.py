@@ -146,7 +146,7 @@ class InputBuilder:
         if self._images is not None:
             slots = layout.sequences.slots[layout.entry]
             image_rows, rotary = self._images.place(plan, query_start, slots, positions, staged)
-        batch, graph = self._batch(layout, sequences, first_rows, rotary, width, image_rows is not None, staged)
+        batch, graph = self._batch(plan, layout, sequences, first_rows, rotary, width, image_rows is not None, staged)
         if batch is not None and self._pooling:
             batch.token_types = self._token_types(plan, positions, layout.entry, staged)
         sampled, last = SampledTokens.of(plan, layout, self._pooling), self._max_model_len - 1
@@ -173,6 +173,7 @@ class InputBuilder:
 
     def _batch(
         self,
+        plan: StepPlan,
         layout: StepLayout,
         sequences: Sequences,
         first_rows: np.ndarray,
@@ -219,7 +220,7 @@ class InputBuilder:
             chunks=chunks,
             kv_scales=first.kv_scales,
             other_groups=tuple(others),
-            states=None if self._states is None else self._states.batch(sequences.slots, staged),
+            states=None if self._states is None else self._states.batch(sequences.slots, staged, plan.saved),
         )
         return batch, graph
 

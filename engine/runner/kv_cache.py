@@ -94,11 +94,12 @@ def choose_num_blocks(
     tp: TPGroup,
     free_bytes: int,
     drafter_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> tuple[list[int], int]:
     """Return the number of blocks of each KV cache group, and max_model_len, for this memory; log what limits them.
 
     free_bytes: on a GPU memory for the KV cache, measured by a profiling run; on a CPU the machine's free memory.
-    drafter_bytes: that a drafter needs for each block of the first group.
+    drafter_bytes: that a drafter needs for each block of the first group. state_bytes: of snapshots of states.
     Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
     """
     needs = group_needs(config, block_size, model, dtype, tp, drafter_bytes)
@@ -112,22 +113,23 @@ def choose_num_blocks(
     if config.num_blocks is not None:
         first, *others = config.num_blocks, *desired[1:]
         blocks, limit = [first, *(min(first, other) for other in others)], "num_blocks"
-        if (used := total_bytes(needs, blocks)) > free_bytes:
-            fit = config.num_blocks * free_bytes // used
+        if (used := total_bytes(needs, blocks) + state_bytes) > free_bytes:
+            fit, more = config.num_blocks * free_bytes // used, " and states" if state_bytes else ""
             raise OutOfMemory(
-                f"num_blocks={config.num_blocks} needs {used / GIB:.2f} GiB of KV cache, but only "
+                f"num_blocks={config.num_blocks} needs {used / GIB:.2f} GiB of KV cache{more}, but only "
                 f"{free_bytes / GIB:.2f} GiB are free; at most {fit} blocks fit"
             )
     else:
         budget, limit = kv_budget(config, device, free_bytes)
-        blocks = divide(max(0, budget), needs, longest, config.max_num_seqs)
+        blocks = divide(max(0, budget - state_bytes), needs, longest, config.max_num_seqs)
         if blocks == desired:
             limit = f"max_num_seqs ({config.max_num_seqs}) x max_model_len ({longest})"
     tokens = longest_that_fits(needs, longest, blocks)
     shortest = config.max_model_len or 2  # one token of prompt and one of output
     if tokens < shortest:
         needed = [need.of(shortest) for need in needs]
-        more = f"kv_cache_memory_gib to at least {math.ceil(total_bytes(needs, needed) / GIB * 1000) / 1000}"
+        total = total_bytes(needs, needed) + state_bytes
+        more = f"kv_cache_memory_gib to at least {math.ceil(total / GIB * 1000) / 1000}"
         if config.num_blocks is not None:
             more = f"num_blocks to at least {needed[0]}"
         less = f", or lower max_model_len to {tokens} or less" if tokens >= 2 else ""

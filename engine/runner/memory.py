@@ -1,19 +1,27 @@
-"""How much memory one rank has for its KV cache."""
+"""How much memory one rank has for its KV cache, and for snapshots of recurrent states beside it."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 import torch
 
+from engine.config import EngineConfig
+from engine.distributed.tp_group import TPGroup
+from engine.model.config import ModelConfig
+from engine.model.state import CHUNK, StateSpec
 from engine.runner import kv_cache
 from engine.runner.images import EncoderCache
+from engine.runner.kv_cache import group_needs, kv_budget
 from engine.runner.rank_setup import RankSetup
 
 logger = logging.getLogger(__name__)
 
 CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, at most (ATen's CublasHandlePool.cpp)
+SHARE = 4  # one part of so many of the KV cache's memory is for snapshots
+LEAST = 2  # a handoff needs one
 
 
 def plan_blocks(
@@ -21,9 +29,9 @@ def plan_blocks(
     run_dummy_step: Callable[[int, int], None],
     encoder_cache: EncoderCache | None,
     drafter_block_bytes: int,
-) -> tuple[list[int], int]:
-    """Return the blocks of each KV cache group, the same on all ranks, and the longest sequence that they and the model
-    allow.
+) -> tuple[list[int], int, int]:
+    """Return the blocks of each KV cache group, the same on all ranks, the longest sequence that they and the model
+    allow, and the number of snapshots of recurrent states.
 
     run_dummy_step: of (tokens, sequences). drafter_block_bytes: that a drafter needs for each block of the first.
     Raises OutOfMemory if the configured lengths do not fit.
@@ -33,13 +41,25 @@ def plan_blocks(
     else:
         free = free_gpu_bytes(setup, run_dummy_step, encoder_cache)
     config, size, model, dtype, tp = setup.config, setup.block_size, setup.model, setup.kv_dtype, setup.tp
+    device, specs = setup.torch_device, setup.state_specs
+    if device.type == "cuda":  # on a CPU pages are taken as sequences write to them
+        free -= config.max_num_seqs * (snapshot_bytes(specs) + sum(spec.row_bytes for spec in specs))
+    snapshots = choose_num_snapshots(config, size, model, specs, dtype, device, tp, free)
     blocks, longest = kv_cache.choose_num_blocks(
-        config, size, model, dtype, setup.torch_device, tp, free_bytes=free, drafter_bytes=drafter_block_bytes
+        config,
+        size,
+        model,
+        dtype,
+        device,
+        tp,
+        free_bytes=free,
+        drafter_bytes=drafter_block_bytes,
+        state_bytes=snapshots * snapshot_bytes(specs),
     )
-    of_ranks = [map(int, answer.split()) for answer in tp.exchange(" ".join(map(str, blocks)))]
-    blocks = [min(counts) for counts in zip(*of_ranks, strict=True)]
+    of_ranks = [map(int, answer.split()) for answer in tp.exchange(" ".join(map(str, [snapshots, *blocks])))]
+    snapshots, *blocks = [min(counts) for counts in zip(*of_ranks, strict=True)]
     needs = kv_cache.group_needs(config, size, model, dtype, tp)
-    return blocks, min(longest, kv_cache.longest_that_fits(needs, longest, blocks))
+    return blocks, min(longest, kv_cache.longest_that_fits(needs, longest, blocks)), snapshots
 
 
 def free_gpu_bytes(
@@ -73,3 +93,51 @@ def free_gpu_bytes(
         activations / 2**30, used / 2**30, graphs / 2**30, sequences / 2**30,
     )  # fmt: skip
     return int(total * config.gpu_memory_utilization) - used - activations - graphs - sequences - threads
+
+
+def snapshot_border(block_size: int) -> int:
+    """Return the distance of positions at which a state stands and a KV block ends."""
+    return math.lcm(CHUNK, block_size)
+
+
+def snapshot_bytes(specs: list[StateSpec]) -> int:
+    return sum(spec.kept_bytes for spec in specs)
+
+
+def snapshot_interval(
+    config: EngineConfig, block_size: int, model: ModelConfig, specs: list[StateSpec], dtype: torch.dtype, tp: TPGroup
+) -> int:
+    """Return the tokens between snapshots inside a long sequence, in whole borders; 0 for none. By default they are as
+    far apart as the tokens whose KV takes the memory of one: so they never cost more than the KV that they make useful.
+
+    dtype: of the KV cache."""
+    border, interval = snapshot_border(block_size), config.prefix_cache_retention_interval
+    if interval is None:
+        block_bytes = sum(need.block_bytes for need in group_needs(config, block_size, model, dtype, tp))
+        interval = max(1, snapshot_bytes(specs) * block_size // max(1, block_bytes))
+    return -(-interval // border) * border
+
+
+def choose_num_snapshots(
+    config: EngineConfig,
+    block_size: int,
+    model: ModelConfig,
+    specs: list[StateSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TPGroup,
+    free_bytes: int,
+) -> int:
+    """Return the number of snapshots of states: a quarter of the memory of the KV cache, but no more than all sequences
+    at full length could use. Beside an explicit number of KV blocks they take a third of what these do.
+
+    dtype: of the KV cache. Raises OutOfMemory as kv_budget."""
+    if not specs or not (config.enable_prefix_caching or config.handoff):
+        return 0
+    needs = group_needs(config, block_size, model, dtype, tp)
+    if config.num_blocks is None:
+        budget = max(0, kv_budget(config, device, free_bytes)[0])
+    else:
+        budget = config.num_blocks * sum(need.block_bytes for need in needs) * SHARE // (SHARE - 1)
+    useful = config.max_num_seqs * (1 + model.longest_sequence(config.max_model_len) // snapshot_border(block_size))
+    return min(useful, max(LEAST, budget // SHARE // snapshot_bytes(specs)))

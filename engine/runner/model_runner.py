@@ -89,9 +89,10 @@ class ModelRunner:
         if config.torch_compile:
             compile_model(setup, self.model, dummy_step)
         self.drafter = load_drafter(setup, self.model)
-        self.states = StateCache(setup.state_specs, config.max_num_seqs, device)
         drafter_bytes = 0 if self.drafter is None else self.drafter.block_bytes
-        self.num_blocks, self.max_model_len = plan_blocks(setup, dummy_step, self._encoder_cache, drafter_bytes)
+        memory = plan_blocks(setup, dummy_step, self._encoder_cache, drafter_bytes)
+        self.num_blocks, self.max_model_len, num_snapshots = memory
+        self.states = StateCache(setup.state_specs, config.max_num_seqs, num_snapshots, device)
         self.kv_caches = [
             kv_cache.allocate(count, group, self.block_size, dtype=self.kv_dtype, device=device, tp=tp)
             for count, group in zip(self.num_blocks, groups, strict=True)
@@ -174,6 +175,7 @@ class ModelRunner:
         for change in inputs.plan.blocks:
             for block, start in change.cleared:
                 self.kv_caches[change.group][block, :, :, :, start:] = 0
+        self.states.restore(inputs.plan.restored)
         if self._encoder_cache is not None:
             self._encoder_cache.update(inputs.plan, self.image_inbox)
         out, size = self._forward(inputs, history), self.model_config.hidden_size

@@ -84,7 +84,7 @@ def run_dummy_step(setup: RankSetup, model: Model, kv_scales: list[Tensor | None
         chunks=chunks,
         kv_scales=first.kv_scales,
         other_groups=tuple(others),
-        states=StateCache(setup.state_specs, seqs, device).batch(np.arange(seqs), staged),
+        states=StateCache(setup.state_specs, seqs, 0, device).batch(np.arange(seqs), staged),
     )
     if setup.model.head != "lm":
         staged.send()

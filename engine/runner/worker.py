@@ -109,8 +109,12 @@ def start_kv_workers(
     Every rank has to call this, in `group.starting()`. opened: closes what is started. Raises StartupError.
     """
     found: list[list[KVWorkerInfo]] = []
+    caches, heads = list(runner.kv_caches), [group.spec.num_kv_heads for group in runner.model_config.kv_groups]
+    if runner.states.num_snapshots:
+        caches.append(runner.states.snapshots)
+        heads.append(runner.tp.size)  # a rank's part of a state goes to the same rank there
     for config, memory, num_heads in (
-        (runner.config.handoff, runner.kv_caches, [group.spec.num_kv_heads for group in runner.model_config.kv_groups]),
+        (runner.config.handoff, caches, heads),
         (runner.config.encode, [] if runner.image_inbox is None else [runner.image_inbox], [1]),
     ):
         found.append([])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from engine.wire.messages import TokenLogprob
@@ -35,6 +37,21 @@ class BlockChange(msgspec.Struct, frozen=True, array_like=True):
     """Blocks, and the token of each from which on it is set to 0 before the step. Attention may multiply what is beyond
     a sequence's end by 0, and a NaN that another sequence left there would stay."""
     group: int = 0
+
+
+class StateRestore(NamedTuple):
+    """The sequence in `slot` goes on from a snapshot of its recurrent state, before the step."""
+
+    slot: int
+    snapshot: int
+
+
+class StateSave(NamedTuple):
+    """The recurrent state of the sequence in `slot` as it stands before a position that the step reaches is kept."""
+
+    slot: int
+    position: int
+    snapshot: int
 
 
 class ReceivedImage(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +90,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Hashes of images whose embeddings are dropped before that."""
     received: list[ReceivedImage] = []
     """Images that are copied into the encoder cache."""
+    restored: list[StateRestore] = []
+    saved: list[StateSave] = []
+    """At most one of each sequence."""
 
     @property
     def num_tokens(self) -> int:

@@ -20,8 +20,10 @@ from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
 from engine.model.models.image_encoder import encoder_config
 from engine.model.quantization.online import METHODS
+from engine.model.state import state_specs
 from engine.model.tensor_names import is_of_text
 from engine.runner import kv_cache
+from engine.runner.memory import choose_num_snapshots, snapshot_bytes
 from placement.capacity import Node, can_grow, missing
 
 GIB = 2**30
@@ -89,10 +91,17 @@ def check_kv_cache(
     size = engine.known_block_size
     try:
         kv_dtype = kv_cache.cache_dtype(engine, dtype, device)
-        blocks, longest = kv_cache.choose_num_blocks(engine, size, shape, kv_dtype, device, tp, free)
+        specs = state_specs(shape.recurrent, str(dtype)[6:], tp.size)
+        snapshots = choose_num_snapshots(engine, size, shape, specs, kv_dtype, device, tp, free)
+        states = snapshots * snapshot_bytes(specs)
+        blocks, longest = kv_cache.choose_num_blocks(
+            engine, size, shape, kv_dtype, device, tp, free, state_bytes=states
+        )
     except (OutOfMemory, ConfigError) as error:
         return Finding("problem", topic, str(error))
     tokens = blocks[0] * size
+    if specs:
+        less += f", beside {snapshots} snapshots of states ({states / GIB:.2f} GiB)"
     message = f"KV cache for {tokens:,} tokens{less}: {tokens / longest:.1f} requests of max_model_len {longest:,}"
     if longest < (engine.max_model_len or shape.max_position_embeddings):
         return Finding("warning", topic, message, "The context is cut to what fits; raise kv_cache_memory_gib for more")

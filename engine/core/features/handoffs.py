@@ -196,6 +196,7 @@ class HandoffManager:
 
 def handed_over(request: Request, skip: int, block_size: int) -> list[list[int]]:
     """Return the blocks of each KV cache group whose KV goes from engine to engine: those of the known tokens from
-    `skip` on, as far as a token after these sees them."""
+    `skip` on, as far as a token after these sees them; and then snapshots of states, in a model that has some."""
     first, stop = skip // block_size, -(-len(request.tokens) // block_size)
-    return [table.blocks[max(first, table.num_released) : stop] for table in request.tables]
+    blocks = [table.blocks[max(first, table.num_released) : stop] for table in request.tables]
+    return blocks + request.states.handed_over

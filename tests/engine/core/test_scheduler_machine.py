@@ -61,13 +61,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         token_cost=st.sampled_from([0.001, 0.1, 0.5]),
         draft_cost=st.sampled_from([0.0, 0.1, 0.9]),
         step_tokens=st.integers(1, 20),
+        chunk=st.sampled_from([0, 0, 2, 4, 6]),
+        num_snapshots=st.integers(1, 8),
+        snapshot_interval=st.integers(0, 3),
         data=st.data(),
     )
     def start(
         self, spare_blocks, depth, seqs, budget, block_size, caching, policy, drafter, weights, token_cost, draft_cost,
-        step_tokens, data,
+        step_tokens, chunk, num_snapshots, snapshot_interval, data,
     ):  # fmt: skip
+        """chunk: tokens from border to border of recurrent states, which drafts do not go with; 0 for none."""
+        if chunk:
+            drafter = weights = None
         windows = data.draw(st.sampled_from(self.groups))
+        if chunk and self.harness is not Harness:
+            windows = (None,)  # states and windows are not handed over together
         blocks = -(-MAX_MODEL_LEN // block_size)
         least = [  # for one sequence: its window, which may begin inside a block, and what a step computes
             blocks if window is None else min(blocks, -(-(window + step_tokens) // block_size) + 1)
@@ -89,6 +97,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             propose=weights.propose if weights and not drafter else None,
             step_cost=(1.0, token_cost),
             draft_cost=draft_cost,
+            chunk=chunk,
+            num_snapshots=num_snapshots,
+            snapshot_interval=snapshot_interval,
         )
         if isinstance(drafter, WildDrafter):
             drafter.know(self.h)

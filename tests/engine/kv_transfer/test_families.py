@@ -3,6 +3,7 @@ chunks, softcaps, experts, merged projections; by native code and by transformer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ def prompt(length: int) -> list[int]:
     return [3 + 7 * i * i % 89 for i in range(length)]
 
 
-def alone(folder: Path, **options: Any) -> list[tuple[list[int], list[float]]]:
+def alone(folder: Path, lengths: Sequence[int] = LENGTHS, **options: Any) -> list[tuple[list[int], list[float]]]:
     core = build_engine(make_config(folder, **options))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
     answers = []
-    for length in LENGTHS:
+    for length in lengths:
         core.add(GenerateRequest(request_id=f"{length}", prompt=prompt(length), params=params))
         deltas = []
         while core.has_work:

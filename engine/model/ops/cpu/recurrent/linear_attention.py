@@ -194,7 +194,7 @@ def find_keys(space: Space, kept: int, new: int, stride: int, row: int, end: int
 @device_function
 def linear_attention_rows(args: Any) -> None:
     """args: q, k, v, decay, beta, out, state, keys, values, decays, table of sequences, their number, heads, k_heads,
-    d_k, d_v, and the rows of the longest portion."""
+    d_k, d_v, the rows of the longest portion, and the numbers from one slot's state to the next."""
     seqs, heads, key_heads, key_dim, value_dim = args[12], args[13], args[14], args[15], args[16]
     group, q_stride, v_stride = heads // key_heads, key_heads * key_dim, heads * value_dim
     memory = np.zeros(divide_space(0, args[17], key_dim, value_dim).end + CACHE_LINE_BYTES, np.uint8)
@@ -211,7 +211,8 @@ def linear_attention_rows(args: Any) -> None:
         seq, head = as_i64(args[11] + 48 * (item // heads)), item % heads
         token, position, slot = seq[0], seq[2], seq[3]
         at = slot * heads + head
-        state, values = args[7] + 4 * at * key_dim * value_dim, args[9] + 4 * at * CHUNK * value_dim
+        states, values = args[7] + 4 * head * key_dim * value_dim, args[9] + 4 * at * CHUNK * value_dim
+        state = states + 4 * slot * args[18]
         kept = args[8] + 4 * (slot * key_heads + head // group) * CHUNK * key_dim
         sums_of_decays, decays = as_f32(args[10] + 4 * at * CHUNK), as_f32(space.decays)
         while token < seq[1]:
@@ -255,7 +256,7 @@ def linear_attention_rows(args: Any) -> None:
             if end == CHUNK:
                 move_state(space, state, values, key_dim, value_dim, begun)
                 if position == seq[4]:
-                    saved = args[7] + 4 * (seq[5] * heads + head) * key_dim * value_dim
+                    saved = states + 4 * seq[5] * args[18]
                     for i in range(key_dim * value_dim):
                         as_f32(saved)[i] = as_f32(state)[i]
     memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
@@ -291,7 +292,7 @@ def linear_attention(
     LINEAR_ATTENTION.launch(
         torch.float32, len(table) * heads, q, k, values, decay.contiguous(), 0 if beta is None else beta.contiguous(),
         out, states["state"], states["keys"], states["values"], states["decays"], table, len(table), heads, key_heads,
-        key_dim, value_dim, longest,
+        key_dim, value_dim, longest, states["state"].stride(0),
     )  # fmt: skip
     # once all heads have read those that they take the place of
     states["keys"][slots, :, rows] = k[tokens]

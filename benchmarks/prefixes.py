@@ -1,0 +1,168 @@
+"""Prompts with a common beginning, with the prefix cache and without: `python -m benchmarks.prefixes`.
+
+Of a model with recurrent layers a prefix is of use only where its state was kept. Engines with and without the cache
+take turns; each turn begins with an empty cache.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.command import DtypeOption, JsonOption, print_report, run
+from cluster.cli.bench.tables import figure, make_table, show
+from engine.config import EngineConfig
+from engine.core.build import build_engine
+from engine.core.engine import EngineCore
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+
+#: Qwen 3.5 with an eighth of its width: 12 layers of Gated DeltaNet, 4 of attention, 110 million parameters.
+SHAPE = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 32_000,
+    "hidden_size": 640,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "full_attention_interval": 4,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    prompts: int
+    shared: int  #: tokens that all begin with
+    own: int  #: tokens behind them
+    answer: int  #: tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    cached: bool
+    computed: int  #: prompt tokens
+    seconds: float
+    answers: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReport:
+    model: str
+    load: Load
+    prompt_tokens: int
+    computed_without: int
+    computed_with: int
+    seconds_without: list[float]
+    seconds_with: list[float]
+    equal_answers: bool
+
+
+def take_turn(core: EngineCore, load: Load, vocab_size: int, *, cached: bool) -> Turn:
+    """Ask for all answers at once, and compute until they are there."""
+    draw = random.Random(1)
+    shared = draw.choices(range(2, vocab_size), k=load.shared)
+    core.scheduler.kv_cache.clear_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True)
+    for i in range(load.prompts):
+        prompt = shared + draw.choices(range(2, vocab_size), k=load.own)
+        core.add(GenerateRequest(request_id=f"{i}", prompt=prompt, params=params))
+    answers: list[list[int]] = [[] for _ in range(load.prompts)]
+    before, started = core.stats().prefix_hit_tokens, time.perf_counter()
+    while core.has_work:
+        for event in core.step():
+            answers[int(event.delta.request_id)] += event.delta.token_ids
+    seconds = time.perf_counter() - started
+    hits = core.stats().prefix_hit_tokens - before
+    computed = load.prompts * (load.shared + load.own) - hits
+    return Turn(cached, computed, seconds, answers)
+
+
+def measure(folder: str, load_format: str, load: Load, dtype: str, threads: int, repetitions: int) -> PrefixReport:
+    turns: list[Turn] = []
+    cores = {
+        cached: build_engine(
+            EngineConfig(
+                model=folder, dtype=dtype, load_format=load_format, num_threads=threads, enable_prefix_caching=cached,  # type: ignore[arg-type]
+                max_num_seqs=load.prompts, max_model_len=load.shared + load.own + load.answer,
+            )
+        )
+        for cached in (False, True)
+    }  # fmt: skip
+    for _ in range(repetitions + 1):
+        for cached, core in cores.items():
+            turns.append(take_turn(core, load, core.model_config.vocab_size, cached=cached))
+    for core in cores.values():
+        core.close()
+    kept = turns[2:]  # the first of each warms up
+    without, with_cache = ([turn for turn in kept if turn.cached is cached] for cached in (False, True))
+    return PrefixReport(
+        model=folder,
+        load=load,
+        prompt_tokens=load.prompts * (load.shared + load.own),
+        computed_without=without[0].computed,
+        computed_with=with_cache[0].computed,
+        seconds_without=[turn.seconds for turn in without],
+        seconds_with=[turn.seconds for turn in with_cache],
+        equal_answers=all(turn.answers == turns[0].answers for turn in turns),
+    )
+
+
+def show_report(report: PrefixReport) -> None:
+    load = report.load
+    title = (
+        f"{load.prompts} prompts: {load.shared} tokens in common, {load.own} of its own each, {load.answer} answered"
+    )
+    table = make_table(title, "prefix cache", "prompt tokens computed", "s", "tokens/s", "ratio")
+    tokens = report.prompt_tokens + load.prompts * load.answer
+    slow, fast = statistics.median(report.seconds_without), statistics.median(report.seconds_with)
+    for name, computed, seconds in (("off", report.computed_without, slow), ("on", report.computed_with, fast)):
+        table.add_row(name, f"{computed}", figure(seconds, 2), figure(tokens / seconds, 0), figure(slow / seconds, 2))
+    show(table)
+    print(f"answers are {'the same' if report.equal_answers else 'NOT the same'} in all turns")
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A model folder; without it random weights of a small Qwen 3.5.")] = "",
+    prompts: int = 32,
+    shared: int = 1000,
+    own: int = 60,
+    answer: int = 32,
+    dtype: DtypeOption = "float32",
+    threads: int = 1,
+    repetitions: int = 3,
+    json_output: JsonOption = False,
+) -> None:
+    """Compare prompts with a common beginning with the prefix cache and without."""
+    load = Load(prompts, shared, own, answer)
+    with tempfile.TemporaryDirectory() as made:
+        if not model:
+            (Path(made) / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
+        report = measure(model or made, "auto" if model else "dummy", load, dtype, threads, repetitions)
+    print_report(report, json_output, show_report)
+
+
+if __name__ == "__main__":
+    run(main)

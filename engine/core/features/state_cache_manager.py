@@ -1,0 +1,221 @@
+"""Snapshots of recurrent states, as one more group of the KV cache. Pure Python."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from engine.core.block_pool import BlockPool
+from engine.core.kv_cache_manager import KVCacheManager, StateChanges
+from engine.core.request import BlockTable, Request, RequestStates, StateSnapshot
+from engine.wire.plan import StateRestore, StateSave
+
+NEVER = 1 << 62  # a position
+
+
+class StateCacheManager(KVCacheManager):
+    """Decides which states are kept, where sequences go on from them, and what they are called.
+
+    A block of its pool is a snapshot: the states of all recurrent layers before a border, a multiple of the pool's
+    block size. Its name is the hash that the chain of blocks has there, so a prefix counts as cached as far as there is
+    a snapshot at its end. A state costs as much memory as thousands of tokens of KV, so they are kept where they are
+    likely to be wanted: at the last border of a prompt, where a prompt parts from an earlier one, every `interval`
+    tokens, and at the newest border of what is generated. The last is for a sequence that is preempted, and for the
+    next turn of a conversation; it takes the place of the one before.
+
+    A request holds a snapshot only as long as one is written, read or handed over: what else is there may be evicted. A
+    snapshot that finds no room is not made.
+    """
+
+    def __init__(self, pool: BlockPool, kv_cache: KVCacheManager, interval: int):
+        """kv_cache: the manager of the first KV cache group, which tells where prompts part. interval: tokens between
+        snapshots inside a long sequence, 0 for none."""
+        super().__init__(pool)
+        self._kv_cache, self._interval = kv_cache, interval
+        self._kv_size = kv_cache.pool.block_size
+        self._restored: list[StateRestore] = []
+
+    @property
+    def pools(self) -> list[BlockPool]:
+        """None that says how full the engine is: most of its snapshots are evicted as others are wanted."""
+        return []
+
+    # -- prefixes ------------------------------------------------------------------------------------------
+
+    def longest_hit(self, hashes: Sequence[bytes]) -> int:
+        step = self.pool.block_size // self._kv_size
+        borders = range(len(hashes) // step * step, 0, -step)
+        return next((count for count in borders if self.pool.has(hashes[count - 1])), 0)
+
+    def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
+        """Return whether a step under way passes a border of this request behind the `matched` blocks, and keeps the
+        state there."""
+        first, last = matched * self._kv_size, len(request.tokens) - 1
+        return self._reads_cache(request) and any(
+            first < position <= min(last, len(other.tokens))
+            and self._hash(other, position) == self._hash(request, position)
+            for other in running
+            for position in coming(other)
+        )
+
+    # -- what a request holds ------------------------------------------------------------------------------
+
+    def plan(self, request: Request, matched: int, start: int, tokens: int) -> tuple[BlockTable, int]:
+        """Return the snapshot that a request starts from, and 1 if it needs one more for a handoff."""
+        position, last = matched * self._kv_size, self._last_border(request)
+        remote = start > position
+        needed = (
+            last > position if remote else request.asked_by is not None and last > max(position, request.asked_by.skip)
+        )
+        source = [] if not position or (remote and needed) else self.pool.match([self._hash(request, position)])
+        return BlockTable(source, matched), int(needed)
+
+    def can_reserve(self, table: BlockTable, missing: int, watermark: int) -> bool:
+        return self.pool.can_reserve(table.blocks, missing)
+
+    def take(self, request: Request, table: BlockTable, missing: int) -> None:
+        snapshots = self.pool.reserve(table.blocks, missing)
+        assert snapshots is not None
+        position, last = table.num_cached * self._kv_size, self._last_border(request)
+        states = request.states = RequestStates(next_save=NEVER, handed_over=[[]])
+        if table.blocks:
+            states.source = StateSnapshot(position, snapshots[0])
+        if missing and request.asked_by is None:  # another engine computes it
+            states.saves.append(StateSnapshot(last, snapshots[-1]))
+            states.handed_over = [[self._share(snapshots[-1])]]
+            return
+        if missing or (request.asked_by is not None and position == last > request.asked_by.skip):
+            states.handed_over = [[snapshots[-1] if missing else self._share(snapshots[0])]]
+        self._choose_borders(request, position, last)
+
+    def _choose_borders(self, request: Request, position: int, last: int) -> None:
+        """Decide where states of a sequence that is computed from `position` on are kept."""
+        states = request.states
+        borders: set[int] = set()
+        if self.pool.enable_prefix_caching:
+            if self._interval:
+                borders.update(range(position // self._interval * self._interval, last, self._interval))
+            if self._kv_cache.pool.enable_prefix_caching:
+                known = self._kv_cache.longest_hit(request.hashes(last // self._kv_size, self._kv_size))
+                borders.add(known * self._kv_size // self.pool.block_size * self.pool.block_size)
+            borders.add(last)
+        elif any(states.handed_over):
+            borders.add(last)
+        states.wanted = sorted(border for border in borders if border > position)
+        self._set_next(states, position)
+
+    def add_sequence(self, request: Request) -> None:
+        source, request.states.source = request.states.source, None
+        if source is not None:
+            assert source.position == request.computed
+            self._restored.append(StateRestore(request.slot, source.snapshot))
+            self.pool.release([source.snapshot])  # whatever is written there comes after it was read
+
+    def received(self, request: Request) -> int:
+        states = request.states
+        if states.saves:
+            position, snapshot = states.saves.popleft()
+            states.source = StateSnapshot(position, self.pool.cache_block(snapshot, self._hash(request, position)))
+            self.pool.release(states.handed_over.pop())
+        position = 0 if states.source is None else states.source.position
+        states.wanted = []
+        self._set_next(states, position)
+        return position
+
+    def grow(self, request: Request, tokens: int) -> bool:
+        return True
+
+    def cache_blocks(self, request: Request, computed: int) -> None:
+        """Name the snapshots of the first `computed` tokens."""
+        states, known = request.states, min(computed, len(request.tokens))
+        while states.saves and states.saves[0].position <= known:
+            position, snapshot = states.saves.popleft()
+            name = self._hash(request, position)
+            self.pool.release([self.pool.cache_block(snapshot, name)])
+            self.pool.discard(states.newest)
+            passing = position > states.last_wanted and not (self._interval and position % self._interval == 0)
+            states.newest = name if passing else b""
+
+    def invalidate(self, request: Request, first: int = 0) -> None:
+        size = self.pool.block_size
+        known = min(request.computed, len(request.tokens)) // size
+        for border in range(first * self._kv_size // size + 1, known + 1):
+            self.pool.discard(self._hash(request, border * size))
+
+    def num_unshared(self, *requests: Request) -> int:
+        return 0
+
+    def give_back(self, request: Request) -> None:
+        self.pool.release(request.states.held)
+        request.states = RequestStates()
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def take_states(self, requests: list[Request]) -> StateChanges:
+        saved = [
+            save
+            for request in requests
+            if request.computed >= request.states.next_save and (save := self._save(request))
+        ]
+        restored, self._restored = self._restored, []
+        return StateChanges(restored, saved)
+
+    def _save(self, request: Request) -> StateSave | None:
+        """Keep the state at the border that a step passes, if there is room."""
+        states, size = request.states, self.pool.block_size
+        position = request.computed // size * size
+        while states.wanted and states.wanted[0] <= request.computed:
+            position = states.last_wanted = states.wanted.pop(0)
+        self._set_next(states, request.computed)
+        if any(states.handed_over) and position == self._last_border(request):
+            found: list[int] | None = [self._share(states.handed_over[0][0])]
+        else:
+            found = self.pool.allocate(1)
+        if found is None:
+            return None
+        states.saves.append(StateSnapshot(position, found[0]))
+        return StateSave(request.slot, position, found[0])
+
+    def _set_next(self, states: RequestStates, computed: int) -> None:
+        size = self.pool.block_size
+        rolling = (computed // size + 1) * size if self.pool.enable_prefix_caching else NEVER
+        states.next_save = states.wanted[0] if states.wanted else rolling
+
+    # ------------------------------------------------------------------------------------------------------
+
+    def check(self, holders: Iterable[Request]) -> None:
+        """Raise AssertionError unless every snapshot is free, cached, or held by these requests."""
+        self.pool.check()
+        held = Counter(snapshot for request in holders for snapshot in request.states.held)
+        assert held == Counter({s: n for s, n in enumerate(self.pool.ref_counts()) if n}), "snapshots are lost"
+
+    def _last_border(self, request: Request) -> int:
+        """The last border before the newest token, which is always computed."""
+        return (len(request.tokens) - 1) // self.pool.block_size * self.pool.block_size
+
+    def _hash(self, request: Request, position: int) -> bytes:
+        return request.hashes(position // self._kv_size, self._kv_size)[-1]
+
+    def _share(self, snapshot: int) -> int:
+        """Hold a snapshot that is held once more."""
+        self.pool.reserve([snapshot], 0)
+        return snapshot
+
+
+class OneSnapshot:
+    """Lets a step pass no more than one border of a sequence at which its state is wanted: it can keep only one."""
+
+    def start_step(self, sequences: int) -> None:
+        pass
+
+    def up_to(self, request: Request, count: int) -> int:
+        wanted = request.states.wanted
+        return count if len(wanted) < 2 else min(count, wanted[1] - 1 - request.computed)
+
+
+def coming(request: Request) -> Iterator[int]:
+    """Yield the borders where steps under way keep the state of a request."""
+    for save in request.states.saves:
+        yield save.position
+    if request.states.next_save <= request.computed:  # in the step that is being planned
+        yield request.states.next_save
