@@ -2,6 +2,7 @@
 # make test    install into .venv, then run the tests
 # make test-all  also those marked slow: every fault in every state, every Kubernetes overlay
 # make test-wheel  the wheel in an environment of its own: an offline answer, a server, prefill and decode
+# make test-real  SmolLM2-135M-Instruct against transformers, itself and the API; skipped where it was not fetched
 # make test-clients  conversations of well-known clients; installs them into build/clients
 # make test-browser  the console in Chromium, where one is installed
 # make site    the pages as HTML in build/site/html, without a network
@@ -15,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 # helm and kubectl, with which tests of k8s/ render; elsewhere the machine's own, or these tests are skipped
 HELM := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),build/kubernetes/helm)
 
-.PHONY: serve test test-all test-wheel test-clients test-browser test-gpu bench-gpu site check install clean
+.PHONY: serve test test-all test-wheel test-real test-clients test-browser test-gpu bench-gpu site check install clean
 
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
@@ -45,6 +46,9 @@ build/kubernetes/helm: tests/k8s/requirements.txt | $(INSTALLED)
 
 test-wheel: $(INSTALLED)
 	$(BIN)/pytest -m slow tests/serve/test_installed.py
+
+test-real: $(INSTALLED)
+	$(BIN)/pytest -m slow tests/real
 
 CLIENTS := build/clients
 TALK := NPM_BIN=$(CLIENTS)/node_modules/.bin $(CLIENTS)

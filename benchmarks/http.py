@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import aiohttp
 import psutil
@@ -29,9 +29,11 @@ from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.errors import EngineUnavailable
 
+T = TypeVar("T")
 SERVERS = "benchmarks.http_servers"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
+IDLE_S = 3.0  # for which a server is watched without a request
 PATH_PROCESSES = re.compile(r"ray::(ServeReplica|Proxy)|haproxy")  # Ray's own daemons cost the same whatever is sent
 
 
@@ -55,7 +57,8 @@ STACKS = [
 @dataclass(frozen=True, slots=True)
 class StackResult:
     name: str
-    us_per_token: list[float]  #: CPU time of all processes between engine and client, per repetition
+    idle_ms_per_s: float  #: CPU time of the same processes while nobody asks: Ray's own threads, health checks
+    us_per_token: list[float]  #: CPU time of all processes between engine and client, per repetition, without that
 
     @property
     def median(self) -> float:
@@ -75,17 +78,20 @@ def measure(*, streams: int, tokens: int, repetitions: int, progress: Progress) 
     from benchmarks.http_servers import TICK_S
 
     stacks = [stack for stack in STACKS if sys.platform == "linux" or not stack.environment]
-    bar = progress.add_task("http", total=len(stacks) * (repetitions + 1))
+    bar = progress.add_task("http", total=len(stacks) * repetitions)
     results = []
     for stack in stacks:
         with _running(stack) as (server, url):
             costs = []
-            for _ in range(repetitions + 1):
-                before = _cpu_seconds(server)
-                received = asyncio.run(_load(url, streams, tokens))
-                costs.append(1e6 * (_cpu_seconds(server) - before) / received)
+            asyncio.run(_load(url, streams, tokens))
+            idle, _ = _spent(server, lambda: time.sleep(IDLE_S))
+            for _ in range(repetitions):
+                started = time.monotonic()
+                spent, received = _spent(server, lambda: asyncio.run(_load(url, streams, tokens)))
+                spent -= idle / IDLE_S * (time.monotonic() - started)
+                costs.append(1e6 * spent / received)
                 progress.advance(bar)
-            results.append(StackResult(stack.name, costs[1:]))
+            results.append(StackResult(stack.name, 1e3 * idle / IDLE_S, costs))
     return HttpReport(streams, tokens, TICK_S, results)
 
 
@@ -157,6 +163,13 @@ async def _load(url: str, streams: int, tokens: int) -> int:
         return sum(await asyncio.gather(*(receive(session) for _ in range(streams))))
 
 
+def _spent(server: psutil.Process, action: Callable[[], T]) -> tuple[float, T]:
+    """Return the CPU time of the server during an action, and its result."""
+    before = _cpu_seconds(server)
+    result = action()
+    return _cpu_seconds(server) - before, result
+
+
 def _cpu_seconds(server: psutil.Process) -> float:
     """Sum the CPU time so far of the processes that a token passes through."""
     total = 0.0
@@ -192,9 +205,14 @@ def _free_port() -> int:
 
 
 def show_report(report: HttpReport) -> None:
-    table = make_table("", "µs of CPU per token", "against the first")
+    table = make_table("", "µs of CPU per token", "against the first", "ms of CPU per s idle")
     for stack in report.stacks:
-        table.add_row(stack.name, figure(stack.median), f"{stack.median / report.stacks[0].median:.1f}")
+        table.add_row(
+            stack.name,
+            figure(stack.median),
+            f"{stack.median / report.stacks[0].median:.2f}",
+            figure(stack.idle_ms_per_s),
+        )
     show(
         f"{report.streams} streams of {report.tokens} tokens, one every {1000 * report.tick_s:.0f} ms each; medians",
         table,

@@ -26,6 +26,7 @@ import typer
 
 from benchmarks.command import JsonOption, print_report, run
 from cluster.cli.bench.tables import make_table, show
+from engine.model.checkpoint import smollm2
 from tests.serve.serve_run import ServeRun
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +40,7 @@ PHASES = {  # by the line of the log that ends each, in the order of most starts
 }
 ANSWERED = "the first answer"
 INSTALLED = ("compileall -q manta engine placement deployments cluster", "engine.model.ops.cpu")  # by `make install`
-REQUEST = {"model": "pocket", "messages": [{"role": "user", "content": "What is a cache?"}], "max_tokens": 1}
+REQUEST = {"model": "default", "messages": [{"role": "user", "content": "What is a cache?"}], "max_tokens": 1}
 LIMIT_S = 300.0
 
 
@@ -78,17 +79,19 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
     return total
 
 
-def measure(folder: Path, compiled: bool) -> Startup:
+def measure(folder: Path, model: str, compiled: bool) -> Startup:
     """Start a server, and end it at its first answer. compiled: ahead of the start, as `make install` does."""
     clone, home = folder / "clone", folder / "home"
     copy_tree(clone)
-    home.mkdir()
+    fetched = home / smollm2.path().relative_to(Path.home())
+    fetched.parent.mkdir(parents=True)
+    if smollm2.path().is_file():
+        fetched.symlink_to(smollm2.path())
     environment = {"PYTHONPATH": str(clone), "HOME": str(home)}
     for module in INSTALLED if compiled else ():
         subprocess.run([sys.executable, "-m", *module.split()], cwd=clone, env=environment, check=True)
-    model = {"name": "pocket", "model": "pocket"}
     started, found = time.monotonic(), dict[str, float]()
-    server = ServeRun(folder, {"models": [model]}, environment=environment, manta=True)
+    server = ServeRun(folder, {"models": [{"name": "default", "model": model}]}, environment=environment, manta=True)
     try:
         with ThreadPoolExecutor(1) as client:
             answer = client.submit(ask_until_answered, server.url)
@@ -127,6 +130,7 @@ def show_startups(report: Startups) -> None:
 
 
 def main(
+    model: Annotated[str, typer.Option(help="As for `manta serve`.")] = smollm2.DEFAULT,
     repeats: Annotated[int, typer.Option(min=1, help="Starts.")] = 5,
     compiled: Annotated[bool, typer.Option(help="Compile Python and kernels before, as `make install` does.")] = True,
     as_json: JsonOption = False,
@@ -135,7 +139,7 @@ def main(
     starts = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory(prefix="startup", dir="/tmp") as folder:
-            starts.append(measure(Path(folder), compiled))
+            starts.append(measure(Path(folder), model, compiled))
     print_report(Startups(starts), as_json, show_startups)
 
 

@@ -214,7 +214,7 @@ def test_no_file_of_the_engine_names_ray():
         pytest.param(
             "import cluster.cli.main, deployments.app\n"
             "from cluster.cli.check.serve_config import check\n"
-            "check(Path('serve_config_pd.yaml'))",
+            "check(Path('serve_config.yaml'))",
             {"ray", "torch", "transformers"},
             id="the API and what looks at a configuration without Ray and torch",
         ),

@@ -1,7 +1,7 @@
 """The shape of a model, read from the config.json of its folder. A field that would change the output and is not
 supported is an error at start, never ignored.
 
-Imports torch for quantized models only, so that reading a configuration stays fast.
+Imports no torch, so that reading a configuration stays fast.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from engine.model.config_parts.rope import RopeConfig, check_factors, max_positi
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.families import Family, Head, find_family, head_of, text_part
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, all_kept, group_layers, place_of
+from engine.model.quantization import scheme
+from engine.model.quantization.method import METHODS
 from engine.model.quantization.unsupported import UnsupportedScheme
 from engine.wire.pooling_params import SupportedTasks, Task
 
 if TYPE_CHECKING:
     from engine.model.quantization.format import WeightFormat
     from engine.model.quantization.online import Online
-    from engine.model.quantization.scheme import Scheme
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 ENCODER_ACTIVATIONS = ("gelu",)
@@ -88,7 +89,7 @@ class ModelConfig:
     """Whether each head's query and key are normed, in families where some models do and some do not."""
     num_nextn_predict_layers: int = 0
     """Layers of the checkpoint, after the others, that predict further tokens; they are not loaded."""
-    quantization: Scheme | None = None
+    quantization: scheme.Scheme | None = None
     """The formats of the checkpoint's linear layers, if any are quantized."""
     bidirectional: bool = False
     """Tokens also see those after them: a prompt is computed in one step, and no KV is kept."""
@@ -175,14 +176,11 @@ class ModelConfig:
     def quantized(self, method: str) -> ModelConfig:
         """Return the same model with weights that are rounded as they are loaded, or itself if that is how they are
         stored. Raises ConfigError if they are quantized in another way."""
-        from engine.model.quantization.online import METHODS
-        from engine.model.quantization.scheme import online
-
         stored = None if self.quantization is None else self.quantization.method
         if stored == method:
             return self
         if stored in (None, "gguf") and method in METHODS:  # weights in a GGUF file are also read as numbers
-            return replace(self, quantization=online(method))
+            return replace(self, quantization=scheme.online(method))
         if stored is not None:
             raise ConfigError("quantization", method, f"left out: the model is quantized ({stored})")
         limit = f"left out: the model is not quantized; {', '.join(METHODS)} round it as it is loaded"
@@ -191,7 +189,7 @@ class ModelConfig:
     @property
     def head_format(self) -> Online | None:
         """How the language model's head is rounded as it is loaded."""
-        return None if self.quantization is None else self.quantization.head
+        return None if self.quantization is None else self.quantization.head_format()
 
     def weight_format(self, prefix: str, *names: str) -> WeightFormat | None:
         """The format of linear layers that are merged into one; None if they are not quantized.
@@ -357,14 +355,12 @@ def _default_pooling(cfg: ModelConfig, raw: Fields) -> PoolingType:
     return "mean" if cfg.bidirectional else "last"
 
 
-def _quantization(raw: Fields) -> Scheme | None:
+def _quantization(raw: Fields) -> scheme.Scheme | None:
     config = raw.get("quantization_config") or raw.get("compression_config")
     if not config:
         return None
-    from engine.model.quantization import scheme
-
     found = scheme.parse(config)
-    if not raw.get("tie_word_embeddings") and found.format_of(["lm_head"]) is not None:
+    if not raw.get("tie_word_embeddings") and found.quantizes("lm_head"):
         raise UnsupportedScheme("ignore", config.get("ignore"), "a list with lm_head, which is not quantized here")
     return found
 

@@ -189,7 +189,7 @@ async def serving(
         admission=LIMITS,
         supported_tasks=ModelConfig.from_folder(folder).supported_tasks,
     )
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder, template=info.chat_template)
     images = ImageLoader.from_folder(folder, IMAGES, tokenizer) if has_image_processor(folder) else None
     model = ServedModel(info, tokenizer, pool, channel, telemetry, images)
     app = http_app({info.name: model}, telemetry)

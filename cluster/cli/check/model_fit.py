@@ -19,7 +19,7 @@ from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
 from engine.model.models.image_encoder import encoder_config
-from engine.model.quantization.online import METHODS
+from engine.model.quantization.method import METHODS
 from engine.model.state import state_specs
 from engine.model.tensor_names import is_of_text
 from engine.runner import kv_cache

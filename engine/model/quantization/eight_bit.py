@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from engine.model.quantization.format import QuantAxis, StoredTensor, per_group, per_row
-from engine.model.quantization.weight import QuantizedWeight
+from engine.model.quantization.weight import FP8, QuantizedWeight
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 
 WEIGHT_AXES = (QuantAxis(OUTPUTS), QuantAxis(INPUTS))
+DTYPES = {"float": FP8, "int": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +48,10 @@ class EightBit:
             return entries.expand(weight.local_shape[0], 1)
         entries = per_row(entries, weight, rows)
         return entries if columns is None else per_group(entries, weight, columns)
+
+
+def eight_bit(
+    kind: str, block: tuple[int | None, int | None], scale: str, zeros: bool, activations: str | None
+) -> EightBit:
+    """Return the format by names of dtypes: `float` (e4m3) or `int`."""
+    return EightBit(DTYPES[kind], block, scale, zeros, None if activations is None else DTYPES[activations])

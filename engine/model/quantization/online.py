@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.model.quantization.format import QuantAxis, StoredTensor
+from engine.model.quantization.method import Method
 from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 
 WEIGHT_AXES = (QuantAxis(OUTPUTS), QuantAxis(INPUTS))
 INT4_GROUPS = (128, 64, 32)  # inputs that share a scale: the largest that divides those of a rank
-Method = Literal["fp8", "int8", "int4"]
-METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,21 @@
 """The `quantization_config` of a config.json: which linear layers are quantized, and in which format. A key that would
-change the output and is not supported is an error, never ignored."""
+change the output and is not supported is an error, never ignored. Formats are imported as layers are built: they need
+torch, and a scheme is read by processes that do without."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from engine.model.quantization.eight_bit import EightBit
-from engine.model.quantization.format import WeightFormat
-from engine.model.quantization.ggml import GGML
-from engine.model.quantization.mxfp4 import MXFP4
-from engine.model.quantization.online import Method, Online
-from engine.model.quantization.packed_int import AWQ, GPTQ, PackQuantized
+from engine.model.quantization.method import Method
 from engine.model.quantization.unsupported import UnsupportedScheme
-from engine.model.quantization.weight import FP8
 from engine.model.tensor_names import canonical_name
+
+if TYPE_CHECKING:
+    from engine.model.quantization.format import WeightFormat
+    from engine.model.quantization.online import Online
 
 Fields = dict[str, Any]
 GGUF_VOCABULARY = ("lm_head", "model.embed_tokens")
@@ -26,11 +24,23 @@ WRAPPED = re.compile(r"^\^?(model\\?\.language_model|language_model\\?\.model)\\
 
 
 @dataclass(frozen=True, slots=True)
+class LazyFormat:
+    """A format by its module here and the name there, and what it is made of."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+
+    def make(self) -> Any:
+        module, _, name = self.name.rpartition(".")
+        return getattr(import_module(f"{__package__}.{module}"), name)(*self.arguments)
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
-    """Linear layers that match `pattern` are stored in `format`, or not quantized (None)."""
+    """Linear layers that match `pattern` are stored in a format, or not quantized (None)."""
 
     pattern: str
-    format: WeightFormat | None
+    format: LazyFormat | None
 
     def matches(self, name: str) -> bool:
         return re.match(self.pattern, name) is not None
@@ -44,27 +54,38 @@ class Scheme:
     """`quant_method` of the checkpoint, or the option `quantization`."""
     rules: tuple[Rule, ...]
     """The first rule that matches a layer's name applies."""
-    head: Online | None = None
+    head: LazyFormat | None = None
     """How the language model's head is rounded as it is loaded, unless it stays as it is."""
 
     def format_of(self, names: list[str]) -> WeightFormat | None:
         """The format of layers that are merged into one, named as in the checkpoint (`model.layers.0.mlp.up_proj`).
         Those of a GGUF file that differ are read as numbers."""
-        formats = [next((r.format for r in self.rules if r.matches(name)), None) for name in names]
-        for name, format in zip(names, formats, strict=True):
-            if format != formats[0] and self.method == "gguf":
+        first, *others = (self._lazy_format(name) for name in names)
+        for name, other in zip(names[1:], others, strict=True):
+            if other != first and self.method == "gguf":
                 return None
-            if format != formats[0]:
+            if other != first:
                 raise UnsupportedScheme(
                     "ignore", name, f"quantized like {names[0]}, since the two are multiplied as one matrix"
                 )
-        return formats[0]
+        return None if first is None else first.make()
+
+    def head_format(self) -> Online | None:
+        return None if self.head is None else self.head.make()
+
+    def quantizes(self, name: str) -> bool:
+        """Return whether a layer is quantized, without its format."""
+        return self._lazy_format(name) is not None
+
+    def _lazy_format(self, name: str) -> LazyFormat | None:
+        return next((rule.format for rule in self.rules if rule.matches(name)), None)
 
 
 def online(method: Method) -> Scheme:
     """All layers of an unquantized checkpoint in one format. The head of a model in int4 has eight bits: it needs them
     more than others, and half a gain is most of it."""
-    return Scheme(method, (Rule("", Online(method)),), None if method == "fp8" else Online("int8"))
+    head = None if method == "fp8" else LazyFormat("online.Online", ("int8",))
+    return Scheme(method, (Rule("", LazyFormat("online.Online", (method,))),), head)
 
 
 def parse(config: Fields) -> Scheme:
@@ -80,7 +101,7 @@ def _fp8(config: Fields) -> tuple[Rule, ...]:
     block = config.get("weight_block_size")
     scale = "weight_scale" if block is None else "weight_scale_inv"
     rows_and_columns = (None, None) if block is None else _block(block, "weight_block_size")
-    format = EightBit(FP8, rows_and_columns, scale, False, FP8)
+    format = LazyFormat("eight_bit.eight_bit", ("float", rows_and_columns, scale, False, "float"))
     ignored = [name for key in ("modules_to_not_convert", "ignored_layers") for name in config.get(key) or ()]
     # whole components of the name: `mlp.gate` is not `mlp.gate_proj`
     rules = [Rule(rf"(.*\.)?{re.escape(canonical_name(name))}($|\.)", None) for name in ("lm_head", *ignored)]
@@ -91,7 +112,8 @@ def _awq(config: Fields) -> tuple[Rule, ...]:
     version = config.get("version") or config.get("format") or "gemm"
     _one_of({"version": version}, "version", ("gemm", "GEMM"), version)
     _one_of(config, "zero_point", (True,), True)
-    format = AWQ(_one_of(config, "bits", (4,), 4), _group_size(config, "group_size"))
+    bits, group_size = _one_of(config, "bits", (4,), 4), _group_size(config, "group_size")
+    format = LazyFormat("packed_int.AWQ", (bits, group_size))
     # AutoAWQ leaves out every layer with one of these somewhere in its name
     left_out = ("lm_head", *map(canonical_name, config.get("modules_to_not_convert") or ()))
     rules = [Rule(f".*{re.escape(name)}", None) for name in left_out]
@@ -104,35 +126,33 @@ def _gptq(config: Fields) -> tuple[Rule, ...]:
             raise UnsupportedScheme(key, config[key], "left out: all layers but lm_head alike")
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
     form = _one_of({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2"), form)
-    format = GPTQ(
-        bits=_one_of(config, "bits", (4, 8), None),
-        group_size=_group_size(config, "group_size"),
-        ordered=bool(config.get("desc_act")),
-        zero_offset=1 if form == "gptq" else 0,
-    )
+    bits, group_size = _one_of(config, "bits", (4, 8), None), _group_size(config, "group_size")
+    ordered, zero_offset = bool(config.get("desc_act")), 1 if form == "gptq" else 0
+    format = LazyFormat("packed_int.GPTQ", (bits, group_size, ordered, zero_offset))
     return Rule("lm_head", None), Rule("", format)
 
 
 def _mxfp4(config: Fields) -> tuple[Rule, ...]:
     """Only experts are stored so. Patterns of `modules_to_not_convert` have a star for each number of a layer."""
     left_out = [re.escape(name).replace(r"\*", ".*") for name in config.get("modules_to_not_convert") or ()]
-    return *(Rule(pattern, None) for pattern in left_out), Rule(r".*\.experts$", MXFP4())
+    return *(Rule(pattern, None) for pattern in left_out), Rule(r".*\.experts$", LazyFormat("mxfp4.MXFP4"))
 
 
 def _gguf(config: Fields) -> tuple[Rule, ...]:
     """The types of a GGUF file's layers (engine/model/checkpoint/gguf), each by its name."""
     types = {name: type for name, type in config["types"].items() if name not in GGUF_VOCABULARY}
-    return tuple(
-        Rule("|".join(rf"{re.escape(name)}$" for name, own in types.items() if own == type), GGML(type))
+    patterns = {
+        type: "|".join(rf"{re.escape(name)}$" for name, own in types.items() if own == type)
         for type in sorted(set(types.values()))
-    )
+    }
+    return tuple(Rule(pattern, LazyFormat("ggml.GGML", (type,))) for type, pattern in patterns.items())
 
 
-def _gguf_head(config: Fields) -> Online | None:
+def _gguf_head(config: Fields) -> LazyFormat | None:
     """The head, or the embedding that it is tied to, has one scale for 32 numbers in eight bits; the embedding itself
     is dequantized."""
     head = next((config["types"][name] for name in GGUF_VOCABULARY if name in config["types"]), None)
-    return None if head is None else Online("int8", group=32)
+    return None if head is None else LazyFormat("online.Online", ("int8", 32))
 
 
 def _compressed_tensors(config: Fields) -> tuple[Rule, ...]:
@@ -155,7 +175,7 @@ def _pattern(target: str) -> str:
     return WRAPPED.sub(r"model\\.", target.removeprefix("re:"))
 
 
-def _compressed_group(group: Fields, form: str | None, path: str) -> WeightFormat:
+def _compressed_group(group: Fields, form: str | None, path: str) -> LazyFormat:
     weights, inputs = group.get("weights"), group.get("input_activations")
     if weights is None:
         raise UnsupportedScheme(f"{path}.weights", None, "given")
@@ -170,24 +190,22 @@ def _compressed_group(group: Fields, form: str | None, path: str) -> WeightForma
         if inputs:
             raise UnsupportedScheme(f"{path}.input_activations", inputs, "left out with format pack-quantized")
         _one_of({"strategy": strategy}, "strategy", ("group", "channel"), None, path)
-        return PackQuantized(
-            bits=_one_of(weights, "num_bits", (4, 8), None, path),
-            group_size=_group_size(weights, "group_size", path) if strategy == "group" else None,
-            ordered=weights.get("actorder") in ("group", "dynamic", True),
-            zeros=zeros,
-        )
+        bits = _one_of(weights, "num_bits", (4, 8), None, path)
+        group_size = _group_size(weights, "group_size", path) if strategy == "group" else None
+        ordered = weights.get("actorder") in ("group", "dynamic", True)
+        return LazyFormat("packed_int.PackQuantized", (bits, group_size, ordered, zeros))
     _one_of(weights, "num_bits", (8,), 8, path)
     activations = None
     if inputs:
         _one_of(inputs, "num_bits", (8,), 8, f"{path}.input_activations")
         _one_of(inputs, "type", (kind,), "int", f"{path}.input_activations")
         _one_of(inputs, "symmetric", (True,), True, f"{path}.input_activations")
-        activations = FP8 if kind == "float" else torch.int8
+        activations = kind
     strategy = _one_of({"strategy": strategy}, "strategy", ("tensor", "channel", "block"), None, path)
     block: tuple[int | None, int | None] = (None if strategy == "tensor" else 1, None)
     if strategy == "block":
         block = _block(weights.get("block_structure"), f"{path}.weights.block_structure")
-    return EightBit(FP8 if kind == "float" else torch.int8, block, "weight_scale", zeros, activations)
+    return LazyFormat("eight_bit.eight_bit", (kind, block, "weight_scale", zeros, activations))
 
 
 def _one_of(config: Fields, key: str, allowed: tuple[Any, ...], default: Any, path: str = "") -> Any:

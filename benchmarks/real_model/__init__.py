@@ -1,0 +1,1 @@
+"""What only a real model shows: `python -m benchmarks.real_model`."""
