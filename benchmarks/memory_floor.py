@@ -1,4 +1,4 @@
-"""The minimum time of a decode step: reading its weights and KV once from memory."""
+"""The minimum time of a decode step: reading its weights, KV and states once from memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from engine.model.layers.embedding import VocabEmbedding
 from engine.model.layers.linear import Linear
 from engine.model.layers.moe import Experts
 from engine.model.models.registry import build_model
+from engine.model.state import state_specs
 
 READ_BYTES = 2**29  # far more than caches hold
 READS = 8
@@ -36,9 +37,15 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch_size: int) -> fl
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Sequence[int]) -> float:
-    """Return the bytes of K and V that attention reads for one more token of each sequence. lengths: tokens so far."""
-    token = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize  # in one layer
-    return float(token * sum(min(length, window or length) for window in config.window for length in lengths))
+    """Return the bytes of KV, and of states with half of the rows since their last border, that are read for one more
+    token of each sequence. lengths: tokens so far."""
+    kept = sum(
+        group.token_numbers() * min(length, group.spec.window or length)
+        for group in config.kv_groups
+        for length in lengths
+    )
+    states = state_specs(config.recurrent, str(dtype).removeprefix("torch."))
+    return float(kept * dtype.itemsize + len(lengths) * sum(spec.kept_bytes + spec.row_bytes // 2 for spec in states))
 
 
 def measure_bandwidth(device: torch.device) -> float:

@@ -168,7 +168,7 @@ def measure(
     """
     if min(batch_sizes) < 1:
         raise InvalidParameter("batch_sizes", min(batch_sizes), "at least 1")
-    model_config = ModelConfig.from_folder(resolve(model))
+    model_config = ModelConfig.from_folder(resolve(model, weights=options.get("load_format") != "dummy"))
     core = build_engine(config_for(model, model_config, max(batch_sizes), context_len, steps, options))
     device, dtype = core.runner.device.torch_device, core.runner.dtype
     bandwidth = measure_bandwidth(device)
@@ -352,13 +352,14 @@ def main(
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="Decode kernel by kernel on a CPU, as with --profile.")
     ] = False,
+    load_format: Annotated[str, typer.Option(help="`dummy` makes random weights of the model's shapes.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Break down the time of a decode step, in µs, and compare it with the minimum that it could take.
 
-    The floor is the time to read the weights and the KV of the batch once, at the bandwidth that torch reaches on
-    this machine; arithmetic is not in it, so large batches cannot reach it. A model that fits into the caches can go
-    below. Planning is part of the total here, which a running engine does while the model computes.
+    The floor is the time to read the weights, and the KV and states of the batch, once, at the bandwidth that torch
+    reaches on this machine; arithmetic is not in it, so large batches cannot reach it. A model that fits into the
+    caches can go below. Planning is part of the total here, which a running engine does while the model computes.
 
     Example: python -m benchmarks.step --batch-sizes 1,8 --context-len 1000 --profile
     """
@@ -367,7 +368,7 @@ def main(
             model=model, batch_sizes=parse_numbers(batch_sizes), context_len=context_len, steps=steps, profile=profile,
             seed=seed, progress=progress, dtype=dtype, num_threads=threads,
             max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
-            enforce_eager=enforce_eager or profile,
+            enforce_eager=enforce_eager or profile, load_format=load_format,
         )  # fmt: skip
     if as_json:
         fields: dict[str, Any] = asdict(report)

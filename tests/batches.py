@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.config import ModelConfig
+from engine.model.fixed_order import pad_layers
 from engine.model.loader import load_weights, pack_weights
 from engine.model.models.registry import build_model
 from engine.model.state import StateBatch, state_specs
@@ -112,6 +113,8 @@ def load_by_hand(
     tp = tp or TPGroup.single()
     cfg = ModelConfig.from_folder(folder, quantization)
     model = build_model(cfg, tp, dtype, "cpu")
+    if tp.fixed_order:
+        pad_layers(model)
     load_weights(model, folder, tp)
     pack_weights(model)
     return ByHand(model, cfg, tp=tp)

@@ -43,6 +43,10 @@ class WildDrafter:
             right.append(next_token(seed, tokens + right))
         return [*self.lie(right, num_drafts), *[-1] * num_drafts][:num_drafts]
 
+    def know_texts(self, texts: list[list[int]]) -> None:
+        """Draft what these sequences go on with."""
+        self.rest_of = lambda tokens: next((text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens), [])
+
     def know(self, harness: Harness) -> None:
         """Draft for the requests of a harness."""
 

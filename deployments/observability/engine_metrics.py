@@ -145,6 +145,7 @@ LOAD: list[Row] = [
 ]
 LABELLED: list[Row] = [
     (Gauge, "manta_kv_blocks", "KV blocks by state.", _blocks, "state"),
+    (Gauge, "manta_kv_group_blocks", "KV blocks of each of several groups.", "group_blocks", "group", "state"),
     (Counter, "pd_decision", "Prompts by where they were computed, and why.", "prefill_decisions", "where", "reason"),
 ]
 # of HandoffStats. vLLM has no names for these: what it counts of its transfers is NIXL's, and ours has other transports

@@ -17,7 +17,7 @@ from engine.core.features.handoffs import HandoffManager
 from engine.core.features.image_handoffs import ImageHandoffs
 from engine.core.features.kv_cache_coordinator import kv_cache_of
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
-from engine.core.features.speculator import NoSpeculation, Speculator
+from engine.core.features.speculator import NoSpeculation, Speculator, any_number
 from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
@@ -30,6 +30,7 @@ from engine.kv_transfer.fingerprint import fingerprint
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
+from engine.model.state import max_drafts
 from engine.runner.kv_cache import window_step_tokens
 from engine.runner.memory import snapshot_border, snapshot_interval
 from engine.runner.model_runner import ModelRunner
@@ -208,7 +209,9 @@ def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSp
         drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
     elif config.method == "suffix":
         drafter = SuffixDrafter(config)
-    return Speculator(config, drafter, step_times.drafting.of, loaded.model.vocab_size)
+    recurrent = loaded.model.recurrent
+    bound = any_number if recurrent is None else partial(max_drafts, kernel=recurrent.kernel)
+    return Speculator(config, drafter, step_times.drafting.of, loaded.model.vocab_size, bound)
 
 
 def make_images(loaded: Loaded, open_channel: OpenChannel, ranks: list[KVWorkerInfo]) -> EncoderCacheManager | TextOnly:

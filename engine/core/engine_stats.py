@@ -24,6 +24,7 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
     """Return the statistics of a scheduler, without those of its step times."""
     queue, kv_cache, totals = scheduler.queue, scheduler.kv_cache, scheduler.totals
     pool = kv_cache.pool
+    groups = enumerate(kv_cache.pools if len(kv_cache.pools) > 1 else ())
     receiving, leased = scheduler.handoffs.receiving.values(), scheduler.handoffs.leased.values()
     return EngineStats(
         running=len(queue.running),
@@ -33,6 +34,7 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         blocks_cached=pool.num_cached,
         blocks_used=pool.num_used,
         block_size=pool.block_size,
+        group_blocks={str(i): {"used": g.num_used, "cached": g.num_cached, "free": g.num_free} for i, g in groups},
         steps=totals.steps,
         prompt_tokens=totals.prompt_tokens,
         generation_tokens=totals.generation_tokens,

@@ -335,7 +335,7 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         attn_logit_softcapping=raw.get("attn_logit_softcapping"),
         final_logit_softcapping=raw.get("final_logit_softcapping"),
         qk_norm=bool(raw.get("use_qk_norm")),
-        num_nextn_predict_layers=raw.get("num_nextn_predict_layers") or 0,
+        num_nextn_predict_layers=raw.get("num_nextn_predict_layers") or raw.get("mtp_num_hidden_layers") or 0,
         quantization=_quantization(raw),
         bidirectional=bidirectional,
         encoder=encoder,

@@ -97,6 +97,7 @@ QWEN_HYBRID_FIELDS: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
+    "mtp_num_hidden_layers": 1,
 }
 GEMMA_KEYS = (
     "attention_bias", "hidden_activation", "sliding_window", "layer_types", "rope_local_base_freq",

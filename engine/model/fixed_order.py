@@ -24,6 +24,8 @@ PARTS = 8
 OUTPUTS_MULTIPLE = 64
 """Outputs that our kernel for a CPU (ops/cpu/linear.py) computes at a time. Another multiplies a weight of any other
 number, and sums in another order."""
+LEAST_OUTPUTS = 2
+"""Outputs of a layer in float32, of which one alone is summed in another order than beside others."""
 
 
 def check(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> None:
@@ -39,7 +41,7 @@ def check(config: EngineConfig, model_config: ModelConfig, device: torch.device)
 
 
 def is_known(model: ModelConfig) -> bool:
-    return not model.transformers and model.encoder is None and model.recurrent is None
+    return not model.transformers and model.encoder is None
 
 
 def pad_layers(model: nn.Module) -> None:
@@ -47,8 +49,8 @@ def pad_layers(model: nn.Module) -> None:
     if linear.cpu_kernels() is None:
         return
     for layer in model.modules():
-        if isinstance(layer, ColumnParallelLinear) and layer.dtype == torch.bfloat16:
-            layer.outputs_multiple = OUTPUTS_MULTIPLE
+        if isinstance(layer, ColumnParallelLinear):
+            layer.outputs_multiple = OUTPUTS_MULTIPLE if layer.dtype == torch.bfloat16 else LEAST_OUTPUTS
 
 
 class FixedOrder(TPGroup):

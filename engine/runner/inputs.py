@@ -112,6 +112,7 @@ class InputBuilder:
         self._kv_caches, self._kv_scales = kv_caches, kv_scales
         self._block_size, self._max_model_len = kv_caches[0].shape[4], max_model_len
         self._vocab_size = model_config.vocab_size
+        self._divides_drafts = model_config.recurrent is None  # a state goes from row to row of one sequence
         slots = config.max_num_seqs
         shape = len(kv_caches), slots, -(-max_model_len // self._block_size)
         self.block_tables = np.zeros(shape, dtype=np.int32)  # of each group
@@ -139,7 +140,7 @@ class InputBuilder:
         query_start, positions = layout.query_start, layout.positions
         sequences, first_rows, first_sequences = layout.sequences, query_start, None
         width = -(-(int(sequences.ends.max()) + plan.num_drafts) // self._block_size)
-        if plan.drafts:
+        if plan.drafts and self._divides_drafts:
             sequences, first = sequences.divided(np.isin(np.arange(len(plan.slots)), list(plan.drafts)))
             first_rows, first_sequences = np.concatenate([[0], np.cumsum(sequences.counts)]), staged.add(first)
         image_rows, rotary = None, positions

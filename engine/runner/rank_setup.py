@@ -69,7 +69,7 @@ def check_layers(config: EngineConfig, model: ModelConfig) -> None:
     fp8 = model.latent is not None and config.kv_cache_dtype != "auto"
     refused = {"torch_compile": config.torch_compile, "kv_cache_dtype": fp8}
     if model.recurrent is not None:
-        refused |= {key: getattr(config, key) is not None for key in ("speculative", "handoff")}
+        refused["handoff"] = config.handoff is not None
     for key in filter(refused.get, refused):
         limit = f"left out for {model.architecture}, which does not go with it yet"
         raise ConfigError(key, getattr(config, key), limit)

@@ -1,6 +1,6 @@
 """Multi-token prediction: a decoder layer that was trained with the target and follows the others in its checkpoint.
 
-DeepSeek V3, arXiv:2412.19437, section 2.2, and GLM 4.5, arXiv:2508.06471.
+DeepSeek V3, arXiv:2412.19437, section 2.2, GLM 4.5, arXiv:2508.06471, and Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from engine.model.layers.attention import Attention
 from engine.model.layers.latent_attention import LatentAttention
 from engine.model.layers.linear import ReplicatedLinear
 from engine.model.layers.norm import RMSNorm
+from engine.model.models.gemma3 import GemmaRMSNorm
 from engine.model.models.glm4_moe import Glm4MoeForCausalLM
+from engine.model.models.hybrid.qwen3_next import Qwen3NextForCausalLM
 from engine.model.models.registry import build
 from engine.model.tensor_names import NativeNames
 from engine.spec_decode.drafter import DraftInputs
@@ -30,14 +32,15 @@ from engine.spec_decode.target import Target, Vocabulary
 class SharedHead(nn.Module):
     """The norm before the output layer, which is the target's."""
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, norm: RMSNorm):
         super().__init__()
-        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.norm = norm
 
 
 class MTPLayer(NativeNames, nn.Module):
     packed: ClassVar[dict[str, str]] = Glm4MoeForCausalLM.packed
     unused: tuple[str, ...] = ()
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, cfg: ModelConfig, layer_type: type[nn.Module], number: int):
         """cfg: of the target, with this layer, one of its own, among them. number: of the layer."""
@@ -47,10 +50,9 @@ class MTPLayer(NativeNames, nn.Module):
             if isinstance(module, Attention | LatentAttention):
                 module.group = module.layer = 0  # the only one of its cache
         self.prefix = f"model.layers.{number}."
-        self.enorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.hnorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.enorm, self.hnorm, norm = (self.norm_type(cfg.hidden_size, cfg.rms_norm_eps) for _ in range(3))
         self.eh_proj = ReplicatedLinear(2 * cfg.hidden_size, cfg.hidden_size, bias=False)
-        self.shared_head = SharedHead(cfg)
+        self.shared_head = SharedHead(norm)
         self.vocabulary: list[Vocabulary] = []  # in a list, so that it is no module of this one
 
     def target_states(self, step: DraftInputs) -> Tensor:
@@ -60,7 +62,11 @@ class MTPLayer(NativeNames, nn.Module):
         pair = self.enorm(self.vocabulary[0].embed_tokens(input_ids)), self.hnorm(hidden)
         x, residual = self.block(self.eh_proj(torch.cat(pair, dim=-1)), None, batch)
         hidden, normed = self.shared_head.norm.add(residual, x)
-        return normed, hidden
+        return normed, self.chained(hidden, normed)
+
+    def chained(self, hidden: Tensor, normed: Tensor) -> Tensor:
+        """Return which of the two stands in for the target's hidden states of the next token."""
+        return hidden
 
     def best(self, hidden: Tensor) -> Tensor:
         return self.vocabulary[0].best(hidden)[1]
@@ -76,23 +82,51 @@ class MTPLayer(NativeNames, nn.Module):
         return own.removeprefix(self.prefix)
 
 
+class QwenMTPLayer(MTPLayer):
+    """The layer of Qwen3-Next and Qwen 3.5, with attention, whose tensors lie in `mtp.` of the checkpoint."""
+
+    packed: ClassVar[dict[str, str]] = Qwen3NextForCausalLM.packed | {
+        "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm",
+    }  # fmt: skip
+    norm_type = GemmaRMSNorm
+
+    def __init__(self, cfg: ModelConfig, layer_type: type[nn.Module], number: int):
+        super().__init__(cfg, layer_type, number)
+        self.prefix = "mtp."
+
+    def chained(self, hidden: Tensor, normed: Tensor) -> Tensor:
+        return normed
+
+    def canonical_name(self, name: str) -> str | None:
+        own = super().canonical_name(name)
+        return None if own is None else own.removeprefix("layers.0.")
+
+
+def layer_class(target: Target) -> type[MTPLayer]:
+    """Raise ConfigError if the target has no such layer."""
+    cfg = target.config
+    if cfg.num_nextn_predict_layers and isinstance(target.model, Qwen3NextForCausalLM):
+        return QwenMTPLayer
+    if cfg.num_nextn_predict_layers and isinstance(target.model, Glm4MoeForCausalLM) and cfg.recurrent is None:
+        return MTPLayer
+    limit = f"a method other than mtp for {cfg.architecture}, of which no layer predicts further tokens"
+    raise ConfigError("speculative.method", "mtp", limit)
+
+
 def mtp_drafter(target: Target) -> HeadDrafter:
     """Raise ConfigError if the target has no such layer."""
-    cfg, number = target.config, target.config.num_layers
-    if not isinstance(target.model, Glm4MoeForCausalLM) or cfg.recurrent or not cfg.num_nextn_predict_layers:
-        limit = f"a method other than mtp for {cfg.architecture}, of which no layer predicts further tokens"
-        raise ConfigError("speculative.method", "mtp", limit)
-    assert cfg.moe is not None
+    cfg, number, kind = target.config, target.config.num_layers, layer_class(target)
     layer_type = target.model.layer_type
     cfg = replace(
         cfg,
         num_layers=number + 1,
         rope=(*cfg.rope, cfg.rope[-1]),
         window=(*cfg.window, cfg.window[-1]),
-        moe=replace(cfg.moe, layers=cfg.moe.layers | {number}),
+        block_types=(*cfg.block_types, "attention") if cfg.block_types else (),
+        moe=None if cfg.moe is None else replace(cfg.moe, layers=cfg.moe.layers | {number}),
         max_position_embeddings=cfg.max_position_embeddings + target.block_size,
     )
-    layer = build(lambda: MTPLayer(cfg, layer_type, number), target.dtype, target.device)
+    layer = build(lambda: kind(cfg, layer_type, number), target.dtype, target.device)
     target.load(layer, target.folder)
     layer.vocabulary.append(target.vocabulary())
-    return HeadDrafter(layer, replace(cfg, num_layers=1), target)
+    return HeadDrafter(layer, replace(cfg, num_layers=1, block_types=(), recurrent=None), target)

@@ -189,6 +189,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int
     finished: dict[str, int]
     """Requests that ended, by finish reason."""
+    group_blocks: dict[str, dict[str, int]] = {}
+    """Blocks of each KV cache group that are `used`, `cached` and `free`, by its number, where there are several; the
+    fields above are of the first."""
     blocks_reserved: int = 0
     """Blocks that only requests hold whose KV comes from another engine, or has come and waits for a slot."""
     blocks_leased: int = 0

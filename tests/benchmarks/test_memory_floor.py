@@ -50,5 +50,12 @@ def test_a_sliding_window_ends_what_is_read(tmp_path):
     assert kv_bytes(config(tmp_path, "gemma3"), torch.float32, [5, 30]) == (2 * (5 + 8) + 5 + 30) * per_token
 
 
+def test_a_recurrent_layer_reads_its_state_however_long_the_sequence_is(tmp_path):
+    cfg = config(tmp_path, "qwen3_5")  # one of four layers has attention
+    state, conv, rows = 4 * 16 * 32 * 4, 16 * (2 * 2 * 16 + 4 * 32) * 4, 64 * (2 * 16 + 4 * 32 + 4) * 4
+    for length in (10, 300):
+        assert kv_bytes(cfg, torch.float32, [length]) == length * 2 * 2 * 16 * 4 + 3 * (state + conv + rows // 2)
+
+
 def test_bandwidth_is_one_that_memory_can_have():
     assert 1e8 < measure_bandwidth(torch.device("cpu")) < 1e13

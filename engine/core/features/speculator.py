@@ -17,6 +17,10 @@ from engine.wire.messages import SpecDecodeStats
 LOADED = 0.25  # rate of acceptance from which a draft pays, above which a draft gains little
 
 
+def any_number(position: int) -> int:
+    return MAX_SPECULATIVE_TOKENS
+
+
 class NoSpeculation:
     """Drafts nothing. Its methods are those of Speculator that a scheduler calls."""
 
@@ -57,11 +61,13 @@ class Speculator:
         drafter: HostDrafter | None,
         step_cost: Callable[[int], tuple[float, float, float]],
         vocab_size: int,
+        max_drafts: Callable[[int], int] = any_number,
     ):
         """drafter: None if the runner has one with weights.
-        step_cost: of a number of sequences; DraftCost.of."""
+        step_cost: of a number of sequences; DraftCost.of.
+        max_drafts: that may follow the token at a position in one step."""
         self._limit, self._drafter = config.num_speculative_tokens, drafter
-        self._step_cost, self._vocab_size = step_cost, vocab_size
+        self._step_cost, self._vocab_size, self._max_drafts = step_cost, vocab_size, max_drafts
         self._cost = 0, 0.0, 0.0, 0.0
         self._step = self._undrafted = StepDrafts(*self._cost)
         self._num_proposed = 0  # for each request of the step that was planned last
@@ -199,5 +205,7 @@ class Speculator:
         return False
 
     def _left(self, request: Request, limit: int) -> int:
-        """Return how many tokens a request may still get before its last, which is never a draft; `limit` at most."""
-        return max(0, min(limit, request.max_tokens - request.num_output - request.in_flight - 1))
+        """Return how many drafts may follow the newest token of a request, which may be in flight; `limit` at most. The
+        last token that it may get is never a draft."""
+        left = request.max_tokens - request.num_output - request.in_flight - 1
+        return max(0, min(limit, left, self._max_drafts(len(request.tokens) + request.in_flight - 1)))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.causal_conv import CausalConv
@@ -87,6 +88,9 @@ class Mamba2Norm(Sharded):
         assert cfg.recurrent is not None
         self.tp, self.inner, self.eps, self.gate_last = tp, inner, cfg.rms_norm_eps, cfg.recurrent.norm_before_gate
         self.groups, self.size = cfg.recurrent.key_heads, inner.shape[0] // cfg.recurrent.key_heads
+        self.parts = max(1, self.groups // tp.size, tp.parts)  # of this rank's values
+        if self.parts * tp.size % self.groups:
+            raise ConfigError("determinism", "strict", f"left out: its parts do not divide {self.groups} groups")
         self.weight = nn.Parameter(torch.empty(inner.size), requires_grad=False)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -97,11 +101,13 @@ class Mamba2Norm(Sharded):
         return x * opened if self.gate_last else x
 
     def factors(self, x: Tensor) -> Tensor:
-        """[tokens, this rank's groups], of the values of each."""
-        squares = x.square().unflatten(-1, (max(1, self.groups // self.tp.size), -1)).sum(-1)
+        """[tokens, this rank's groups], of the values of each, whose squares are summed up part by part."""
+        squares = x.square().unflatten(-1, (self.parts, -1)).sum(-1)
         if self.groups < self.tp.size:
-            parts = self.tp.all_gather(squares).unflatten(-1, (self.groups, -1)).sum(-1)
-            squares = parts[:, self.tp.rank * self.groups // self.tp.size, None]
+            squares = self.tp.all_gather(squares).unflatten(-1, (self.groups, -1)).sum(-1)
+            squares = squares[:, self.tp.rank * self.groups // self.tp.size, None]
+        elif self.parts > self.groups // self.tp.size:
+            squares = squares.unflatten(-1, (self.groups // self.tp.size, -1)).sum(-1)
         return torch.rsqrt(squares / self.size + self.eps)
 
     def shards(self) -> Shards:

@@ -73,6 +73,14 @@ def test_blocks_of_all_states_add_up_to_all_blocks():
     assert sum(blocks.values()) == stats.blocks_total
 
 
+def test_blocks_of_each_of_several_kv_cache_groups_have_a_series():
+    groups = {"0": {"used": 3, "cached": 1, "free": 6}, "1": {"used": 1, "cached": 0, "free": 2}}
+    stats = msgspec.structs.replace(status("e").stats, group_blocks=groups)
+    found = series(msgspec.structs.replace(status("e"), stats=stats))
+    blocks = {name[1:]: value for name, value in found.items() if name[0] == "manta_kv_group_blocks"}
+    assert blocks == {(group, state): n for group, states in groups.items() for state, n in states.items()}
+
+
 def test_engine_that_hands_nothing_over_has_no_series_of_handoffs():
     assert not [name for name in series(status("e")) if name[0].startswith("manta_handoff")]
 

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.engine_stats import stats_of
 from engine.core.request import Request
 from engine.core.stats import BOUNDS, RequestMetrics
 from engine.wire.histogram import SECONDS, TOKENS, Histogram
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from tests.fake_runner import Harness
 
 
 def finished_request(metrics: RequestMetrics, reason: str = "length") -> Request:
@@ -72,3 +74,18 @@ def test_bounds_rise_in_steps_that_print_as_they_are_meant():
     assert SECONDS[:7] == [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1]
     for bounds in (SECONDS, TOKENS):
         assert bounds == sorted(set(bounds))
+
+
+def test_each_kv_cache_group_counts_its_blocks_and_one_group_needs_no_count_of_its_own():
+    alike, windowed = (
+        Harness(num_blocks=20, max_model_len=64),
+        Harness(num_blocks=20, max_model_len=64, windows=(None, 8)),
+    )
+    for harness in (alike, windowed):
+        harness.add("a", list(range(3, 43)))
+        for _ in range(5):
+            harness.step()
+    assert stats_of(alike.scheduler).group_blocks == {}
+    whole, window = stats_of(windowed.scheduler).group_blocks.values()
+    assert sum(whole.values()) == sum(window.values()) == 20
+    assert whole["used"] == 11 > window["used"] > 0, "what is behind the window is not held"

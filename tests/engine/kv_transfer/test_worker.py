@@ -102,6 +102,10 @@ class World:
         )
         return self._open[-1]
 
+    def groups(self, caches: list[Tensor]) -> KVTransferWorker:
+        self._open.append(KVTransferWorker(caches, shards=[ONE] * len(caches), transport="tcp", progress_s=20.0))
+        return self._open[-1]
+
     def engine(self, full: Tensor, size: int, transport: str = "tcp") -> list[KVTransferWorker]:
         shards = [HeadShard(full.shape[3], rank, size) for rank in range(size)]
         return [self.worker(shard_cache(full, shard), shard, transport) for shard in shards]
@@ -145,6 +149,20 @@ def test_every_rank_reads_its_heads_and_says_so(world: World, transport: str, so
             assert ended.num_bytes == caches[rank][remote].nbytes
             assert ended.seconds > 0
             assert torch.equal(caches[rank][local], shard_cache(full, shards[rank])[remote])
+
+
+def test_a_read_moves_blocks_of_its_group_alone(world: World) -> None:
+    sources = [full_cache(6, 2, seed=1), full_cache(4, 2, seed=2)[:, :1].contiguous()]
+    caches = [torch.zeros_like(source) for source in sources]
+    there, here = (world.groups(group) for group in (sources, caches))
+    channel = world.channel(here)
+    for group, (remote, local) in enumerate((([5, 0], [1, 3]), ([3, 1, 2], [0, 3, 2]))):
+        others = [cache.clone() for cache in caches]
+        channel.send(Read(100 + group, 7, [there.description], remote, local, group))
+        ended = channel.ended()
+        assert (ended.read_id, ended.error, ended.num_bytes) == (100 + group, None, caches[group][local].nbytes)
+        assert torch.equal(caches[group][local], sources[group][remote])
+        assert torch.equal(caches[1 - group], others[1 - group])
 
 
 def big_cache(frames: int = 3) -> Tensor:

@@ -40,9 +40,7 @@ def test_what_may_have_other_bits_is_refused_by_its_field(
     field: str, options: dict[str, Any], quantization: object, device: str
 ) -> None:
     config = EngineConfig(model="none", determinism="strict", **options)
-    model: Any = SimpleNamespace(
-        quantization=quantization, transformers="", encoder=None, recurrent=None, architecture="a"
-    )
+    model: Any = SimpleNamespace(quantization=quantization, transformers="", encoder=None, architecture="a")
     with pytest.raises(ConfigError, match=f"configuration: {field} .*`strict` does not support it yet"):
         fixed_order.check(config, model, torch.device(device))
 

@@ -3,12 +3,15 @@ however the work is cut up."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.errors import ConfigError
 from tests.engine.model.test_parity import Reference, Run
+from tests.fake_drafter import WildDrafter, draft_always
 from tests.models import HYBRIDS, make_model, with_slow
 
 LENGTHS = (70, 1, 64, 130, 63)
@@ -46,10 +49,27 @@ def test_a_prompt_that_was_seen_goes_on_from_its_last_border(reference):
         assert run.cached == {"first": 0, "again": 128}
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("torch_compile", True), ("speculative", {"method": "ngram"}), ("determinism", "strict")]
-)
-def test_what_does_not_go_with_recurrent_layers_is_refused_at_start(tmp_path, key, value):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_change_no_bit(reference, dtype, monkeypatch):
+    drafter = WildDrafter()
+    monkeypatch.setattr("engine.core.build.NgramDrafter", lambda shortest, longest: drafter)
+    draft_always(monkeypatch)
+    prompts = {
+        str(n): reference.prompt(n, seed=n) for n in (110, 50)
+    }  # to the first border, and to one at which there is a state
+    answers: list[Any] = []
+    for speculative in (None, SpeculativeConfig(method="ngram", num_speculative_tokens=16)):
+        with Run(reference, overlap=True, dtype=dtype, speculative=speculative) as run:
+            for name, prompt in prompts.items():
+                run.add(name, prompt, logprobs=0, max_tokens=40)
+            stats = run.go()
+        answers.append((run.tokens, run.logprobs))
+        drafter.know_texts([prompt + run.tokens[name] for name, prompt in prompts.items()])
+    assert answers[0] == answers[1]
+    assert 0 < stats.spec_decode.num_accepted_tokens < stats.spec_decode.num_draft_tokens
+
+
+def test_what_does_not_go_with_recurrent_layers_is_refused_at_start(tmp_path):
     folder = make_model(tmp_path, "qwen3_5")
-    with pytest.raises(ConfigError, match=r"(torch_compile|speculative|model) must be"):
-        build_engine(EngineConfig(**{"model": str(folder), "num_blocks": 16, key: value}))
+    with pytest.raises(ConfigError, match="torch_compile must be"):
+        build_engine(EngineConfig(model=str(folder), num_blocks=16, torch_compile=True))

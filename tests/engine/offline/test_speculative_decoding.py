@@ -68,10 +68,7 @@ def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild,
     with LLM(folder, overlap=overlap, speculative={"method": "ngram"}, **OPTIONS) as llm:
         prompts = [llm.tokenizer.encode(text) for text in TEXTS]
         for name, right in expected.items():
-            whole = [prompt + output.token_ids for prompt, output in zip(prompts, right, strict=True)]
-            wild.rest_of = lambda tokens, whole=whole: next(
-                (w[len(tokens) :] for w in whole if w[: len(tokens)] == tokens), []
-            )
+            wild.know_texts([prompt + output.token_ids for prompt, output in zip(prompts, right, strict=True)])
             check(run(llm, name), right)
         stats = llm.stats().spec_decode
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
@@ -132,8 +129,7 @@ def test_two_ranks_verify_the_same_drafts_of_the_scheduler(folder, expected, met
 def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
     with LLM(folder, speculative={"method": "ngram"}, **{**OPTIONS, "num_blocks": 16}) as llm:
         prompts = [llm.tokenizer.encode(text) for text in TEXTS]
-        whole = [prompt + right.token_ids for prompt, right in zip(prompts, expected["seeded"], strict=True)]
-        wild.rest_of = lambda tokens: next((w[len(tokens) :] for w in whole if w[: len(tokens)] == tokens), [])
+        wild.know_texts([prompt + right.token_ids for prompt, right in zip(prompts, expected["seeded"], strict=True)])
         check(run(llm, "seeded"), expected["seeded"])
         assert llm.stats().preemptions > 0 < llm.stats().spec_decode.num_accepted_tokens
 

@@ -23,7 +23,7 @@ PROMPT = [5, 6, 7]
 
 
 def builder() -> InputBuilder:
-    model = cast(Any, SimpleNamespace(vocab_size=50, eos_token_ids=(), vision=None))
+    model = cast(Any, SimpleNamespace(vocab_size=50, eos_token_ids=(), vision=None, recurrent=None))
     return InputBuilder(
         EngineConfig(model="", max_num_seqs=4),
         model,

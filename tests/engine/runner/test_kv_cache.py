@@ -1,14 +1,17 @@
 import logging
 
+import hypothesis.strategies as st
 import psutil
 import pytest
 import torch
+from hypothesis import given
 
 from engine.config import EngineConfig, HandoffConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, OutOfMemory
+from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
 from engine.runner import kv_cache
-from engine.runner.kv_cache import GIB
+from engine.runner.kv_cache import GIB, GroupNeed, divide, total_bytes
 from tests.engine.model.model_configs import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -174,3 +177,36 @@ def test_a_cache_in_float8_is_refused_by_a_sentence_on_a_gpu_without_float8(capa
     else:
         with pytest.raises(ConfigError, match=r"kv_cache_dtype must be 'auto' on this GPU .* 8\.\d.*, got 'fp8'"):
             kv_cache.cache_dtype(config, torch.bfloat16, CUDA)
+
+
+windows = st.lists(st.one_of(st.none(), st.integers(1, 600)), min_size=1, max_size=3)
+
+
+@given(
+    windows=windows.map(lambda found: sorted(found, key=lambda window: window is not None)),
+    sizes=st.tuples(*[st.integers(1, 5000)] * 3),
+    budget=st.integers(0, 10**8),
+    longest=st.integers(1, 5000),
+    seqs=st.integers(1, 64),
+    step=st.integers(1, 2048),
+)
+def test_groups_share_a_budget_so_that_the_longest_sequence_fits_alone_if_it_can(
+    windows, sizes, budget, longest, seqs, step
+):
+    needs = [
+        GroupNeed(KVCacheGroup(KVCacheSpec(num_kv_heads=1, head_dim=1, window=window), (0,)), 16, size, step)
+        for window, size in zip(windows, sizes, strict=False)
+    ]
+    blocks, alone = divide(budget, needs, longest, seqs), [need.of(longest) for need in needs]
+    most = [need.most(longest, seqs) for need in needs]
+    assert total_bytes(needs, blocks) <= budget
+    assert all(0 <= have <= limit for have, limit in zip(blocks, most, strict=True))
+    if total_bytes(needs, alone) <= budget:
+        assert all(have >= need for have, need in zip(blocks, alone, strict=True))
+    if len(needs) == 1:
+        assert blocks == [min(most[0], budget // needs[0].block_bytes)]
+    assert (
+        blocks == most
+        or budget - total_bytes(needs, blocks) < sum(need.block_bytes for need in needs)
+        or (blocks[0] == most[0])
+    ), "memory is left that nobody needs"

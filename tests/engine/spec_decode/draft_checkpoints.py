@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.models import make_model, randomise
 
@@ -137,15 +139,25 @@ def write_heads(folder, form: str, layers: int = 1, **changes) -> tuple[list, li
     return residual, outputs
 
 
+MTP_FAMILIES = {  # layer, rotary embedding, norm, and a layer of the model of the same kind
+    "deepseek_v3": (DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding, Glm4MoeRMSNorm, MTP_LAYER),
+    "glm4_moe": (Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding, Glm4MoeRMSNorm, MTP_LAYER),
+    "qwen3_next": (
+        qwen3_next.Qwen3NextDecoderLayer, qwen3_next.Qwen3NextRotaryEmbedding, qwen3_next.Qwen3NextRMSNorm, 2
+    ),
+    "qwen3_5_text": (qwen3_5.Qwen3_5DecoderLayer, qwen3_5.Qwen3_5TextRotaryEmbedding, qwen3_5.Qwen3_5RMSNorm, 2),
+}  # fmt: skip
+
+
 class PlainMTP(torch.nn.Module):
     def __init__(self, folder):
         super().__init__()
         self.config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
         target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        deepseek = self.config.model_type == "deepseek_v3"
-        self.block = (DeepseekV3DecoderLayer if deepseek else Glm4MoeDecoderLayer)(self.config, MTP_LAYER)
-        self.rotary = (DeepseekV3RotaryEmbedding if deepseek else Glm4MoeRotaryEmbedding)(self.config)
-        self.enorm, self.hnorm, self.norm = (Glm4MoeRMSNorm(HIDDEN, self.config.rms_norm_eps) for _ in range(3))
+        layer, rotary, norm, number = MTP_FAMILIES[self.config.model_type]
+        self.qwen = self.config.model_type.startswith("qwen")
+        self.block, self.rotary = layer(self.config, number), rotary(self.config)
+        self.enorm, self.hnorm, self.norm = (norm(HIDDEN, self.config.rms_norm_eps) for _ in range(3))
         self.eh_proj = torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
         randomise(self, tied=False, seed=3)
         self.embed, self.head = target.model.embed_tokens, target.lm_head
@@ -159,15 +171,21 @@ class PlainMTP(torch.nn.Module):
             rope = self.rotary(x, torch.arange(length)[None])
             mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
             out = self.block(x[None], position_embeddings=rope, attention_mask=mask)[0][-1:]
-            found.append(int(self.head(self.norm(out)).argmax()))
-            ids, states = [*ids, found[-1]], torch.cat((states, out))
+            normed = self.norm(out)
+            found.append(int(self.head(normed).argmax()))
+            ids, states = [*ids, found[-1]], torch.cat((states, normed if self.qwen else out))
         return found
 
 
 def write_mtp(folder: Path) -> PlainMTP:
-    """Add a layer to a model in GLM 4.5's format: numbered after the others, with copies of embedding and head."""
+    """Add a layer to a model in GLM 4.5's format, numbered after the others, with copies of embedding and head, or in
+    Qwen's."""
     head = PlainMTP(folder)
     tensors, prefix = load_file(folder / "model.safetensors"), f"model.layers.{MTP_LAYER}."
+    if head.qwen:
+        prefix = "mtp.layers.0."
+        own = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
+        tensors |= {f"mtp.{name}.weight": getattr(head, part).weight.data for part, name in own.items()}
     for name, tensor in head.state_dict().items():
         if name.startswith("block."):
             block = name.removeprefix("block.")
@@ -182,14 +200,17 @@ def write_mtp(folder: Path) -> PlainMTP:
                         tensors[f"{prefix}mlp.experts.{i}.{part}.weight"] = expert.contiguous()
             else:
                 tensors[prefix + block] = tensor.contiguous()
-        elif name.startswith(("enorm", "hnorm", "eh_proj")):
+        elif not head.qwen and name.startswith(("enorm", "hnorm", "eh_proj")):
             tensors[prefix + name] = tensor
-    tensors[f"{prefix}shared_head.norm.weight"] = head.norm.weight.data
-    tensors[f"{prefix}shared_head.head.weight"] = head.head.weight.data.clone()
-    tensors[f"{prefix}embed_tokens.weight"] = head.embed.weight.data.clone()
+    if not head.qwen:
+        tensors[f"{prefix}shared_head.norm.weight"] = head.norm.weight.data
+        tensors[f"{prefix}shared_head.head.weight"] = head.head.weight.data.clone()
+        tensors[f"{prefix}embed_tokens.weight"] = head.embed.weight.data.clone()
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"mtp_num_hidden_layers" if head.qwen else "num_nextn_predict_layers": 1})
+    )
     return head
 
 
@@ -204,7 +225,8 @@ def copy_with_noise(folder: Path, copy: Path) -> Path:
     return copy
 
 
-DRAFTERS = ("ngram", "suffix", "draft_model", "same_model", "noisy_model", "eagle3", "mtp", "medusa")
+DRAFTERS = ("ngram", "suffix", "draft_model", "same_model", "noisy_model", "eagle3", "mtp", "medusa",
+            "hybrid_ngram", "hybrid_model", "hybrid_mtp")  # fmt: skip
 
 
 def make_drafters(root: Path) -> dict[str, tuple[Path, dict[str, str]]]:
@@ -216,6 +238,8 @@ def make_drafters(root: Path) -> dict[str, tuple[Path, dict[str, str]]]:
 
     llama = make_model(new("llama"), "llama", tokenizer=True, vocab_size=VOCAB, num_hidden_layers=8)
     glm = make_model(new("glm"), "glm4_moe", tokenizer=True, vocab_size=VOCAB)
+    hybrid = make_model(new("hybrid"), "qwen3_5", tokenizer=True, vocab_size=VOCAB)
+    write_mtp(hybrid)
     small, eagle3, medusa = make_model(new("qwen3"), "qwen3", vocab_size=VOCAB), new("eagle3"), new("medusa")
     write_mtp(glm)
     write_authors(eagle3, PlainEagle3(False, DRAFT_VOCAB))
@@ -229,4 +253,7 @@ def make_drafters(root: Path) -> dict[str, tuple[Path, dict[str, str]]]:
         "eagle3": (llama, {"method": "eagle3", "model": str(eagle3)}),
         "mtp": (glm, {"method": "mtp"}),
         "medusa": (llama, {"method": "medusa", "model": str(medusa)}),
+        "hybrid_ngram": (hybrid, {"method": "ngram"}),
+        "hybrid_model": (hybrid, {"method": "draft_model", "model": str(small)}),
+        "hybrid_mtp": (hybrid, {"method": "mtp"}),
     }

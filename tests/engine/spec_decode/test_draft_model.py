@@ -78,6 +78,11 @@ def test_a_model_of_another_vocabulary_is_refused(tmp_path, target):
         DraftModel(make_model(tmp_path, "llama", vocab_size=96), target, 64)
 
 
+def test_a_model_whose_layers_keep_a_state_is_refused(tmp_path, target):
+    with pytest.raises(ConfigError, match="all of whose layers keep KV of one shape"):
+        DraftModel(make_model(tmp_path, "qwen3_5"), target, 64)
+
+
 def test_tokens_of_steps_without_drafts_are_computed_when_drafts_are_wanted_again(folder, target):
     sequences = sequences_of(DraftModel(folder, target, 64), count=1)
     list(sequences.step({0: 6}, 3))

@@ -12,7 +12,7 @@ from tests.engine.spec_decode.draft_steps import DraftedSequences, load_target
 from tests.models import make_model
 
 
-@pytest.fixture(scope="module", params=["glm4_moe", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5"])
 def checkpoint(request, tmp_path_factory):
     folder = make_model(tmp_path_factory.mktemp("target"), request.param, vocab_size=VOCAB)
     return folder, write_mtp(folder)

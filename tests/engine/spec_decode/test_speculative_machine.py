@@ -28,13 +28,18 @@ from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, VOCAB, m
 from tests.examples import examples
 from tests.fake_drafter import draft_always
 
-PROMPTS = [[5, 6, 7], [40] * 12, [3, 4, 5, 6, 7, 8, 9, 3, 4], [*range(20, 60)]]
+PROMPTS = [
+    [5, 6, 7],
+    [40] * 12,
+    [3, 4, 5, 6, 7, 8, 9, 3, 4],
+    [*range(20, 76)],
+]  # the last goes over a border of recurrent states
 FORMS = [  # one that no drafter guesses, and one that ends what it guesses
     StructuredOutputsParams(regex="(yes|no|perhaps)( (yes|no|perhaps)){0,4}"),
     StructuredOutputsParams(regex="(?s).{1,15}"),
 ]
 MAX_TOKENS = 20
-SMALL = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 16, "num_threads": 1, "max_model_len": 64}
+SMALL = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 16, "num_threads": 1, "max_model_len": 136}
 
 
 class Kind(NamedTuple):
@@ -93,7 +98,7 @@ def engine(folder: Path, dtype: str, method: str | None = None, overlap: bool = 
     speculative = None
     if method is not None:
         speculative = SpeculativeConfig(num_speculative_tokens=HEADS, **folders()[1][method][1])
-    blocks = 64 if method is None else 18  # so that requests are preempted
+    blocks = 64 if method is None else 36  # so that requests are preempted
     options = {"dtype": dtype, "overlap": overlap, "num_blocks": blocks, **SMALL}
     config = EngineConfig(model=str(folder), speculative=speculative, **options)
     built.append(build_engine(config))
@@ -204,8 +209,9 @@ def case_of(method: str) -> type:
     return machine.TestCase
 
 
-TestNgram, TestSuffix, TestDraftModel, TestSameModel, TestNoisyModel, TestEagle3, TestMTP, TestMedusa = map(
+TestNgram, TestSuffix, TestDraftModel, TestSameModel, TestNoisyModel, TestEagle3, TestMTP, TestMedusa, *_ = map(
     case_of, DRAFTERS
 )
-for like_another in (TestSameModel, TestMedusa):
+TestHybridNgram, TestHybridModel, TestHybridMTP = map(case_of, DRAFTERS[-3:])
+for like_another in (TestSameModel, TestMedusa, TestHybridModel):
     like_another.pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.batch import Batch, StateRows, state_rows
-from engine.model.ops import activation
+from engine.model.ops import activation, dispatch
 from engine.model.state import RING, States
 
 
@@ -29,6 +29,11 @@ class CausalConv(Protocol):
 
 def select(dtype: torch.dtype, device: torch.device) -> CausalConv:
     """The fastest version."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu.recurrent import causal_conv as cpu
+
+        cpu.CAUSAL_CONV.compile(dtype)
+        return cpu.causal_conv
     return causal_conv_plain
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers
 
+from engine.model.fixed_order import FixedOrder
 from tests.batches import load_by_hand
 from tests.models import HYBRIDS, make_model, with_slow
-from tests.ranks import check_ranks
+from tests.ranks import check_ranks, make_ranks, on_all
 from tests.state_batches import same_bits
 
 TOKENS = torch.randint(97, (150,), generator=torch.Generator().manual_seed(1)).tolist()  # two borders
@@ -48,3 +49,17 @@ def test_a_token_has_the_same_bits_in_a_prompt_in_parts_and_decoded(tmp_path, fa
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_of_two_ranks_have_the_logits_of_the_unsharded_model(tmp_path, family):
     check_ranks(make_model(tmp_path, family), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_strict_determinism_ranks_have_the_bits_of_one(tmp_path, family, dtype):
+    # six heads do not divide among four ranks
+    heads = {"mamba_n_heads": 8, "mamba_d_head": 12} if family == "bamba" else {}
+    folder, bits = make_model(tmp_path, family, **heads), []
+    for size in (1, 2, 4):
+        ranks = [FixedOrder(tp) for tp in make_ranks(size)]
+        parts = [load_by_hand(folder, tp, dtype) for tp in ranks]
+        bits.append(on_all(ranks, lambda rank, parts=parts: in_parts(parts[rank]))[0])
+    assert same_bits(bits[0], bits[1])
+    assert same_bits(bits[0], bits[2])

@@ -13,12 +13,15 @@ from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from engine.model.ops.recurrent.causal_conv import causal_conv_plain
+from engine.model.ops.recurrent import causal_conv
 from engine.model.ops.recurrent.linear_attention import linear_attention_plain, select
-from engine.model.state import CHUNK, RING, StateSpec
+from engine.model.state import CHUNK, RING, StateSpec, max_drafts
 from tests.state_batches import garbage, same_bits, state_batch
 
 K_HEADS, HEADS, D_K, D_V, EPS = 2, 4, 16, 32, 1e-6
+CHANNELS, KERNEL = 24, 4
+CONV = StateSpec({"conv": ((RING, CHANNELS), "float32")})
+CONVS = {"plain": causal_conv.causal_conv_plain, "fast": causal_conv.select(torch.float32, torch.device("cpu"))}
 OPS = {"plain": linear_attention_plain, "fast": select(D_K, D_V, 1, torch.device("cpu"))}
 KINDS = ("gated delta rule", "a decay per channel", "without delta rule")
 
@@ -133,41 +136,62 @@ def test_a_state_saved_at_a_border_stands_for_all_before_it(kind, op):
     assert same_bits(rest, whole[CHUNK:])
 
 
-def test_rows_of_refused_drafts_leave_nothing_behind():
-    x, refused = inputs("gated delta rule", 100, torch.float32, 3), inputs("gated delta rule", 100, torch.float32, 4)
-    whole = run(x, garbage(spec_of(x), 1), state_batch([(0, 0, 100)]))
-    states = garbage(spec_of(x), 1)
-    first = run(x.rows(0, 71), states, state_batch([(0, 0, 71)]))
-    run(x.rows(71, 72).beside(refused.rows(72, 80)), states, state_batch([(0, 71, 9)]))
-    rest = run(x.rows(72, 100), states, state_batch([(0, 72, 28)]))
-    assert same_bits(torch.cat((first, rest)), torch.cat((whole[:71], whole[72:])))
-
-
-CHANNELS, KERNEL = 24, 4
-CONV = StateSpec({"conv": ((RING, CHANNELS), "float32")})
+@settings(max_examples=15, deadline=None)
+@given(
+    kind_and_op=st.sampled_from(BOTH),
+    prompt=st.integers(1, CHUNK),
+    steps=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=30),
+)
+def test_rows_of_refused_drafts_leave_nothing_behind(kind_and_op, prompt, steps):
+    kind, op = kind_and_op
+    tokens, weight = 2 * CHUNK + 10, torch.randn(CHANNELS, KERNEL, generator=torch.Generator().manual_seed(1))
+    x, refused = inputs(kind, tokens, torch.float32, 3), inputs(kind, tokens + 12, torch.float32, 4)
+    y, other = (torch.randn(len(rows.v), CHANNELS, generator=torch.Generator().manual_seed(2)) for rows in (x, refused))
+    whole = run(x, garbage(spec_of(x), 1), state_batch([(0, 0, tokens)]), op)
+    convolved = CONVS[op](y, weight, None, garbage(CONV, 1), state_batch([(0, 0, tokens)]), True)
+    states, ring = garbage(spec_of(x), 1), garbage(CONV, 1)
+    start, first = 0, prompt
+    for drafts, accepted in [*steps, *[(12, 12)] * 10]:
+        count = min(drafts, max_drafts(start + first - 1, KERNEL)) if start else 0
+        kept = min(first + min(accepted, count), tokens - start)
+        batch, end = state_batch([(0, start, first + count)]), start + first + count
+        rows = x.rows(start, start + kept).beside(refused.rows(start + kept, end))
+        out = run(rows, states, batch, op)
+        assert same_bits(out[:kept], whole[start : start + kept])
+        both = torch.cat((y[start : start + kept], other[start + kept : end]))
+        assert same_bits(CONVS[op](both, weight, None, ring, batch, True)[:kept], convolved[start : start + kept])
+        start, first = start + kept, 1
+        if start == tokens:
+            break
 
 
 @settings(max_examples=15, deadline=None)
-@given(cuts=st.lists(st.integers(1, 10_000), max_size=6), tokens=st.integers(1, 100), silu=st.booleans())
-def test_a_convolution_has_the_same_bits_in_any_parts_and_transformers_numbers(cuts, tokens, silu):
+@given(
+    conv=st.sampled_from([*CONVS.values()]),
+    cuts=st.lists(st.integers(1, 10_000), max_size=6),
+    tokens=st.integers(1, 100),
+    silu=st.booleans(),
+)
+def test_a_convolution_has_the_same_bits_in_any_parts_and_transformers_numbers(conv, cuts, tokens, silu):
     generator = torch.Generator().manual_seed(tokens)
     x, weight, bias = (
         torch.randn(*shape, generator=generator) for shape in ((tokens, CHANNELS), (CHANNELS, KERNEL), (CHANNELS,))
     )
-    whole = causal_conv_plain(x, weight, bias, garbage(CONV, 1), state_batch([(0, 0, tokens)]), silu)
+    whole = conv(x, weight, bias, garbage(CONV, 1), state_batch([(0, 0, tokens)]), silu)
     theirs = qwen.causal_conv1d_fn(x.T[None], weight, bias, activation="silu" if silu else None)[0].T
     torch.testing.assert_close(whole, theirs, atol=1e-5, rtol=1e-5)
     states, parts = garbage(CONV, 2), []
     for i, (first, last) in enumerate(cut(tokens, cuts)):
         both = torch.cat((torch.full((1, CHANNELS), 7.0), x[first:last]))
         batch = state_batch([(1, i, 1), (0, first, last - first)])
-        parts.append(causal_conv_plain(both, weight, bias, states, batch, silu)[1:])
+        parts.append(conv(both, weight, bias, states, batch, silu)[1:])
     assert same_bits(torch.cat(parts), whole)
 
 
-def test_a_convolution_goes_on_from_what_was_saved_at_a_border():
+@pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
+def test_a_convolution_goes_on_from_what_was_saved_at_a_border(conv):
     x, weight = torch.randn(90, CHANNELS), torch.randn(CHANNELS, KERNEL)
     states = garbage(CONV, 1, kept=1)
-    whole = causal_conv_plain(x, weight, None, states, state_batch([(0, 0, 90)], {0: (CHUNK, 1)}), False)
-    rest = causal_conv_plain(x[CHUNK:], weight, None, states, state_batch([(1, CHUNK, 90 - CHUNK)]), False)
+    whole = conv(x, weight, None, states, state_batch([(0, 0, 90)], {0: (CHUNK, 1)}), False)
+    rest = conv(x[CHUNK:], weight, None, states, state_batch([(1, CHUNK, 90 - CHUNK)]), False)
     assert same_bits(rest, whole[CHUNK:])

@@ -1,0 +1,119 @@
+"""The causal convolution of recurrent layers on a CPU. See ops/recurrent/causal_conv.py, whose names are used here.
+
+An item of work is BLOCK channels of one sequence: what earlier steps left in its ring is read before it is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model.batch import Batch, state_rows
+from engine.model.ops.cpu.kernel import (
+    Kernel,
+    as_bf16,
+    as_f32,
+    as_i64,
+    device_function,
+    divide,
+    exp,
+    kernel,
+    load,
+    store,
+    take,
+)  # fmt: skip
+from engine.model.state import RING, States
+
+BLOCK = 256  # channels
+
+
+@device_function
+def copy_row(as_x: Any, target: int, source: int, width: int) -> None:
+    for c in range(width):
+        store(as_x(target), c, load(as_x(source), c))
+
+
+@device_function
+def causal_conv_rows(as_x: Any, size: int, args: Any) -> None:
+    """size: bytes of a number. args: x, its numbers from row to row, weight, bias, ring, out, table of sequences, their
+    number, channels, kernel, and whether SiLU follows."""
+    stride, seqs, channels, taps = args[2], args[8], args[9], args[10]
+    blocks = (channels + BLOCK - 1) // BLOCK
+    memory = np.zeros((RING + 2) * BLOCK, np.float32)
+    weights, sums, zeros = memory.ctypes.data, as_f32(memory.ctypes.data + 4 * RING * BLOCK), 4 * (RING + 1) * BLOCK
+    zeros += weights
+    while True:
+        item = take(args, 1)
+        if item >= seqs * blocks:
+            break
+        seq, begin = as_i64(args[7] + 48 * (item // blocks)), item % blocks * BLOCK
+        first, last, start, width = seq[0], seq[1], seq[2], min(BLOCK, channels - begin)
+        ring, x = args[5] + size * (seq[3] * RING * channels + begin), args[1] + size * begin
+        for j in range(taps):
+            for c in range(width):
+                as_f32(weights)[j * BLOCK + c] = load(as_x(args[3]), (begin + c) * taps + j)
+        for row in range(first, last):
+            for c in range(width):
+                sums[c] = np.float32(0.0)
+            if args[4]:
+                for c in range(width):
+                    sums[c] = load(as_x(args[4]), begin + c)
+            for j in range(taps):
+                back = taps - 1 - j
+                position, source = start + row - first - back, zeros
+                if position >= start:
+                    source = x + size * (row - back) * stride
+                elif position >= 0:
+                    source = ring + size * (position % RING) * channels
+                column = as_f32(weights + 4 * j * BLOCK)
+                for c in range(width):
+                    sums[c] += column[c] * load(as_x(source), c)
+            out = as_x(args[6] + size * (row * channels + begin))
+            if args[11]:
+                for c in range(width):
+                    sums[c] = divide(sums[c], np.float32(1.0) + exp(-sums[c]))
+            for c in range(width):
+                store(out, c, sums[c])
+        if seq[4] >= 0:
+            saved = args[5] + size * (seq[5] * RING * channels + begin)
+            for position in range(seq[4] - taps + 1, seq[4]):
+                source = ring + size * (position % RING) * channels
+                if position >= start:
+                    source = x + size * (first + position - start) * stride
+                copy_row(as_x, saved + size * (position % RING) * channels, source, width)
+        for row in range(max(first, last - RING), last):
+            position = start + row - first
+            copy_row(as_x, ring + size * (position % RING) * channels, x + size * row * stride, width)
+    memory[0] = np.float32(0.0)  # Numba frees an array after its last use, and does not see the pointers into it
+
+
+@kernel
+def causal_conv_bf16(args: Any) -> None:
+    causal_conv_rows(as_bf16, 2, args)
+
+
+@kernel
+def causal_conv_f32(args: Any) -> None:
+    causal_conv_rows(as_f32, 4, args)
+
+
+CAUSAL_CONV = Kernel({torch.bfloat16: causal_conv_bf16, torch.float32: causal_conv_f32})
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: States, batch: Batch, silu: bool) -> Tensor:
+    """x: [tokens, channels]; weight: [channels, kernel]; bias: [channels] or None. Returns x's shape and dtype."""
+    assert batch.states is not None
+    plans = batch.states.plans
+    if "sequences" not in plans:
+        plans["sequences"] = torch.tensor(state_rows(batch), dtype=torch.int64)
+    table, x = plans["sequences"], x if x.stride(1) == 1 else x.contiguous()
+    channels, taps = weight.shape
+    out = torch.zeros(x.shape, dtype=x.dtype)
+    CAUSAL_CONV.launch(
+        x.dtype, len(table) * -(-channels // BLOCK), x, x.stride(0), weight.contiguous(),
+        0 if bias is None else bias, states["conv"], out, table, len(table), channels, taps, int(silu),
+    )  # fmt: skip
+    return out
