@@ -39,7 +39,7 @@ def copy_row(as_x: Any, target: int, source: int, width: int) -> None:
 @device_function
 def causal_conv_rows(as_x: Any, size: int, args: Any) -> None:
     """size: bytes of a number. args: x, its numbers from row to row, weight, bias, ring, out, table of sequences, their
-    number, channels, kernel, and whether SiLU follows."""
+    number, channels, kernel, whether SiLU follows, and the numbers from one slot's ring to the next."""
     stride, seqs, channels, taps = args[2], args[8], args[9], args[10]
     blocks = (channels + BLOCK - 1) // BLOCK
     memory = np.zeros((RING + 2) * BLOCK, np.float32)
@@ -51,7 +51,7 @@ def causal_conv_rows(as_x: Any, size: int, args: Any) -> None:
             break
         seq, begin = as_i64(args[7] + 48 * (item // blocks)), item % blocks * BLOCK
         first, last, start, width = seq[0], seq[1], seq[2], min(BLOCK, channels - begin)
-        ring, x = args[5] + size * (seq[3] * RING * channels + begin), args[1] + size * begin
+        ring, x = args[5] + size * (seq[3] * args[12] + begin), args[1] + size * begin
         for j in range(taps):
             for c in range(width):
                 as_f32(weights)[j * BLOCK + c] = load(as_x(args[3]), (begin + c) * taps + j)
@@ -78,7 +78,7 @@ def causal_conv_rows(as_x: Any, size: int, args: Any) -> None:
             for c in range(width):
                 store(out, c, sums[c])
         if seq[4] >= 0:
-            saved = args[5] + size * (seq[5] * RING * channels + begin)
+            saved = args[5] + size * (seq[5] * args[12] + begin)
             for position in range(seq[4] - taps + 1, seq[4]):
                 source = ring + size * (position % RING) * channels
                 if position >= start:
@@ -115,5 +115,6 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: States, 
     CAUSAL_CONV.launch(
         x.dtype, len(table) * -(-channels // BLOCK), x, x.stride(0), weight.contiguous(),
         0 if bias is None else bias, states["conv"], out, table, len(table), channels, taps, int(silu),
+        states["conv"].stride(0),
     )  # fmt: skip
     return out
