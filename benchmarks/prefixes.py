@@ -25,22 +25,22 @@ from engine.core.engine import EngineCore
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
-#: Qwen 3.5 with an eighth of its width: 12 layers of Gated DeltaNet, 4 of attention, 110 million parameters.
+#: Qwen 3.5, small: 6 layers of Gated DeltaNet, 2 of attention.
 SHAPE = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
-    "vocab_size": 32_000,
-    "hidden_size": 640,
-    "intermediate_size": 1792,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 8,
+    "vocab_size": 8000,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 128,
+    "head_dim": 64,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "full_attention_interval": 4,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
