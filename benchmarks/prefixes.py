@@ -135,11 +135,12 @@ def show_report(report: PrefixReport) -> None:
     title = (
         f"{load.prompts} prompts: {load.shared} tokens in common, {load.own} of its own each, {load.answer} answered"
     )
-    table = make_table(title, "prefix cache", "prompt tokens computed", "s", "tokens/s", "ratio")
+    table = make_table("prefix cache", "prompt tokens computed", "s", "tokens/s", "ratio")
     tokens = report.prompt_tokens + load.prompts * load.answer
     slow, fast = statistics.median(report.seconds_without), statistics.median(report.seconds_with)
     for name, computed, seconds in (("off", report.computed_without, slow), ("on", report.computed_with, fast)):
         table.add_row(name, f"{computed}", figure(seconds, 2), figure(tokens / seconds, 0), figure(slow / seconds, 2))
+    print(title)
     show(table)
     print(f"answers are {'the same' if report.equal_answers else 'NOT the same'} in all turns")
 
