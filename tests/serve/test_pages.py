@@ -48,7 +48,7 @@ def test_a_request_is_answered(name, server, folder):
 
 def test_an_answer_is_verified(server, folder):
     text = block("docs/determinism.md", "bash", with_="manta verify")
-    assert run(here(text, server), folder, HOME=str(folder)).count("equal") == 2
+    assert run(here(text, server), folder, HOME=str(folder)).startswith("equal: tokens and log-probabilities")
 
 
 def test_a_stream_is_resumed_from_the_event_that_its_client_had(server, folder):
