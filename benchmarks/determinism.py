@@ -126,8 +126,8 @@ def scenarios(
     model: str, options: dict[str, Any], ranks: Sequence[int], requests: int, output_len: int, seed: int
 ) -> Iterator[Scenario]:
     """Compute the requests in each scenario. The engines come and go one after the other."""
-    rng, vocab_size = random.Random(seed), ModelConfig.from_folder(resolve(model)).vocab_size
-    prompts = [random_ids(rng, rng.randint(*PROMPT_LEN), vocab_size) for _ in range(requests)]
+    rng, cfg = random.Random(seed), ModelConfig.from_folder(resolve(model))
+    prompts = [random_ids(rng, rng.randint(*PROMPT_LEN), cfg.vocab_size) for _ in range(requests)]
     kept = [rng.randrange(1, output_len) for _ in range(requests)]  # tokens of the answer that were there before a move
     params, every = [sampling(i, output_len) for i in range(requests)], [True] * requests
 
@@ -166,7 +166,7 @@ def scenarios(
     for size in ranks:
         with engine(max_num_seqs=BATCH, tensor_parallel=size) as llm:
             yield Scenario(f"on {size} ranks", answers(llm.generate(prompts, params, progress=False)), alone, every)
-    for size in (1, *ranks):
+    for size in (1, *ranks) if cfg.recurrent is None else ():  # whose states are not handed over
         config = EngineConfig(**{"model": model, "block_size": BLOCK_SIZE, "enable_prefix_caching": False, **options})
         found, received = with_prefill_engine(config, size, prompts, params)
         yield Scenario(f"prompt on {size} other rank{'s' * (size > 1)}", found, alone, received)
