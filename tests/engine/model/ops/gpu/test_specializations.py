@@ -1,0 +1,25 @@
+"""No kernel is compiled in a served step: what the warm-up, the graphs and the memory profile compile is closed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.engine.model.ops.gpu.specializations import CASES
+from tests.models import with_slow
+
+pytestmark = pytest.mark.kernels
+OFTEN = ("fp8 in blocks", "experts")
+
+
+@pytest.mark.parametrize("case", with_slow(CASES, tuple(case for case in CASES if case not in OFTEN)))
+def test_random_steps_need_no_variant_of_a_kernel_that_was_not_compiled_before_the_first_request(case):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engine.model.ops.gpu.specializations", case]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"case": case, "missing": []}
