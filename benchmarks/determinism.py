@@ -166,7 +166,7 @@ def scenarios(
     for size in ranks:
         with engine(max_num_seqs=BATCH, tensor_parallel=size) as llm:
             yield Scenario(f"on {size} ranks", answers(llm.generate(prompts, params, progress=False)), alone, every)
-    for size in (1, *ranks) if cfg.recurrent is None else ():  # whose states are not handed over
+    for size in (1, *ranks) if cfg.recurrent is None else (1,):  # states go between ranks of one number
         config = EngineConfig(**{"model": model, "block_size": BLOCK_SIZE, "enable_prefix_caching": False, **options})
         found, received = with_prefill_engine(config, size, prompts, params)
         yield Scenario(f"prompt on {size} other rank{'s' * (size > 1)}", found, alone, received)

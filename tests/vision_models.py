@@ -121,7 +121,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]
     ),
 }
 
-RECURRENT = ("qwen3_5", "qwen3_5_moe")  # models with recurrent layers
+RECURRENT = ("qwen3_5", "qwen3_5_moe")  # whose prompts here are too short for a snapshot of their states
 
 
 @dataclass

@@ -68,8 +68,9 @@ def check_layers(config: EngineConfig, model: ModelConfig) -> None:
     go with yet."""
     fp8 = model.latent is not None and config.kv_cache_dtype != "auto"
     refused = {"torch_compile": config.torch_compile, "kv_cache_dtype": fp8}
-    if model.recurrent is not None:
-        refused["handoff"] = config.handoff is not None
+    if model.recurrent is not None:  # a handoff brings a state, or the blocks of a window, after the other KV
+        windowed = any(group.spec.window is not None for group in model.kv_groups)
+        refused["handoff"] = config.handoff is not None and windowed
     for key in filter(refused.get, refused):
         limit = f"left out for {model.architecture}, which does not go with it yet"
         raise ConfigError(key, getattr(config, key), limit)

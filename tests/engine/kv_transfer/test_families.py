@@ -14,11 +14,13 @@ from engine.core.build import build_engine
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, make_model, with_slow
 from tests.transformers_models import make_transformers_model
 
 BY_TRANSFORMERS = ("SmolLM3ForCausalLM", "VaultGemmaForCausalLM", "Llama4ForCausalLM")
 NATIVE = ("gpt_oss", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_moe", "mixtral", "qwen3_moe", "phi3", "glm4_moe")
+RECURRENT = ("qwen3_5", "nemotron_h", "lfm2", "kimi_linear")
+BORDERS = (200, 129, 128, 64, 20)  # tokens behind borders of states, and none before one
 LENGTHS = (33, 8, 1)  # more than the windows of 8 tokens, as many, and too few for a block
 
 
@@ -102,3 +104,58 @@ def test_with_strict_determinism_pools_of_unequal_size_give_the_bits_of_one_engi
         assert [flat(pair.ingress.deltas[f"{length}"]) for length in LENGTHS] == expected
         pair.settle()
         assert sum(pair.decode.status.handoffs.results["received"].values()) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", with_slow(RECURRENT, RECURRENT[1:]))
+def test_a_recurrent_state_is_handed_over_and_goes_on_with_the_same_bits(tmp_path, ranks, family, dtype, size):
+    """Also where prompts are cached on either side, and where prefill ends in the middle of them."""
+    options = {"dtype": dtype, "max_num_batched_tokens": 48, "num_blocks": 400, "block_size": 16}
+    folder = make_model(tmp_path, family)
+    expected = alone(folder, BORDERS, tensor_parallel=size, **options)
+    configs = make_config(folder, "decode", size, **options), make_config(folder, "prefill", size, **options)
+    with Pair(*configs, ranks) as pair:
+
+        def answers(kind: str) -> list[tuple[list[int], list[float]]]:
+            for length in BORDERS:
+                pair.ingress.last(f"{kind} {length}")
+            return [flat(pair.ingress.deltas[f"{kind} {length}"]) for length in BORDERS]
+
+        def ask(kind: str) -> None:
+            for length in BORDERS:
+                pair.ingress.add(f"{kind} {length}", prompt(length), logprobs=0)
+
+        ask("first")
+        assert answers("first") == expected
+        pair.settle()
+        assert sum(pair.decode.status.handoffs.results["received"].values()) == len(BORDERS)
+        pair.decode.scheduler.kv_cache.clear_cache()
+        ask("cached there")
+        assert answers("cached there") == expected
+        pair.settle()
+        ask("cached here")
+        assert answers("cached here") == expected
+        pair.settle()
+        pair.decode.scheduler.kv_cache.clear_cache()
+        pair.prefill.scheduler.kv_cache.clear_cache()
+        before = len(pair.remote_requests)
+        ask("interrupted")
+        pair.wait_for(lambda: len(pair.remote_requests) > before)
+        pair.fails = True
+        pair.prefill.stop()
+        assert answers("interrupted") == expected
+        pair.settle()
+
+
+@pytest.mark.slow
+def test_states_of_another_number_of_ranks_are_refused_and_the_prompt_computed_here(tmp_path, ranks):
+    folder = make_model(tmp_path, "qwen3_5")
+    options = {"num_blocks": 400, "block_size": 16}
+    configs = make_config(folder, "decode", 1, **options), make_config(folder, "prefill", 2, **options)
+    with Pair(*configs, ranks) as pair:
+        pair.ingress.add("a", prompt(129), logprobs=0)
+        pair.ingress.last("a")
+        assert [flat(pair.ingress.deltas["a"])] == alone(folder, (129,), **options)
+        pair.settle()
+        assert pair.decode.status.handoffs.results["failed"] == {"refused": 1}

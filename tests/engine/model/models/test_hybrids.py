@@ -54,12 +54,11 @@ def test_both_of_two_ranks_have_the_logits_of_the_unsharded_model(tmp_path, fami
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_strict_determinism_ranks_have_the_bits_of_one(tmp_path, family, dtype):
-    # six heads do not divide among four ranks
+    # six heads do not divide among four ranks, nor do two
     heads = {"mamba_n_heads": 8, "mamba_d_head": 12} if family == "bamba" else {}
     folder, bits = make_model(tmp_path, family, **heads), []
-    for size in (1, 2, 4):
+    for size in (1, 2) if family == "qwen3_next" else (1, 2, 4):
         ranks = [FixedOrder(tp) for tp in make_ranks(size)]
         parts = [load_by_hand(folder, tp, dtype) for tp in ranks]
         bits.append(on_all(ranks, lambda rank, parts=parts: in_parts(parts[rank]))[0])
-    assert same_bits(bits[0], bits[1])
-    assert same_bits(bits[0], bits[2])
+    assert all(same_bits(bits[0], others) for others in bits[1:])
