@@ -112,8 +112,9 @@ def test_with_strict_determinism_pools_of_unequal_size_give_the_bits_of_one_engi
 def test_a_recurrent_state_is_handed_over_and_goes_on_with_the_same_bits(tmp_path, ranks, family, dtype, size):
     """Also where prompts are cached on either side, and where prefill ends in the middle of them."""
     options = {"dtype": dtype, "max_num_batched_tokens": 48, "num_blocks": 400, "block_size": 16}
+    options["determinism"] = "strict" if size > 1 else None  # so that ranks have the bits of one
     folder = make_model(tmp_path, family)
-    expected = alone(folder, BORDERS, tensor_parallel=size, **options)
+    expected = alone(folder, BORDERS, **options)
     configs = make_config(folder, "decode", size, **options), make_config(folder, "prefill", size, **options)
     with Pair(*configs, ranks) as pair:
 
@@ -158,4 +159,4 @@ def test_states_of_another_number_of_ranks_are_refused_and_the_prompt_computed_h
         pair.ingress.last("a")
         assert [flat(pair.ingress.deltas["a"])] == alone(folder, (129,), **options)
         pair.settle()
-        assert pair.decode.status.handoffs.results["failed"] == {"refused": 1}
+        assert set(pair.decode.status.handoffs.results["failed"]) == {"refused"}
