@@ -278,20 +278,11 @@ def _from_transformers(raw: Fields, dtype: str, max_model_len: int | None) -> Mo
 
 
 def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model_len: int | None) -> ModelConfig:
-    raw = gemma_names(raw)
-    for key in RARE:
-        if raw.get(key) and key not in family.keys:
-            raise Unsupported(key, raw[key])
-    if raw.get("use_bidirectional_attention") not in (None, False, True):
-        raise Unsupported("use_bidirectional_attention", raw["use_bidirectional_attention"])
-    encoder, raw = None, recurrent_names(raw)
-    if family.encoder:
-        raw = encoder_names(raw)
-        encoder = EncoderConfig.read(raw)
+    head, raw = head_of(architecture), _known_names(family, raw)
+    encoder = EncoderConfig.read(raw) if family.encoder else None
     bidirectional = family.encoder or bool(raw.get("use_bidirectional_attention"))
     if bidirectional and raw.get("sliding_window"):
         raw = {**raw, "sliding_window": raw["sliding_window"] // 2 + 1}  # stated for both sides together
-    head = head_of(architecture)
     if head == "score" and (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:
         raise Unsupported("num_labels", labels)
     num_layers, num_heads = raw["num_hidden_layers"], raw["num_attention_heads"]
@@ -341,6 +332,18 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         encoder=encoder,
         head="none" if bidirectional and head == "lm" else head,
     )
+
+
+def _known_names(family: Family, raw: Fields) -> Fields:
+    """Return the keys by the names that `_parse` reads. Raises Unsupported."""
+    raw = gemma_names(raw)
+    for key in RARE:
+        if raw.get(key) and key not in family.keys:
+            raise Unsupported(key, raw[key])
+    if raw.get("use_bidirectional_attention") not in (None, False, True):
+        raise Unsupported("use_bidirectional_attention", raw["use_bidirectional_attention"])
+    raw = recurrent_names(raw)
+    return encoder_names(raw) if family.encoder else raw
 
 
 def _activation(raw: Fields, supported: tuple[str, ...]) -> Any:
