@@ -1,6 +1,6 @@
 """`system_fingerprint` of responses: four digests of what may change the answer to a request.
 
-They are told apart so that `manta verify` can say what has changed. They do not cover the kind of CPU or GPU: the
+They are separate so that `manta verify` can say what has changed. They do not cover the kind of CPU or GPU: the
 process that makes them is not the one that computes.
 """
 

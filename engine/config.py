@@ -225,7 +225,7 @@ class EngineConfig:
     )
     prefix_cache_retention_interval: int | None = option(
         None,
-        "Tokens between the states that recurrent layers keep of a long sequence for the prefix cache, beside those at "
+        "Tokens between the states that recurrent layers keep of a long sequence for the prefix cache besides those at "
         "the ends of prompts and where prompts part; 0 for no others. Default: as many as have KV as large as a state.",
     )
     overlap: bool | None = option(

@@ -190,7 +190,7 @@ class BlockPool:
         return found
 
     def discard(self, block_hash: bytes) -> None:
-        """Forget the block of this hash, if it is cached and nobody holds it."""
+        """Forget the block of this hash, if it is cached and no request holds it."""
         block = self._by_hash.get(block_hash)
         if block is not None and self._ref_counts[block] == 0:
             del self._cached[block]

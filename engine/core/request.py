@@ -55,7 +55,7 @@ class BlockTable:
 
 
 class StateSnapshot(NamedTuple):
-    """A kept copy of a sequence's recurrent state, as it stands before the token at `position`."""
+    """A kept copy of a sequence's recurrent state, from before the token at `position`."""
 
     position: int
     snapshot: int
@@ -70,7 +70,7 @@ class RequestStates:
     saves: deque[StateSnapshot] = field(default_factory=deque)
     """Those that planned steps write, or another engine hands over, oldest first."""
     handed_over: list[list[int]] = field(default_factory=list)
-    """What goes from engine to engine beside KV blocks, as of one more KV cache group; empty in a model without
+    """What is handed over in addition to KV blocks, as one more KV cache group; empty in a model without
     states."""
     wanted: list[int] = field(default_factory=list)
     """Borders to come of its known tokens where its state is kept, ascending."""

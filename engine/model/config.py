@@ -80,7 +80,7 @@ class ModelConfig:
     """What each layer is, in a family with recurrent layers: see config_parts/recurrent.py."""
     multipliers: Multipliers = field(default_factory=Multipliers)
     gemma: GemmaConfig | None = None
-    """What Gemma 3n and Gemma 4 have beside Gemma 3."""
+    """What Gemma 3n and Gemma 4 have and Gemma 3 has not."""
     attn_logit_softcapping: float | None = None
     """Attention scores lie between minus this and this."""
     final_logit_softcapping: float | None = None

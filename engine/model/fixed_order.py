@@ -25,7 +25,7 @@ OUTPUTS_MULTIPLE = 64
 """Outputs that our kernel for a CPU (ops/cpu/linear.py) computes at a time. Another multiplies a weight of any other
 number, and sums in another order."""
 LEAST_OUTPUTS = 2
-"""Outputs of a layer in float32, of which one alone is summed in another order than beside others."""
+"""Outputs of a layer in float32, of which one alone is summed in another order than several."""
 
 
 def check(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> None:

@@ -145,7 +145,7 @@ class StateCache:
         return self._memory[self.slots :, None, None, None, None]
 
     def restore(self, restored: list[StateRestore]) -> None:
-        """Let sequences go on from snapshots."""
+        """Let sequences resume from snapshots."""
         for slot, snapshot in restored:
             self._memory[slot].copy_(self._memory[self.slots + snapshot])
 

@@ -1,4 +1,4 @@
-"""How much memory one rank has for its KV cache, and for snapshots of recurrent states beside it."""
+"""How much memory one rank has for its KV cache and for snapshots of recurrent states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.runner.rank_setup import RankSetup
 logger = logging.getLogger(__name__)
 
 CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, at most (ATen's CublasHandlePool.cpp)
-SHARE = 4  # one part of so many of the KV cache's memory is for snapshots
+SHARE = 4  # 1 / SHARE of the KV cache's memory is for snapshots
 LEAST = 2  # a handoff needs one
 
 

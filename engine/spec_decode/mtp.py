@@ -43,7 +43,7 @@ class MTPLayer(NativeNames, nn.Module):
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, cfg: ModelConfig, layer_type: type[nn.Module], number: int):
-        """cfg: of the target, with this layer, one of its own, among them. number: of the layer."""
+        """cfg: of the target, including this layer. number: of the layer."""
         super().__init__()
         self.block = layer_type(cfg, TPGroup.single(), number)
         for module in self.block.modules():
@@ -65,7 +65,7 @@ class MTPLayer(NativeNames, nn.Module):
         return normed, self.chained(hidden, normed)
 
     def chained(self, hidden: Tensor, normed: Tensor) -> Tensor:
-        """Return which of the two stands in for the target's hidden states of the next token."""
+        """Return which of the two takes the place of the target's hidden states of the next token."""
         return hidden
 
     def best(self, hidden: Tensor) -> Tensor:

@@ -40,14 +40,14 @@ class BlockChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateRestore(NamedTuple):
-    """The sequence in `slot` goes on from a snapshot of its recurrent state, before the step."""
+    """The sequence in `slot` resumes from a snapshot of its recurrent state, before the step."""
 
     slot: int
     snapshot: int
 
 
 class StateSave(NamedTuple):
-    """The recurrent state of the sequence in `slot` as it stands before a position that the step reaches is kept."""
+    """The recurrent state of the sequence in `slot` from before a position that the step reaches is kept."""
 
     slot: int
     position: int

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, as `manta doctor` looks for them: in a process of its own, which may not come back.
+"""The nodes of a Ray cluster, as `manta doctor` looks for them: in a separate process, which may not come back.
 
 A driver of a cluster that is just ending waits for minutes, or is ended by Ray.
 """

@@ -14,7 +14,7 @@ NEVER = 1 << 62  # a position
 
 
 class StateCacheManager(KVCacheManager):
-    """Decides which states are kept, where sequences go on from them, and what they are called.
+    """Decides which states are kept, where sequences resume from them, and how they are named.
 
     A block of its pool is a snapshot: the states of all recurrent layers before a border, a multiple of the pool's
     block size. Its name is the hash that the chain of blocks has there, so a prefix counts as cached as far as there is
@@ -109,7 +109,7 @@ class StateCacheManager(KVCacheManager):
         if source is not None:
             assert source.position == request.computed
             self._restored.append(StateRestore(request.slot, source.snapshot))
-            self.pool.release([source.snapshot])  # whatever is written there comes after it was read
+            self.pool.release([source.snapshot])  # a later write there comes after the read
 
     def received(self, request: Request) -> int:
         states = request.states

@@ -44,7 +44,7 @@ MAX_TRANSFERS = 4  # of one read under way at a time
 MAX_BUFFERS = 8  # of all reads, which tens of prefill engines may make at a time
 POLL_S = 0.0001
 PROGRESS_US = 10_000  # interval at which NIXL's thread makes progress even if UCX has not asked to
-OWN_PROGRESS_S = 0.001  # interval of our thread, which does not hear when UCX asks
+OWN_PROGRESS_S = 0.001  # interval of our thread, which UCX cannot wake
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -259,7 +259,7 @@ def warn_if_memory_cannot_be_pinned() -> None:
 
 
 def start_agent(*, progress_thread: bool) -> Any:
-    """Return a NIXL agent with a UCX backend. progress_thread: whether NIXL runs one of its own."""
+    """Return a NIXL agent with a UCX backend. progress_thread: whether NIXL starts one."""
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as error:

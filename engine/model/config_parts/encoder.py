@@ -1,4 +1,4 @@
-"""What an encoder has beside a decoder, read from config.json."""
+"""What only an encoder has, read from config.json."""
 
 from __future__ import annotations
 

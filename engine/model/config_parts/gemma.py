@@ -1,4 +1,4 @@
-"""What Gemma 3n and Gemma 4 have beside Gemma 3, read from config.json."""
+"""What Gemma 3n and Gemma 4 have and Gemma 3 has not, read from config.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.model.kv_groups import KVCacheSpec, LayerSpecs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig:
-    """Sizes of what is beside attention and MLP in a layer, and of MLPs, which differ from layer to layer."""
+    """Sizes of a layer's parts other than attention and MLP, and of MLPs, which differ from layer to layer."""
 
     mlp_sizes: tuple[int, ...]
     layer_embedding_size: int
@@ -75,7 +75,7 @@ def gemma_names(raw: Fields) -> Fields:
 
 def gemma_specs(raw: Fields, windows: tuple[int | None, ...]) -> LayerSpecs:
     """What each layer keeps: the last `num_kv_shared_layers` of them read what the last one before has that sees as
-    far, and others may have sizes of their own. Empty for another family."""
+    far, and others may have other sizes. Empty for another family."""
     if "mlp_sizes" not in raw:
         return ()
     first, specs = len(windows) - raw["num_kv_shared_layers"], list[KVCacheSpec | int | None]()

@@ -92,7 +92,7 @@ class AltUp(Sharded):
 
 
 def weighted(weights: Tensor, streams: Sequence[Tensor]) -> Tensor:
-    """Sum the streams one by one, so that a token has the same bits beside any others. weights: [tokens, streams]"""
+    """Sum the streams one by one, so that a token has the same bits in any batch. weights: [tokens, streams]"""
     total = weights[:, :1] * streams[0]
     for i, stream in enumerate(streams[1:], 1):
         total = total + weights[:, i : i + 1] * stream

@@ -1,5 +1,5 @@
 """Gemma 4, text only: embeddings of each token for each layer, layers that read the KV of others, heads of other sizes
-in layers without a window, values that are keys there, and experts beside an MLP in some models.
+in layers without a window, values that are keys there, and experts next to an MLP in some models.
 
 https://ai.google.dev/gemma/docs/core; formulas follow transformers' modeling_gemma4.py.
 """
@@ -69,7 +69,7 @@ class Gemma4Attention(LlamaAttention):
 
 
 class Gemma4Router(Router):
-    """Norms the token first; each expert's weight has a factor of its own."""
+    """Norms the token first; each expert's weight has its own factor."""
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig):
         super().__init__(cfg.hidden_size, moe)
@@ -88,8 +88,8 @@ class Gemma4Router(Router):
 
 
 class Gemma4Experts(nn.Module):
-    """The experts beside the MLP of a layer: (x before its norm, what the MLP gives), each [tokens, hidden] -> [tokens,
-    hidden]."""
+    """The experts next to the MLP of a layer: (x before its norm, what the MLP gives), each [tokens, hidden]
+    -> [tokens, hidden]."""
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig, tp: TPGroup, prefix: str):
         super().__init__()

@@ -113,7 +113,7 @@ class LlamaForCausalLM(NativeNames, nn.Module):
 
     def run_layers(self, x: Tensor, batch: Batch, inputs: Sequence[Tensor] = ()) -> Tensor:
         """Embedded tokens [tokens, hidden] -> hidden [tokens, hidden], and what `aux_layers` adds. inputs: what each
-        layer takes beside x, in a family that has that."""
+        layer takes in addition to x, in a family that has that."""
         residual, aux = None, []
         for i, layer in enumerate(self.layers):
             if i in self.aux_layers:
