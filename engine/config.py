@@ -58,7 +58,7 @@ class HandoffConfig:
     )
     heartbeat_s: float = option(1.0, "Interval at which a decode engine gives a sign of life.")
     progress_s: float = option(
-        5.0, "Time without an answer to heartbeats, or without a byte of a read, after which a link counts as cut."
+        5.0, "How long a link may go without an answer to a heartbeat, or a byte of a read, before it counts as cut."
     )
     accept_s: float = option(5.0, "Time within which a prefill engine must accept a request.")
     quarantine_s: float = option(30.0, "Time that a pair of engines makes no handoffs after its link has failed.")
@@ -244,7 +244,7 @@ class EngineConfig:
     )
     handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs, in any role.")
     encode: HandoffConfig | None = option(
-        None, "Options of handoffs of images, in an engine whose images encode engines may encode."
+        None, "Options for image handoffs, in an engine whose images may be encoded by encode replicas."
     )
 
     @property

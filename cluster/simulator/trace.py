@@ -157,8 +157,9 @@ def lognormal(random: Random, size: int, median: float, mean: float, longest: in
 def shared_prefix(
     arrivals: Times, random: Random, *, groups: int, system: int, question: int, output: int, turns: int = 0
 ) -> Trace:
-    """Begin every request with the system prompt of one of `groups` groups, drawn evenly; `system` in whole pieces.
+    """Begin every request with the system prompt of one of `groups` groups, drawn uniformly.
 
+    system: tokens of it, rounded down to whole pieces.
     turns: if given, each group has exactly this many requests, in random order.
     """
     size, pieces = len(arrivals), system // PIECE

@@ -89,7 +89,7 @@ TABLE = (
     ),
     ignored(
         "--disable-log-requests --disable-uvicorn-access-log --disable-access-log-for-endpoints=",
-        "requests are only logged with --log-level debug",
+        "the end of each request is one line at level info, without its text",
     ),
     ignored("--log-config-file= --log-error-stack", "--log-level, and --set log_format=json"),
     ignored("--disable-log-stats --aggregate-engine-logging", "figures are only at /metrics"),

@@ -64,7 +64,8 @@ class Lark:
 
     @staticmethod
     def _until_token(end: list[str | int]) -> str:
-        """No regular expression matches a token; but what comes before it must not be taken for the text."""
+        """Return a rule for free text up to the end. No regular expression matches a special token, but the literal
+        text before it must not count as free text."""
         before = end[0] if isinstance(end[0], str) else ""
         rest = end[1:] if before else end
         parts = [f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in rest]

@@ -49,8 +49,8 @@ _calls: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
 class OpaqueCall(nn.Module):
     """A call that is one node of torch.compile's graph, opaque to it.
 
-    call: x [tokens, ...] and other tensors, or None -> [tokens, outputs], a new tensor of x's dtype.
-    outputs: None for as many as x has inputs.
+    call: takes x [tokens, ...] and other tensors or None, and returns a new tensor [tokens, outputs] of x's dtype.
+    outputs: width of the result; None for that of x.
     """
 
     def __init__(self, call: Callable[..., Tensor], outputs: int | None = None):

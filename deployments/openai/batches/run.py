@@ -44,8 +44,9 @@ Send = Callable[[Record[Batch], BatchRequest], Awaitable[InProcessResponse]]
 class BatchRun:
     """Works on a batch that is claimed, and continues where another ingress stopped.
 
-    Each answer is appended to the output file, or to the error file, and only there is it known which requests are
-    answered. A batch that is seen as `finalizing` or `cancelling` has an answer to every request.
+    Each answer is appended to the output file, or to the error file, and these files are the only
+    record of which requests are answered. A batch that is seen as `finalizing` or `cancelling` has an answer to every
+    request.
     """
 
     store: BatchStore

@@ -29,8 +29,8 @@ class VisionConfig:
 
     @classmethod
     def read(cls, raw: Fields, rotary_dim: int) -> VisionConfig | None:
-        """raw: the whole config.json. rotary_dim: rotated values of a head. None if the model's images are not
-        supported, and it serves as a text model."""
+        """raw: the whole config.json. rotary_dim: rotated values of a head. Returns None if images are not
+        supported for this model, which is then served as a text model."""
         architecture, vision = (raw.get("architectures") or ["none"])[0], raw.get("vision_config")
         if architecture not in VISION or not vision:
             return None

@@ -32,7 +32,7 @@ MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor, Biase
 
 
 def select(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device) -> MixExperts:
-    """The fastest version. slice_size: intermediate values of each expert that this rank holds."""
+    """Return the fastest version. slice_size: intermediate features of each expert on this rank."""
     if not dispatch.gpu_kernels(dtype, device):
         return mix_experts_plain
     from engine.model.ops.gpu import grouped_mm, moe
