@@ -167,9 +167,11 @@ class MetaModel:
             pack_weights(self.model)
 
     @torch.inference_mode()
-    def launches(self, tokens: int, seqs: int, context: int) -> Counter[str]:
+    def launches(self, tokens: int, seqs: int, context: int, launches: Launches | None = None) -> Counter[str]:
         """Kernels of a step that CUDA graphs hold, and those of the head: of `seqs` sequences with `context` tokens at
-        most, whose chunks are `tokens` together, or which decode if there are as many tokens as sequences."""
+        most, whose chunks are `tokens` together, or which decode if there are as many tokens as sequences.
+
+        launches: what notes them, if it notes more."""
         config, heads, groups = self.config, self.config.kv_heads_per_rank(self.ranks), self.config.kv_groups
         with as_on_a_gpu(self.capability):
             shape = StepShape(tokens, seqs, kv_groups=len(groups))
@@ -193,7 +195,7 @@ class MetaModel:
             )  # fmt: skip
             inputs = torch.zeros(buffer_size(shape), dtype=torch.int32, device=META)
             self.launched.clear()
-            with Launches() as launches:
+            with launches or Launches() as launches:
                 hidden = graphs._compute(shape, inputs)
                 self.model.best(hidden[:seqs])
         assert hidden.shape == (tokens, config.hidden_size) and hidden.dtype == self.dtype

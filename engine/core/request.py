@@ -54,6 +54,9 @@ class BlockTable:
         return self.blocks.index(block, self.num_released)
 
 
+NEVER = 1 << 62  # a position
+
+
 class StateSnapshot(NamedTuple):
     """A kept copy of a sequence's recurrent state, from before the token at `position`."""
 
@@ -76,7 +79,7 @@ class RequestStates:
     """Borders to come of its known tokens where its state is kept, ascending."""
     last_wanted: int = 0
     """The last of these that it has passed."""
-    next_save: int = 1 << 62
+    next_save: int = NEVER
     """The next position at which a snapshot is made."""
     newest: bytes = b""
     """Hash of the snapshot that the next one takes the place of."""

@@ -52,11 +52,11 @@ class StateSpec:
     @property
     def kept_bytes(self) -> int:
         """Those of a state at a border, with padding: each tensor begins at a multiple of ALIGNED bytes."""
-        return sum(aligned(total_bytes({name: shape})) for name, shape in self.kept.items())
+        return sum(aligned(num_bytes(*tensor)) for tensor in self.kept.values())
 
     @property
     def row_bytes(self) -> int:
-        return total_bytes(self.rows)
+        return sum(num_bytes(*tensor) for tensor in self.rows.values())
 
 
 def allocate(
@@ -72,7 +72,7 @@ def allocate(
     for spec in specs:
         tensors: States = {}
         for name, (shape, dtype) in spec.kept.items():
-            size = total_bytes({name: (shape, dtype)})
+            size = num_bytes(shape, dtype)
             tensors[name] = memory[:, start : start + size].view(getattr(torch, dtype)).unflatten(1, shape)
             start += aligned(size)
         for name, (shape, dtype) in spec.rows.items():
@@ -85,8 +85,8 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def total_bytes(shapes: dict[str, Shape]) -> int:
-    return sum(math.prod(shape) * DTYPES[dtype] for shape, dtype in shapes.values())
+def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * DTYPES[dtype]
 
 
 def state_specs(recurrent: RecurrentConfig | None, dtype: str, tp_size: int = 1) -> list[StateSpec]:

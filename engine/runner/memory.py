@@ -14,7 +14,6 @@ from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
 from engine.runner import kv_cache
 from engine.runner.images import EncoderCache
-from engine.runner.kv_cache import group_needs, kv_budget
 from engine.runner.rank_setup import RankSetup
 
 logger = logging.getLogger(__name__)
@@ -113,7 +112,7 @@ def snapshot_interval(
     dtype: of the KV cache."""
     border, interval = snapshot_border(block_size), config.prefix_cache_retention_interval
     if interval is None:
-        block_bytes = sum(need.block_bytes for need in group_needs(config, block_size, model, dtype, tp))
+        block_bytes = sum(need.block_bytes for need in kv_cache.group_needs(config, block_size, model, dtype, tp))
         interval = max(1, snapshot_bytes(specs) * block_size // max(1, block_bytes))
     return -(-interval // border) * border
 
@@ -134,9 +133,9 @@ def choose_num_snapshots(
     dtype: of the KV cache. Raises OutOfMemory as kv_budget."""
     if not specs or not (config.enable_prefix_caching or config.handoff):
         return 0
-    needs = group_needs(config, block_size, model, dtype, tp)
+    needs = kv_cache.group_needs(config, block_size, model, dtype, tp)
     if config.num_blocks is None:
-        budget = max(0, kv_budget(config, device, free_bytes)[0])
+        budget = max(0, kv_cache.kv_budget(config, device, free_bytes)[0])
     else:
         budget = config.num_blocks * sum(need.block_bytes for need in needs) * SHARE // (SHARE - 1)
     useful = config.max_num_seqs * (1 + model.longest_sequence(config.max_model_len) // snapshot_border(block_size))

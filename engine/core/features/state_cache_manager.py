@@ -7,10 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager, StateChanges
-from engine.core.request import BlockTable, Request, RequestStates, StateSnapshot
+from engine.core.request import NEVER, BlockTable, Request, RequestStates, StateSnapshot
 from engine.wire.plan import StateRestore, StateSave
-
-NEVER = 1 << 62  # a position
 
 
 class StateCacheManager(KVCacheManager):
@@ -77,7 +75,7 @@ class StateCacheManager(KVCacheManager):
         snapshots = self.pool.reserve(table.blocks, missing)
         assert snapshots is not None
         position, last = table.num_cached * self._kv_size, self._last_border(request)
-        states = request.states = RequestStates(next_save=NEVER, handed_over=[[]])
+        states = request.states = RequestStates(handed_over=[[]])
         if table.blocks:
             states.source = StateSnapshot(position, snapshots[0])
         if missing and request.asked_by is None:  # another engine computes it

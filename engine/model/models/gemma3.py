@@ -30,14 +30,14 @@ class Gemma3Layer(LlamaLayer):
     """Residual block with norms on both sides."""
 
     attention_type: ClassVar[type[LlamaAttention]] = Gemma3Attention
-    norm_type = GemmaRMSNorm
+    norm_type: ClassVar[type[RMSNorm]] = GemmaRMSNorm
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__(cfg, tp, layer)
-        self.pre_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.post_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.pre_feedforward_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
+        self.post_feedforward_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         residual, normed = self.input_layernorm.add(residual, x)
         attended = self.post_attention_layernorm(self.self_attn(normed, batch))
         residual, normed = self.pre_feedforward_layernorm.add(residual, attended)

@@ -20,8 +20,8 @@ from engine.model.config_parts.gemma import GemmaConfig
 from engine.model.layers.linear import ReplicatedLinear
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.norm import RMSNorm
+from engine.model.models.gemma3 import Gemma3Layer
 from engine.model.models.gemma4 import Gemma4Attention, Gemma4ForCausalLM, LayerInput, of_layer
-from engine.model.models.llama import LlamaLayer
 from engine.model.shard import Sharded, Shards, replicated
 
 LEAST_MEAN_SQUARE = 1e-5
@@ -99,10 +99,11 @@ def weighted(weights: Tensor, streams: Sequence[Tensor]) -> Tensor:
     return total
 
 
-class Gemma3nLayer(LlamaLayer):
+class Gemma3nLayer(Gemma3Layer):
     """x is [streams, tokens, hidden]."""
 
     attention_type = Gemma4Attention
+    norm_type = RMSNorm
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         own, gemma = of_layer(cfg, layer), cfg.gemma
@@ -110,8 +111,6 @@ class Gemma3nLayer(LlamaLayer):
         super().__init__(own, tp, layer)
         if gemma.sparsity and gemma.sparsity[layer] > 0:
             self.mlp = SparseMLP(own, tp, f"layers.{layer}.mlp", gemma.sparsity[layer])
-        self.pre_feedforward_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.post_feedforward_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.altup, self.laurel = AltUp(cfg, gemma), Laurel(cfg, gemma.laurel_rank)
         self.layer_input = LayerInput(cfg, gemma.layer_embedding_size)
         self.scale_active = gemma.scale_active

@@ -18,13 +18,13 @@ from engine.model.config import ModelConfig
 from engine.model.config_parts.gemma import GemmaConfig
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.kv_groups import KVCacheSpec
-from engine.model.layers.attention import Attention
 from engine.model.layers.embedding import VocabEmbedding
-from engine.model.layers.linear import QKVLinear, ReplicatedLinear, RowParallelLinear
+from engine.model.layers.linear import ReplicatedLinear
 from engine.model.layers.moe import Experts, Router
 from engine.model.layers.norm import RMSNorm, UnweightedRMSNorm
 from engine.model.models.gemma2 import Gemma2ForCausalLM
-from engine.model.models.llama import LlamaAttention, LlamaLayer
+from engine.model.models.gemma3 import Gemma3Layer
+from engine.model.models.llama import LlamaAttention
 from engine.model.ops import activation
 from engine.model.shard import Sharded, Shards, replicated
 
@@ -45,16 +45,11 @@ class Gemma4Attention(LlamaAttention):
     cfg: with the sizes of the layer."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
-        nn.Module.__init__(self)
         assert cfg.gemma is not None
-        prefix = f"layers.{layer}.{self.name}"
-        self.reads_other = isinstance(cfg.kv_specs[layer], int)
+        reads_other = isinstance(cfg.kv_specs[layer], int)
         value_is_key = cfg.gemma.value_is_key and cfg.window[layer] is None
-        self.qkv_proj = QKVLinear(cfg, tp, prefix, "q" if self.reads_other else "qk" if value_is_key else "qkv")
-        self.attend = Attention(cfg, layer, self.qkv_proj.dtype, self.qkv_proj.device)
-        self.o_proj = RowParallelLinear(
-            cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias, cfg.weight_format(prefix, "o_proj")
-        )
+        super().__init__(cfg, tp, layer, "q" if reads_other else "qk" if value_is_key else "qkv")
+        self.reads_other = reads_other
         self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
         if not self.reads_other:
             self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
@@ -143,16 +138,15 @@ class LayerEmbeddings(nn.Module):
         return (self.per_layer_projection_norm(projected) + own.unflatten(-1, self.shape)) * 2**-0.5
 
 
-class Gemma4Layer(LlamaLayer, Sharded):
+class Gemma4Layer(Gemma3Layer, Sharded):
     """Residual block with norms on both sides, then what the layer's own embedding of the token gives."""
 
     attention_type = Gemma4Attention
+    norm_type = RMSNorm
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__(of_layer(cfg, layer), tp, layer)
         assert cfg.gemma is not None
-        self.pre_feedforward_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.post_feedforward_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.moe = None if cfg.moe is None else Gemma4Experts(cfg, cfg.moe, tp, f"layers.{layer}")
         size = cfg.gemma.layer_embedding_size
         self.layer_input = LayerInput(cfg, size) if size else None

@@ -40,10 +40,11 @@ class LlamaAttention(nn.Module):
     name: ClassVar[str] = "self_attn"
     """Its name in the checkpoint."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int, parts: str = "qkv"):
+        """parts: see QKVLinear."""
         super().__init__()
         prefix = f"layers.{layer}.{self.name}"
-        self.qkv_proj = self.qkv_type(cfg, tp, prefix)
+        self.qkv_proj = self.qkv_type(cfg, tp, prefix, parts)
         self.attend = Attention(cfg, layer, self.qkv_proj.dtype, self.qkv_proj.device)
         self.o_proj = RowParallelLinear(
             cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias, cfg.weight_format(prefix, "o_proj")

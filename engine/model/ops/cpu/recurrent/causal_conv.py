@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.batch import Batch, state_rows
+from engine.model.batch import Batch
 from engine.model.ops.cpu.kernel import (
     Kernel,
     as_bf16,
@@ -25,6 +25,7 @@ from engine.model.ops.cpu.kernel import (
     store,
     take,
 )  # fmt: skip
+from engine.model.ops.cpu.recurrent.sequences import sequence_table
 from engine.model.state import RING, States
 
 BLOCK = 256  # channels
@@ -105,11 +106,7 @@ CAUSAL_CONV = Kernel({torch.bfloat16: causal_conv_bf16, torch.float32: causal_co
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: States, batch: Batch, silu: bool) -> Tensor:
     """x: [tokens, channels]; weight: [channels, kernel]; bias: [channels] or None. Returns x's shape and dtype."""
-    assert batch.states is not None
-    plans = batch.states.plans
-    if "sequences" not in plans:
-        plans["sequences"] = torch.tensor(state_rows(batch), dtype=torch.int64)
-    table, x = plans["sequences"], x if x.stride(1) == 1 else x.contiguous()
+    table, x = sequence_table(batch), x if x.stride(1) == 1 else x.contiguous()
     channels, taps = weight.shape
     out = torch.zeros(x.shape, dtype=x.dtype)
     CAUSAL_CONV.launch(

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.batch import Batch, state_rows
+from engine.model.batch import Batch
 from engine.model.ops.cpu.kernel import Kernel, as_f32, as_i64, device_function, exp, kernel, take
+from engine.model.ops.cpu.recurrent.sequences import sequence_table
 from engine.model.ops.cpu.tile_product import (
     COLUMNS,
     PACK_WORDS,
@@ -302,7 +303,7 @@ def linear_attention(
 def tables(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[seqs, 6] int64, the sequences; and slots, rows and tokens [n] int64 of the keys that are kept, those since the
     last border."""
-    table = torch.tensor(state_rows(batch), dtype=torch.int64)
+    table = sequence_table(batch)
     first, last, start, slot = table[:, :4].unbind(1)
     end = start + last - first
     count = torch.minimum(last - first, end % CHUNK)

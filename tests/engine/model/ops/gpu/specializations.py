@@ -69,8 +69,7 @@ class Steps:
 
     def variants(self, tokens: int, seqs: int, context: int) -> set[str]:
         noted = Variants()
-        with mock.patch.object(meta_steps, "Launches", return_value=noted):
-            self._model.launches(tokens, seqs, context)
+        self._model.launches(tokens, seqs, context, noted)
         with torch.inference_mode(), meta_steps.as_on_a_gpu((9, 0)), noted:
             logits, column = (torch.empty(seqs, size, device=META) for size in (self._vocab_size, 1))
             sampling.draw_any(logits, column)
