@@ -16,21 +16,21 @@ READABLE = f"an image ({', '.join(FORMATS)})"
 
 
 def decode(file: bytes, field: str, max_pixels: int, low_detail: bool = False) -> Image.Image:
-    """Return the first frame of an image file, upright and in RGB; what is transparent becomes white, as in vLLM.
+    """Return the first frame of an image file, upright and in RGB; transparent pixels become white, as in vLLM.
 
-    field: how an error names the image. low_detail: make it fit into LOW_DETAIL.
-    Raises InvalidImage if it cannot be read, or, before its pixels are decoded, if it has too many.
+    field: the image's name in errors. low_detail: whether to shrink it to fit into LOW_DETAIL.
+    Raises InvalidImage if the file cannot be read, or has too many pixels, which is found before they are decoded.
     """
     small_enough = f"an image of at most {max_pixels} pixels (ingress.images.max_pixels)"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own limit of pixels; ours comes right behind
+            warnings.simplefilter("ignore")  # Pillow's limit of pixels; ours is checked below
             image: Image.Image = Image.open(io.BytesIO(file), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise InvalidImage(field, str(error), small_enough) from None
     except UnidentifiedImageError:
         raise InvalidImage(field, file[:16], READABLE) from None
-    except Exception as error:  # noqa: BLE001  a broken header, by which decoders fail in many ways
+    except Exception as error:  # noqa: BLE001  decoders raise many errors for a broken header
         raise InvalidImage(field, _reason(error), READABLE) from None
     size = Described(f"{image.width} × {image.height}")
     if image.width * image.height > max_pixels:
@@ -40,7 +40,7 @@ def decode(file: bytes, field: str, max_pixels: int, low_detail: bool = False) -
     try:
         ImageOps.exif_transpose(image, in_place=True)
         image = _on_white(image) if image.has_transparency_data else image.convert("RGB")
-    except Exception as error:  # noqa: BLE001  a file that is cut off, or made to break decoders
+    except Exception as error:  # noqa: BLE001  a file that is truncated, or crafted to break decoders
         raise InvalidImage(field, _reason(error), f"{READABLE} that can be decoded") from None
     if low_detail:
         image.thumbnail(LOW_DETAIL)

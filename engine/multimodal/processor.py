@@ -1,7 +1,7 @@
-"""Makes of an image what its model's vision encoder takes, and puts its placeholders into a prompt.
+"""Prepares images for a model's vision encoder, and puts their placeholders into prompts.
 
-The pixels are transformers' work, by the image processors that need Pillow and numpy, not torchvision. The texts of the
-placeholders are those of the processors of transformers (`processing_*.py`), which need more than an ingress has.
+Pixels are processed by transformers' image processors that need Pillow and numpy, but not torchvision. The texts of the
+placeholders follow transformers' `processing_*.py`, which itself needs packages that an ingress lacks.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFamily:
-    """The way in which prompts of a family name an image."""
+    """How the prompts of a model family represent an image."""
 
     marker: str
-    """The text that a chat template writes for an image."""
+    """The text that the chat template writes for an image."""
     placeholders: Callable[[Fields, Fields, str], str]
-    """Return the text that replaces the marker. Takes config.json, the output of the image processor for one image, and
-    the placeholder of one embedding."""
+    """Return the text that replaces the marker. Takes config.json, the image processor's output for one image, and the
+    token that stands for one embedding."""
     arguments: tuple[str, ...]
-    """Outputs of the image processor that the encoder takes, in addition to `pixel_values`."""
+    """Outputs of the image processor that the encoder takes besides `pixel_values`."""
     max_pixels: Callable[[Any], int]
-    """Return how many pixels the image processor makes of an image at most, about."""
+    """Return the most pixels that an image has after the image processor, roughly."""
     options: Callable[[Fields], dict[str, Any]] = lambda config: {}
     """Options of the image processor that follow from config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedImage:
-    """An image without a place in a prompt."""
+    """An image as the encoder takes it, not yet placed in a prompt."""
 
     data: dict[str, TensorData]
     mm_hash: bytes
     placeholders: str
-    """Text that stands for the image in a prompt."""
+    """Text that represents the image in a prompt."""
     num_embeds: int
 
 
 class ImageProcessor:
-    """Safe to use in several threads at once."""
+    """The image processor of one model. Several threads may use it at once."""
 
     def __init__(self, family: ImageFamily, config: Fields, processor: Any, tokenizer: Tokenizer, folder: Path):
-        """config: config.json. processor: of transformers. Raises ModelFolderError."""
+        """config: the contents of config.json. processor: transformers' image processor. Raises ModelFolderError."""
         self._family, self._config, self._processor, self._tokenizer = family, config, processor, tokenizer
         self._options = {**family.options(config), "do_rescale": False, "do_normalize": False}
-        self.max_bytes = 3 * family.max_pixels(processor)  #: of one image that was processed, about
+        self.max_bytes = 3 * family.max_pixels(processor)  #: most bytes of a processed image, roughly
         self._pixel_table = TensorData.of(_pixel_table(processor))
         token_id = config.get("image_token_id", config.get("image_token_index"))
         token = None if token_id is None else tokenizer.token(token_id)
@@ -67,7 +67,8 @@ class ImageProcessor:
 
     @classmethod
     def from_folder(cls, folder: Path, config: Fields, tokenizer: Tokenizer) -> ImageProcessor:
-        """Read the settings of a model's image processor. Raises ModelFolderError. Imports torch, by transformers."""
+        """Load the image processor of the model in `folder`. Imports torch, through transformers. Raises
+        ModelFolderError."""
         from transformers import AutoImageProcessor
 
         family = FAMILIES.get(str(config.get("model_type")))
@@ -78,20 +79,23 @@ class ImageProcessor:
             found = AutoImageProcessor.from_pretrained(
                 str(folder), backend="pil", trust_remote_code=False, local_files_only=True
             )
-        except Exception as error:  # what comes depends on the file that is missing or broken
+        except Exception as error:  # the type depends on which file is missing or broken
             reason = " ".join(str(error).split())[:300]
             raise ModelFolderError(str(folder), f"its image processor cannot be read: {reason}") from error
         return cls(family, config, found, tokenizer, folder)
 
     def process(self, image: Image.Image, field: str) -> ProcessedImage:
-        """Takes up to a second, mostly without the GIL. Raises InvalidImage, naming the image `field`."""
+        """Return an image as the encoder takes it. May take a second, mostly without holding the GIL.
+
+        field: the image's name in errors. Raises InvalidImage.
+        """
         try:
             found = self._processor(images=[image], **self._options)
         except ValueError as error:
             size = Described(f"{image.width} × {image.height}")
             raise InvalidImage(field, size, f"fit for this model: {error}") from None
         tensors = {name: TensorData.of(np.asarray(found[name])) for name in self._family.arguments}
-        pixels = np.asarray(found["pixel_values"]).astype(np.uint8)  # exact: some processors make floats of bytes
+        pixels = np.asarray(found["pixel_values"]).astype(np.uint8)  # exact: some processors convert bytes to floats
         tensors |= {"pixel_values": TensorData.of(pixels), "pixel_table": self._pixel_table}
         text = self._family.placeholders(self._config, found, self._token)
         return ProcessedImage(
@@ -99,9 +103,9 @@ class ImageProcessor:
         )
 
     def expand(self, text: str, images: Sequence[ProcessedImage], max_model_len: int) -> str:
-        """Return a conversation, as the chat template has rendered it, with the placeholders of its images.
+        """Return a rendered conversation with each image marker replaced by the placeholders of its image.
 
-        Raises PromptTooLong, and RequestError if the text does not show each image once.
+        Raises PromptTooLong, and RequestError if the text does not have exactly one marker per image.
         """
         if not images:
             return text
@@ -119,7 +123,7 @@ class ImageProcessor:
     def place(
         self, text: str, images: Sequence[ProcessedImage], max_model_len: int, add_special_tokens: bool = False
     ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
-        """Return the tokens of a prompt, and where the images are in it. Raises like `expand`."""
+        """Return the tokens of a prompt, and the position of each image in it. Raises like `expand`."""
         whole = self.expand(text, images, max_model_len)
         prompt = self._tokenizer.encode_prompt(whole, max_model_len, add_special_tokens)
         places = [i for i, token_id in enumerate(prompt) if token_id == self._token_id]
@@ -140,9 +144,9 @@ class ImageProcessor:
 
 
 def _pixel_table(processor: Any) -> np.ndarray:
-    """Return what an image processor makes of each byte of each channel: [3, 256], float32.
+    """Return what the image processor makes of each byte in each channel: [3, 256] float32.
 
-    Both steps treat each value for itself, so an image that is looked up has the same bits as one that went through.
+    Rescaling and normalising treat each value alone, so looking it up gives the same bits.
     """
     ramp: np.ndarray = np.tile(np.arange(256, dtype=np.uint8), (3, 1, 1))
     if processor.do_rescale:

@@ -1,4 +1,4 @@
-"""Prompts of the engine for an embedding or a score, in token ids."""
+"""Makes the prompts of embeddings and scores, as token ids."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class PoolingPrompt:
 
 
 def refuse_instruction(instruction: str | None) -> None:
-    """Raise RequestError for an instruction to a model that is not asked for its words."""
+    """Raise RequestError if there is an instruction. Called for models whose prompt has no place for one."""
     if instruction is not None:
         raise RequestError("instruction must be left out: this model takes none", "instruction")
 
 
 class PoolingPrompts:
-    """Makes prompts of texts for one model."""
+    """Makes the prompts of embeddings and scores for one model."""
 
     def __init__(self, tokenizer: Tokenizer, supported: SupportedTasks, max_model_len: int):
         self._tokenizer, self._supported, self._max_model_len = tokenizer, supported, max_model_len
-        self._query: tuple[str, int | None, list[int]] | None = None  # the last one, what it was cut to, and its tokens
+        self._query: tuple[str, int | None, list[int]] | None = None  # the last query, its limit in tokens, its tokens
 
     def embed(
         self,
@@ -47,10 +47,10 @@ class PoolingPrompts:
         usual_prompts: Sequence[str] = (),
         add_special_tokens: bool = True,
     ) -> list[PoolingPrompt]:
-        """Make prompts of texts, or of token ids.
+        """Return one prompt for each text or list of token ids.
 
-        prompt_name: of the model's prompt to put in front of each text; None for the first of `usual_prompts` that it
-        has, or else its default. Raises InvalidParameter.
+        prompt_name: which of the model's prompts to put in front of each text; if None, the first of `usual_prompts`
+        that the model has, else its default. Raises InvalidParameter for a name that it does not have.
         """
         kept, before = self._kept(params), self._prompt(prompt_name, usual_prompts)
         texts = [before + prompt for prompt in prompts if isinstance(prompt, str)]
@@ -60,7 +60,7 @@ class PoolingPrompts:
         return [PoolingPrompt(token_ids, params) for token_ids in own]
 
     def embed_queries(self, queries: Sequence[str], params: PoolingParams) -> list[PoolingPrompt]:
-        """Make prompts of queries that documents are compared with."""
+        """Return the prompts of search queries."""
         return self.embed(queries, params, usual_prompts=QUERY_PROMPTS)
 
     def embed_documents(self, documents: Sequence[str], params: PoolingParams) -> list[PoolingPrompt]:
@@ -69,8 +69,11 @@ class PoolingPrompts:
     def score(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, instruction: str | None = None
     ) -> list[PoolingPrompt]:
-        """Make a prompt of each query and its document, for a model that reads them together. A model that does not
-        generate reads them as a pair, and then a query that follows itself, also in later calls, is tokenized once."""
+        """Return one prompt for each pair of query and document, for a model that reads both together.
+
+        A model that does not generate reads them as a pair; there, a query that is the same as the one before, also
+        across calls, is not tokenized again.
+        """
         kept = self._kept(params)
         if "generate" in self._supported:
             ids = self._yes_and_no()
@@ -113,7 +116,7 @@ class PoolingPrompts:
         if len(token_ids) <= kept:
             return token_ids
         after = self._tokenizer.encode(end, add_special_tokens=False)
-        return (token_ids[: max(0, kept - len(after))] + after)[:kept]  # what is cut is the document's end
+        return (token_ids[: max(0, kept - len(after))] + after)[:kept]  # cuts the document at its end
 
     def _yes_and_no(self) -> list[int]:
         if self._supported.score_token_ids is not None:

@@ -1,4 +1,4 @@
-"""The prompt of a generative reranker, which answers with yes or no whether a document fits a query."""
+"""Writes the prompt of a generative reranker, which answers yes or no to whether a document fits a query."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 def score_prompt(
     tokenizer: Tokenizer, query: str, document: str, instruction: str | None = None, *, has_template: bool
 ) -> tuple[str, str]:
-    """Return the prompt, and its end after the document.
+    """Return the prompt, and its part after the document.
 
-    has_template: the model's chat template knows the roles `query` and `document`, as sentence-transformers has it.
-    Raises RequestError if the template refuses them.
+    has_template: whether the model's chat template knows the roles `query` and `document`, which sentence-transformers
+    uses. Raises RequestError if the template fails on them.
     """
     if not has_template:
         instruction = INSTRUCTION if instruction is None else instruction

@@ -1,19 +1,20 @@
-"""Steps as CUDA graphs: a step replays a graph that was captured for as many tokens or a few more.
+"""Runs steps as CUDA graphs: a step replays a graph that was captured for as many tokens or a few more.
 
 A step is hundreds of short kernels, which the host cannot launch as fast as a GPU runs them; a replay is one launch. A
 graph repeats the same kernels on the same memory, so there is one graph for each of a few shapes; its inputs lie in
-buffers that never move, and what is beyond the step is padding. There are graphs of steps that only decode, as in vLLM
-and nano-vLLM, and of steps with chunks of prompts among them: the tiles in which attention takes these are one more
-input.
+buffers that never move, and a step that is smaller than its shape is padded. There are graphs of steps that only
+decode, as in vLLM and nano-vLLM, and of steps that also compute chunks of prompts: the tiles into which attention cuts
+these chunks are one more input.
 
-Padding is tokens that belong to no sequence, with no slot for their KV (-1); sequences without tokens (kv_len 0);
-entries of `Batch.single` that are no sequence (-1); and tiles without rows. No KV is written or read for it, and its
-rows of the output are never read. Rows do not depend on each other, so the real ones do not depend on the padding.
+Padding consists of tokens that belong to no sequence and have no slot for their KV (-1); of sequences without tokens
+(kv_len 0); of entries of `Batch.single` that name no sequence (-1); and of tiles without rows. Padding reads and writes
+no KV, and its rows of the output are never read. Rows do not depend on each other, so real rows do not depend on
+padding.
 
-All graphs are captured as the engine starts, the largest first: they share one pool of memory, in which a capture can
-use what a larger one before it has freed, so that all together take little more than the largest. One that does not fit
-into the budget is left out, and its steps are padded to the next larger one that is left. None of this has run on a
-GPU yet.
+All graphs are captured as the engine starts, the largest first. They share one memory pool, in which a capture reuses
+what a larger one before it has freed, so all together take little more than the largest. A graph that does not fit into
+the budget is left out, and steps of its size use the next larger graph that was captured. None of this has run on a GPU
+yet.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 MAX_DECODE_SIZE = 512  # sequences; with more, a step takes so long that launching its kernels costs nothing
 MAX_MIXED_SIZE = 1024  # tokens of a step with chunks, likewise
-MIXED_SIZE_STEP = 128  # rows of a tile in a matrix product, so that padding to a multiple costs next to nothing
+MIXED_SIZE_STEP = 128  # rows of a tile in a matrix product, which computes whole tiles: so padding costs little
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of a step that a graph holds."""
+    """The sizes of the steps that a graph can compute."""
 
     tokens: int
     seqs: int
@@ -54,38 +55,39 @@ class StepShape:
 
     @property
     def tiles(self) -> int:
-        """Tiles that its chunks need at most: full ones, and a last one of each chunk."""
+        """The most tiles that the chunks of such a step can need: the full ones, and a last one for each chunk."""
         return self.tokens // self.tile_rows + min(self.seqs, self.tokens // 2) if self.tile_rows else 0
 
 
 class StepColumns(NamedTuple):
-    """The inputs of a step, as parts of one buffer, so that they travel in one copy."""
+    """The inputs of a step as views of one buffer, so that they are copied at once."""
 
-    token_index: Any  #: [tokens] int64, where each token lies in the flattened history
-    positions: Any  #: [tokens] int64, as the next; see Batch
-    slot_mappings: list[Any]  #: of each KV cache group
+    token_index: Any  #: [tokens] int64, where each token is in the flattened history
+    positions: Any  #: [tokens] int64, as in Batch
+    slot_mappings: list[Any]  #: [tokens] int64 for each KV cache group, as in Batch
     slots: Any  #: [seqs] int64, rows of the block tables
-    kv_len: Any  #: [seqs] int32, as the others; see Batch
-    query_start: Any  #: [seqs + 1]
-    single: Any  #: [seqs]
-    tiles: Any  #: [tiles * 4], from `row_tiles`
+    kv_len: Any  #: [seqs] int32, as in Batch
+    query_start: Any  #: [seqs + 1] int32, as in Batch
+    single: Any  #: [seqs] int32, as in Batch
+    tiles: Any  #: [tiles * 4] int32, from `row_tiles`
 
     @classmethod
     def of(cls, buffer: Any, shape: StepShape, int64: Any) -> StepColumns:
-        """Cut a buffer [`buffer_size(shape)`] int32, an array or a tensor. int64: that dtype of its library."""
+        """Return the columns of a buffer [`buffer_size(shape)`] int32. buffer: an array or a tensor. int64: that dtype
+        of numpy or of torch, to match."""
         columns = [buffer[a:b].view(int64) if wide else buffer[a:b] for a, b, wide in layout(shape)]
         return cls._make([*columns[:2], columns[2 : 2 + shape.kv_groups], *columns[2 + shape.kv_groups :]])
 
 
 @cache
 def layout(shape: StepShape) -> list[tuple[int, int, bool]]:
-    """Return where each column of a buffer of int32 begins and ends, and whether it is int64."""
+    """Return for each column its begin and end in a buffer of int32, and whether it is int64."""
     wide = [shape.tokens] * (2 + shape.kv_groups) + [shape.seqs]
     sizes = [2 * size for size in wide] + [shape.seqs, shape.seqs + 1, shape.seqs, 4 * shape.tiles]
     columns, begin, unit = [], 0, ALIGNMENT // 4
     for i, size in enumerate(sizes):
         columns.append((begin, begin + size, i < len(wide)))
-        begin += -(-size // unit) * unit  # kernels are compiled again for columns that are aligned otherwise
+        begin += -(-size // unit) * unit  # aligned alike, since Triton compiles a kernel again for another alignment
     return columns
 
 
@@ -95,7 +97,7 @@ def buffer_size(shape: StepShape) -> int:
 
 @cache
 def empty_step(shape: StepShape) -> NDArray[np.int32]:
-    """Return a buffer that holds padding only. To be copied."""
+    """Return a buffer of padding only. It is cached: copy it before writing."""
     buffer = np.zeros(buffer_size(shape), dtype=np.int32)
     columns = StepColumns.of(buffer, shape, np.int64)
     for column in (*columns.slot_mappings, columns.single):
@@ -114,7 +116,7 @@ def pad_step(
     single: NDArray[np.int32],
     chunks: list[Chunk],
 ) -> NDArray[np.int32]:
-    """Return a buffer with the columns of a step, and padding."""
+    """Return a buffer [`buffer_size(shape)`] with the inputs of a step, padded to a shape."""
     buffer = empty_step(shape).copy()
     columns = StepColumns.of(buffer, shape, np.int64)
     tokens, seqs = len(positions), len(slots)
@@ -140,7 +142,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Return the sizes of steps with chunks to capture, in tokens."""
+    """Return the sizes, in tokens, of the steps with chunks to capture."""
     top = min(max_num_batched_tokens, MAX_MIXED_SIZE)
     return [*range(MIXED_SIZE_STEP, top, MIXED_SIZE_STEP), top]
 
@@ -154,7 +156,7 @@ class Graph:
 
 
 class CudaGraphs:
-    """The captured steps of one rank. Ranks that share a model capture the same shapes in the same order."""
+    """The captured graphs of one rank. Ranks that share a model capture the same shapes in the same order."""
 
     def __init__(
         self,
@@ -168,11 +170,10 @@ class CudaGraphs:
         budget_bytes: int,
         tp: TPGroup,
     ):
-        """forward: token ids [tokens] int64 and their batch -> hidden states.
-        history: [slots, max_model_len] token ids. tables: [groups, slots, max_blocks] int32. kv_caches, kv_scales: of
-        each group. Their contents change between steps; their addresses do not.
-        budget_bytes: device memory for all graphs together.
-        """
+        """forward: returns hidden states [tokens, hidden] for token ids [tokens] int64 and their batch. history:
+        [slots, max_model_len] int32 token ids. tables: [groups, slots, max_blocks] int32. kv_caches, kv_scales: one per
+        KV cache group. The contents of these tensors change between steps; their addresses must not. budget_bytes:
+        device memory for all graphs together."""
         self._device, self._forward, self._tp = device, forward, tp
         self._history, self._tables, self._kv_caches, self._kv_scales = history, tables, kv_caches, kv_scales
         self._graphs: dict[StepShape, Graph] = {}
@@ -182,16 +183,16 @@ class CudaGraphs:
         """Shapes that have a graph, the smallest first."""
 
     def capture(self, shapes: Sequence[StepShape]) -> None:
-        """Capture those of these shapes that fit into the budget, the largest first, until one cannot be captured.
+        """Capture the shapes that fit into the budget, the largest first; stop at the first that cannot be captured.
 
-        Raises the error of a step that cannot be computed, and StartupError on the other ranks.
+        If a step cannot be computed, raises its error on this rank, and StartupError on the others.
         """
         started, in_use, left_out = time.perf_counter(), self._device.used_bytes(), []
         shapes = sorted(shapes, key=lambda shape: (shape.tokens, shape.tile_rows), reverse=True)
         for shape in shapes:
             self._compute(shape, self._inputs(shape))  # compiles its kernels
-        # Before anything waits for the device: if a rank has failed before a sum, the kernels of the others spin there
-        # for ever.
+        # Before anything waits for the device: if a rank failed before an all-reduce, the kernels of the others spin
+        # there for ever.
         self._tp.exchange("computed")
         for shape in shapes:
             problem = self._capture(shape)
@@ -218,7 +219,7 @@ class CudaGraphs:
         )  # fmt: skip
 
     def shape_for(self, tokens: int, seqs: int) -> StepShape | None:
-        """Return the smallest captured shape that holds a step; None if there is none."""
+        """Return the smallest captured shape that holds a step of these sizes; None if there is none."""
         first = bisect_left(self.captured, tokens, key=lambda shape: shape.tokens)
         return next((shape for shape in self.captured[first:] if shape.tile_rows or tokens == seqs), None)
 
@@ -251,7 +252,7 @@ class CudaGraphs:
             block_table=first.block_table,
             kv_cache=first.kv_cache,
             single=columns.single,
-            # one that stands for all of them: what kernels read of theirs on the host is a limit
+            # one chunk in place of all: on the host, kernels use chunks only to bound their sizes
             chunks=[Chunk(0, 0, shape.tokens, 0)] if shape.tile_rows else [],
             tiles=columns.tiles.view(-1, 4) if shape.tile_rows else None,
             kv_scales=first.kv_scales,
@@ -260,7 +261,7 @@ class CudaGraphs:
         return self._forward(self._history.view(-1)[columns.token_index].long(), batch)
 
     def _capture(self, shape: StepShape) -> str:
-        """Return the reason if this shape cannot be captured."""
+        """Capture one shape. Return why it cannot be captured, or an empty string."""
         inputs = self._inputs(shape)
         try:
             self._graphs[shape] = Graph(inputs, *self._device.capture(lambda: self._compute(shape, inputs)))
@@ -270,7 +271,8 @@ class CudaGraphs:
         return ""
 
     def _destroy(self, *shapes: StepShape) -> None:
-        """Destroy the graphs of these shapes, or all; not only the references to them, which an error may hold too."""
+        """Destroy the graphs of these shapes, or all. Dropping references would not do, since an error may hold
+        some."""
         for shape in shapes or list(self._graphs):
             if shape in self._graphs:
                 self._graphs.pop(shape).destroy()

@@ -1,4 +1,4 @@
-"""Whether one rank runs its steps as graphs, and which."""
+"""Decides which steps of one rank run as graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def can_capture(setup: RankSetup) -> bool:
-    """Return whether no kernel needs numbers on the host, which a graph cannot hold."""
+    """Return whether steps can run as graphs; log why not. A graph cannot hold a kernel that needs numbers on the
+    host."""
     config, model, asynchronous, why = setup.config, setup.model, setup.device.asynchronous, None
     if config.enforce_eager:
         why = "enforce_eager"
@@ -44,10 +45,10 @@ def can_capture(setup: RankSetup) -> bool:
 
 
 def graph_shapes(setup: RankSetup) -> list[StepShape]:
-    """Return the shapes of steps that a GPU runs as graphs."""
+    """Return the step shapes for which a GPU captures graphs."""
     model, config = setup.model, setup.config
     groups = model.kv_groups
-    # each draft is a separate sequence
+    # each token of a sequence with drafts is a separate sequence of the batch
     seqs = config.max_num_seqs * (1 + (config.speculative.num_speculative_tokens if config.speculative else 0))
     shapes = [StepShape(size, size, kv_groups=len(groups)) for size in decode_sizes(seqs)]
     for size in mixed_sizes(config.max_num_batched_tokens):
@@ -64,7 +65,7 @@ def graph_shapes(setup: RankSetup) -> list[StepShape]:
 def record_cpu_steps(
     setup: RankSetup, model: Model, kv_caches: list[Tensor], kv_scales: list[Tensor | None], max_model_len: int
 ) -> StepGraph | None:
-    """Return the model's layers as one graph of CPU kernels; None where some of its code is not ours."""
+    """Return the model's layers as one graph of CPU kernels; None if some of their code is not ours."""
     if setup.tp.size > 1 or not can_capture(setup) or not dispatch.cpu_kernels(setup.dtype, setup.torch_device):
         return None
     from engine.model.ops.cpu.step_graph import RECORDED, record

@@ -1,4 +1,4 @@
-"""Images in a step: where their embeddings go, and which positions their tokens have."""
+"""Places images in a step: the rows of their embeddings, and the positions of their tokens."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ AXES = 3  # time, height and width
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRows:
-    """Rows of a step that take embeddings of images."""
+    """Rows of a step whose token embeddings are replaced by those of images."""
 
     rows: Tensor  #: [n] int64
-    parts: list[tuple[bytes, int, int]]  #: the hash of an image, and which of its embeddings: [first, stop)
+    parts: list[tuple[bytes, int, int]]  #: hash of an image, and the range [first, stop) of its embeddings
     image_ends: Tensor | None  #: see Batch
 
 
 class PromptImages:
-    """Images of one sequence."""
+    """The images of one sequence."""
 
     def __init__(self, sequence: NewSequence, cfg: VisionConfig):
         self.end = max(image.mm_position.end for image in sequence.images)
@@ -45,16 +45,17 @@ class PromptImages:
             place = image.mm_position
             found = np.flatnonzero(tokens[place.offset : place.end] == cfg.image_token_id)
             self.images.append((image.mm_hash, place.offset + found))
-        #: [3, end], rotary positions in time, height and width; None if they are those of the sequence.
+        #: [3, end], rotary positions in time, height and width; None if they equal the positions in the sequence.
         self.positions = rotary_positions(sequence.images, cfg.merge_size) if cfg.rope_axes else None
 
     @property
     def shift(self) -> int:
-        """What is added to the positions of tokens behind the last image for their rotation."""
+        """Number to add to the position of a token behind the last image to get its rotary position."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - self.end
 
     def rows(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, tuple[bytes, int, int]]]:
-        """Yield the images in tokens [start, stop): positions, counted from `start`, of which embeddings."""
+        """Yield for each image in tokens [start, stop) of the sequence: the rows of its embeddings, counted from
+        `start`, and its part, as in `EmbeddingRows.parts`."""
         for mm_hash, positions in self.images:
             first, last = np.searchsorted(positions, (start, stop)).tolist()
             if first < last:
@@ -62,10 +63,10 @@ class PromptImages:
 
 
 def rotary_positions(images: list[MultiModalFeatureSpec], merge_size: int) -> np.ndarray:
-    """Return [3, tokens up to the end of the last image]: positions in time, height and width.
+    """Return positions in time, height and width: [3, tokens up to the end of the last image].
 
-    Text counts on from the largest position before it. An image stands still in time, and counts its rows and columns
-    from where it begins: Qwen2-VL, arXiv:2409.12191, section 2.1.
+    Text continues one above the largest position before it. All tokens of an image have the same time, and its rows and
+    columns are counted from where it begins: Qwen2-VL, arXiv:2409.12191, section 2.1.
     """
     pieces, end, position = [], 0, 0
     for image in images:
@@ -80,7 +81,7 @@ def rotary_positions(images: list[MultiModalFeatureSpec], merge_size: int) -> np
 
 
 class SlotImages:
-    """Images of the sequences in the runner's slots, as far as their prompts are not computed yet."""
+    """The images of the sequence in each slot, until the last of its images is computed."""
 
     def __init__(self, cfg: VisionConfig, slots: int):
         self._cfg = cfg
@@ -97,10 +98,11 @@ class SlotImages:
     def place(
         self, plan: StepPlan, query_start: np.ndarray, slots: np.ndarray, positions: np.ndarray, staged: StagedCopy
     ) -> tuple[EmbeddingRows | None, np.ndarray]:
-        """Return where a step needs embeddings, if it does, and the rotary positions of its tokens: [tokens], or
+        """Return the rows of a step that need embeddings, or None, and the rotary positions of its tokens: [tokens], or
         [3, tokens] if some are in images.
 
-        slots, positions: [tokens] each, of the sequences. Those whose last image this step computes are forgotten.
+        slots, positions: [tokens], the slot of each token's sequence, and its position there. A sequence whose last
+        image is computed in this step is forgotten.
         """
         rotary: np.ndarray = positions + self._shifts[slots] if self._cfg.rope_axes else positions
         rows: list[np.ndarray] = []
@@ -129,7 +131,7 @@ class SlotImages:
 
 
 class EncoderCache:
-    """Embeddings of images on the device, by hash. Rank 0's scheduler decides which: see EncoderCacheManager."""
+    """Embeddings of images on the device, by hash. Rank 0's EncoderCacheManager decides which are kept."""
 
     def __init__(self, model: Model, cfg: ModelConfig, dtype: torch.dtype):
         assert model.vision is not None and cfg.vision is not None
@@ -139,11 +141,14 @@ class EncoderCache:
         self._embeddings: dict[bytes, Tensor] = {}
         self._device = model.vision.device
         self._table = rope_table(cfg.rope[0], cfg.head_dim, cfg.max_position_embeddings, dtype, self._device)
-        # of the cosines, then of the sines
+        # one axis for each column of the table: the cosines, then the sines
         self._axes = torch.tensor(2 * cfg.vision.rope_axes, dtype=torch.int64, device=self._device)
 
     def update(self, plan: StepPlan, inbox: Tensor | None) -> None:
-        """inbox: [blocks, layers, 2, 1, block_size, hidden / 2], where embeddings of encode engines come."""
+        """Drop, receive and compute embeddings as the plan says.
+
+        inbox: [blocks, layers, 2, 1, block_size, hidden / 2], memory into which encode engines' embeddings are read.
+        """
         for mm_hash in plan.forgotten:
             del self._embeddings[mm_hash]
         for received in plan.received:
@@ -156,9 +161,10 @@ class EncoderCache:
     def merge(
         self, x: Tensor, batch: Batch, needed: EmbeddingRows | None, rotary: Tensor | None
     ) -> tuple[Tensor, Batch]:
-        """Return a step's embedded tokens [tokens, hidden] with those of images, and its batch with their positions.
+        """Return a step's token embeddings with those of images put in, and its batch with the positions that they
+        need.
 
-        rotary: see StepInputs.rotary_positions.
+        x: [tokens, hidden], the embedded tokens. rotary: see StepInputs.rotary_positions.
         """
         if rotary is not None and rotary.dim() == 1:
             batch = replace(batch, positions=rotary)
@@ -183,6 +189,6 @@ class EncoderCache:
             problem = f"the encoder made {list(found.shape)} of it, not {list(shape)}"
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             problem = f"{type(error).__name__}: {error}"
-        # numbers that are not finite end the requests that bring the image, and no others
+        # NaN ends the requests with this image, and no others
         logger.error("an image cannot be encoded mm_hash=%s: %s", image.mm_hash.hex(), problem)
         return torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)

@@ -1,4 +1,4 @@
-"""The inputs of a step, prepared on the host without any result of the steps before it."""
+"""Builds the inputs of a step on the host. Needs no result of earlier steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.wire.pooling_params import PoolingParams
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Tokens of a sequence that was added in this step."""
+    """The tokens of a sequence that is new in this step."""
 
     slot: int
     tokens: Tensor  #: [n] int32
@@ -34,7 +34,7 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class DraftedTokens:
-    """Guesses that this step verifies."""
+    """Draft tokens that this step verifies."""
 
     written: Tensor  #: [n] int64, where they go in the flattened history
     tokens: Tensor  #: [n] int32
@@ -42,17 +42,17 @@ class DraftedTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobRows:
-    """Rows of hidden states whose logits give the log-probabilities of the prompt tokens that follow them."""
+    """Rows of hidden states from which the log-probabilities of one sequence's prompt tokens are computed."""
 
     entry: int  #: index in the plan
     first_row: int
-    targets: Tensor  #: [rows] int64, indices into the flattened token history
+    targets: Tensor  #: [rows] int64, the token that follows each row, as an index into the flattened history
     count: int  #: alternatives to report
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTableRows:
-    """The rows of a batch in the device's block tables, and the changes to those tables that come first."""
+    """The rows that a batch takes from the device's block tables, and the changes to make in the tables before."""
 
     rows: Tensor  #: [seqs] int64
     width: int  #: entries of each row that the batch needs
@@ -62,36 +62,37 @@ class BlockTableRows:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """All inputs of a step. Its tensors hold their values once `staged` has been sent."""
+    """All inputs of a step. Its tensors are valid only once `staged` has been sent."""
 
     plan: StepPlan
     staged: StagedCopy
     batch: Batch | None
-    """Without its block table if the device has its own tables; `block_tables` then selects its rows. None if only
-    a graph computes it."""
+    """None if only a graph computes the step. Has no block tables if the device keeps them: `block_tables` then selects
+    their rows."""
     graph: tuple[StepShape, Tensor] | None
-    """The shape of a step that runs as a graph, with the buffer that `cuda_graphs.pad_step` returns."""
+    """The graph's shape and its inputs from `cuda_graphs.pad_step`; None for a step without a graph."""
     block_tables: BlockTableRows | None
     token_index: Tensor
     """[tokens] int64, indices of the input tokens in the flattened history. The history is read only when the step
     runs, because the step before may still have to sample some of them."""
     first_sequences: Tensor | None
-    """[entries of the plan] int64, of each its first sequence in the batch; None where each entry is one sequence."""
+    """[entries of the plan] int64, the first sequence in the batch of each entry; None if each entry is one
+    sequence."""
     added: list[NewTokens]
     drafted: DraftedTokens | None
-    entries: list[int]  #: of the plan, of each token that is sampled: several in a row where drafts are verified
-    sampled_rows: Tensor  #: [entries] int64, their rows of hidden states
-    written: Tensor  #: [entries] int64, where their tokens go in the flattened history
+    entries: list[int]  #: the plan's entry of each sampled token; one with drafts is repeated for each of its tokens
+    sampled_rows: Tensor  #: [sampled tokens] int64, their rows of hidden states
+    written: Tensor  #: [sampled tokens] int64, where they go in the flattened history
     sampling: SamplingInputs
     prompt_logprob_rows: list[PromptLogprobRows]
     pooled_rows: list[PooledRows]
     image_rows: EmbeddingRows | None
     rotary_positions: Tensor | None
-    """[tokens] int64, or [3, tokens] if some are in images; None if they are those of the batch."""
+    """[tokens] int64, or [3, tokens] if some are in images; None if they equal the batch's positions."""
 
 
 class InputBuilder:
-    """Builds the inputs of steps; keeps the sequence in each slot and its block table."""
+    """Builds the inputs of steps. Keeps the sequence in each slot, and its block tables."""
 
     def __init__(
         self,
@@ -105,28 +106,28 @@ class InputBuilder:
         drafts: bool = False,
         states: StateCache | None = None,
     ):
-        """kv_caches, kv_scales: of each KV cache group.
-        shape_for: returns the shape of the graph for a step of this many tokens and sequences, or None.
-        drafts: a drafter computes the batch once more, without graphs."""
+        """kv_caches, kv_scales: one per KV cache group. shape_for: returns the graph's shape for a step of (tokens,
+        sequences), or None if no graph fits. drafts: whether a drafter with weights runs after each step. It needs the
+        batch also where a graph computes the step."""
         self._device, self._shape_for, self._drafts, self._states = device, shape_for, drafts, states
         self._kv_caches, self._kv_scales = kv_caches, kv_scales
         self._block_size, self._max_model_len = kv_caches[0].shape[4], max_model_len
         self._vocab_size = model_config.vocab_size
-        self._divides_drafts = model_config.recurrent is None  # a state goes from row to row of one sequence
+        self._divides_drafts = model_config.recurrent is None  # a recurrent state runs through the rows of one sequence
         slots = config.max_num_seqs
         shape = len(kv_caches), slots, -(-max_model_len // self._block_size)
-        self.block_tables = np.zeros(shape, dtype=np.int32)  # of each group
+        self.block_tables = np.zeros(shape, dtype=np.int32)  # [groups, slots, blocks of a sequence]
         self._tables = list(self.block_tables)
         self._sequences: dict[int, NewSequence] = {}  # by slot
-        self._pooling: dict[int, PoolingParams] = {}  # of those in it that are pooled
-        self._prompt_logprobs: set[int] = set()  # slots of those whose prompt's are wanted
+        self._pooling: dict[int, PoolingParams] = {}  # by slot, for sequences that are pooled
+        self._prompt_logprobs: set[int] = set()  # slots of sequences whose prompt logprobs are requested
         self._eos = model_config.eos_token_ids
         self._images = None if model_config.vision is None else SlotImages(model_config.vision, slots)
         self._edits: list[LogitsEdits | None] = [None] * slots
         self._plain = np.zeros(slots, dtype=bool)  # sequences that need nothing but their most likely token
         self._uniform = UniformSource()
-        #: Slots and work of the last step that drew, until a sequence is added: the next one mostly differs in
-        #: its numbers only.
+        #: Slots and inputs of the last step that sampled at random, until a sequence is added. The next step mostly
+        #: needs only new random numbers.
         self._sampled: tuple[list[int], SamplingInputs] | None = None
         self._sorts = sorts_candidates(device.torch_device)
 
@@ -183,11 +184,11 @@ class InputBuilder:
         has_images: bool,
         staged: StagedCopy,
     ) -> tuple[Batch | None, tuple[StepShape, Tensor] | None]:
-        """Return the batch of a step, unless only a graph computes it, and the graph's shape and buffer if one
-        does.
+        """Return the batch of a step, and the shape and input buffer of its graph. The graph is None if none fits; the
+        batch is None if only the graph needs it.
 
-        first_rows: [sequences + 1], the first token of each. rotary: [tokens] or [3, tokens]. width: blocks of the
-        longest sequence.
+        first_rows: [sequences + 1], the first token of each sequence, and the number of tokens. rotary: [tokens] or
+        [3, tokens]. width: blocks of the longest sequence.
         """
         single, chunks = split(sequences.counts, sequences.ends)
         shape = None
@@ -247,7 +248,7 @@ class InputBuilder:
             for c in plan.blocks
         ]
         index = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
-        # their final values: an entry may change twice, and the device writes in any order
+        # final values, since an entry may change twice and the device writes in any order
         blocks = self.block_tables.reshape(-1)[index]
         return BlockTableRows(staged.add(slots), width, staged.add(index), staged.add(blocks))
 
@@ -262,7 +263,8 @@ class InputBuilder:
     def _sampling(
         self, plan: StepPlan, slots: np.ndarray, entries: list[int], sampled: np.ndarray, staged: StagedCopy
     ) -> SamplingInputs:
-        """slots, entries, sampled: of each token that is sampled its slot, entry of the plan and position."""
+        """Prepare the sampling of a step. slots, entries, sampled: [n], for each token to sample its slot, its entry of
+        the plan and its position."""
         sampled_slots = slots.tolist()
         if self._plain[slots].all():
             inputs = SamplingInputs([], None)

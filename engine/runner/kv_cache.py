@@ -1,4 +1,4 @@
-"""The number of KV blocks that fit, and the tensor that holds them."""
+"""Computes how many KV blocks fit, and allocates the tensors that hold them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine.model.loader import tensors_by_file
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-FP8_CAPABILITY = (8, 9)  # Triton has no float8_e4m3fn below, as ktransformers #1978 and vLLM #45829 met
+FP8_CAPABILITY = (8, 9)  # Triton has no float8_e4m3fn below it: ktransformers #1978, vLLM #45829
 CPU_DEFAULT_GIB = 2.0
 WINDOW_STEP_TOKENS = 2048
 SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale$")
@@ -35,27 +35,28 @@ SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_sca
 
 @dataclass(frozen=True, slots=True)
 class GroupNeed:
-    """The blocks that sequences need in one KV cache group."""
+    """How many blocks sequences need in one KV cache group."""
 
     group: KVCacheGroup
     block_size: int
     block_bytes: int
     step_tokens: int
-    """Tokens of a step for which a group with a window has room in addition to the windows of all sequences."""
+    """Tokens of a step that a group with a window has blocks for, in addition to the windows of all sequences."""
 
     def held(self, length: int) -> int:
-        """Return the most blocks that a decoding sequence of up to `length` tokens holds."""
+        """Return how many blocks a decoding sequence of up to `length` tokens holds at most."""
         whole, window = -(-length // self.block_size), self.group.spec.window
         return whole if window is None else min(whole, -(-window // self.block_size) + 1)
 
     def most(self, length: int, seqs: int) -> int:
-        """Return how many blocks are ever of use to `seqs` sequences at a time: besides a window for each, as many of
-        sequences that have ended, which the prefix cache keeps."""
+        """Return how many blocks `seqs` concurrent sequences can make use of at most. A group with a window has use for
+        more than running sequences hold: the prefix cache keeps one more window for each."""
         window = self.group.spec.window
         return self.of(length, seqs) + (0 if window is None else seqs * self.held(length))
 
     def of(self, length: int, seqs: int = 1) -> int:
-        """Return the blocks for `seqs` sequences of `length` tokens, and for a step that computes their prompts."""
+        """Return how many blocks `seqs` sequences of `length` tokens need, the step that computes their prompts
+        included."""
         if self.group.spec.window is None:
             return seqs * self.held(length)
         whole, step = -(-length // self.block_size), -(-self.step_tokens // self.block_size)
@@ -65,7 +66,8 @@ class GroupNeed:
 def group_needs(
     config: EngineConfig, block_size: int, model: ModelConfig, dtype: torch.dtype, tp: TPGroup, drafter_bytes: int = 0
 ) -> list[GroupNeed]:
-    """drafter_bytes: that a drafter needs for each block of the first group."""
+    """Return the need of each KV cache group. drafter_bytes: bytes that a drafter needs for each block of the first
+    group."""
     step = window_step_tokens(config, model)
     return [
         GroupNeed(
@@ -79,8 +81,8 @@ def group_needs(
 
 
 def window_step_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the tokens of one prompt that a step can always compute in a group with a window; more are computed where
-    there are blocks to spare."""
+    """Return how many tokens of one prompt every step has room for in a group with a window. A step computes more of
+    them if blocks are to spare."""
     image = 0 if model.vision is None else model.vision.mm_tokens_per_image
     return max(min(config.max_num_batched_tokens, WINDOW_STEP_TOKENS), image)
 
@@ -96,11 +98,11 @@ def choose_num_blocks(
     drafter_bytes: int = 0,
     state_bytes: int = 0,
 ) -> tuple[list[int], int]:
-    """Return the number of blocks of each KV cache group, and max_model_len, for this memory; log what limits them.
+    """Return the number of blocks of each KV cache group, and max_model_len. Log the limit that sets them.
 
-    free_bytes: on a GPU memory for the KV cache, measured by a profiling run; on a CPU the machine's free memory.
-    drafter_bytes: that a drafter needs for each block of the first group. state_bytes: of snapshots of states.
-    Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
+    free_bytes: on a GPU, memory for the KV cache, measured by a profiling run; on a CPU, the machine's free memory.
+    drafter_bytes: bytes that a drafter needs for each block of the first group. state_bytes: bytes of snapshots of
+    states. Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
     """
     needs = group_needs(config, block_size, model, dtype, tp, drafter_bytes)
     if device.type == "cuda" and config.handoff is not None and config.handoff.transport != "tcp":
@@ -143,12 +145,15 @@ def choose_num_blocks(
 
 
 def total_bytes(needs: list[GroupNeed], blocks: list[int]) -> int:
-    """blocks: of each group."""
+    """Return the bytes of the blocks of all groups. blocks: the number in each group."""
     return sum(count * need.block_bytes for need, count in zip(needs, blocks, strict=True))
 
 
 def longest_that_fits(needs: list[GroupNeed], longest: int, blocks: list[int]) -> int:
-    """Return the tokens of the longest sequence, up to `longest` in whole blocks, that these blocks hold alone."""
+    """Return the length in tokens of the longest sequence, in whole blocks up to `longest`, that fits if it runs alone.
+
+    blocks: the number in each group.
+    """
     size = needs[0].block_size
     return size * most(
         -(-longest // size), lambda n: all(need.of(n * size) <= have for need, have in zip(needs, blocks, strict=True))
@@ -156,16 +161,17 @@ def longest_that_fits(needs: list[GroupNeed], longest: int, blocks: list[int]) -
 
 
 def most(limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number from 0 to `limit` that fits, where none above one that does not does."""
+    """Return the largest number from 0 to `limit` that fits. fits: monotone, False for all above the first that
+    fails."""
     return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
 
 
 def divide(budget: int, needs: list[GroupNeed], longest: int, max_num_seqs: int) -> list[int]:
-    """Return the blocks of each group for `budget` bytes, at most those of use to `max_num_seqs` sequences.
+    """Return how many blocks each group gets of `budget` bytes, at most as many as `max_num_seqs` sequences can use.
 
-    How much groups hold against each other depends on the length of sequences, which is not known before. So each has
-    what one sequence of `longest` needs, or of what fits; the rest is divided in proportion to the most that each would
-    hold in a memory full of sequences of one length, of any length. With one group that is all.
+    The right proportion between groups depends on the length of sequences, which is unknown. So each group first gets
+    what one sequence of `longest` tokens needs, or the longest that fits. The rest is divided in proportion to the most
+    blocks that each group would hold if memory were full of sequences of equal length, over all lengths.
     """
     desired = [need.most(longest, max_num_seqs) for need in needs]
     if total_bytes(needs, desired) <= budget:
@@ -205,7 +211,8 @@ def log_size(needs: list[GroupNeed], blocks: list[int], limit: str, max_model_le
 
 
 def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tuple[int, str]:
-    """Return the bytes for the KV cache and the name of the limit that sets them."""
+    """Return the bytes for the KV cache and the name of the limit that sets them. Raises OutOfMemory if the configured
+    number of bytes is not free."""
     if config.kv_cache_memory_gib is not None:
         requested = int(config.kv_cache_memory_gib * GIB)
         if requested > free_bytes:
@@ -219,7 +226,8 @@ def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tu
 
 
 def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the KV cache. dtype: of the model's activations."""
+    """Return the dtype of the KV cache. dtype: the dtype of the model's activations. Raises ConfigError if the GPU
+    lacks float8."""
     if config.kv_cache_dtype == "auto":
         return dtype
     if device.type == "cpu":
@@ -234,9 +242,10 @@ def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def read_scales(folder: Path, num_layers: int, device: torch.device) -> Tensor:
-    """Return [layers, 2 (K, V)] float32, the scales of values stored in an FP8 cache; 1 if the checkpoint has none.
+    """Return the scales of values in an FP8 cache: [layers, 2 (K, V)] float32, 1 where the checkpoint has none.
 
-    Tools name them `self_attn.k_scale`, or with `k_proj.` or `attn.` in between.
+    Checkpoints name them `self_attn.k_scale`, `self_attn.k_proj.k_scale` or `self_attn.attn.k_scale`, likewise for V.
+    Raises ModelFolderError for a scale that is not above 0.
     """
     scales = torch.ones(num_layers, 2)
     found = 0
@@ -253,17 +262,17 @@ def read_scales(folder: Path, num_layers: int, device: torch.device) -> Tensor:
 
 
 def free_host_bytes() -> int:
-    """Return the memory that the machine can still give without swapping."""
+    """Return how many bytes of memory the machine has free."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def allocate(
     num_blocks: int, group: KVCacheGroup, block_size: int, dtype: torch.dtype, device: torch.device, tp: TPGroup
 ) -> Tensor:
-    """Return [num_blocks, layers, parts, kv_heads, block_size, head_dim], zeroed so that a padded read never meets NaN;
-    with a block more, the null block, in a group with a window.
+    """Return [num_blocks, layers, parts, kv_heads, block_size, head_dim], zeroed so that a padded read never meets NaN.
+    A group with a window gets one more block, its null block.
 
-    On a CPU pages are taken only when they are first written: torch itself would write zeros into all of them.
+    On a CPU, pages are taken only when first written; torch.zeros would write all of them.
     """
     num_blocks += group.spec.window is not None
     shape = (num_blocks, *group.block_shape(block_size, tp.size))

@@ -1,4 +1,4 @@
-"""Loads one rank's model, and what belongs to it."""
+"""Loads one rank's model, its drafter, and the memory for received image embeddings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(setup: RankSetup) -> Model:
-    """Return this rank's part of the model, with its weights. Raises StartupError."""
+    """Return this rank's shard of the model, with its weights. Raises StartupError."""
     started = time.perf_counter()
     config, device, group = setup.config, setup.torch_device, setup.tp
     if config.determinism == "strict":
@@ -53,7 +53,7 @@ def load_model(setup: RankSetup) -> Model:
 
 
 def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int], None]) -> None:
-    """Compile the layers by torch. run_step: computes a step of (tokens, sequences)."""
+    """Compile the model's layers with torch.compile. run_step: computes a step of (tokens, sequences)."""
     if setup.config.enforce_eager:
         logger.info("torch_compile is set aside by enforce_eager")
         return
@@ -63,7 +63,7 @@ def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int],
 
 
 def load_drafter(setup: RankSetup, model: Model) -> ModelDrafter | None:
-    """Return the drafter with weights that was asked for: on rank 0, since the other ranks get its drafts with the
+    """Return the configured drafter with weights, or None. Only rank 0 has one: the other ranks get its drafts with the
     plan."""
     if setup.tp.rank != 0:
         return None
@@ -84,8 +84,8 @@ def load_drafter(setup: RankSetup, model: Model) -> ModelDrafter | None:
 
 
 def allocate_inbox(setup: RankSetup) -> Tensor | None:
-    """Return memory for embeddings of encode engines: as many as the encoder cache holds, all on every rank. None if
-    this engine asks no encode engines.
+    """Return memory for embeddings from encode engines, or None if this engine uses none. Each rank has room for as
+    many as the encoder cache holds.
 
     Raises ConfigError for a model that reads text only.
     """

@@ -1,8 +1,8 @@
 """Changes to logits before sampling, in vLLM's order: bans, minimum length, bias, penalties, end of reasoning.
 
-All rows of a step are changed together, by operations whose sizes the host knows without reading from the device, so
-nothing here waits for the newest token, which only the device has. Only those entries of [rows, vocab] that change are
-touched, so the cost of a row is proportional to its own tokens.
+All rows of a step are changed together, by operations whose sizes the host knows. So nothing here waits for the newest
+tokens, which are only on the device. Only the entries of [rows, vocab] that change are touched, so the cost of a row
+depends on the number of tokens that its request names or has, not on the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from engine.wire.sampling_params import SamplingParams, ThinkingBudget
 
 BANNED = float("-inf")
-# Tokens counted at a time, in float32: 16 MiB. Above 32 MiB a CPU's allocator gets memory from the system at every
-# step, which takes longer than counting.
+# Token counters in use at a time, in float32: 16 MiB. Above 32 MiB, a CPU's allocator asks the system for memory at
+# every step, which takes longer than counting.
 COUNTERS = 2**22
 NEVER = -1  # no token
 NO_PENALTIES = (1.0, 0.0, 0.0)
-# Positions at which the end of a reasoning is forced, if not at the first: inside a character, which has up to 4 bytes,
-# a grammar does not allow it.
+# Number of positions at which the end of reasoning is tried. A grammar does not allow it inside a character, which has
+# up to 4 bytes and so up to 4 tokens.
 MAX_CHARACTER = 4
 
 Array = NDArray[np.int64]
@@ -34,7 +34,7 @@ ToDevice = Callable[[NDArray[Any]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Banned words of two tokens or more, split into prefixes and last tokens; n is the tokens of all prefixes."""
+    """Banned words of two or more tokens, split into prefixes and last tokens. n: tokens of all prefixes."""
 
     token: Array  #: [n]
     back: Array  #: [n], distance of each token from the end of the output; 1 is the newest token
@@ -57,12 +57,12 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class LogitsEdits:
-    """Changes that the parameters of one sequence ask for, as arrays; made once per sequence."""
+    """Changes to logits that the sampling parameters of one sequence ask for, as arrays; made once per sequence."""
 
-    allowed: Array | None  #: the only tokens that may come
+    allowed: Array | None  #: the only tokens that are not banned
     banned: Array
     words: Words | None
-    ends: Array  #: tokens that may not come before `min_tokens` others
+    ends: Array  #: tokens that are banned until the output has `min_tokens` tokens
     min_tokens: int
     biased: Array  #: [n], tokens to which `bias` is added
     bias: NDArray[np.float32]  #: [n]
@@ -71,7 +71,7 @@ class LogitsEdits:
 
     @classmethod
     def of(cls, params: SamplingParams, eos: frozenset[int]) -> LogitsEdits | None:
-        """Return None if nothing is to be changed. eos: tokens that end a generation."""
+        """Return the changes, or None if there are none. eos: tokens that end a generation."""
         words = [word for word in params.bad_words_token_ids if word]
         longer = [word for word in words if len(word) > 1]
         bias = params.logit_bias or {}
@@ -108,9 +108,9 @@ class RowEdits:
 class BannedWords:
     """Banned words of several rows."""
 
-    compare: Tensor  #: [4, tokens of all prefixes]: slot, position, the token that must be there, word
+    compare: Tensor  #: [4, tokens of all prefixes] int64: slot, position, the token that the word has there, the word
     target: Tensor  #: [words], an index into the columns of `last`
-    last: Tensor  #: [2, n]: row and last token
+    last: Tensor  #: [2, n] int64: row of logits, and the last token of a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,10 @@ class ThinkingEnds:
 
 @dataclass(slots=True)
 class BatchEdits:
-    """The edits of one step to logits [rows, vocab]. Entries of the logits are [2, n] int64: row and token."""
+    """The changes of one step to logits [rows, vocab]. An entry of the logits is a column of [2, n] int64: row and
+    token."""
 
-    allowed: tuple[Tensor, Tensor] | None  #: rows [n], and the only entries of them that may come
+    allowed: tuple[Tensor, Tensor] | None  #: rows [n], and the only entries of these rows that are not banned
     banned: Tensor | None  #: entries
     words: BannedWords | None
     bias: tuple[Tensor, Tensor] | None  #: entries, and the numbers added to them
@@ -150,12 +151,13 @@ def ids(tokens: Iterable[int]) -> Array:
 
 
 def entries(row: int, tokens: Array) -> Array:
-    """Return [2, n]: row and token."""
+    """Return the entries of `tokens` in one row of the logits: [2, n], row and token."""
     return np.stack([np.full_like(tokens, row), tokens])
 
 
 def prepare(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> BatchEdits | None:
-    """Return None if this step needs no edits. to_device: copies an array to the device of the logits."""
+    """Return the changes of one step, or None if there are none. to_device: copies an array to the device of the
+    logits."""
     allowed = [(row.row, row.edits.allowed) for row in rows if row.edits.allowed is not None]
     banned = [entries(row.row, row.edits.banned) for row in rows if len(row.edits.banned)]
     early = [row for row in rows if len(row.edits.ends) and row.length - row.num_prompt < row.edits.min_tokens]
@@ -179,8 +181,11 @@ def prepare(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> B
 
 
 def prepare_words(rows: Sequence[RowEdits], to_device: ToDevice) -> BannedWords | None:
-    """Prepare the banned words of all rows. Words do not begin in the prompt: a prefix longer than the output is
-    compared with NEVER."""
+    """Prepare the banned words of all rows.
+
+    A word must lie in the output as a whole: a prefix longer than the output is compared with NEVER, so it cannot
+    match.
+    """
     compare, target, last = [], [], []
     num_words = num_last = 0
     for row in rows:
@@ -203,11 +208,11 @@ def prepare_words(rows: Sequence[RowEdits], to_device: ToDevice) -> BannedWords 
 
 
 def prepare_penalties(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> list[Penalties]:
-    """Prepare the penalties, in groups of as many rows as there are counters for."""
+    """Prepare the penalties, in groups of as many rows as COUNTERS allows."""
     where, amounts = [], []
     for row in rows:
         if row.edits.penalties is not None:
-            first = 0 if row.edits.penalties[0] != 1.0 else row.num_prompt  # only repetition minds the prompt
+            first = 0 if row.edits.penalties[0] != 1.0 else row.num_prompt  # only repetition counts the prompt
             if first < row.length:
                 where.append((row.row, row.slot, first, row.num_prompt, row.length - first))
                 amounts.append(row.edits.penalties)
@@ -259,7 +264,7 @@ def apply(logits: Tensor, edits: BatchEdits, history: Tensor) -> None:
 
 
 def ban_words(logits: Tensor, words: BannedWords, history: Tensor) -> None:
-    """Ban the last token of every word whose other tokens end the output."""
+    """Ban the last token of every word whose other tokens are the newest of the output."""
     slot, position, token, word = words.compare.unbind()
     wrong = logits.new_zeros(len(words.target)).index_add_(0, word, (history[slot, position] != token).float())
     row, last = words.last.unbind()
@@ -268,10 +273,10 @@ def ban_words(logits: Tensor, words: BannedWords, history: Tensor) -> None:
 
 
 def penalise(logits: Tensor, penalties: Penalties, history: Tensor) -> None:
-    """Apply repetition (CTRL, arXiv:1909.05858, section 4.1) over prompt and output; frequency and presence (OpenAI's)
-    over the output only.
+    """Apply the repetition penalty (CTRL, arXiv:1909.05858, section 4.1) to tokens of prompt and output, and OpenAI's
+    frequency and presence penalties to tokens of the output.
 
-    Works on one value per position. If a token is at several positions, all of them write the same value.
+    Computes one value per position. A token at several positions gets the same value from each.
     """
     counts = penalties.where[4]
     sequence = torch.repeat_interleave(counts, output_size=penalties.total)
@@ -288,8 +293,8 @@ def penalise(logits: Tensor, penalties: Penalties, history: Tensor) -> None:
 
 
 def end_thinking(logits: Tensor, ends: ThinkingEnds, history: Tensor) -> None:
-    """Leave only the tag that ends the reasoning, where it has begun and not ended. Where the tag may not come, nothing
-    changes."""
+    """Ban all tokens but the closing tag in rows whose reasoning has begun and not ended. A row in which the closing
+    tag is banned stays as it is."""
     row, slot, start, length, opening, closing = ends.where.unbind()
     sequence = torch.repeat_interleave(length, output_size=ends.total)
     position = torch.arange(ends.total, device=logits.device) + (start - length.cumsum(0) + length)[sequence]
@@ -302,7 +307,10 @@ def end_thinking(logits: Tensor, ends: ThinkingEnds, history: Tensor) -> None:
 
 
 def totals(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Return [n]: for each entry, the sum of the values of all entries with the same index (below `size`)."""
-    sums = values.new_empty(size)  # only the sums that are read are set to 0: the others are far more
+    """Return [n]: for each entry, the sum of `values` over all entries with the same index.
+
+    index: [n], each below `size`. values: [n].
+    """
+    sums = values.new_empty(size)  # zeroes only the few sums that are read
     sums.index_fill_(0, index, 0.0)
     return sums.index_add_(0, index, values)[index]

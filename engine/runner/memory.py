@@ -1,4 +1,4 @@
-"""How much memory one rank has for its KV cache and for snapshots of recurrent states."""
+"""Computes how much memory one rank has for its KV cache and for snapshots of recurrent states."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from engine.runner.rank_setup import RankSetup
 
 logger = logging.getLogger(__name__)
 
-CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, at most (ATen's CublasHandlePool.cpp)
-SHARE = 4  # 1 / SHARE of the KV cache's memory is for snapshots
-LEAST = 2  # a handoff needs one
+CUBLAS_BYTES = 32 << 20  # most workspace of a thread that multiplies matrices (ATen's CublasHandlePool.cpp)
+SHARE = 4  # snapshots get 1 / SHARE of the KV cache's memory
+LEAST = 2  # fewest snapshots; a handoff needs one
 
 
 def plan_blocks(
@@ -29,11 +29,11 @@ def plan_blocks(
     encoder_cache: EncoderCache | None,
     drafter_block_bytes: int,
 ) -> tuple[list[int], int, int]:
-    """Return the blocks of each KV cache group, the same on all ranks, the longest sequence that they and the model
-    allow, and the number of snapshots of recurrent states.
+    """Return (blocks of each KV cache group, longest sequence in tokens, snapshots of recurrent states).
 
-    run_dummy_step: of (tokens, sequences). drafter_block_bytes: that a drafter needs for each block of the first.
-    Raises OutOfMemory if the configured lengths do not fit.
+    Blocks and snapshots are the fewest of any rank, so that all ranks agree. run_dummy_step: computes a step of
+    (tokens, sequences). drafter_block_bytes: bytes that a drafter needs for each block of the first group. Raises
+    OutOfMemory if the configured lengths do not fit.
     """
     if setup.torch_device.type == "cpu":
         free = kv_cache.free_host_bytes() // setup.tp.local_size
@@ -41,7 +41,7 @@ def plan_blocks(
         free = free_gpu_bytes(setup, run_dummy_step, encoder_cache)
     config, size, model, dtype, tp = setup.config, setup.block_size, setup.model, setup.kv_dtype, setup.tp
     device, specs = setup.torch_device, setup.state_specs
-    if device.type == "cuda":  # on a CPU pages are taken as sequences write to them
+    if device.type == "cuda":  # a CPU's pages are taken only when sequences write to them
         free -= config.max_num_seqs * (snapshot_bytes(specs) + sum(spec.row_bytes for spec in specs))
     snapshots = choose_num_snapshots(config, size, model, specs, dtype, device, tp, free)
     blocks, longest = kv_cache.choose_num_blocks(
@@ -64,8 +64,8 @@ def plan_blocks(
 def free_gpu_bytes(
     setup: RankSetup, run_dummy_step: Callable[[int, int], None], encoder_cache: EncoderCache | None
 ) -> int:
-    """Return the bytes that `gpu_memory_utilization` leaves for the KV cache after weights, graphs and the
-    activations of the largest step, which is run to measure them."""
+    """Return the bytes that `gpu_memory_utilization` leaves for the KV cache and snapshots. Runs the largest step, to
+    measure its activations; subtracts these, weights, graphs, token history and block tables."""
     config = setup.config
     largest_step = config.max_num_batched_tokens, config.max_num_seqs
     run_dummy_step(*largest_step)  # compiles kernels and loads libraries, whose memory stays in use
@@ -82,7 +82,7 @@ def free_gpu_bytes(
     graphs = 0 if config.enforce_eager else int(config.cuda_graph_memory_gib * 2**30)
     longest = setup.model.longest_sequence(config.max_model_len)
     tables = len(setup.model.kv_groups) * -(-longest // setup.block_size)
-    sequences = 4 * config.max_num_seqs * (longest + tables)  # tables, and the history
+    sequences = 4 * config.max_num_seqs * (longest + tables)  # token history and block tables, int32
     threads = CUBLAS_BYTES * (setup.tp.size > 1)  # with other ranks, EngineCore launches steps in another thread
     if encoder_cache is not None:
         activations += config.encoder_cache_size * encoder_cache.embedding_bytes
@@ -95,7 +95,8 @@ def free_gpu_bytes(
 
 
 def snapshot_border(block_size: int) -> int:
-    """Return the distance of positions at which a state stands and a KV block ends."""
+    """Return the smallest number of tokens that is both whole KV blocks and whole chunks of a recurrent layer.
+    Snapshots are taken at its multiples."""
     return math.lcm(CHUNK, block_size)
 
 
@@ -106,10 +107,11 @@ def snapshot_bytes(specs: list[StateSpec]) -> int:
 def snapshot_interval(
     config: EngineConfig, block_size: int, model: ModelConfig, specs: list[StateSpec], dtype: torch.dtype, tp: TPGroup
 ) -> int:
-    """Return the tokens between snapshots inside a long sequence, in whole borders; 0 for none. By default they are as
-    far apart as the tokens whose KV takes the memory of one: so they never cost more than the KV that they make useful.
+    """Return the tokens between two snapshots in a long sequence, a multiple of `snapshot_border`; 0 for none.
 
-    dtype: of the KV cache."""
+    By default it is the number of tokens whose KV takes as much memory as one snapshot, so that snapshots never cost
+    more than the KV that they make reusable. dtype: the KV cache's dtype.
+    """
     border, interval = snapshot_border(block_size), config.prefix_cache_retention_interval
     if interval is None:
         block_bytes = sum(need.block_bytes for need in kv_cache.group_needs(config, block_size, model, dtype, tp))
@@ -127,10 +129,12 @@ def choose_num_snapshots(
     tp: TPGroup,
     free_bytes: int,
 ) -> int:
-    """Return the number of snapshots of states: a quarter of the memory of the KV cache, but no more than all sequences
-    at full length could use. Beside an explicit number of KV blocks they take a third of what these do.
+    """Return the number of snapshots of recurrent states.
 
-    dtype: of the KV cache. Raises OutOfMemory as kv_budget."""
+    They get 1 / SHARE of the KV cache's memory, but no more than all sequences at full length could use. With a
+    configured `num_blocks`, they get 1 / (SHARE - 1) of these blocks' memory in addition.
+    dtype: the KV cache's dtype. Raises OutOfMemory as `kv_budget` does.
+    """
     if not specs or not (config.enable_prefix_caching or config.handoff):
         return 0
     needs = kv_cache.group_needs(config, block_size, model, dtype, tp)

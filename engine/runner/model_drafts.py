@@ -1,4 +1,4 @@
-"""Drafts of a drafter with weights: what it sees of a step that has been sampled."""
+"""Makes the inputs of a drafter with weights from a step that has been sampled."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from engine.spec_decode.verification import last_rows
 
 
 def draft_inputs(inputs: StepInputs, tokens: Tensor, history: Tensor, out: Tensor, size: int) -> DraftInputs:
-    """Return a step's inputs of the drafter.
+    """Return the drafter's inputs for a step.
 
-    tokens: [n], those that were sampled, in the order of `inputs.entries`. history: with these tokens.
-    out: of the model, hidden states of this size and those of the layers that the drafter wants to see.
+    tokens: [n] int64, the sampled tokens, in the order of `inputs.entries`.
+    history: [slots, max_model_len] int32 token ids, sampled tokens included.
+    out: [tokens, columns], the model's output: hidden states in the first `size` columns, then those of the layers in
+    the drafter's `aux_layers`.
     """
     batch = inputs.batch
     assert batch is not None
     flat, index, first = history.view(-1), inputs.token_index, inputs.first_sequences
-    out = out[: len(index)]  # a graph's has padding
+    out = out[: len(index)]  # a graph's output has padding rows
     entries, rows = list(dict.fromkeys(inputs.entries)), inputs.sampled_rows
     if inputs.drafted is not None:
         rows = last_rows(rows, tokens, [inputs.plan.drafts.get(i, []) for i in entries])

@@ -1,8 +1,7 @@
-"""Runs step plans on one rank: keeps per-sequence state, builds the inputs, computes, samples.
+"""Runs step plans on one rank: builds the inputs, computes the model, samples.
 
-On a GPU nothing here waits for the device before `collect`: inputs go there in one copy per step; sampled tokens stay
-there for the next step, and are copied to the host as well. So step n+1 is in the device's queue before step n has
-ended.
+On a GPU nothing here waits for the device before `collect`: inputs are copied there once per step; sampled tokens stay
+there for the next step, and are also copied to the host. So step n+1 is in the device's queue before step n has ended.
 """
 
 from __future__ import annotations
@@ -49,22 +48,22 @@ PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 in memory at a time
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step in the device's queue. Its results are in host memory once `event` has been reached."""
+    """A step in the device's queue. Its results are in host memory once `event` has happened."""
 
     inputs: StepInputs
-    tokens: Tensor  #: [n] int64, of the entries that sample
-    logprobs: tuple[list[int], list[int], LogprobTable] | None  #: entries, alternatives of each, and their table
-    prompt_logprobs: list[tuple[PromptLogprobRows, list[LogprobTable]]]  #: with one table per PROMPT_LOGPROB_ROWS rows
+    tokens: Tensor  #: [n] int64, the sampled tokens, in the order of `inputs.entries`
+    logprobs: tuple[list[int], list[int], LogprobTable] | None  #: entries, number of alternatives of each, their table
+    prompt_logprobs: list[tuple[PromptLogprobRows, list[LogprobTable]]]  #: one table per PROMPT_LOGPROB_ROWS rows
     pooled: list[Pooled]
-    drafts: Tensor | None  #: [entries that sample, plan.num_drafts] int64, of a drafter with weights
-    draft_s: Callable[[], float]  #: seconds that it took
+    drafts: Tensor | None  #: [entries that sample, plan.num_drafts] int64, from a drafter with weights
+    draft_s: Callable[[], float]  #: returns the seconds that drafting took
     event: DeviceEvent
 
 
 class ModelRunner:
-    """One rank's model, KV cache and sequence state.
+    """The model, KV cache and sequence state of one rank.
 
-    `prepare` and `launch` may run in different threads, each called in the order of the plans: `prepare` owns the
+    `prepare` and `launch` may run in two different threads, each called in the order of the plans: `prepare` owns the
     host's block tables, `launch` the tensors on the device.
     """
 
@@ -116,9 +115,10 @@ class ModelRunner:
         self._warm_up()
 
     def _open_graphs(self) -> None:
-        """Make what replays steps: graphs and block tables on a GPU, a graph of kernels on a CPU, where one can be."""
+        """Create what replays steps, where possible: CUDA graphs and block tables on a GPU, a graph of kernels on a
+        CPU."""
         setup, config = self.setup, self.config
-        # the device's own block tables; only changes are sent, since a batch's rows are megabytes with long contexts
+        # the device keeps block tables and is sent changes only: with long contexts, a batch's rows are megabytes
         self._tables: Tensor | None = None
         self.graphs: CudaGraphs | None = None
         self._step_graph: StepGraph | None = None
@@ -140,7 +140,7 @@ class ModelRunner:
             )
 
     def _warm_up(self) -> None:
-        """Compute steps of every kind on a GPU, so that no request waits while a kernel is compiled, and capture the
+        """Run steps of every kind on a GPU, so that no request waits for a kernel to compile, and capture the
         graphs."""
         if not self.device.asynchronous:
             return
@@ -149,21 +149,22 @@ class ModelRunner:
             for plan in warm_up_plans(self.config, self.max_model_len):
                 self.collect(self.launch(self.prepare(plan)))
             for cache in self.kv_caches:
-                cache[0] = 0  # where these steps left their KV
+                cache[0] = 0  # clear the block that these steps wrote to
         if self.graphs is not None:
             with torch.inference_mode():
                 self.graphs.capture(graph_shapes(self.setup))
         logger.info("warmed up seconds=%.1f", time.perf_counter() - started)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
-        """Build the inputs of `plan`, without any result of the steps before it."""
+        """Build the inputs of a plan. Needs no result of earlier steps."""
         return self._inputs.build(plan)
 
     # -- on the device -------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> LaunchedStep:
-        """Compute a step, or put it into the device's queue. Steps must come in the order they were prepared in."""
+        """Compute a step on a CPU, or put it into a GPU's queue. Steps must come in the order in which they were
+        prepared."""
         inputs.staged.send()
         history = self._history.view(-1)
         for new in inputs.added:
@@ -181,7 +182,7 @@ class ModelRunner:
         out, size = self._forward(inputs, history), self.model_config.hidden_size
         hidden = out if self.drafter is None else out[:, :size]
         tokens, logprobs = self._sample(hidden, inputs)
-        # -1 ends a request, but with overlap a step that reads this token may be under way and needs a real one
+        # -1 ends a request, but with overlap the next step may already read this token, and needs a valid id
         history[inputs.written] = tokens.clamp(min=0).int()
         prompt_logprobs = [(rows, self._prompt_logprobs(hidden, rows)) for rows in inputs.prompt_logprob_rows]
         pooled = self._pooler.launch(hidden, inputs.pooled_rows) if inputs.pooled_rows else []
@@ -261,7 +262,7 @@ class ModelRunner:
     def _sample(
         self, hidden: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, tuple[list[int], list[int], LogprobTable] | None]:
-        """Return the tokens [n] int64 of the sampling entries, and the log-probabilities that were requested."""
+        """Return the sampled tokens [n] int64, and the log-probabilities that were requested."""
         if not inputs.entries:
             return inputs.sampled_rows, None
         work = inputs.sampling

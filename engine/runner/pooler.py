@@ -1,4 +1,7 @@
-"""Makes embeddings and scores of hidden states. What a sequence's chunks leave behind waits here for its last one."""
+"""Makes embeddings and scores from hidden states.
+
+A prompt may be computed in several chunks: what pooling needs of the earlier ones is kept here until the last.
+"""
 
 from __future__ import annotations
 
@@ -26,40 +29,40 @@ SMALLEST_NORM = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """A sequence's rows of hidden states in one step."""
+    """The hidden states that one step computes for a sequence that is pooled."""
 
     entry: int  #: index in the plan
     slot: int
     first_row: int
-    start: int  #: position of the first of them
+    start: int  #: position of the first row in the sequence
     count: int
-    is_last: bool  #: they reach the end of the prompt
+    is_last: bool  #: whether the prompt ends with these rows
     params: PoolingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Vectors of sequences whose prompts have ended, not normalised yet."""
+    """Vectors of sequences whose prompts end in this step, before normalisation."""
 
     rows: list[PooledRows]
-    vectors: Tensor  #: [rows, size] float32; of a generative reranker the logits of yes and no
+    vectors: Tensor  #: [rows, size] float32; for a generative reranker, the logits of yes and no
 
 
 class Pooler:
-    """The pooling of one rank's model; every rank has the same result."""
+    """Pools hidden states on one rank. Every rank computes the same result."""
 
     def __init__(self, config: ModelConfig, model: Model, folder: Path, dtype: torch.dtype, device: Device):
-        """dtype: of the model. Raises ModelFolderError if the weights of a dense layer cannot be read."""
+        """dtype: the model's dtype. Raises ModelFolderError if the weights of a dense layer cannot be read."""
         self._config, self._pooling = config, config.pooling
         self._model, self._dtype, self._device = model, dtype, device
         self._dense = [
             (*read_dense(folder, dense, device.torch_device), ACTIVATIONS[dense.activation])
             for dense in config.pooling.dense
         ]
-        self._carried: dict[int, Tensor] = {}  # by slot: what chunks before gave, [hidden] float32
+        self._carried: dict[int, Tensor] = {}  # by slot: what the prompt's earlier chunks gave, [hidden]
 
     def launch(self, hidden: Tensor, rows: list[PooledRows]) -> list[Pooled]:
-        """Take the rows of a step, and pool the sequences that end with it. hidden: [tokens, hidden]"""
+        """Take the hidden states [tokens, hidden] of a step, and pool the sequences whose prompts end in it."""
         ended: dict[str, tuple[list[PooledRows], list[Tensor]]] = {}
         for row in rows:
             vector = self._pool(hidden[row.first_row : row.first_row + row.count], row)
@@ -68,7 +71,7 @@ class Pooler:
                 some.append(row)
                 vectors.append(vector)
             else:
-                self._carried[row.slot] = vector.clone()  # the hidden states of a graph are its next step's too
+                self._carried[row.slot] = vector.clone()  # a graph's next replay overwrites its hidden states
         heads = {"embed": self._embed, "score": self._score}
         return [
             Pooled(some, self._device.fetch(heads[task](some, torch.stack(vectors))))
@@ -76,7 +79,7 @@ class Pooler:
         ]
 
     def finish(self, pooled: Pooled) -> dict[int, bytes]:
-        """Return the results by entry of the plan, once the device has reached the step's end."""
+        """Return results by entry of the plan. Call it once the device has completed the step."""
         vectors = pooled.vectors.numpy()
         return {row.entry: self._result(row.params, vector) for row, vector in zip(pooled.rows, vectors, strict=True)}
 

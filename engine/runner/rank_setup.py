@@ -1,4 +1,4 @@
-"""What one rank computes with."""
+"""The setup of one rank: its options and what follows from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.runner import kv_cache
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The options of one rank, with what follows from them before anything is loaded."""
+    """The options of one rank, and all that can be derived from them before weights are loaded."""
 
     config: EngineConfig
     model: ModelConfig
@@ -33,7 +33,7 @@ class RankSetup:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, folder: Path, tp: TPGroup) -> RankSetup:
-        """Open the device. Raises ConfigError for options that do not go together."""
+        """Open the device and derive the rest. Raises ConfigError for options that cannot be combined."""
         if config.torch_compile and model.transformers:
             limit = f"false for {model.architecture}, which transformers' own code computes"
             raise ConfigError("torch_compile", True, limit)
@@ -55,7 +55,7 @@ class RankSetup:
 
     @property
     def state_specs(self) -> list[StateSpec]:
-        """What each recurrent layer keeps of a sequence."""
+        """What each recurrent layer keeps for a sequence."""
         return state_specs(self.model.recurrent, str(self.dtype).removeprefix("torch."), self.tp.size)
 
     @property
@@ -64,11 +64,10 @@ class RankSetup:
 
 
 def check_layers(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for options that models with recurrent layers, latent attention or Gemma 3n's layers do not
-    go with yet."""
+    """Raise ConfigError for options that do not support recurrent layers, latent attention or Gemma 3n's layers yet."""
     fp8 = model.latent is not None and config.kv_cache_dtype != "auto"
     refused = {"torch_compile": config.torch_compile, "kv_cache_dtype": fp8}
-    if model.recurrent is not None:  # a handoff brings a state, or the blocks of a window, after the other KV
+    if model.recurrent is not None:  # a handoff sends either a state or a window's blocks after the other KV, not both
         windowed = any(group.spec.window is not None for group in model.kv_groups)
         refused["handoff"] = config.handoff is not None and windowed
     for key in filter(refused.get, refused):
@@ -77,15 +76,15 @@ def check_layers(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def read_model(config: EngineConfig, folder: Path) -> ModelConfig:
-    """Return the shape of the model in a folder, the same on all ranks. Raises StartupError."""
+    """Return the configuration of the model in a folder, the same on all ranks. Raises StartupError."""
     model = ModelConfig.from_folder(folder, config.quantization, config.max_model_len, config.language_model_only)
-    # a drafter's KV lies in blocks of the first group, and it may see tokens that no layer of the model does
+    # a drafter's KV is in blocks of the first group, and it may attend beyond the window of the model's layers
     drafts = config.speculative is not None and config.speculative.has_weights
     return replace(model, keeps_all_kv=True) if drafts and model.kv_groups[0].spec.window is not None else model
 
 
 def set_threads(config: EngineConfig, tp: TPGroup) -> None:
-    """Give torch the configured number of threads, or this rank's part of the machine's cores."""
+    """Set torch's number of threads: the configured one, else at most this rank's share of the machine's cores."""
     if config.num_threads or tp.local_size > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = max(1, cores // tp.local_size)

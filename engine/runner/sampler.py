@@ -1,9 +1,9 @@
 """Samples tokens from logits.
 
 Randomness is a function of (seed, position) alone: one number from a counter-based generator (Philox, Salmon et
-al. 2011) picks the token by inverting the cumulative distribution. No noise is drawn over the vocabulary, and equal
-logits give equal tokens. So a request gets the same tokens in any batch, after preemption, and when it
-is run again elsewhere, where its logits have the same bits: docs/http_api.md says in which dtypes and on which devices.
+al. 2011) picks the token by inverting the cumulative distribution, so equal logits give equal tokens. A request thus
+gets the same tokens in any batch, after preemption, and when it is run again elsewhere, provided that its logits have
+the same bits there: docs/http_api.md lists the dtypes and devices for which they do.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from engine.wire.messages import TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 
 DRAW_AHEAD = 32  # positions
-MAX_SEEDS = 4096  # seeds whose numbers are kept: far more than running sequences
-WORDS_PER_COUNTER = 4  # words that the generator makes of one counter; the first is used
+MAX_SEEDS = 4096  # seeds whose numbers are kept, far more than there are running sequences
+WORDS_PER_COUNTER = 4  # words that the generator makes for one counter; only the first is used
 
 
 class UniformSource:
-    """Numbers in [0, 1) as a function of (seed, position)."""
+    """Random numbers in [0, 1), as a function of (seed, position)."""
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)
-        # seed -> numbers of DRAW_AHEAD positions, from the first on
+        # seed -> first position, and the numbers of DRAW_AHEAD positions from there on
         self._ahead: dict[int, tuple[int, list[float]]] = {}
 
     def draw(self, seed: int, position: int) -> float:
-        """24 random bits as a float32 in [0, 1): key (seed, 0), counter (position, 0, 0, 0)."""
+        """Return the number for one position: 24 random bits, from key (seed, 0) and counter (position, 0, 0, 0)."""
         first, numbers = self._ahead.get(seed, (0, []))
         if not 0 <= position - first < len(numbers):
             first, numbers = position, self._draw(seed, position)
@@ -47,11 +47,12 @@ class UniformSource:
         return numbers[position - first]
 
     def _draw(self, seed: int, position: int) -> list[float]:
-        """Draw for DRAW_AHEAD positions: setting the generator takes 5 us, too long for each token of a large batch."""
+        """Return the numbers of DRAW_AHEAD positions from `position` on. Setting the generator takes 5 us, which is too
+        slow for each token of a large batch."""
         state = self._philox.state
         state["state"]["key"][:] = (seed, 0)
         state["state"]["counter"][:] = (position, 0, 0, 0)
-        state["buffer_pos"] = WORDS_PER_COUNTER  # nothing left over from the draw before
+        state["buffer_pos"] = WORDS_PER_COUNTER  # no words left over from the previous draw
         self._philox.state = state
         words = self._philox.random_raw(WORDS_PER_COUNTER * DRAW_AHEAD)[::WORDS_PER_COUNTER]
         numbers: list[float] = ((words >> np.uint64(40)) * 2.0**-24).tolist()
@@ -68,15 +69,15 @@ class MaskedRows:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Rows whose log-probabilities are requested."""
+    """Rows of logits whose log-probabilities were requested."""
 
     rows: Tensor  #: [n] int64
-    counts: dict[int, int]  #: alternatives to report of each, by its number
+    counts: dict[int, int]  #: alternatives to report, by row
 
 
 @dataclass(slots=True)
 class SamplingInputs:
-    """The work on each row of logits, prepared on the host. Greedy rows need none."""
+    """What sampling needs for each row of logits, prepared on the host. Greedy rows need nothing."""
 
     random: list[RandomRows]
     edits: BatchEdits | None
@@ -85,12 +86,12 @@ class SamplingInputs:
 
     @property
     def plain(self) -> bool:
-        """Every row takes its most likely token and nothing else is requested."""
+        """True if every row takes its most likely token and nothing else is requested."""
         return not (self.random or self.edits or self.masked or self.logprobs)
 
     def again(self, uniform: list[float], to_device: ToDevice) -> SamplingInputs:
-        """Return the same work with other random numbers, one for each row, and without a grammar. Not for rows that
-        have edits: those depend on the position."""
+        """Return these inputs with new random numbers, one per row, and without masks. Not for rows with edits, which
+        depend on the position."""
         numbers = np.array(uniform, dtype=np.float32)
         random = [replace(group, uniform=to_device(numbers[group.index]).unsqueeze(1)) for group in self.random]
         return replace(self, random=random, masked=None)
@@ -100,7 +101,7 @@ class SampledRow(NamedTuple):
     """A sequence whose next token is about to be sampled."""
 
     slot: int
-    position: int  #: of that token: the length of the sequence so far
+    position: int  #: position of that token, which is the length of the sequence so far
     num_prompt: int
     seed: int
     params: SamplingParams
@@ -115,8 +116,10 @@ def prepare_sampling(
     *,
     sorts: bool = True,
 ) -> SamplingInputs:
-    """Group the rows by the work that they need. to_device: copies an array to the device of the logits. sorts: see
-    `sorts_candidates` (ops/sampling.py); otherwise one launch does for all rows with filters.
+    """Group rows by the work that they need.
+
+    to_device: copies an array to the device of the logits.
+    sorts: see `sorts_candidates` (ops/sampling.py). Where False, all rows with filters are one group.
     """
     groups: dict[int, list[int]] = {}
     edited = []
@@ -154,8 +157,8 @@ def prepare_sampling(
 
 
 def candidate_width(params: SamplingParams, vocab_size: int) -> int:
-    """Return how many candidates have to be sorted: a function of the request alone, never of its batch, so that sums
-    run in the same order wherever it is computed."""
+    """Return how many candidates of a row have to be sorted. It depends on the request alone, never on the batch, so
+    that sums always run in the same order."""
     if 0 < params.top_k < vocab_size:
         return params.top_k
     return vocab_size if params.top_p < 1.0 or params.min_p > 0.0 else 0
@@ -164,7 +167,9 @@ def candidate_width(params: SamplingParams, vocab_size: int) -> int:
 def sample(logits: Tensor, inputs: SamplingInputs, draw_rows: DrawRows) -> Tensor:
     """Return tokens [rows] int64 for logits [rows, vocab] float32; -1 where the largest logit is not finite."""
     rows = len(logits)
-    if sum(len(group.rows) for group in inputs.random) == rows:  # finding the likeliest token takes longer
+    if (
+        sum(len(group.rows) for group in inputs.random) == rows
+    ):  # no greedy row: the maximum without its index is faster
         best, tokens = logits.amax(dim=-1), torch.empty(rows, dtype=torch.int64, device=logits.device)
     else:
         best, tokens = logits.max(dim=-1)
@@ -179,7 +184,7 @@ def mark_non_finite(best: Tensor, tokens: Tensor) -> Tensor:
 
 
 def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor) -> None:
-    """Apply grammars, then logits processors, in place. history: [slots, max_model_len] int32 token ids."""
+    """Apply grammars, then the other edits, to logits in place. history: [slots, max_model_len] int32 token ids."""
     if inputs.masked is not None:
         apply_masks(logits, inputs.masked)
     if inputs.edits is not None:
@@ -187,7 +192,8 @@ def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor) -> Non
 
 
 def apply_masks(logits: Tensor, masked: MaskedRows) -> None:
-    """Ban the tokens that grammars do not allow, in place. Bits are unpacked on the device, to send less to it."""
+    """Ban the tokens that grammars do not allow, in place. Masks are copied to the device as bits and unpacked
+    there."""
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
     banned = ((masked.allowed.unsqueeze(2) & bits) == 0).flatten(1)[:, : logits.shape[1]]
     logits[masked.rows] = logits[masked.rows].masked_fill(banned, logits_processors.BANNED)
@@ -195,7 +201,7 @@ def apply_masks(logits: Tensor, masked: MaskedRows) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LogprobTable:
-    """Log-probabilities of chosen tokens and of the most likely ones, still as tensors."""
+    """Log-probabilities of the chosen tokens and of the most likely ones, as tensors."""
 
     tokens: Tensor  #: [rows] int64, the chosen tokens
     logprobs: Tensor  #: [rows] float32
@@ -219,7 +225,7 @@ class LogprobTable:
 
 
 def logprob_table(logits: Tensor, tokens: Tensor, width: int) -> LogprobTable:
-    """Return log-probabilities of `tokens` [rows] and of the `width` most likely ones, under logits [rows, vocab]."""
+    """Return the log-probabilities of `tokens` [rows] and of the `width` most likely ones, for logits [rows, vocab]."""
     logprobs, ids = logits.log_softmax(-1), top_ids(logits, width)
     ranks = (logits > logits.gather(1, tokens.unsqueeze(1))).sum(-1) + 1
     own = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)

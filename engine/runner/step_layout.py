@@ -1,4 +1,4 @@
-"""Where the tokens of a step stand, as arrays on the host."""
+"""Computes where the tokens of a step are, as arrays on the host."""
 
 from __future__ import annotations
 
@@ -12,39 +12,40 @@ from engine.wire.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences of a batch: [n] int64 each."""
+    """The sequences of a batch, as arrays [n] int64."""
 
     slots: np.ndarray
     counts: np.ndarray  #: tokens that this step computes
-    ends: np.ndarray  #: tokens of each after this step
+    ends: np.ndarray  #: length after this step, in tokens
 
     def divided(self, chosen: np.ndarray) -> tuple[Sequences, np.ndarray]:
-        """Make each token of the chosen ones [n] bool a separate sequence, which sees those before it in the KV that
-        they share. So tokens that verify drafts run by the kernels and graphs of decoding, and have their bits.
+        """Make each token of the chosen sequences a sequence of its own, which reads the tokens before it from their
+        shared KV.
 
-        Returns also, for each of these sequences, the first that it has become.
+        So tokens that verify drafts are computed by the kernels and graphs of decoding, and have their bits.
+        chosen: [n] bool. Returns the new sequences, and for each old one the index of its first new one.
         """
         pieces = np.where(chosen, self.counts, 1)
         owner = np.repeat(np.arange(len(pieces)), pieces)
-        after = np.cumsum(pieces)[owner] - np.arange(len(owner)) - 1  # pieces of the same sequence behind each
+        after = np.cumsum(pieces)[owner] - np.arange(len(owner)) - 1  # how many pieces of its sequence follow each
         divided = Sequences(self.slots[owner], np.where(chosen, 1, self.counts)[owner], self.ends[owner] - after)
         return divided, np.cumsum(pieces) - pieces
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The tokens of a step, entry by entry of its plan: int64 arrays."""
+    """The tokens of a step, in the order of its plan's entries, as arrays of int64."""
 
-    sequences: Sequences  #: the entries
-    query_start: np.ndarray  #: [entries + 1], the first token of each, and the number of all
-    entry: np.ndarray  #: [tokens], the entry of each
-    positions: np.ndarray  #: [tokens], in their sequences
-    slot_mappings: list[np.ndarray]  #: [tokens] of each group, where their KV goes: block * block_size + offset
+    sequences: Sequences  #: one per entry
+    query_start: np.ndarray  #: [entries + 1], the first token of each entry, and the number of tokens
+    entry: np.ndarray  #: [tokens], the entry of each token
+    positions: np.ndarray  #: [tokens], positions in their sequences
+    slot_mappings: list[np.ndarray]  #: [tokens] per group, where their KV goes: block * block_size + offset
     token_index: np.ndarray  #: [tokens], where they are in the flattened token history
 
     @classmethod
     def of(cls, plan: StepPlan, block_tables: list[np.ndarray], block_size: int, max_model_len: int) -> StepLayout:
-        """block_tables: [slots, blocks] int32 of each KV cache group, with the changes of this plan."""
+        """Lay out a plan. block_tables: [slots, blocks] int32 per KV cache group, with this plan's changes applied."""
         slots, starts, counts = (np.array(column, dtype=np.int64) for column in (plan.slots, plan.starts, plan.counts))
         query_start = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=query_start[1:])
@@ -65,16 +66,16 @@ class StepLayout:
 class SampledTokens:
     """The tokens that a step samples."""
 
-    entries: list[int]  #: of the plan, of each token: several in a row where drafts are verified
+    entries: list[int]  #: the plan's entry of each token; one with drafts is repeated for each of its tokens
     slots: np.ndarray  #: [n] int64
-    rows: np.ndarray  #: [n] int64, of the hidden states that they are sampled from
-    positions: np.ndarray  #: [n] int64, in their sequences
+    rows: np.ndarray  #: [n] int64, the rows of hidden states that they are sampled from
+    positions: np.ndarray  #: [n] int64, positions in their sequences
 
     @classmethod
     def of(cls, plan: StepPlan, layout: StepLayout, pooled: Container[int]) -> SampledTokens:
-        """pooled: slots of sequences for which no token is sampled."""
+        """Find the tokens that a plan samples. pooled: slots of sequences for which no token is sampled."""
         entries = [i for i in np.flatnonzero(plan.samples).tolist() if plan.slots[i] not in pooled]
-        back: np.ndarray | int = 0  # tokens from each to the last of its entry
+        back: np.ndarray | int = 0  # distance of each token to the last of its entry
         if plan.drafts:
             back = np.concatenate([np.arange(len(plan.drafts.get(i, ())), -1, -1) for i in entries])
             entries = [i for i in entries for _ in range(len(plan.drafts.get(i, ())) + 1)]

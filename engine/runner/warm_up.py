@@ -1,4 +1,5 @@
-"""Steps before the first request: a dummy step measures memory, and those of a warm-up compile kernels on a GPU."""
+"""Steps before the first request: dummy steps, which measure memory, and warm-up steps, which compile a GPU's
+kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from engine.runner.sampler import SampledRow, UniformSource, prepare_sampling, s
 from engine.wire.plan import NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
 
-CONTEXTS = (128, 1024)  # tokens; attention has other kernels for keys that it may split over programs
+CONTEXTS = (128, 1024)  # tokens; for a longer context attention may use kernels that split the keys over programs
 CHUNKS = (2, 64)  # tokens, for small and large tiles of attention
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -28,7 +29,8 @@ SAMPLINGS = (
 
 
 def warm_up_plans(config: EngineConfig, max_model_len: int) -> list[StepPlan]:
-    """Return steps of one sequence that decodes, without and with another one's chunk. Their KV goes to block 0."""
+    """Return plans of one decoding sequence, alone and together with a chunk of another one. Their KV goes to block
+    0."""
     plans, num_drafts = [], 2 if config.speculative else 0
     for i, params in enumerate(SAMPLINGS):
         context, chunk = min(CONTEXTS[i // 2], max_model_len - 1), CHUNKS[i % 2]
@@ -40,7 +42,7 @@ def warm_up_plans(config: EngineConfig, max_model_len: int) -> list[StepPlan]:
 
 
 def plan(lengths: list[int], counts: list[int], params: SamplingParams, num_drafts: int) -> StepPlan:
-    """Return a step at whose end slot i has lengths[i] tokens, of which it computed counts[i]."""
+    """Return a plan that computes the last counts[i] tokens of slot i, which then has lengths[i] tokens."""
     slots = list(range(len(lengths)))
     return StepPlan(
         step=0,
@@ -56,7 +58,7 @@ def plan(lengths: list[int], counts: list[int], params: SamplingParams, num_draf
 
 @torch.inference_mode()
 def run_dummy_step(setup: RankSetup, model: Model, kv_scales: list[Tensor | None], tokens: int, seqs: int) -> None:
-    """Compute `tokens` tokens and sample for `seqs` sequences, all in one KV block of each group."""
+    """Compute `tokens` tokens and sample for `seqs` sequences. All KV goes to one block of each group."""
     size, device = setup.block_size, setup.torch_device
     counts = np.full(seqs, tokens // seqs)
     counts[: tokens % seqs] += 1

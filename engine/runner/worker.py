@@ -1,4 +1,4 @@
-"""Runs the ranks above 0: each computes its shard of the model and decides nothing."""
+"""Runs the ranks above 0, which compute their shards of the model as rank 0 plans."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from engine.runner.rank_setup import read_model
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.2  # within which a thread notices that it is to end
+POLL_INTERVAL_S = 0.2  # how soon a thread notices that it should end
 
 
 class Worker:
-    """One rank. The constructor returns once all ranks have loaded the model; `run` follows rank 0.
+    """One rank above 0. The constructor returns once all ranks have loaded the model; `run` then follows rank 0.
 
-    Raises StartupError if this rank or another cannot start.
+    Raises StartupError if any rank cannot start.
     """
 
     def __init__(self, config: EngineConfig, group: TPGroup, host: str = "127.0.0.1"):
@@ -43,7 +43,8 @@ class Worker:
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        """Compute what rank 0 plans, until it ends the group. Raises EngineUnavailable when it or a rank dies."""
+        """Compute the plans of rank 0 until it ends the group. Raises EngineUnavailable if any rank dies, or samples
+        other tokens than rank 0."""
         sampled: dict[int, int] = {}  # step -> checksum, until rank 0 has sent its own
         launched: deque[LaunchedStep] = deque()
         ahead = self._runner.overlap and self._runner.device.asynchronous  # like rank 0, keep one step queued
@@ -64,11 +65,11 @@ class Worker:
         logger.info("rank ended rank=%d", self._group.rank)
 
     def stop(self) -> None:
-        """Let `run` return, from another thread."""
+        """Make `run` return. May be called from any thread."""
         self._stopping.set()
 
     def _prepared(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
-        """Yield every plan with its inputs, until rank 0 or `stop` ends the rank."""
+        """Yield every plan with its inputs, until rank 0 ends the group or `stop` is called."""
         try:
             while not self._stopping.is_set():
                 message = self._receiver.receive(POLL_INTERVAL_S)
@@ -81,7 +82,8 @@ class Worker:
             self._receiver.close()
 
     def _ahead(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
-        """Yield from `_prepared` in a separate thread, which prepares a step while the one before computes."""
+        """Yield the items of `_prepared`, which runs in a separate thread, so that a step is prepared while the one
+        before it computes."""
         ready: queue.SimpleQueue[tuple[PlanMessage, StepInputs] | BaseException | None] = queue.SimpleQueue()
 
         def receive() -> None:
@@ -104,15 +106,16 @@ class Worker:
 def start_kv_workers(
     runner: ModelRunner, host: str, opened: ExitStack
 ) -> tuple[list[KVWorkerInfo], list[KVWorkerInfo]]:
-    """Start this rank's KV workers; return those of all ranks for KV, and those for embeddings of images.
+    """Start this rank's workers for KV and for image embeddings. Return those of all ranks: for KV, and for embeddings.
 
-    Every rank has to call this, in `group.starting()`. opened: closes what is started. Raises StartupError.
+    Every rank has to call this within `group.starting()`. opened: stack whose exit closes the workers.
+    Raises StartupError.
     """
     found: list[list[KVWorkerInfo]] = []
     caches, heads = list(runner.kv_caches), [group.spec.num_kv_heads for group in runner.model_config.kv_groups]
     if runner.states.num_snapshots:
         caches.append(runner.states.snapshots)
-        heads.append(runner.tp.size)  # a rank's part of a state goes to the same rank there
+        heads.append(runner.tp.size)  # each rank reads its part of a state from the same rank of the other engine
     for config, memory, num_heads in (
         (runner.config.handoff, caches, heads),
         (runner.config.encode, [] if runner.image_inbox is None else [runner.image_inbox], [1]),
