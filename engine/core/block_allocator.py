@@ -1,4 +1,4 @@
-"""Decides which requests get blocks when they run out."""
+"""Decides which requests get blocks when blocks run out."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ logger = logging.getLogger(__name__)
 
 
 class BlockAllocator:
-    """Gives requests their blocks, and preempts others for them: only such as are behind them in the order."""
+    """Gives requests their blocks. To do so it may preempt other requests, but only those behind them in the order."""
 
     def __init__(self, kv_cache: KVCacheManager, queue: RequestQueue, handoffs: HandoffManager, totals: SchedulerStats):
         self._kv_cache, self._queue, self._handoffs, self._totals = kv_cache, queue, handoffs, totals
 
     def reserve(self, request: Request, matched: int, start: int, tokens: int) -> bool:
-        """Give a waiting request its blocks, as KVCacheManager.reserve. Requests behind it that only wait for a slot
-        lose theirs. False, and nothing is reserved, if there are too few."""
+        """Give a waiting request its blocks, with the arguments of KVCacheManager.reserve. Requests behind it that hold
+        blocks and only wait for a slot may lose them. Returns False, and reserves nothing, if there are still too few.
+        """
         while True:
             with_kv = self._queue.waiting_with_kv
-            # one block for each request that will grow: to start one only to preempt another would be work done twice
+            # keep a block for each request that will grow: starting this one only to preempt another wastes work
             growing = sum(not r.asked_by for r in self._queue.running)
             watermark = growing + len(with_kv) + len(self._handoffs.receiving)
             if self._kv_cache.reserve(request, matched, start, tokens, watermark):
@@ -34,7 +35,7 @@ class BlockAllocator:
             self._preempt(with_kv[-1])
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Give a running request blocks for `tokens` tokens in all. False if it was preempted itself."""
+        """Give a running request blocks for `tokens` tokens in all. Returns False if it was preempted itself."""
         while not self._kv_cache.grow(request, tokens):
             victim = self._victim(request)
             self._preempt(victim)
@@ -43,8 +44,11 @@ class BlockAllocator:
         return True
 
     def _victim(self, request: Request) -> Request:
-        """Choose among the requests behind `request` one that only waits for a slot, then the cheapest to compute
-        again, then the newest. Not one that is computed for another engine, which reads its blocks."""
+        """Return the request to preempt among those behind `request`, or `request` itself if there is none.
+
+        Requests that only wait for a slot come first, then those with the fewest unshared blocks, then the newest. A
+        prompt computed for another engine is never chosen, since that engine reads its blocks.
+        """
         num_unshared, waiting = self._kv_cache.num_unshared, State.WAITING
         behind = [r for r in [*self._queue.running, *self._queue.waiting_with_kv] if r.order > request.order]
         victims = [r for r in behind if not r.asked_by and num_unshared(r)]

@@ -19,8 +19,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, null_block: bool = False):
-        """null_block: block 0 is added to these `num_blocks` and never handed out: block tables name it where
-        nothing is read, and it holds zeros."""
+        """null_block: reserve block 0, besides the `num_blocks`, as a block of zeros that is never handed out. Block
+        tables name it for positions that are never read."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -59,12 +59,12 @@ class BlockPool:
         return list(self._ref_counts)
 
     def num_unshared(self, *tables: list[int]) -> int:
-        """Number of blocks that only the owners of these block tables hold, so that their release frees them."""
+        """Return how many blocks only the owners of these tables hold: releasing them all would free that many."""
         held = Counter(block for blocks in tables for block in blocks)
         return sum(self._ref_counts[block] == count for block, count in held.items())
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Longest run of blocks, from the first hash on, that are cached or in use. Takes no reference."""
+        """Return the longest run of blocks, from the first hash on, that are cached or in use. Takes no references."""
         blocks = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
@@ -74,14 +74,14 @@ class BlockPool:
         return blocks
 
     def has(self, block_hash: bytes) -> bool:
-        """Return whether a block can be matched."""
+        """Return whether the prefix cache has a block of this hash."""
         return block_hash in self._by_hash
 
     def reserve(self, matched: list[int], num_new: int, watermark: int = 0) -> list[int] | None:
-        """Hold the `matched` blocks and `num_new` new ones, or nothing at all (None) if that would leave fewer
-        than `watermark` blocks available.
+        """Take references to the `matched` blocks and to `num_new` new ones. Returns None, and takes nothing, if fewer
+        than `watermark` blocks would stay available.
 
-        One call, so that allocating the new blocks can never evict the matched ones.
+        One call does both, so that allocating new blocks can never evict the matched ones.
         """
         if not self.can_reserve(matched, num_new, watermark):
             return None
@@ -94,7 +94,7 @@ class BlockPool:
         return matched + blocks
 
     def can_reserve(self, matched: list[int], num_new: int, watermark: int = 0) -> bool:
-        """Return whether `reserve` has these blocks."""
+        """Return whether `reserve` would succeed."""
         idle = sum(self._ref_counts[block] == 0 for block in matched)
         return num_new + watermark <= self.num_available - idle
 
@@ -113,7 +113,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: list[int]) -> None:
-        """Give up one reference to each block. Content that has a hash stays cached."""
+        """Drop one reference to each block. A block that has a hash stays cached."""
         # tail first, so that eviction eats a chain from its end and keeps shared prefixes
         for block in reversed(blocks):
             assert self._ref_counts[block] > 0, f"block {block} released more often than allocated"
@@ -125,10 +125,10 @@ class BlockPool:
                     self._cached[block] = None
 
     def cache_block(self, block: int, block_hash: bytes) -> int:
-        """Enter a full, computed block into the prefix cache, so that other sequences can match it.
+        """Enter a full, computed block into the prefix cache, and return the block to use from now on.
 
-        If the cache has a block of that hash (two sequences computed one prefix at the same time), the caller's
-        reference moves there and its own copy is freed. Returns the block to use from now on.
+        Two sequences may compute one prefix at the same time. If the cache already has a block of this hash, the
+        caller's reference moves to that block, and its own copy is freed.
         """
         if not self.enable_prefix_caching:
             return block
@@ -152,7 +152,7 @@ class BlockPool:
         return list(self._by_hash)
 
     def track(self, enabled: bool) -> None:
-        """Start or stop recording which hashes come and go."""
+        """Start or stop recording which hashes are added and removed."""
         self._changes = {} if enabled else None
 
     @property
@@ -160,12 +160,13 @@ class BlockPool:
         return bool(self._changes)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return hashes added and hashes removed since the last call; one that came and went counts as removed."""
+        """Return the hashes added and the hashes removed since the last call. A hash both added and removed counts as
+        removed."""
         changes, self._changes = self._changes or {}, {}
         return [h for h, there in changes.items() if there], [h for h, there in changes.items() if not there]
 
     def clear_cache(self) -> None:
-        """Forget all content: nothing of it can be matched any more. Blocks in use keep theirs for their holders."""
+        """Empty the prefix cache: no current block can be matched again. Blocks in use stay valid for their holders."""
         while self._cached:
             self._evict()
         for block_hash, block in self._by_hash.items():
@@ -175,8 +176,10 @@ class BlockPool:
         self._by_hash.clear()
 
     def invalidate(self, blocks: list[int]) -> None:
-        """Match no longer those of `blocks` that only the caller holds: they may hold numbers that are not finite.
-        `take_invalid` names them to their next owner."""
+        """Remove the blocks that only the caller holds from the prefix cache: they may hold non-finite numbers.
+
+        `take_invalid` reports them to their next owner, who must clear them.
+        """
         for block in blocks:
             if self._ref_counts[block] == 1:
                 self._invalid.add(block)
@@ -184,13 +187,13 @@ class BlockPool:
                     self._forget(block)
 
     def take_invalid(self, blocks: list[int]) -> list[int]:
-        """Return those of `blocks` that are invalid. Their new owner clears them, so they count as valid again."""
+        """Return which of `blocks` are invalid, and mark them valid: the caller, their new owner, clears them."""
         found = [block for block in blocks if block in self._invalid] if self._invalid else []
         self._invalid.difference_update(found)
         return found
 
     def discard(self, block_hash: bytes) -> None:
-        """Forget the block of this hash, if it is cached and no request holds it."""
+        """Free the cached block of this hash, if it exists and no request holds it."""
         block = self._by_hash.get(block_hash)
         if block is not None and self._ref_counts[block] == 0:
             del self._cached[block]

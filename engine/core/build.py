@@ -1,4 +1,4 @@
-"""Builds an engine, a function a part."""
+"""Builds an engine: one function for each part."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OpenChannel = Callable[[HandoffConfig, "list[KVWorkerInfo]"], "HandoffChannel"]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model on all ranks of an engine, which later parts are fitted to."""
+    """A loaded model on all ranks of an engine, from which the other parts are built."""
 
     config: EngineConfig
     model: ModelConfig
@@ -68,9 +68,9 @@ def build_engine(
 ) -> EngineCore:
     """Load the model, size the KV cache, and connect to the other ranks. Raises StartupError.
 
-    group: of `config.tensor_parallel` ranks, joined; this is its rank 0. Its key guards handoffs too.
-    engine_id, host, wake: for handoffs: this engine's name and address for others; `wake` is called, from another
-    thread, when a step has something to do again after `idle`.
+    group: `config.tensor_parallel` joined ranks, of which this process is rank 0. Its key also protects handoffs.
+    engine_id, host: name and address under which other engines reach this one for handoffs.
+    wake: function called from another thread when an `idle` engine has something to do again.
     """
     group = group or TPGroup.single()
     if group.size != config.tensor_parallel:
@@ -110,7 +110,7 @@ def build_engine(
 
 
 def load(config: EngineConfig, group: TPGroup) -> Loaded:
-    """Load this rank's part of the model. Raises ConfigError if the model does not go with the options."""
+    """Load this rank's part of the model. Raises ConfigError if the options do not suit the model."""
     folder = engine_folder(config)
     model = read_model(config, folder)
     if model.bidirectional:
@@ -122,7 +122,7 @@ def load(config: EngineConfig, group: TPGroup) -> Loaded:
 
 
 def start_kv_ranks(loaded: Loaded, host: str, opened: ExitStack) -> tuple[list[KVWorkerInfo], list[KVWorkerInfo]]:
-    """Start this rank's KV workers; return those of all ranks for KV, and those for embeddings of images."""
+    """Start this rank's KV workers. Returns the workers of all ranks: for KV, and for image embeddings."""
     if loaded.config.handoff is None and loaded.config.encode is None:
         return [], []
     from engine.runner.worker import start_kv_workers
@@ -131,7 +131,7 @@ def start_kv_ranks(loaded: Loaded, host: str, opened: ExitStack) -> tuple[list[K
 
 
 def make_broadcaster(group: TPGroup) -> PlanBroadcaster | None:
-    """Return what sends plans to the other ranks; None without any."""
+    """Return the broadcaster that sends plans to the other ranks, or None if there are none."""
     if group.size == 1:
         return None
     from engine.distributed.plan_broadcast import PlanBroadcaster
@@ -234,7 +234,7 @@ def make_images(loaded: Loaded, open_channel: OpenChannel, ranks: list[KVWorkerI
 
 
 def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if images that need a step for all their tokens could wait for ever."""
+    """Raise ConfigError if an image whose tokens must share one step could wait forever."""
     size = 0 if model.vision is None else model.vision.mm_tokens_per_image
     needed = size + config.max_num_seqs - 1
     if size and config.max_num_batched_tokens < needed:
@@ -243,12 +243,13 @@ def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def images_only(config: EngineConfig) -> EngineConfig:
-    """Return the options of an engine that encodes images, without those of language models."""
+    """Return the options of an engine that only encodes images, with all options for language models off."""
     return replace(config, enforce_eager=True, speculative=None, torch_compile=False, kv_cache_dtype="auto")
 
 
 def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the options of an engine whose model needs a whole prompt in one step. Raises ConfigError."""
+    """Return the options of an engine whose model takes a whole prompt in one step. Raises ConfigError if an option
+    forbids that."""
     if config.handoff is not None:
         raise ConfigError("handoff", config.handoff.role, "left out: this model keeps no KV that could be handed over")
     if config.torch_compile:

@@ -42,9 +42,9 @@ if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handof
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_POLL_S = 0.005  # while nothing can be computed before a grammar or a mask is ready
-RANK_CHECK_INTERVAL_S = 1.0  # while a step computes
-RANK_POLL_S = 0.01  # after one has failed
+GRAMMAR_POLL_S = 0.005  # while every request waits for a grammar or a mask
+RANK_CHECK_INTERVAL_S = 1.0  # between checks that all ranks live, while a step computes
+RANK_POLL_S = 0.01  # between such checks, after a step has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class StepInFlight:
 
 
 class EngineCore:
-    """Scheduler and runner of one engine, without any socket.
+    """Scheduler and runner of one engine, without sockets.
 
-    With overlap step n+1 is planned and prepared while step n computes: on a CPU the model has its own thread; a
-    GPU computes in parallel to the host anyway, and has step n+1 in its queue before step n has ended. Without overlap
-    everything happens one after the other. Both give the same tokens.
+    With overlap, step n+1 is planned and prepared while step n computes. On a CPU the model runs in its own thread; a
+    GPU runs in parallel to the host anyway, and step n+1 is in its queue before step n ends. Without overlap,
+    everything happens in turn. Both give the same tokens.
     """
 
     def __init__(
@@ -81,8 +81,7 @@ class EngineCore:
         self.max_model_len = scheduler.limits.max_model_len
         self.handoff_channel = channel
         self.image_handoffs = scheduler.images.handoffs
-        #: The last step found nothing to compute, and the next one will not either unless a command comes or `wake` is
-        #: called.
+        #: True if the last step had nothing to compute; nor will the next until a command comes or `wake` is called.
         self.idle = True
         self.last_step_at = time.monotonic()
         self._group, self._grammars, self._broadcaster, self._kv_workers = group, grammars, broadcaster, kv_workers
@@ -92,8 +91,8 @@ class EngineCore:
         self._notices: list[DispatchRemote | CancelDispatch] = []
         self._broken: str | None = None
         self._in_flight: deque[StepInFlight] = deque()
-        # with other ranks also without overlap, to notice one that hangs while a step waits for it; a device whose
-        # calls return before their work is done needs no thread
+        # A thread for overlap on devices whose calls block. With other ranks it is needed even without overlap, to
+        # notice a rank that hangs while a step waits for it.
         threaded = broadcaster is not None or (runner.overlap and not runner.device.asynchronous)
         self._executor = ThreadPoolExecutor(1, "model", runner.device.set_current) if threaded else None
         if self._executor is not None:
@@ -110,7 +109,7 @@ class EngineCore:
         self._admit(self.scheduler.add(message, now), now, message.client)
 
     def prefill(self, remote_request: RemoteRequest) -> bool:
-        """Compute a prompt for another engine. False if it is refused, which is reported to that engine."""
+        """Compute a prompt for another engine. Returns False if it is refused; the refusal is sent to that engine."""
         assert self.handoff_channel is not None
         if remote_request.handoff_id in self.scheduler.queue.live:
             return True  # the prefill request came twice
@@ -127,7 +126,8 @@ class EngineCore:
         return True
 
     def check(self, message: GenerateRequest) -> None:
-        """Raise RequestError if `add` would refuse this request at any load, or end it for its grammar."""
+        """Raise RequestError if `add` would refuse this request even without load, or if its grammar fails to
+        compile."""
         self._check_task(message)
         self.scheduler.check_request(message)
         if message.params.structured_outputs is not None:
@@ -146,11 +146,11 @@ class EngineCore:
                 raise InvalidParameter("score_token_ids", ids, f"two token ids below {vocab_size}")
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Event | None:
-        """End a request, if it is live; with `stop` its text has reached a stop string."""
+        """End a request if it is live. reason: "stop" if its text has reached a stop string."""
         return self.scheduler.abort(request_id, time.monotonic(), reason=reason)
 
     def _admit(self, request: Request, now: float, client: str = "") -> None:
-        """A request was added: start its deadline and the compilation of its grammar. client: whose turn that takes."""
+        """Start a newly added request's deadline and grammar compilation. client: whose turn the compilation uses."""
         if self.idle:
             self.idle, self.last_step_at = False, now
         if request.params.structured_outputs is not None:
@@ -181,9 +181,9 @@ class EngineCore:
     # -- the loop ------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Plan a step, and finish the one before it (with overlap) or this one (without).
+        """Plan a step, then finish the previous step (with overlap) or this one (without).
 
-        A step that raises leaves the engine unusable: what its requests have computed is unknown.
+        If a step raises, the engine is unusable afterwards, since it is unknown what the requests have computed.
         """
         if self._broken is not None:
             raise EngineUnavailable(f"an earlier step failed: {self._broken}")
@@ -205,8 +205,8 @@ class EngineCore:
 
     def _overlapped_step(self) -> list[Event]:
         events, plan = self._plan()
-        # A block that was just reserved for KV from elsewhere may have belonged to a sequence that the step in flight
-        # still writes for, past its end. That step ends before the reservation is reported.
+        # A block just reserved for remote KV may have belonged to an ended sequence that the step in flight still
+        # writes for. So that step ends before the reservation is reported.
         if not self._in_flight:
             self._submit_handoffs()
         if plan is not None:
@@ -247,7 +247,7 @@ class EngineCore:
         return events
 
     def _collect(self, step: Future[LaunchedStep] | LaunchedStep) -> StepResult:
-        """Raises EngineUnavailable if a rank dies or hangs meanwhile."""
+        """Wait for a step and return its result. Raises EngineUnavailable if a rank dies or hangs meanwhile."""
         if not isinstance(step, Future):
             return self.runner.collect(step)
         while self._broadcaster and not wait([step], RANK_CHECK_INTERVAL_S).done:
@@ -262,15 +262,18 @@ class EngineCore:
         return self.runner.collect(launched)
 
     def _name_lost_rank(self) -> None:
-        """Raise EngineUnavailable with the rank that is gone, if that is known soon. A collective that failed only says
-        that a connection has ended, and may say so first."""
+        """Raise EngineUnavailable naming the lost rank, if it becomes known within RANK_CHECK_INTERVAL_S.
+
+        A failed collective may be noticed earlier, and only says that a connection has ended.
+        """
         deadline = time.monotonic() + RANK_CHECK_INTERVAL_S
         while self._broadcaster and time.monotonic() < deadline:
             self._broadcaster.check()
             time.sleep(RANK_POLL_S)
 
     def _wait_for_grammars(self) -> None:
-        """Nothing can be computed: all requests wait for a grammar, a mask, or another engine."""
+        """Wait briefly for a grammar or mask if a request needs one; otherwise become idle. Called when no step can be
+        planned."""
         if self._compiling or any(
             r.grammar.constrains for r in [*self.scheduler.queue.running, *self.scheduler.queue.waiting]
         ):
@@ -291,7 +294,7 @@ class EngineCore:
         return [event for handoff in self.handoff_channel.events() for event in self.scheduler.handle(handoff, now)]
 
     def _submit_handoffs(self) -> None:
-        """Pass on what the scheduler asks of the channels, and of the control actor."""
+        """Pass the scheduler's handoff actions to the channels, and queue its notices for the control actor."""
         if self.handoff_channel is not None:
             self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
         if self.image_handoffs is not None:
@@ -309,14 +312,14 @@ class EngineCore:
             channel.submit(*submitted)
 
     def take_notices(self) -> list[DispatchRemote | CancelDispatch]:
-        """Return the messages for the control actor since the last call."""
+        """Return the messages for the control actor queued since the last call."""
         notices, self._notices = self._notices, []
         return notices
 
     # -- grammars ------------------------------------------------------------------------------------------
 
     def _take_compiled(self) -> list[Event]:
-        """Let requests run whose grammar is compiled, and end those whose grammar cannot be."""
+        """Release requests whose grammar has compiled, and end those whose grammar failed to."""
         now = time.monotonic()
         events = []
         for request, compilation in list(self._compiling.items()):
@@ -357,7 +360,7 @@ class EngineCore:
         self._grammars.close()
         if self._executor:
             self._executor.shutdown(wait=True, cancel_futures=True)
-        if self.handoff_channel is not None:  # while the other ranks are there, which may be reading
+        if self.handoff_channel is not None:  # before the other ranks end: they may be reading
             self.handoff_channel.close()
         if self.image_handoffs is not None:
             self.image_handoffs.channel.close()

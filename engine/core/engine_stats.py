@@ -1,4 +1,4 @@
-"""What one engine tells others about its load and its work."""
+"""Load and statistics that one engine reports to others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from engine.wire.messages import EngineLoad, EngineStats
 
 
 def load_of(scheduler: Scheduler) -> EngineLoad:
-    """Return what routers choose engines by."""
+    """Return the load by which routers choose an engine."""
     queue, pool = scheduler.queue, scheduler.kv_cache.pool
     used = max(other.num_used / other.num_blocks for other in scheduler.kv_cache.pools)
     return EngineLoad(
@@ -21,7 +21,7 @@ def load_of(scheduler: Scheduler) -> EngineLoad:
 
 
 def stats_of(scheduler: Scheduler) -> EngineStats:
-    """Return the statistics of a scheduler, without those of its step times."""
+    """Return the statistics of a scheduler; EngineCore adds those of step times."""
     queue, kv_cache, totals = scheduler.queue, scheduler.kv_cache, scheduler.totals
     pool = kv_cache.pool
     groups = enumerate(kv_cache.pools if len(kv_cache.pools) > 1 else ())

@@ -11,11 +11,11 @@ from engine.core.request import BlockTable, Request
 from engine.wire.plan import BlockChange, StateRestore, StateSave
 
 Shorten = Callable[[Request, int, int], int]
-"""(request, blocks of a hit, block size) -> blocks that may be used of it"""
+"""(request, blocks in a prefix hit, block size) -> leading blocks of the hit that may be used"""
 
 
 class StateChanges(NamedTuple):
-    """What a step does with snapshots of recurrent states."""
+    """Snapshots of recurrent states that a step restores and saves."""
 
     restored: list[StateRestore]
     saved: list[StateSave]
@@ -25,11 +25,11 @@ NO_STATES = StateChanges([], [])
 
 
 class KVCacheManager:
-    """Allocates blocks of one pool for requests, shares them through its prefix cache, and gives them back.
+    """Allocates blocks of one pool for requests, shares them through the prefix cache, and takes them back.
 
-    All layers of the model share its block tables, unless they differ in what they keep: then each KV cache group has a
-    manager, and a KVCacheCoordinator (features/kv_cache_coordinator.py) with the same methods is in front of them.
-    Changes of the block tables of running requests are kept until the next step's plan takes them to the ranks.
+    All layers share its block tables if they keep the same tokens. Otherwise each KV cache group has a manager, behind
+    a KVCacheCoordinator with the same methods (features/kv_cache_coordinator.py). Changes to the block tables of
+    running requests are collected until the next step's plan carries them to the ranks.
     """
 
     def __init__(self, pool: BlockPool, group: int = 0):
@@ -41,9 +41,11 @@ class KVCacheManager:
         return [self.pool]
 
     def match(self, request: Request, shorten: Shorten) -> int:
-        """Return how many leading blocks of a request are cached; its last token is always computed, for its logits.
+        """Return how many leading blocks of a request are cached, without that of its last token, which is always
+        computed.
 
-        shorten: has a say in how many of them are of use."""
+        shorten: function that may lower this number.
+        """
         if not self._reads_cache(request):
             return 0
         size = self.pool.block_size
@@ -51,12 +53,12 @@ class KVCacheManager:
         return shorten(request, self.longest_hit(request.hashes(full, size)), size)
 
     def longest_hit(self, hashes: Sequence[bytes]) -> int:
-        """Return how many of these blocks, from the first on, are all there."""
+        """Return how many leading hashes of this list the prefix cache has without a gap."""
         return len(self.pool.match(hashes))
 
     def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
-        """Return whether the block after the `matched` ones is in a step under way for another request: a step later it
-        will be in the cache."""
+        """Return whether a running request is computing the block after the `matched` ones: it will be cached a step
+        later."""
         count, size = matched + 1, self.pool.block_size
         if not self._reads_cache(request) or count * size >= len(request.tokens):
             return False
@@ -68,10 +70,11 @@ class KVCacheManager:
         )
 
     def reserve(self, request: Request, matched: int, start: int, tokens: int, watermark: int) -> bool:
-        """Give a request its `matched` leading blocks from the cache, and new ones for the rest of `tokens` tokens.
-        False, and nothing has changed, if fewer than `watermark` blocks would be left.
+        """Give a request its `matched` leading blocks from the cache, and new ones up to `tokens` tokens. Returns
+        False, and changes nothing, if fewer than `watermark` blocks would be left.
 
-        start: the first token that is computed here; the KV of those before it is matched, or comes from elsewhere."""
+        start: first token that this engine computes; the KV of earlier ones is cached or comes from another engine.
+        """
         table, missing = self.plan(request, matched, start, tokens)
         if not self.can_reserve(table, missing, watermark):
             return False
@@ -79,16 +82,16 @@ class KVCacheManager:
         return True
 
     def can_reserve(self, table: BlockTable, missing: int, watermark: int) -> bool:
-        """Return whether the pool has what `plan` has returned."""
+        """Return whether the pool has the blocks of a `plan`."""
         return self.pool.can_reserve(table.held, missing, watermark)
 
     def plan(self, request: Request, matched: int, start: int, tokens: int) -> tuple[BlockTable, int]:
-        """Return the table of a request with its blocks from the cache, and how many new ones it needs behind them."""
+        """Return the block table of a request with its cached blocks, and how many new blocks it needs after them."""
         blocks = self.pool.match(request.hashes(matched, self.pool.block_size))
         return BlockTable(blocks, matched), self.pool.blocks_for(tokens) - matched
 
     def take(self, request: Request, table: BlockTable, missing: int) -> None:
-        """Give a request what `plan` has returned, and the pool has."""
+        """Carry out a `plan` for which `can_reserve` is true."""
         blocks = self.pool.reserve(table.held, missing)
         assert blocks is not None
         table.blocks[table.num_released :] = blocks
@@ -96,15 +99,15 @@ class KVCacheManager:
         self._count(request)
 
     def add_sequence(self, request: Request) -> None:
-        """Send the block table of a request that was given a slot to the runner."""
+        """Send the block table of a request that just got a slot to the runner."""
         self._send(request, 0)
 
     def received(self, request: Request) -> int:
-        """The KV of all tokens of a request has come from another engine: return how many count as computed."""
+        """Return how many tokens count as computed once another engine has sent the KV of all known tokens."""
         return len(request.tokens)
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Give a running request blocks for `tokens` tokens in all. False if there are too few."""
+        """Give a running request blocks for `tokens` tokens in all. Returns False if there are too few."""
         blocks = request.tables[self._group].blocks
         missing = self.pool.blocks_for(tokens) - len(blocks)
         if missing <= 0:
@@ -118,13 +121,14 @@ class KVCacheManager:
         return True
 
     def extra(self, request: Request, tokens: int, wanted: int) -> int:
-        """Return for how many tokens after the first `tokens` a running request has blocks. Up to `wanted` it gets new
-        ones, if there are any."""
+        """Return for how many tokens beyond the first `tokens` a running request has blocks, after trying to allocate
+        blocks for `wanted` of them."""
         self.grow(request, tokens + wanted)
         return request.capacity - tokens
 
     def cache_blocks(self, request: Request, computed: int) -> None:
-        """Enter the full blocks of the first `computed` tokens into the prefix cache, of those that are known."""
+        """Enter the full blocks of the first `computed` tokens into the prefix cache, as far as the tokens are
+        known."""
         table = request.tables[self._group]
         if computed < table.next_full or not self.pool.enable_prefix_caching:
             return
@@ -141,13 +145,13 @@ class KVCacheManager:
         table.num_cached, table.next_full = full, (full + 1) * size
 
     def invalidate(self, request: Request, first: int = 0) -> None:
-        """Have the blocks of a request, from the `first` on, cleared before anyone else gets them: they may hold
-        numbers that are not finite."""
+        """Mark the blocks of a request from index `first` on as possibly non-finite: they are cleared before their next
+        use."""
         table = request.tables[self._group]
         self.pool.invalidate(table.blocks[max(first, table.num_released) :])
 
     def num_unshared(self, *requests: Request) -> int:
-        """Return how many blocks would become free if these requests gave their blocks back."""
+        """Return how many blocks would become free if these requests released theirs."""
         return self.pool.num_unshared(*[request.tables[self._group].held for request in requests if request.tables])
 
     def release(self, request: Request) -> None:
@@ -160,16 +164,16 @@ class KVCacheManager:
         self.pool.release(request.tables[self._group].held)
 
     def take_changes(self) -> list[BlockChange]:
-        """Return the changes since the last call, oldest first."""
+        """Return the block table changes since the last call, oldest first."""
         changes, self._changes = self._changes, []
         return changes
 
     def take_states(self, requests: list[Request]) -> StateChanges:
-        """Return what the step that computes these requests does with states, in a model that has some."""
+        """Return the snapshots that the step of these requests restores and saves; none without recurrent layers."""
         return NO_STATES
 
     def clear_cache(self) -> None:
-        """Forget what the prefix cache holds."""
+        """Empty the prefix cache."""
         self.pool.clear_cache()
 
     def check(self, holders: Iterable[Request]) -> None:
@@ -186,7 +190,7 @@ class KVCacheManager:
         request.capacity = min([len(table.blocks) for table in request.tables]) * self.pool.block_size
 
     def _send(self, request: Request, index: int) -> None:
-        """Send the blocks from `index` on to the runner."""
+        """Send the block table of a request, from block `index` on, to the runner."""
         table, size = request.tables[self._group], self.pool.block_size
         invalid = self.pool.take_invalid(table.blocks[max(index, table.num_released) :])
         cleared = [(block, max(0, request.computed - table.place(block) * size)) for block in invalid]

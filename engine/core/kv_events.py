@@ -1,4 +1,4 @@
-"""Publishes an engine's load and its KV blocks to the routers that subscribe. Knows no socket."""
+"""Publishes an engine's load and KV blocks to the routers that subscribe. Uses no sockets itself."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from engine.wire.messages import SUBSCRIPTION_S, EngineLoad, EngineUpdate, Subsc
 logger = logging.getLogger(__name__)
 
 UPDATE_PERIOD_S = 0.1  # between two updates while something changes
-HEARTBEAT_S = 1.0  # and while nothing does
+HEARTBEAT_S = 1.0  # between two updates while nothing changes
 
 
 @dataclass(slots=True)
 class _Subscriber:
     until: float
-    synced: bool = False  # has had a snapshot
+    synced: bool = False  # has received a snapshot
 
 
 class KVEventPublisher:
-    """Every subscriber gets the same updates, after its own snapshot. Without subscribers, nothing is recorded."""
+    """Publishes updates to subscribers: first a snapshot, then the changes, which are the same for all. Records nothing
+    without subscribers."""
 
     def __init__(self, engine_id: str, scheduler: Scheduler):
         self._engine_id, self._scheduler, self._pool = engine_id, scheduler, scheduler.kv_cache.pool
@@ -46,13 +47,13 @@ class KVEventPublisher:
         self._subscribers[command.address] = _Subscriber(now + SUBSCRIPTION_S, synced)
 
     def admitted(self, request_id: str) -> None:
-        """A request or a remote prefill has arrived; it may still be refused."""
+        """Record that a request or remote prefill has arrived. It may still be refused."""
         if self._subscribers:
             self._admitted.append(request_id)
             self._prefilling.add(request_id)
 
     def prefilled(self, event: Event) -> None:
-        """Take in any event of a request: the first one means that its prompt is computed."""
+        """Record an event of a request. The first event with times means that the prompt is computed."""
         if self._prefilling and event.delta.times is not None:
             self._resolve(event.request.request_id, event.request.prefix.num_cached)
 
@@ -72,7 +73,7 @@ class KVEventPublisher:
         new = [address for address, subscriber in self._subscribers.items() if not subscriber.synced]
         self._due_at = self._sent_at + UPDATE_PERIOD_S
         if now < self._due_at and not new:
-            return  # before anything is counted: this is called in every step
+            return  # before computing the load: this is called in every step
         load = load_of(self._scheduler)
         if not (self._pool.has_changes or self._admitted or self._prefilled or load != self._load):
             self._due_at = self._sent_at + HEARTBEAT_S
@@ -86,7 +87,7 @@ class KVEventPublisher:
                 self._subscribers[address].synced = True
 
     def wait_s(self, now: float) -> float | None:
-        """Return the time until an update is due, if nothing else happens; None without subscribers."""
+        """Return the seconds until the next update is due if nothing else happens; None without subscribers."""
         return max(0.0, self._due_at - now) if self._subscribers else None
 
     def _changes(self, load: EngineLoad) -> EngineUpdate:
@@ -106,7 +107,8 @@ class KVEventPublisher:
         )
 
     def _snapshot(self, load: EngineLoad) -> EngineUpdate:
-        """The state now. Changes since the update of this number come again with the next one, harmlessly."""
+        """Return the current state. Changes since the update of this number are sent again with the next one,
+        harmlessly."""
         return EngineUpdate(
             engine_id=self._engine_id,
             number=self._number,

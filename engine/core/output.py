@@ -1,4 +1,4 @@
-"""What a step brings for the client of a request, and what ends it."""
+"""Output of a step for the clients, and the conditions that end a request."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 def tokens_delta(
     request: Request, position: int, logprobs: list[TokenLogprob] | None, now: float, *, first: bool
 ) -> TokenDelta:
-    """Return the output of a request from `position` on.
+    """Return the output of a request from output token `position` on.
 
-    logprobs: of its tokens, maybe of more. first: it begins with the first token that this engine has sampled.
+    logprobs: of these tokens, possibly of further ones.
+    first: True if the output starts with the first token that this engine sampled.
     """
     tokens = request.tokens[request.num_prompt + position :]
     if not (first or logprobs or request.timeline or request.drafts.prediction):
@@ -44,7 +45,7 @@ def tokens_delta(
 def last_delta(
     request: Request, delta: TokenDelta | None, reason: FinishReason, now: float, error: ServingError | None
 ) -> TokenDelta:
-    """Return the delta that ends a request. delta: of its last tokens, if it ends with tokens."""
+    """Return the final delta of a request. delta: its last tokens, or None if it ends without new ones."""
     delta = delta or TokenDelta(request_id=request.request_id, position=request.num_output)
     return msgspec.structs.replace(
         delta,
@@ -57,7 +58,7 @@ def last_delta(
 
 
 def take_timelines(requests: Iterable[Request], before: float) -> list[Event]:
-    """Return deltas without a token for requests with events from before `before` (seconds since 1970)."""
+    """Return deltas without tokens for requests with timeline events older than `before` (seconds since 1970)."""
     return [
         Event(r, TokenDelta(request_id=r.request_id, position=r.num_output, timeline=r.take_timeline()))
         for r in requests
@@ -66,13 +67,14 @@ def take_timelines(requests: Iterable[Request], before: float) -> list[Event]:
 
 
 class StopConditions:
-    """When the outputs of one model end."""
+    """Conditions that end the output of a model."""
 
     def __init__(self, eos_token_ids: frozenset[int]):
         self._eos_token_ids = eos_token_ids
 
     def reason(self, request: Request, token: int, num_output: int) -> FinishReason | None:
-        """Return why a request ends with this token, its newest; None if it continues. num_output: tokens with it."""
+        """Return the reason for which `token`, the newest of a request, ends it; None if it does not. num_output:
+        output tokens so far, `token` included."""
         params = request.params
         if token in self._eos_token_ids and not params.ignore_eos:
             return "stop"
@@ -81,7 +83,7 @@ class StopConditions:
         return "length" if num_output >= request.max_tokens else None
 
     def named(self, request: Request, delta: TokenDelta) -> TokenDelta:
-        """Return the last tokens of a request with what has stopped them, unless that is the end of sequence."""
+        """Return the final delta with the stop token that ended it; unchanged if that is an end-of-sequence token."""
         token = delta.token_ids[-1]
         if token in self._eos_token_ids and not request.params.ignore_eos:
             return delta

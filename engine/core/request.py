@@ -32,25 +32,25 @@ class State(Enum):
 
 @dataclass(slots=True)
 class BlockTable:
-    """What one request holds of one KV cache group."""
+    """Blocks that one request holds in one KV cache group."""
 
     blocks: list[int]
-    """Block ids in token order. The first `num_released` are no longer its own."""
+    """Block ids in token order. The request has released the first `num_released`."""
     num_cached: int = 0
-    """Leading blocks that are in the prefix cache, or have been before they were given back."""
+    """Leading blocks that are in the prefix cache, or were when they were released."""
     num_released: int = 0
-    """Leading blocks that no token to come sees, so that they were given back or never taken."""
+    """Leading blocks that were released or never taken, since no future token attends to them."""
     keeps_all: bool = True
-    """Nothing is given back before the request ends."""
+    """Whether all blocks are kept until the request ends."""
     next_full: int = 0
-    """Computed tokens, at least, with which a further block may enter the prefix cache."""
+    """Number of computed tokens from which the next block may enter the prefix cache."""
 
     @property
     def held(self) -> list[int]:
         return self.blocks[self.num_released :] if self.num_released else self.blocks
 
     def place(self, block: int) -> int:
-        """Return the index of a block that it holds."""
+        """Return the index of a block that the request holds."""
         return self.blocks.index(block, self.num_released)
 
 
@@ -58,7 +58,7 @@ NEVER = 1 << 62  # a position
 
 
 class StateSnapshot(NamedTuple):
-    """A kept copy of a sequence's recurrent state, from before the token at `position`."""
+    """A saved copy of a sequence's recurrent state before the token at `position`."""
 
     position: int
     snapshot: int
@@ -66,63 +66,63 @@ class StateSnapshot(NamedTuple):
 
 @dataclass(slots=True)
 class RequestStates:
-    """What one request has to do with snapshots of recurrent states."""
+    """Snapshots of recurrent states that one request restores, saves and hands over."""
 
     source: StateSnapshot | None = None
-    """That from which it starts, until it does."""
+    """Snapshot from which the request will start; None once it has started."""
     saves: deque[StateSnapshot] = field(default_factory=deque)
-    """Those that planned steps write, or another engine hands over, oldest first."""
+    """Snapshots that planned steps write or another engine hands over, oldest first."""
     handed_over: list[list[int]] = field(default_factory=list)
-    """What is handed over in addition to KV blocks, as one more KV cache group; empty in a model without
+    """Snapshots handed over besides KV blocks, as one more KV cache group; empty for a model without recurrent
     states."""
     wanted: list[int] = field(default_factory=list)
-    """Borders to come of its known tokens where its state is kept, ascending."""
+    """Future positions in its known tokens at which its state is saved, ascending."""
     last_wanted: int = 0
-    """The last of these that it has passed."""
+    """The last of the wanted positions that it has passed."""
     next_save: int = NEVER
-    """The next position at which a snapshot is made."""
+    """The next position at which a snapshot is saved."""
     newest: bytes = b""
-    """Hash of the snapshot that the next one takes the place of."""
+    """Hash of the snapshot that the next one replaces."""
 
     @property
     def held(self) -> list[int]:
-        """Snapshots, once for each use of them."""
+        """Snapshots that the request holds, one entry for each reference."""
         sources = [] if self.source is None else [self.source.snapshot]
         return [*sources, *(save.snapshot for save in self.saves), *(s for group in self.handed_over for s in group)]
 
 
 @dataclass(slots=True)
 class PrefixUse:
-    """What one request has to do with the prefix cache."""
+    """Prefix cache state of one request."""
 
     salt: str = ""
-    """Only requests of the same salt share blocks."""
+    """Salt of the hashes: only requests with the same salt share blocks."""
     skip_reading: bool = False
-    """All tokens are computed, since something is wanted of each."""
+    """Whether the cache is ignored: the request needs an output for every token, so all are computed."""
     hashes: list[bytes] = field(default_factory=list)
-    """Of its leading full blocks, as far as they were needed."""
+    """Hashes of its leading full blocks, as many as were needed so far."""
     num_cached: int = 0
     """Prompt tokens that came from the cache."""
 
 
 @dataclass(slots=True)
 class RemotePrompt:
-    """One request's prompt, as far as other engines may compute it."""
+    """Remote prefill state of one request's prompt."""
 
     where: Literal["auto", "local", "remote"] = "auto"
-    """The place at which the client wants the prompt computed, as in GenerateRequest."""
+    """Where the client wants the prompt computed (GenerateRequest.prefill)."""
     handoff_id: str = ""
-    """Its newest handoff."""
+    """Id of its newest handoff."""
     num_attempts: int = 0
     local_only: bool = False
-    """A handoff failed in a way that another attempt cannot mend."""
+    """Whether a handoff failed in a way that a retry cannot fix."""
     handoff_at: tuple[float, float] | None = None
-    """Start and end of its newest handoff."""
+    """Start and end of its newest handoff, in seconds on the caller's clock."""
 
 
 @dataclass(slots=True)
 class RequestClock:
-    """When one request reached what (`*_at`): seconds on the caller's clock."""
+    """Times at which one request reached each stage, in seconds on the caller's clock."""
 
     arrived_at: float
     deadline_at: float | None = None
@@ -133,31 +133,31 @@ class RequestClock:
 
 @dataclass(slots=True, eq=False)  # compared by identity
 class Request:
-    """One sequence; mutable, and owned by one scheduler. What only one feature needs is in that feature's record."""
+    """One sequence; mutable, owned by one scheduler. State that only one feature needs is in that feature's record."""
 
     request_id: str
     tokens: list[int]
-    """Prompt, then every output token that is known."""
+    """The prompt, followed by every known output token."""
     num_prompt: int
     params: SamplingParams
     max_tokens: int
     seed: int
     order: tuple[int, int]
-    """(priority, number of arrival); the smallest is served first."""
+    """(priority, arrival number); the smallest is served first."""
     clock: RequestClock
     reply_to: str = ""
     state: State = State.WAITING
     computed: int = 0
-    """Tokens whose KV exists once all planned steps have run. With overlap a step is planned before the one ahead of it
-    has ended, so this is ahead of the model by at most one step."""
+    """Tokens whose KV exists once all planned steps have run. With overlap a step is planned before the previous one
+    ends, so this is at most one step ahead of the model."""
     in_flight: int = 0
-    """Output tokens that planned steps will sample, not known yet."""
+    """Output tokens that planned steps will sample but that are not known yet."""
     tables: list[BlockTable] = field(default_factory=list)
-    """Its KV blocks, a table for each KV cache group; empty if it holds none. A waiting request has some if its KV came
-    from another engine."""
+    """Its KV blocks, one table per KV cache group; empty if it holds none. A waiting request holds blocks only if its
+    KV came from another engine."""
     states: RequestStates = field(default_factory=RequestStates)
     capacity: int = 0
-    """Leading tokens for which it holds blocks in all groups."""
+    """Number of leading tokens for which it holds blocks in all groups."""
     slot: int = -1
     """Row of the runner's per-sequence state; -1 unless running."""
     num_preemptions: int = 0
@@ -166,12 +166,12 @@ class Request:
     prefix: PrefixUse = field(default_factory=PrefixUse)
     remote: RemotePrompt = field(default_factory=RemotePrompt)
     asked_by: RemoteRequest | None = None
-    """The request of another engine that the prompt is computed for, if it is."""
+    """The request of another engine for which this prompt is computed, if any."""
     images: list[MultiModalFeatureSpec] = field(default_factory=list)
     pooling: PoolingParams | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     grammar: Grammar | FreeText = FREE_TEXT
-    """Grammar of a structured output, once it is compiled."""
+    """Compiled grammar of a structured output; FREE_TEXT without one, or until it is compiled."""
     drafts: SequenceDrafts = field(default_factory=SequenceDrafts)
 
     @classmethod
@@ -199,7 +199,7 @@ class Request:
 
     @classmethod
     def for_other_engine(cls, asked_by: RemoteRequest, order: tuple[int, int], now: float) -> Request:
-        """Create a request for a prompt of another engine. One token is sampled, of any value."""
+        """Create a request that computes another engine's prompt and samples one token."""
         return cls(
             request_id=asked_by.handoff_id,
             tokens=list(asked_by.token_ids),
@@ -216,20 +216,20 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Tokens left to compute. Prefill, a prompt chunk, a cache hit, decode and
-        a request whose KV arrived from another pool are all this one subtraction."""
+        """Tokens left to compute. This one subtraction covers prefill, a prompt chunk, a cache hit, decode, and a
+        request whose KV came from another pool."""
         coming = len(self.tokens) + self.in_flight
-        return 0 if coming - self.num_prompt >= self.max_tokens else coming - self.computed  # 0: its last is on the way
+        return 0 if coming - self.num_prompt >= self.max_tokens else coming - self.computed  # 0: its last is in flight
 
     @property
     def queued_tokens(self) -> int:
-        """Pending tokens before the one whose step samples the next token."""
+        """Tokens to compute before the one from which the next token is sampled."""
         return max(0, self.pending - 1)
 
     @property
     def is_undecided(self) -> bool:
-        """Whether what comes next is not known yet, so that no step can be planned: how many tokens the step in flight
-        will yield, or which ones its grammar allows."""
+        """Whether no step can be planned yet, because it is unknown how many tokens the step in flight will yield or
+        which tokens the grammar allows next."""
         return self.drafts.in_flight > 0 or self.grammar.waits(self.in_flight)
 
     @property
@@ -241,12 +241,13 @@ class Request:
         self.timeline.append(TimelineEvent.now(what))
 
     def take_timeline(self) -> list[TimelineEvent]:
-        """Return the events since the last call."""
+        """Return the timeline events since the last call."""
         timeline, self.timeline = self.timeline, []
         return timeline
 
     def times(self, now: float) -> RequestTimes | None:
-        """Return times since arrival; None if it never ran. `now` is used for a first token that never came."""
+        """Return the request's times, relative to its arrival; None if it never ran. `now` stands in for a missing
+        first token."""
         clock, handoff = self.clock, self.remote.handoff_at
         if clock.scheduled_at is None:
             return None
@@ -261,7 +262,7 @@ class Request:
     def add_prompt_logprobs(self, start: int, rows: list[TokenLogprob]) -> None:
         """Record the log-probabilities of the prompt tokens from `start` + 1 on."""
         known = self.prompt_logprobs
-        if known is not None and len(known) >= start + 1:  # fewer only if computed again after preemption
+        if known is not None and len(known) >= start + 1:  # more only if tokens are computed again after preemption
             known.extend(rows[len(known) - start - 1 :])
 
     def hashes(self, count: int, block_size: int) -> list[bytes]:
@@ -276,7 +277,7 @@ class Request:
         return hashes[:count]
 
     def last_hash(self, block_size: int) -> bytes:
-        """Return the hash of the last block of known tokens, full or not; it identifies all tokens."""
+        """Return the hash of the last block of known tokens, full or not. It identifies the whole sequence."""
         full, rest = divmod(len(self.tokens), block_size)
         parent = self.hashes(full, block_size)[-1] if full else root_hash((self.prefix.salt,))
         if not rest:

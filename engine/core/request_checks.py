@@ -1,4 +1,4 @@
-"""Checks that every request has to pass, at any load."""
+"""Checks that every request must pass, whatever the load."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from engine.wire.remote_request import RemoteRequest
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a scheduler has to know of its model."""
+    """Properties of the model that limit which requests it can serve."""
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
     chunked_prefill: bool = True
-    """A prompt may take several steps."""
+    """Whether a prompt may be computed in several steps."""
     pools_all_tokens: bool = False
-    """Pooling needs every token of a prompt."""
+    """Whether pooling needs the hidden states of all prompt tokens."""
 
 
 class RequestChecks:
-    """Refuses requests that one engine could never serve. Its methods raise RequestError."""
+    """Checks that raise RequestError for requests that this engine could never serve."""
 
     def __init__(self, limits: ModelLimits, images: EncoderCacheManager | TextOnly, handoffs: HandoffManager):
         self._limits, self._images, self._handoffs = limits, images, handoffs

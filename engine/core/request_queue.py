@@ -8,15 +8,15 @@ from engine.core.request import Request, State
 
 
 class RequestQueue:
-    """Holds every live request in the collection that its state names, and gives each running request a slot.
+    """Keeps every live request in the collection for its state, and gives each running request a slot.
 
-    The scheduler decides which request moves; a queue only moves it. Requests whose KV another engine computes or
-    reads are live here, and held by the HandoffManager.
+    The scheduler decides which request moves; the queue only moves it. Requests whose KV another engine computes or
+    reads are also live here, but the HandoffManager keeps them.
     """
 
     def __init__(self, max_num_seqs: int):
         self.max_num_seqs = max_num_seqs
-        #: All requests that have not ended, by id.
+        #: All live requests, by id.
         self.live: dict[str, Request] = {}
         self.waiting_for_grammar: set[Request] = set()
         #: Sorted by `Request.order`.
@@ -40,11 +40,11 @@ class RequestQueue:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are still to be computed."""
+        """Prompt tokens still to be computed."""
         return sum(request.queued_tokens for request in [*self.waiting, *self.running])
 
     def add(self, request: Request) -> None:
-        """Add a new request, which waits; for its grammar first if it needs one."""
+        """Add a new request. It waits for its grammar first, if it needs one."""
         assert request.request_id not in self.live
         self.live[request.request_id] = request
         if request.params.structured_outputs is None:
@@ -65,7 +65,7 @@ class RequestQueue:
         insort(self.running, request, key=lambda r: r.order)
 
     def remove(self, request: Request) -> None:
-        """Take a request out of its collection and its slot. It stays live, and keeps its blocks and its state."""
+        """Remove a request from its collection and its slot. It stays live, and keeps its blocks and its state."""
         if request.state is State.WAITING:
             self.waiting.remove(request)
         elif request.state is State.WAITING_FOR_GRAMMAR:
@@ -76,7 +76,8 @@ class RequestQueue:
             request.slot = -1
 
     def check(self, receiving: list[Request], leased: list[Request]) -> None:
-        """Raise AssertionError if a request or a slot is lost. receiving, leased: live requests in handoffs."""
+        """Raise AssertionError if a request or a slot is lost. receiving, leased: live requests that the HandoffManager
+        keeps."""
         by_state = {
             State.RUNNING: self.running,
             State.WAITING: self.waiting,

@@ -36,20 +36,20 @@ NOT_FINITE = "the model's hidden states are not finite"
 
 
 class Scheduler:
-    """Continuous batching without phases: every request has known tokens and computed tokens, and a step narrows the
-    gap, under one token budget for all.
+    """Continuous batching without phases: every request has known tokens and computed tokens, and each step narrows the
+    gap between them, under one token budget for all requests.
 
     `schedule` decides, `commit` records. A second step may be planned before the first is committed; the tokens that
     the first will sample are then counted as `in_flight`.
 
-    Requests are served in `order` (priority, then arrival). Running requests come first; each leaves one token of the
-    budget to every one behind it, so a long prompt never stops the others' decoding. When blocks run out, only a
-    request later in the order is preempted: the first in order always makes progress, so everyone finishes.
+    Requests are served in `order` (priority, then arrival). Running requests come first. Each leaves one token of the
+    budget for every request behind it, so a long prompt never stops the decoding of others. When blocks run out, only
+    requests later in the order are preempted: the first in order always makes progress, so every request finishes.
 
-    The KV of a prompt may come from another engine (`handoffs`). Its request holds all blocks that the prompt needs
-    meanwhile, and is given a slot only when the KV is there, as if its prompt had been cached.
+    Another engine may compute the KV of a prompt (`handoffs`). Meanwhile the request holds all blocks that the prompt
+    needs. It gets a slot only once the KV has arrived, and continues as if its prompt had been cached.
 
-    What not every engine does is in separate parts (`features/`), which are asked where they have a say.
+    Optional features are separate parts (`features/`) that the scheduler calls where they affect its decisions.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class Scheduler:
         images: EncoderCacheManager | TextOnly | None = None,
         token_limits: Sequence[TokenLimit] = (),
     ):
-        """token_limits: have a say in how much of a request a step computes, like speculation and images. One request
-        of `max_model_len` must fit the KV cache alone."""
+        """token_limits: parts that can lower how many tokens of a request a step computes, besides speculation and
+        images. The KV cache must have room for one request of `max_model_len`."""
         self.config, self.kv_cache, self.limits = config, kv_cache, limits
         self.block_size = kv_cache.pool.block_size
         self.queue = RequestQueue(config.max_num_seqs)
         self.handoffs = handoffs or HandoffManager()
         self.speculation = speculation or NoSpeculation()
         self.images = images or TextOnly()
-        #: Without those that limit nothing, since each is asked for every request of every step.
+        #: Every limit is called for each request in each step, so parts that limit nothing are left out.
         self._token_limits = [*token_limits, *self.images.token_limits, *self.speculation.token_limits]
         self._checks = RequestChecks(limits, self.images, self.handoffs)
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
         self._blocks = BlockAllocator(self.kv_cache, self.queue, self.handoffs, self.totals)
         self._stops = StopConditions(limits.eos_token_ids)
-        #: Steps that were planned and not committed, oldest first, and the requests of their entries.
+        #: Planned steps that are not committed yet, oldest first, each with the requests of its entries.
         self.planned: deque[tuple[StepPlan, list[Request]]] = deque()
         self._builder = StepPlanBuilder()
         self._num_arrived = 0
@@ -99,7 +99,7 @@ class Scheduler:
         return self._enqueue(request)
 
     def add_remote(self, asked_by: RemoteRequest, now: float) -> Request:
-        """Queue a prompt to be computed for another engine, or raise a ServingError and change nothing."""
+        """Queue a prompt that another engine asked for, or raise a ServingError and change nothing."""
         self._checks.check_remote(asked_by)
         self._check_capacity()
         return self._enqueue(Request.for_other_engine(asked_by, (0, self._num_arrived), now))
@@ -124,7 +124,7 @@ class Scheduler:
         return request
 
     def set_grammar(self, request: Request, grammar: Grammar) -> None:
-        """Let a request run that was waiting for its grammar."""
+        """Attach the compiled grammar that a request was waiting for, and make the request ready to run."""
         self.queue.remove(request)
         request.grammar = grammar
         self.queue.wait(request)
@@ -132,8 +132,12 @@ class Scheduler:
     def abort(
         self, request_id: str, now: float, error: ServingError | None = None, *, reason: FinishReason = "abort"
     ) -> Event | None:
-        """End a request now and free what it holds. None if it is not live (it may just have finished), or if it is
-        computed for another engine, which is notified, and ends it when it no longer reads the blocks."""
+        """End a request now and free what it holds. Returns None if the request is not live (it may just have
+        finished).
+
+        Also returns None for a prompt computed for another engine: that engine is notified, and the request ends once
+        the other engine stops reading its blocks.
+        """
         request = self.queue.live.get(request_id)
         if request is None:
             return None
@@ -150,7 +154,7 @@ class Scheduler:
         """Plan the next step; None if nothing can be computed now."""
         before = self.totals.preemptions
         budget = self._plan_running()
-        # while blocks run out no request starts, unless that ended the last running one: then the next in order does
+        # a step that preempts starts no request, unless it preempted all running ones: then the next in order starts
         if self.totals.preemptions == before or not self._builder.requests:
             self._admit(budget, now)
         if not self._builder.requests:
@@ -190,7 +194,7 @@ class Scheduler:
         return budget
 
     def _fit(self, drafts: list[int], request: Request, tokens: int) -> list[int]:
-        """Return as many guesses of what follows the first `tokens` tokens of a request as its blocks allow."""
+        """Record and return the `drafts` that fit the request's blocks after its first `tokens` tokens."""
         wanted = min(len(drafts) + self.speculation.lookahead, self.limits.max_model_len - tokens)
         drafts = drafts[: self.kv_cache.extra(request, tokens, wanted)]
         self.speculation.planned(request, len(drafts))
@@ -211,9 +215,12 @@ class Scheduler:
                 budget -= self._start(request, budget)
 
     def _reserve(self, request: Request, startable: bool, now: float) -> bool:
-        """Decide where a prompt is computed, and give the request its blocks: it then waits for a slot, or for its KV
-        from another engine. False if it has to wait, for blocks, a slot or a prefix that another request computes, and
-        everyone behind it with it."""
+        """Decide where a prompt is computed, and give the request its blocks; it then waits for a slot, or for KV from
+        another engine.
+
+        Returns False if the request, and with it everyone behind it, has to wait: for blocks, for a slot, or for a
+        prefix that a running request is computing.
+        """
         if not startable and not self.handoffs.decides:
             return False
         matched = self.kv_cache.match(request, self.images.whole_prefix)
@@ -221,7 +228,7 @@ class Scheduler:
             return False
         cached = matched * self.block_size
         decision = self.handoffs.decide(request, cached, self.queue.running)
-        # one token more if the first token comes with the KV: then nothing is missing when there is a slot
+        # the first token arrives with remote KV: reserve for it too, so that the request lacks nothing in its slot
         tokens, start = len(request.tokens) + decision.remote, len(request.tokens) if decision.remote else cached
         if not (startable or decision.remote) or not self._blocks.reserve(request, matched, start, tokens):
             return False
@@ -240,7 +247,7 @@ class Scheduler:
         return True
 
     def _start(self, request: Request, budget: int) -> int:
-        """Move a request that holds its blocks into a slot, and plan its first tokens. Returns how many."""
+        """Move a request that holds its blocks into a slot and plan its first tokens. Returns how many are planned."""
         self.queue.run(request)
         self._builder.add_sequence(request)
         self.kv_cache.add_sequence(request)
@@ -289,8 +296,10 @@ class Scheduler:
     def append_tokens(
         self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float
     ) -> Event:
-        """Record the sampled tokens of a step, and end the request at the first that ends it. Their time is for the
-        caller to observe, of all requests of a step together."""
+        """Record the tokens that a step sampled for a request, and end the request at the first token that stops it.
+
+        The caller records token times, for all requests of the step together.
+        """
         request.in_flight -= 1
         if tokens[0] < 0:
             return self._fail_sampling(request, now)
@@ -332,7 +341,7 @@ class Scheduler:
         self, request: Request, reason: FinishReason, now: float, delta: TokenDelta | None = None,
         *, error: ServingError | None = None,
     ) -> Event:  # fmt: skip
-        """End a request: the one place where a request stops being live."""
+        """End a request. Every request stops being live here and nowhere else."""
         self.queue.remove(request)
         if request.state is State.WAITING_FOR_REMOTE_KV:
             self.handoffs.cancel(request)
@@ -390,7 +399,8 @@ class Scheduler:
         return events
 
     def _report(self, request: Request, computed: int, tokens: list[int], logprobs: list[TokenLogprob] | None) -> None:
-        """Tell the engine that asked for this prompt how much is computed. With a token, all of it is."""
+        """Report the computed tokens of a prompt to the engine that asked for it. `tokens` is not empty once all are
+        computed."""
         self.handoffs.report(request, computed, self.block_size)
         if not tokens:
             return
@@ -404,7 +414,7 @@ class Scheduler:
         self._retire(request)
 
     def _retire(self, request: Request) -> None:
-        """Compute nothing more for it; its blocks stay until the other engine has read them."""
+        """Stop computing a request. Its blocks stay until the other engine has read them."""
         self.queue.remove(request)
         request.state = State.LEASED
         self.handoffs.leased[request.request_id] = request

@@ -1,4 +1,4 @@
-"""Sockets of an engine core: requests come in, tokens go out, over ZMQ and msgspec."""
+"""ZMQ sockets of an engine core: requests come in and tokens go out as msgspec messages."""
 
 from __future__ import annotations
 
@@ -41,18 +41,21 @@ logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
 TIMELINE_PERIOD_S = 1.0  # after which a request without a token sends its timeline
-QUEUED_MESSAGES = 100_000  # per receiver that does not take them; newer ones are lost
+QUEUED_MESSAGES = 100_000  # per receiver that does not take them; further ones are dropped
 POLL_MS = 200  # while there is nothing to compute
 
 
 class EngineServer:
     """Serves an EngineCore in the process of rank 0.
 
-    Takes `Command`s on a PULL socket at `address`. Pushes one `TokenBatch` per step to each ingress that has requests
-    in it, an `EngineStatus` to the control actor whenever requests ended and at least once a second, and prefill
-    requests for other engines; and `EngineUpdate` to routers that subscribe. While there is nothing to compute, the
-    loop waits for commands and handoffs. Sending never blocks it: what a vanished peer does not receive is dropped with
-    its socket.
+    Takes `Command`s on a PULL socket at `address`. Pushes:
+    - one `TokenBatch` per step to each ingress with requests in that step,
+    - an `EngineStatus` to the control actor whenever requests end, and at least once a second,
+    - requests for prefill by other engines, also to the control actor,
+    - an `EngineUpdate` to each router that subscribes.
+
+    The loop waits for commands and handoffs while there is nothing to compute. Sending never blocks it: messages that a
+    vanished peer does not take are dropped with its socket.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class EngineServer:
         host: str = "127.0.0.1",
         group: TPGroup | None = None,
     ):
-        """group: as for build_engine. Only peers with its key can send commands, or receive what is sent."""
+        """status_to: address of the control actor. group: as for build_engine; only peers with its key can send
+        commands or receive messages."""
         group = group or TPGroup.single()
         self.engine_id = engine_id
         self._waker = Waker()
@@ -81,7 +85,7 @@ class EngineServer:
         self._encode = msgspec.msgpack.Encoder().encode
         self._kv_events = KVEventPublisher(engine_id, self._core.scheduler)
         self._deltas: dict[str, list[TokenDelta]] = {}  # by reply address, since the last step
-        self._runs_when_idle: str | None = None  # a request that gives way to any other
+        self._runs_when_idle: str | None = None  # id of the request that any other one aborts
         self._ended: list[str] = []  # requests and remote prefills, since the last status
         self._status_due = self._timelines_due = time.monotonic()
         self._stopping = threading.Event()
@@ -89,7 +93,7 @@ class EngineServer:
     def run(self) -> None:
         """Serve until `stop` is called from another thread, then close the sockets and end the other ranks.
 
-        Raises EngineUnavailable if one of those dies.
+        Raises EngineUnavailable if another rank dies.
         """
         try:
             while not self._stopping.is_set():
@@ -105,7 +109,7 @@ class EngineServer:
         self._waker.wake()
 
     def _receive(self) -> None:
-        """Handle all commands that have come; wait for one if there is nothing to compute."""
+        """Handle all received commands; wait for one while there is nothing to compute."""
         next_update_s = self._kv_events.wait_s(time.monotonic())
         wait_ms = POLL_MS if next_update_s is None else min(POLL_MS, math.ceil(next_update_s * 1000))
         if self._core.idle and self._waker.fileno() in dict(self._poller.poll(wait_ms)):
@@ -143,7 +147,8 @@ class EngineServer:
             self._reply(request.reply_to, delta)
 
     def _make_way(self, runs_when_idle: str | None = None) -> None:
-        """Abort what runs only while there is no other work. runs_when_idle: a new request of that kind."""
+        """Abort the request that runs only while there is no other work. runs_when_idle: id of a new request of this
+        kind."""
         if self._runs_when_idle is not None:
             self._abort(self._runs_when_idle)
         self._runs_when_idle = runs_when_idle
@@ -159,7 +164,7 @@ class EngineServer:
             self._end(delta.request_id)
 
     def _end(self, request_id: str) -> None:
-        """Tell routers and the control actor that a request or remote prefill is over."""
+        """Report to routers and the control actor that a request or remote prefill has ended."""
         self._kv_events.finished(request_id)
         self._ended.append(request_id)
 

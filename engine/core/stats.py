@@ -42,7 +42,7 @@ class SchedulerStats:
     finished: Counter[str] = field(default_factory=Counter)
 
     def observe_scheduled(self, request: Request, cached: int, now: float) -> None:
-        """Record that a request has its blocks, of which the first `cached` tokens are computed already."""
+        """Record that a request got its blocks, and that its first `cached` tokens are already computed."""
         logger.debug("request scheduled request_id=%s cached_tokens=%d", request.request_id, cached)
         if request.clock.scheduled_at is None:
             request.clock.scheduled_at = now
@@ -59,7 +59,7 @@ class SchedulerStats:
 
 
 class RequestMetrics:
-    """Histograms by the keys of BOUNDS."""
+    """Histograms of requests and steps, by the names in BOUNDS."""
 
     def __init__(self) -> None:
         self.histograms = {name: Histogram.over(bounds) for name, bounds in BOUNDS.items()}
@@ -69,7 +69,7 @@ class RequestMetrics:
         self.histograms["iteration_tokens_total"].observe(tokens)
 
     def observe_tokens(self, requests: list[Request], now: float) -> None:
-        """Record a step that brought a token, or several, for each of these requests, the first as well."""
+        """Record that a step produced one token or more for each of these requests."""
         for last, count in Counter([request.clock.last_token_at for request in requests]).items():
             if last is not None:
                 self.histograms["inter_token_latency_seconds"].observe(now - last, count)
@@ -77,7 +77,8 @@ class RequestMetrics:
             request.clock.last_token_at = now
 
     def observe_finished(self, request: Request, reason: FinishReason, now: float) -> None:
-        """Record the end of a request. Only natural ends are measured: how long an aborted one took says nothing."""
+        """Record the end of a request. Durations are recorded for natural ends only, since an aborted request's mean
+        nothing."""
         times = request.times(now)
         if reason not in ("stop", "length") or times is None:
             return

@@ -9,15 +9,17 @@ from engine.spec_decode.draft_cost import DraftCost, StepMean, line_through
 from engine.wire.plan import StepPlan
 
 STEP_MEMORY = 200_000.0  # tokens after which a step's weight is 1/e
-PROMPT_MEMORY = 50_000.0  # prompt tokens after which the weight of one is 1/e
-WARM_UP_STEPS = 4  # they compile kernels and touch memory for the first time, so their cost is not typical
+PROMPT_MEMORY = 50_000.0  # prompt tokens after which a prompt token's weight is 1/e
+WARM_UP_STEPS = 4  # not recorded: they compile kernels and touch memory for the first time
 
 
 class LinearCost:
-    """seconds = fixed + slope * units, by least squares over fading observations. Neither coefficient is negative."""
+    """Linear model seconds = fixed + slope * units, fitted by least squares to fading observations. Neither coefficient
+    is negative."""
 
     def __init__(self, memory: float, prior_s: float = 0.0):
-        """memory: weight of newer observations after which an older one's is 1/e. prior_s: `fixed` before the first."""
+        """memory: total weight of later observations after which an observation's own weight has faded to 1/e.
+        prior_s: value of `fixed` before the first observation."""
         self._memory, self._prior_s = memory, prior_s
         self._n = self._w = self._x = self._y = self._xx = self._xy = 0.0
 
@@ -43,7 +45,7 @@ class LinearCost:
         if variance <= 1e-9 * mean_x * mean_x:
             return mean_y, 0.0
         slope = max(0.0, (self._xy / self._w - mean_x * mean_y) / variance)
-        if slope * mean_x > mean_y:  # the line would go below zero: it starts there
+        if slope * mean_x > mean_y:  # the line would start below zero: force it through the origin
             return 0.0, self._xy / self._xx
         return mean_y - slope * mean_x, slope
 
@@ -58,8 +60,8 @@ class LinearCost:
 
 
 class StepCost(LinearCost):
-    """Cost of a step by its number of tokens. Observations are weighted by it: a long prompt chunk says more about the
-    cost of a token than many steps of a few decodes."""
+    """Cost of a step by its number of tokens, which is also the weight of an observation: one long prompt chunk says
+    more about the cost per token than many small decode steps."""
 
     def __init__(self) -> None:
         super().__init__(STEP_MEMORY)
@@ -69,10 +71,10 @@ class StepCost(LinearCost):
 
 
 class DecodeCost:
-    """Cost of a step in which every sequence decodes one token, by their number.
+    """Cost of a step in which every sequence decodes one token, by the number of sequences.
 
-    Sizes of 1, 2 to 3, 4 to 7 and so on are remembered separately, each until it comes again: hours of constant load
-    must not wash out what was learned of other sizes.
+    Sizes of 1, 2 to 3, 4 to 7 and so on are kept separately, each until it is observed again: hours of constant load
+    must not erase what was learned about other sizes.
     """
 
     def __init__(self) -> None:
@@ -85,7 +87,7 @@ class DecodeCost:
     def coefficients(self) -> tuple[float, float]:
         """(seconds per step, additional seconds per sequence); zeros while nothing is known.
 
-        If one size is known, half of its time is attributed to its sequences.
+        While only one size is known, half of its time is attributed to its sequences.
         """
         if len(self._means) == 1:
             (only,) = self._means.values()
@@ -98,15 +100,15 @@ class StepWork:
     """Decodes and prefills of one step."""
 
     decodes: int
-    """Sequences that computed one token that was known, and sampled the next."""
+    """Sequences that computed one known token and sampled the next."""
     prefill_tokens: int
     """Tokens of all other sequences."""
     prefills: int
-    """Those of them that sampled, since their prompt was computed to its end."""
+    """Those other sequences that sampled, since the step completed their prompt."""
     drafts: int = 0
-    """Guessed tokens that the decodes computed besides."""
+    """Draft tokens that the decodes also verified."""
     num_drafts: int = 0
-    """Tokens that a drafter with weights proposed for each sequence."""
+    """Tokens that a draft model proposed for each sequence."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
@@ -128,7 +130,7 @@ class StepTimes:
         self.by_tokens = StepCost()
         #: Cost of steps that only decode.
         self.by_sequences = DecodeCost()
-        #: Of these too, with what drafts cost in them.
+        #: Cost of the same steps, with the share that drafts take.
         self.drafting = DraftCost()
         self.prefill_tokens = self.prefills = 0
         self._steps = 0
@@ -138,12 +140,12 @@ class StepTimes:
     def prompt_token_s(self) -> float:
         """Recent engine-seconds per prompt token, fixed costs included; 0 while unknown.
 
-        A ratio, not a fit: prompts come in chunks of about one size, which say nothing about a slope.
+        This is a ratio, not a fit: prompt chunks all have about the same size, so no slope can be fitted to them.
         """
         return self._prompt_s / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def observe_step(self, work: StepWork, seconds: float, draft_s: float = 0.0) -> None:
-        """draft_s: seconds of these that a drafter with weights took."""
+        """Record a step that took `seconds`, of which the drafter with weights took `draft_s`."""
         self._steps += 1
         self.prefill_tokens += work.prefill_tokens
         self.prefills += work.prefills

@@ -12,7 +12,7 @@ class StepPlanBuilder:
     """Builds the StepPlan of one step while the scheduler decides."""
 
     def __init__(self) -> None:
-        #: Requests of the plan's entries.
+        #: The request of each entry of the plan.
         self.requests: list[Request] = []
         self._added: list[NewSequence] = []
         self._starts: list[int] = []
@@ -21,7 +21,7 @@ class StepPlanBuilder:
         self._drafts: dict[int, list[int]] = {}
 
     def add_sequence(self, request: Request) -> None:
-        """Send a request that was given a slot to the runner."""
+        """Add a request that just got a slot to the runner's sequences."""
         tokens, params = list(request.tokens), request.params
         images = [image.without_pixels() for image in request.images]
         self._added.append(
@@ -37,8 +37,8 @@ class StepPlanBuilder:
         )
 
     def compute(self, request: Request, count: int, drafts: list[int] | None = None) -> None:
-        """Compute the next `count` tokens of a request, and sample a new one if these are its last. From now on they
-        count as `computed`, and the sampled one as `in_flight`.
+        """Compute the next `count` tokens of a request, and sample a new token if they include its last one. The tokens
+        count as `computed` from now on, and the sampled one as `in_flight`.
 
         drafts: guesses of the tokens after the last; they too count as `computed` until the step is committed.
         """

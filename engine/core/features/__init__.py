@@ -1,2 +1,2 @@
-"""Features of the scheduler. Each is an object with a few named methods where it has a say, and one of the same
-methods that do nothing where an engine does without it."""
+"""Features of the scheduler. Each is an object that the scheduler calls at a few points; an engine without the feature
+uses an object whose same methods do nothing."""

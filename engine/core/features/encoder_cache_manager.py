@@ -1,4 +1,4 @@
-"""Which images have their embeddings on the device. Pure Python."""
+"""Decides which images have their embeddings on the device. Pure Python."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from engine.wire.plan import ReceivedImage
 
 
 class ImageChanges(NamedTuple):
-    """What one step does with images before it computes tokens."""
+    """Changes to the encoder cache that one step makes before it computes tokens."""
 
     encoded: list[MultiModalFeatureSpec]
     forgotten: list[bytes]
-    """Hashes of those whose embeddings are dropped first."""
+    """Hashes of the images whose embeddings are dropped first."""
     received: list[ReceivedImage]
-    """Those that have come from encode engines."""
+    """Images whose embeddings encode engines have sent."""
 
 
 class TextOnly:
-    """A model without images. Its methods are those of EncoderCacheManager that a scheduler calls."""
+    """Stand-in for EncoderCacheManager in an engine whose model has no images."""
 
     token_limits: tuple[TokenLimit, ...] = ()
     handoffs: ImageHandoffs | None = None
@@ -58,28 +58,29 @@ class TextOnly:
 
 
 class EncoderCacheManager:
-    """Decides which images a step encodes, and which embeddings it drops to make room: the least recently used.
+    """Decides which images a step encodes, and which embeddings it evicts for them: the least recently used.
 
-    Embeddings are kept by the hash of their image, so an image is encoded once however many requests bring it, as long
-    as they fit. A step never drops what it needs itself. After vLLM's class of this name.
+    Embeddings are cached by the hash of their image, so an image is encoded once for all requests while it stays
+    cached. A step never evicts embeddings that it needs itself. After vLLM's class of this name.
     """
 
     def __init__(self, size: int, budget: int, image_token_id: int, mm_tokens_per_image: int = 0):
-        """size: embeddings that are kept at most. budget: embeddings that a step makes at most, unless its first image
-        alone has more. mm_tokens_per_image: see VisionConfig."""
+        """size: capacity in embeddings.
+        budget: embeddings that one step may make; a single image may exceed it.
+        mm_tokens_per_image: as in VisionConfig."""
         self._size, self._budget, self._image_token_id = size, budget, image_token_id
         self._mm_tokens_per_image = mm_tokens_per_image
-        self._cached: OrderedDict[bytes, int] = OrderedDict()  #: embeddings by hash, the least recently used first
+        self._cached: OrderedDict[bytes, int] = OrderedDict()  #: sizes by image hash, least recently used first
         self._in_step: set[bytes] = set()
         self._encoded: list[MultiModalFeatureSpec] = []
         self._forgotten: list[bytes] = []
         self._pixels = WeakValueDictionary[bytes, TensorData]()  #: of live requests, by hash
         self._received: list[ReceivedImage] = []
         self.handoffs: ImageHandoffs | None = None
-        """Images that encode engines compute, if there may be such engines."""
-        self.num_embeds = 0  #: that are kept
+        """Handoffs of images from encode engines; None without such engines."""
+        self.num_embeds = 0  #: embeddings in the cache
         self.num_encoded = 0  #: images, since the start
-        self.num_hits = 0  #: times that an image was there already
+        self.num_hits = 0  #: times that an image was found in the cache
 
     @property
     def token_limits(self) -> tuple[TokenLimit, ...]:
@@ -87,15 +88,15 @@ class EncoderCacheManager:
 
     @property
     def whole_images(self) -> bool:
-        """Whether one step has to compute all tokens of an image, since they see each other."""
+        """Whether one step must compute all tokens of an image, because they attend to each other."""
         return self._mm_tokens_per_image > 0
 
     def start_step(self, sequences: int) -> None:
         pass
 
     def up_to(self, request: Request, count: int) -> int:
-        """Return how many of the next `count` tokens of a request come before the first image that has to wait for
-        another step: to be encoded, or to be computed whole."""
+        """Return how many of the next `count` tokens of a request come before the first image that has to wait for a
+        later step, either to be encoded or to be computed whole."""
         if not request.images:
             return count
         start = request.computed
@@ -110,7 +111,8 @@ class EncoderCacheManager:
         return count
 
     def whole_prefix(self, request: Request, matched: int, block_size: int) -> int:
-        """Return how many of the matched blocks of a request end in no image that is computed whole."""
+        """Return how many of the `matched` leading blocks can be used without cutting through an image that must be
+        whole."""
         if self.whole_images:
             for image in reversed(request.images):
                 span = image.mm_position
@@ -119,9 +121,9 @@ class EncoderCacheManager:
         return matched
 
     def take(self, image: MultiModalFeatureSpec, note: Note) -> bool:
-        """Make sure that the step that is being planned finds the embeddings of an image. False if it has to wait.
+        """Provide the embeddings of an image for the step being planned. Returns False if the image has to wait.
 
-        note: adds an event to the timeline of the request that needs them.
+        note: function that adds an event to the timeline of the request.
         """
         key, size = image.mm_hash, image.num_embeds
         if key in self._cached:
@@ -151,25 +153,25 @@ class EncoderCacheManager:
         return True
 
     def ask_ahead(self, images: Iterable[MultiModalFeatureSpec], note: Note) -> None:
-        """Let encode engines begin with images that a request needs in later steps, so that they work side by side."""
+        """Ask encode engines for images that a request needs in later steps, so that they work in parallel."""
         if self.handoffs is not None:
             for image in images:
                 if image.mm_hash not in self._cached:
                     self.handoffs.awaits(image, note, ahead=True)
 
     def share_pixels(self, images: list[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
-        """Return the images with the pixels that another live request has brought, so that they are kept once."""
+        """Return the images, sharing pixels that another live request already brought, so that they are kept once."""
         found = []
         for image in images:
             data = dict(image.data)
-            if "pixel_values" in data:  # or the encoder says what is missing
+            if "pixel_values" in data:  # else the encoder raises the error
                 data["pixel_values"] = self._pixels.setdefault(image.mm_hash, data["pixel_values"])
             found.append(msgspec.structs.replace(image, data=data))
         return found
 
     def queued_embeds(self, requests: Iterable[Request]) -> int:
-        """Return how many embeddings this engine still has to make of images that these requests have not computed yet;
-        one that comes twice is encoded once."""
+        """Return how many embeddings this engine still has to make for images that these requests have yet to compute.
+        An image in several requests counts once."""
         missing = {
             image.mm_hash: image.num_embeds
             for request in requests
@@ -180,14 +182,14 @@ class EncoderCacheManager:
         return sum(missing.values()) - sum(missing[mm_hash] for mm_hash in elsewhere)
 
     def take_changes(self) -> ImageChanges:
-        """Return what the step does with images that is being planned, and begin the next one."""
+        """Return the image changes of the step being planned, and begin the next step."""
         changes = ImageChanges(self._encoded, self._forgotten, self._received)
         self._encoded, self._forgotten, self._received = [], [], []
         self._in_step.clear()
         return changes
 
     def release(self, received: list[ReceivedImage]) -> None:
-        """End a step that has copied images which came from encode engines."""
+        """Free the blocks of images from encode engines once a step has copied them."""
         if received and self.handoffs is not None:
             self.handoffs.release(received)
 

@@ -1,4 +1,4 @@
-"""The scheduler's view of handoffs: prompts that other engines compute, and prompts computed for them."""
+"""The scheduler's side of handoffs: prompts computed by other engines, and prompts computed for them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from engine.wire.handoff import (
 from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica, TokenLogprob
 from engine.wire.remote_request import Peer, RemoteRequest
 
-RESUMED = "resumed"  # the prompt was computed before, so there is nothing to decide
-ASKED = "asked"  # the request says where
-HandoffOutput = HandoffAction | DispatchRemote | CancelDispatch  # for the channel; for the control actor
+RESUMED = "resumed"  # the prompt was already computed once, so it stays here
+ASKED = "asked"  # the request says where its prompt is computed
+HandoffOutput = HandoffAction | DispatchRemote | CancelDispatch  # the first for the channel, the others for control
 
 
 class HandoffManager:
-    """Handoffs of one scheduler, which moves the requests and their blocks. Pure Python."""
+    """Handoffs of one scheduler. The scheduler itself moves requests and blocks. Pure Python."""
 
     def __init__(self, policy: RemotePrefillPolicy | None = None, peer: Peer | None = None, fingerprint: str = ""):
-        """policy: None for an engine that computes all of its prompts. peer: this engine, as others know it."""
+        """policy: decides which prompts other engines compute; None if this engine computes all of its prompts.
+        peer: this engine as others address it.
+        fingerprint: identity of model and KV layout; only engines with the same one exchange KV."""
         self._policy, self._peer, self.fingerprint = policy, peer, fingerprint
-        #: requests whose KV another engine computes, by handoff id; their blocks must not be touched until the handoff
+        #: requests whose KV another engine computes, by handoff id; their blocks must not be reused until the handoff
         #: is over, even if the request itself has ended
         self.receiving: dict[str, Request] = {}
-        #: prompts that were computed for others, and whose blocks may still be read, by handoff id
+        #: prompts computed for other engines, which may still read the blocks, by handoff id
         self.leased: dict[str, Request] = {}
         #: for the channel and the control actor, oldest first; the caller empties it
         self.actions: list[HandoffOutput] = []
@@ -46,11 +48,11 @@ class HandoffManager:
 
     @property
     def decides(self) -> bool:
-        """Whether prompts may be computed by other engines."""
+        """Whether other engines may compute prompts."""
         return self._policy is not None
 
     def decide(self, request: Request, cached: int, running: list[Request]) -> PrefillDecision:
-        """Decide where to compute the prompt of a waiting request. cached: leading tokens that this engine has."""
+        """Decide where to compute the prompt of a waiting request. cached: leading tokens whose KV this engine has."""
         if self._policy is None or request.asked_by is not None:
             return PrefillDecision(False, "")
         load = LocalLoad(
@@ -64,8 +66,8 @@ class HandoffManager:
         return self._policy.decide(PendingPrompt(len(request.tokens), cached, local_only), load)
 
     def final_error(self, request: Request, event: Failed) -> EngineUnavailable | None:
-        """Return the error of a request after a failed handoff, if it must not be computed here and no other engine is
-        left to try."""
+        """Return the error that ends a request after a failed handoff; None if its prompt may still be computed, here
+        or by another engine."""
         if request.remote.where != "remote" or not self._local_only(request):
             return None
         why = f"{event.reason} {event.detail}".rstrip()
@@ -86,12 +88,12 @@ class HandoffManager:
         return "failed" if request.remote.local_only else ""
 
     def count(self, decision: PrefillDecision) -> None:
-        """Count a decision that is carried out."""
+        """Count a decision once it is carried out."""
         if self._policy is not None and decision.reason not in ("", RESUMED):
             self._policy.count(decision)
 
     def decisions(self) -> dict[str, dict[str, int]]:
-        """Return how many prompts were computed `local` and `remote`, by reason."""
+        """Return how many prompts were computed `local` and `remote`: counts by place, then by reason."""
         found: dict[str, dict[str, int]] = {}
         if self._policy is not None:
             for (where, reason), count in self._policy.decisions.items():
@@ -99,9 +101,9 @@ class HandoffManager:
         return found
 
     def open(self, request: Request, cached: int, now: float, block_size: int) -> None:
-        """Have another engine compute the prompt of a request, which holds all blocks for it.
+        """Ask another engine to compute the prompt of a request, which already holds all blocks for it.
 
-        cached: leading tokens whose KV is in the blocks already.
+        cached: leading tokens whose KV those blocks already contain.
         """
         assert self._peer is not None
         self._count += 1
@@ -129,7 +131,8 @@ class HandoffManager:
         self.actions.append(DispatchRemote(remote_request))
 
     def cancel(self, request: Request) -> None:
-        """Cancel the handoff of an ended request, which stays in `receiving` while its blocks may be written."""
+        """Cancel the handoff of an ended request. The request stays in `receiving` as long as its blocks may be
+        written."""
         self.actions.append(CancelHandoff(request.remote.handoff_id))
         self.actions.append(CancelDispatch(request.remote.handoff_id))
 
@@ -148,7 +151,7 @@ class HandoffManager:
         return request
 
     def _close(self, handoff_id: str, now: float) -> Request:
-        """Return the request of a handoff that is over."""
+        """Record the end of a handoff and return its request."""
         request = self.receiving.pop(handoff_id)
         request.remote.handoff_at = request.remote.handoff_at and (request.remote.handoff_at[0], now)
         return request
@@ -160,17 +163,17 @@ class HandoffManager:
     # -- the prompt of another engine, computed here -------------------------------------------------------
 
     def check(self, remote_request: RemoteRequest) -> None:
-        """Raise RequestError if KV that is computed here would be of no use there."""
+        """Raise RequestError if the engine that sent this request could not use KV computed here."""
         if remote_request.fingerprint != self.fingerprint:
             raise InvalidParameter(
                 "fingerprint", remote_request.fingerprint, f"that of this engine ({self.fingerprint})"
             )
 
     def report(self, request: Request, computed: int, block_size: int) -> None:
-        """Report that the KV of `computed` tokens is complete, and that its full blocks are cached.
+        """Report that the KV of `computed` tokens is complete; its full blocks are cached by then.
 
-        A block that is not full is reported at the end of the prompt only: a block in between may still be exchanged
-        for another one of the same content when it is cached.
+        A partly filled block is reported only at the end of the prompt. Earlier, caching may still replace it by
+        another block of the same content.
         """
         asked_by, whole = request.asked_by, computed == len(request.tokens)
         assert asked_by is not None
@@ -195,8 +198,8 @@ class HandoffManager:
 
 
 def handed_over(request: Request, skip: int, block_size: int) -> list[list[int]]:
-    """Return the blocks of each KV cache group whose KV goes from engine to engine: those of the known tokens from
-    `skip` on, as far as a token after these sees them; and then snapshots of states, in a model that has some."""
+    """Return the block ids to hand over, for each KV cache group: those of the known tokens from `skip` on that a later
+    token attends to. A model with recurrent layers adds a group of state snapshots."""
     first, stop = skip // block_size, -(-len(request.tokens) // block_size)
     blocks = [table.blocks[max(first, table.num_released) : stop] for table in request.tables]
     return blocks + request.states.handed_over

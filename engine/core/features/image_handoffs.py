@@ -19,23 +19,25 @@ from engine.wire.sampling_params import SamplingParams
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.kv_transfer.channel import HandoffChannel
 
-TIMEOUT_S = 10.0  # after which an image that waits in an encode engine is encoded here
-AHEAD = 2  # images per encode engine, up to which it is asked ahead: it always has a next one, and no queue
-MAX_FAILED = 1000  # images to be encoded here that are remembered; requests that brought them may have ended
+TIMEOUT_S = 10.0  # that an image may wait in an encode engine before it is encoded here
+AHEAD = 2  # images requested ahead per encode engine: it always has a next one, and no queue
+MAX_FAILED = 1000  # failed images remembered, to be encoded here; their requests may have ended
 
 Note = Callable[[str], None]  # adds an event to the timeline of a request
 
 
 class ImageHandoffs:
-    """Handoffs of images: to an encode engine an image is a prompt of placeholders, whose KV is its embeddings.
+    """Handoffs of images. To an encode engine an image is a prompt of placeholders, and its embeddings are that
+    prompt's KV.
 
-    They arrive in separate blocks, from which a step copies them into the encoder cache.
+    They arrive in blocks of their own, from which a step copies them into the encoder cache.
     """
 
     def __init__(
         self, channel: HandoffChannel, fingerprint: str, image_token_id: int, num_blocks: int, block_size: int
     ):
-        """fingerprint: of encode engines whose embeddings are those of this engine. num_blocks: for embeddings."""
+        """fingerprint: identity of the encoder; only encode engines with the same one give the same embeddings.
+        num_blocks: blocks for embeddings that arrive."""
         self.channel, self.fingerprint = channel, fingerprint
         #: encode engines that are up
         self.replicas: list[PrefillReplica] = []
@@ -44,17 +46,17 @@ class ImageHandoffs:
         self._image_token_id, self._block_size, self._num_blocks = image_token_id, block_size, num_blocks
         self._free = list(range(num_blocks))
         self._count = 0
-        self._receiving: dict[str, tuple[bytes, list[int]]] = {}  #: hash and blocks by handoff id
-        self._awaited: set[bytes] = set()  #: their hashes
+        self._receiving: dict[str, tuple[bytes, list[int]]] = {}  #: image hash and blocks, by handoff id
+        self._awaited: set[bytes] = set()  #: hashes of the images in `_receiving`
         self._ready: OrderedDict[bytes, tuple[list[int], str]] = OrderedDict()
-        """Blocks by hash, the oldest first, and the engine that they come from."""
-        self._failed: dict[bytes, str] = {}  #: to be encoded here, and why
+        """Blocks and the engine that sent them, by image hash, oldest first."""
+        self._failed: dict[bytes, str] = {}  #: reason by hash, for images to be encoded here
 
     def awaits(self, image: MultiModalFeatureSpec, note: Note, *, ahead: bool = False) -> bool:
-        """Return whether an encode engine is at work on an image, after asking for it if one can be.
+        """Return whether an encode engine is working on an image, after asking one if possible.
 
-        ahead: for a later step, so it takes no room from images that have come, and leaves half of it to those that
-        other requests need at once.
+        ahead: the image is for a later step. Then it evicts no image that has arrived, and leaves half of the blocks to
+        images that other requests need at once.
         """
         key = image.mm_hash
         if key in self._awaited:
@@ -74,11 +76,12 @@ class ImageHandoffs:
         return True
 
     def has(self, mm_hash: bytes) -> bool:
-        """Return whether an image has come, or an encode engine is at work on it."""
+        """Return whether an image has arrived, or an encode engine is working on it."""
         return mm_hash in self._awaited or mm_hash in self._ready
 
     def take(self, image: MultiModalFeatureSpec, note: Note) -> ReceivedImage | None:
-        """Return an image that has come, whose blocks are the step's until `release`; None if it is encoded here."""
+        """Return an image that has arrived, or None if it is to be encoded here. The step owns its blocks until
+        `release`."""
         if (reason := self._failed.pop(image.mm_hash, None)) is not None:
             note(f"an image is encoded here, since no encode engine has: {reason}")
         if (ready := self._ready.pop(image.mm_hash, None)) is None:
@@ -88,12 +91,12 @@ class ImageHandoffs:
         return ReceivedImage(image.mm_hash, blocks, image.num_embeds)
 
     def release(self, received: list[ReceivedImage]) -> None:
-        """End a step, which has copied these."""
+        """Free the blocks of these images, which a step has copied."""
         for image in received:
             self._free += image.blocks
 
     def take_events(self) -> None:
-        """Record the ends of handoffs. Raises EngineUnavailable as HandoffChannel.events does."""
+        """Record the handoffs that have ended. Raises EngineUnavailable like HandoffChannel.events."""
         for event in self.channel.events():
             if not isinstance(event, Received | Failed):
                 continue

@@ -1,4 +1,4 @@
-"""KV cache groups of one model, as one to its scheduler. Pure Python."""
+"""Presents the KV cache groups of a model to the scheduler as one. Pure Python."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def kv_cache_of(
     snapshots: BlockPool | None = None,
     snapshot_interval: int = 0,
 ) -> tuple[KVCacheManager, list[TokenLimit]]:
-    """Return the manager of a model's KV cache groups, and what limits the tokens of a step for its sake.
+    """Return the manager of a model's KV cache groups, and the limits that it puts on a step's tokens.
 
-    step_tokens: of a prompt, for which groups with a window give blocks before it starts. least_chunk: those that are
-    computed in one step even if others lose their blocks for them. snapshots: of the states of recurrent layers, if
-    there are any, which are kept every `snapshot_interval` tokens as well.
+    step_tokens: prompt tokens per step, for which groups with a window reserve blocks when a request starts.
+    least_chunk: tokens that one step must compute together, even if other requests are preempted for them.
+    snapshots: pool for snapshots of recurrent states; None without recurrent layers.
+    snapshot_interval: tokens between the snapshots of a long sequence, 0 for none.
     """
     managers: list[KVCacheManager] = []
     limits: list[TokenLimit] = []
@@ -43,15 +44,15 @@ def kv_cache_of(
 
 
 class KVCacheCoordinator(KVCacheManager):
-    """Has the methods of a manager, and one manager for each KV cache group. A model whose layers are alike has none.
+    """A KVCacheManager in front of one manager per KV cache group, for models whose layers keep different tokens.
 
-    Each group has its own pool, over one chain of hashes. A request holds blocks in all of them or in none, and a
-    prefix counts as cached as far as every group has what it needs of it. After vLLM's class of this name.
+    Each group has its own pool; all share one chain of hashes. A request holds blocks in all groups or in none. A
+    prefix counts as cached only as far as every group has the blocks it needs. After vLLM's class of this name.
     """
 
     def __init__(self, managers: Sequence[KVCacheManager]):
-        """managers: of each group; the first is of one that keeps all tokens, if there is one, the last that of
-        states."""
+        """managers: one per group. A group that keeps all tokens comes first if there is one, that of recurrent states
+        last."""
         super().__init__(managers[0].pool)
         self._managers = managers
 

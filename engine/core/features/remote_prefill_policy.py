@@ -1,4 +1,4 @@
-"""Decides whether a prompt is computed here or by an engine of the prefill pool. Pure Python: no clock, no socket."""
+"""Decides whether this engine or one of the prefill pool computes a prompt. Pure Python: no clock, no socket."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from engine.config import HandoffConfig
 from engine.core.step_cost import LinearCost, StepCost
 from engine.wire.messages import PrefillReplica
 
-MIN_TOKENS = 32  # a shorter prompt rides along with the decodes of one step
-LINK_MEMORY = 100.0  # handoffs after which one counts 1/e
-FORGET = 0.02  # fraction of the link's cost forgotten per prompt that stays here for it, so that it is tried again
+MIN_TOKENS = 32  # a shorter prompt fits into a decode step at hardly any cost
+LINK_MEMORY = 100.0  # handoffs after which an observation's weight is 1/e
+FORGET = 0.02  # fraction of the learned link cost forgotten per prompt kept local, so that the link is tried again
 LINK_PRIOR_S = 0.01
-SWITCH_GAIN = 0.1  # fraction by which the other side has to be better, or the choice would flap
+SWITCH_GAIN = 0.1  # fraction by which the other side must be better, so that the choice does not flap
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,33 +25,33 @@ class PrefillDecision:
 
 @dataclass(frozen=True, slots=True)
 class PendingPrompt:
-    """A prompt when it is its turn."""
+    """A prompt whose turn it is to be computed."""
 
     tokens: int
     cached: int  #: leading tokens that this engine has
-    local_only: str = ""  #: reason for which only this engine can compute it; empty if there is none
+    local_only: str = ""  #: reason why only this engine can compute it, or empty
 
 
 @dataclass(frozen=True, slots=True)
 class LocalLoad:
-    """Load of this engine when it is a prompt's turn."""
+    """Load of this engine when a prompt's turn comes."""
 
-    queued: int = 0  #: prompt tokens of others that come first
+    queued: int = 0  #: prompt tokens of other requests that are computed first
     receiving: int = 0  #: prompt tokens that other engines are computing for this one
     decoding: int = 0  #: requests that a prompt computed here would hold up
 
 
 class RemotePrefillPolicy:
-    """Weighs the seconds that a prompt costs everyone if it is computed here against those if it is computed remotely.
+    """Compares what a prompt costs all requests, in seconds, when it is computed locally and remotely:
 
-    local:  queue + compute + the delay of every request that is decoding
-    remote: queue + compute + the part of the transfer that computing does not hide (learned from every handoff)
+    local:  queue + compute + delay of every request that is decoding
+    remote: queue + compute + the part of the transfer not hidden by computing (learned from every handoff)
     """
 
     def __init__(
         self, config: HandoffConfig, step_cost: StepCost, quarantined: Callable[[], Collection[str]] = lambda: ()
     ):
-        """quarantined: returns the ids of engines that should get no prefill requests for now."""
+        """quarantined: function that returns the ids of engines that should get no prefill requests for now."""
         self.config = config
         self.step_cost = step_cost
         self._quarantined = quarantined
@@ -59,10 +59,10 @@ class RemotePrefillPolicy:
         self.replicas: list[PrefillReplica] | None = None  # None until the first list comes
         self.decisions: Counter[tuple[str, str]] = Counter()
         self._last_remote = True
-        self._remote_hit_rate = 0.0  # fraction of a prompt that prefill engines had cached of late
+        self._remote_hit_rate = 0.0  # recent fraction of a prompt that prefill engines had cached
 
     def decide(self, prompt: PendingPrompt, load: LocalLoad) -> PrefillDecision:
-        """Decide, without any effect; to be followed by `count` when the decision is carried out."""
+        """Decide where to compute a prompt, without side effects. Call `count` when the decision is carried out."""
         if prompt.local_only:
             return PrefillDecision(False, prompt.local_only)
         if self.config.policy == "never":
@@ -103,7 +103,7 @@ class RemotePrefillPolicy:
             self.link_cost.forget(FORGET)
 
     def received(self, prompt: PendingPrompt, remotely_cached: int, seconds: float) -> None:
-        """Learn from a handoff that took `seconds` from the prefill request to the first token here."""
+        """Learn from a handoff: `seconds` passed from the prefill request to the arrival of the first token."""
         self._remote_hit_rate += 0.1 * (remotely_cached / prompt.tokens - self._remote_hit_rate)
         rates = [r.seconds_per_token for r in self.replicas or [] if r.seconds_per_token]
         computed_s = (prompt.tokens - remotely_cached) * (min(rates) if rates else self.step_cost.coefficients[1])

@@ -1,4 +1,4 @@
-"""Speculative decoding in the scheduler: which tokens are drafted for whom, and what becomes of them. Pure Python."""
+"""Speculative decoding in the scheduler: decides which requests get drafts, and counts how many are accepted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.predicted_text import PredictedText
 from engine.wire.messages import SpecDecodeStats
 
-LOADED = 0.25  # rate of acceptance from which a draft pays, above which a draft gains little
+LOADED = 0.25  # if drafts pay only above this acceptance rate, the engine is so loaded that they gain little
 
 
 def any_number(position: int) -> int:
@@ -22,7 +22,7 @@ def any_number(position: int) -> int:
 
 
 class NoSpeculation:
-    """Drafts nothing. Its methods are those of Speculator that a scheduler calls."""
+    """Stand-in for Speculator in an engine without speculative decoding."""
 
     token_limits: tuple[TokenLimit, ...] = ()
     has_weights = False
@@ -51,8 +51,7 @@ class NoSpeculation:
 class Speculator:
     """Drafts tokens for the decoding requests of one scheduler.
 
-    A request is not planned ahead where drafts may follow the token in flight, and where drafts are being verified. Any
-    other one is.
+    A request is not planned ahead while its drafts are being verified, or while drafts may follow its token in flight.
     """
 
     def __init__(
@@ -63,14 +62,14 @@ class Speculator:
         vocab_size: int,
         max_drafts: Callable[[int], int] = any_number,
     ):
-        """drafter: None if the runner has one with weights.
-        step_cost: of a number of sequences; DraftCost.of.
-        max_drafts: that may follow the token at a position in one step."""
+        """drafter: None if a drafter with weights runs in the model runner.
+        step_cost: DraftCost.of; takes the number of sequences.
+        max_drafts: returns how many drafts may follow the token at a position in one step."""
         self._limit, self._drafter = config.num_speculative_tokens, drafter
         self._step_cost, self._vocab_size, self._max_drafts = step_cost, vocab_size, max_drafts
         self._cost = 0, 0.0, 0.0, 0.0
         self._step = self._undrafted = StepDrafts(*self._cost)
-        self._num_proposed = 0  # for each request of the step that was planned last
+        self._num_proposed = 0  # per request, in the step planned last
         self.totals = SpecDecodeStats()
 
     @property
@@ -79,12 +78,12 @@ class Speculator:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the drafter has weights, and proposes in the steps of the model."""
+        """Whether the drafter has weights and proposes tokens in the runner's steps."""
         return self._drafter is None
 
     @property
     def lookahead(self) -> int:
-        """Tokens after its drafts for which a request should have blocks: a drafter with weights computes their KV."""
+        """Tokens after the drafts for which a request needs blocks: a drafter with weights writes their KV."""
         return self._limit if self.has_weights else 0
 
     @property
@@ -93,7 +92,7 @@ class Speculator:
         return deepcopy(self.totals)
 
     def num_drafts(self, requests: list[Request]) -> int:
-        """Return how many tokens a drafter with weights is to propose for each of these requests after this step."""
+        """Return how many tokens a drafter with weights should propose per request at the end of this step."""
         self._num_proposed = 0
         if self._drafter is None and self._undrafted.length(OPTIMISM, 1):
             sequences = [
@@ -103,14 +102,14 @@ class Speculator:
         return self._num_proposed
 
     def start_step(self, sequences: int) -> None:
-        """sequences: those that run."""
+        """Begin to plan a step. sequences: number of running ones."""
         cost = sequences, *self._step_cost(sequences)
         if cost != self._cost:
             self._cost, self._undrafted = cost, StepDrafts(*cost)
         self._step = self._undrafted
 
     def up_to(self, request: Request, count: int) -> int:
-        """Return `count`, or 0 if a request should wait for its token in flight, since drafts may follow that."""
+        """Return `count`, or 0 if the request should wait for its token in flight because drafts may follow it."""
         return 0 if count == 1 == request.pending and request.in_flight and self._waits(request) else count
 
     def _waits(self, request: Request) -> bool:
@@ -124,23 +123,23 @@ class Speculator:
         return limit > 0 and len(drafts.drafter.propose(limit + 1)) > 1
 
     def draft(self, request: Request, count: int, capacity: int) -> list[int]:
-        """Return up to `capacity` tokens that may follow the `count` ones that a step computes of a request: none
-        unless these end with its newest one."""
+        """Return up to `capacity` drafts to follow the `count` tokens of a request that a step computes; none unless
+        those end with its newest token."""
         if not count == 1 == request.pending or request.in_flight:
             return []
         grammar = request.grammar
         if not grammar.constrains:
             return self.guess(request, capacity)
-        drafts = grammar.drafts[: self._left(request, capacity)]  # guessed as their masks were computed
+        drafts = grammar.drafts[: self._left(request, capacity)]  # guessed when their masks were computed
         if grammar.forced or not drafts:
             return drafts
         return drafts[: self._step.length(self._start(request).acceptance(len(request.tokens)), len(drafts))]
 
     def guess(self, request: Request, capacity: int = MAX_SPECULATIVE_TOKENS) -> list[int]:
-        """Return up to `capacity` tokens that may follow the newest one of a request, ignoring its grammar."""
+        """Return up to `capacity` drafts that may follow the newest token of a request, ignoring its grammar."""
         drafts = self._start(request)
         length, proposed = len(request.tokens), drafts.proposed
-        drafts.proposed = []  # they follow this token, and no later one
+        drafts.proposed = []  # valid after this token only
         if not self._pays(drafts, length) or (limit := self._left(request, min(capacity, self._limit))) <= 0:
             return []
         if drafts.drafter is not None:
@@ -149,7 +148,7 @@ class Speculator:
                 drafts.rest(length)
         if not proposed:
             return []
-        # one token tells as much about a text as five, and where many begin, five of each are a heavy step
+        # one draft tests a text as well as five, and five for each of many new requests would make a heavy step
         known = takewhile(lambda token: 0 <= token < self._vocab_size, proposed[: 1 if drafts.untried else limit])
         return list(islice(known, self._step.length(drafts.acceptance(length), limit)))
 
@@ -164,7 +163,7 @@ class Speculator:
     def verified(self, request: Request, accepted: int, proposed: Sequence[int]) -> int:
         """Record the outcome of a step for a request. Returns how many of its drafts in flight were rejected.
 
-        accepted: drafts. proposed: by a drafter with weights, tokens that may follow the newest one.
+        accepted: number of accepted drafts. proposed: tokens that a drafter with weights proposes after the newest one.
         """
         drafts = request.drafts
         drafted, drafts.in_flight, drafts.proposed = drafts.in_flight, 0, list(proposed)
@@ -184,7 +183,7 @@ class Speculator:
             self._drafter.finish(request.tokens, request.num_prompt, request.prefix.salt)
 
     def _start(self, request: Request) -> SequenceDrafts:
-        """Return the drafts of a request, which may be its first."""
+        """Return the drafts of a request, and set up its drafter the first time."""
         drafts = request.drafts
         if not drafts.started:
             drafts.started = True
@@ -205,7 +204,7 @@ class Speculator:
         return False
 
     def _left(self, request: Request, limit: int) -> int:
-        """Return how many drafts may follow the newest token of a request, which may be in flight; `limit` at most. The
-        last token that it may get is never a draft."""
+        """Return how many drafts, up to `limit`, may follow the newest token of a request, be it known or in flight.
+        The last token that a request may generate is never a draft."""
         left = request.max_tokens - request.num_output - request.in_flight - 1
         return max(0, min(limit, left, self._max_drafts(len(request.tokens) + request.in_flight - 1)))

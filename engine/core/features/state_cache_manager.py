@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states, as one more group of the KV cache. Pure Python."""
+"""Manages snapshots of recurrent states as one more KV cache group. Pure Python."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from engine.wire.plan import StateRestore, StateSave
 
 
 class StateCacheManager(KVCacheManager):
-    """Decides which states are kept, where sequences resume from them, and how they are named.
+    """Decides which recurrent states are saved, and from which one a sequence resumes.
 
-    A block of its pool is a snapshot: the states of all recurrent layers before a border, a multiple of the pool's
-    block size. Its name is the hash that the chain of blocks has there, so a prefix counts as cached as far as there is
-    a snapshot at its end. A state costs as much memory as thousands of tokens of KV, so they are kept where they are
-    likely to be wanted: at the last border of a prompt, where a prompt parts from an earlier one, every `interval`
-    tokens, and at the newest border of what is generated. The last is for a sequence that is preempted, and for the
-    next turn of a conversation; it takes the place of the one before.
+    A block of its pool is a snapshot: the states of all recurrent layers at a border, a position that is a multiple of
+    the pool's block size. It is named by the hash of the block chain up to there, so a prefix counts as cached up to
+    its last border that has a snapshot.
 
-    A request holds a snapshot only as long as one is written, read or handed over: what else is there may be evicted. A
-    snapshot that finds no room is not made.
+    A state takes as much memory as the KV of thousands of tokens. So states are saved only where they are likely to be
+    needed: at the last border of a prompt, where a prompt diverges from an earlier one, every `interval` tokens, and at
+    the newest border of generated text. The last kind serves preempted sequences and the next turn of a conversation;
+    each replaces the one before.
+
+    A request holds a snapshot only while it is written, read or handed over; all others may be evicted. If the pool has
+    no room for a snapshot, it is not saved.
     """
 
     def __init__(self, pool: BlockPool, kv_cache: KVCacheManager, interval: int):
-        """kv_cache: the manager of the first KV cache group, which tells where prompts part. interval: tokens between
-        snapshots inside a long sequence, 0 for none."""
+        """kv_cache: manager of the first KV cache group, whose prefix cache shows where prompts diverge. interval:
+        tokens between the snapshots inside a long sequence, 0 for none."""
         super().__init__(pool)
         self._kv_cache, self._interval = kv_cache, interval
         self._kv_size = kv_cache.pool.block_size
@@ -35,7 +37,7 @@ class StateCacheManager(KVCacheManager):
 
     @property
     def pools(self) -> list[BlockPool]:
-        """None that says how full the engine is: most of its snapshots are evicted as others are wanted."""
+        """No pools: the fill of this one does not show how full the engine is, since most snapshots can be evicted."""
         return []
 
     # -- prefixes ------------------------------------------------------------------------------------------
@@ -46,8 +48,7 @@ class StateCacheManager(KVCacheManager):
         return next((count for count in borders if self.pool.has(hashes[count - 1])), 0)
 
     def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
-        """Return whether a step under way passes a border of this request behind the `matched` blocks, and keeps the
-        state there."""
+        """Return whether a running step will save the state at a border of this request after the `matched` blocks."""
         first, last = matched * self._kv_size, len(request.tokens) - 1
         return self._reads_cache(request) and any(
             first < position <= min(last, len(other.tokens))
@@ -59,7 +60,7 @@ class StateCacheManager(KVCacheManager):
     # -- what a request holds ------------------------------------------------------------------------------
 
     def plan(self, request: Request, matched: int, start: int, tokens: int) -> tuple[BlockTable, int]:
-        """Return the snapshot that a request starts from, and 1 if it needs one more for a handoff."""
+        """Return a table with the snapshot that a request starts from, and 1 if a handoff needs one more, else 0."""
         position, last = matched * self._kv_size, self._last_border(request)
         remote = start > position
         needed = (
@@ -78,7 +79,7 @@ class StateCacheManager(KVCacheManager):
         states = request.states = RequestStates(handed_over=[[]])
         if table.blocks:
             states.source = StateSnapshot(position, snapshots[0])
-        if missing and request.asked_by is None:  # another engine computes it
+        if missing and request.asked_by is None:  # another engine computes the prompt and sends this state
             states.saves.append(StateSnapshot(last, snapshots[-1]))
             states.handed_over = [[self._share(snapshots[-1])]]
             return
@@ -87,7 +88,7 @@ class StateCacheManager(KVCacheManager):
         self._choose_borders(request, position, last)
 
     def _choose_borders(self, request: Request, position: int, last: int) -> None:
-        """Decide where states of a sequence that is computed from `position` on are kept."""
+        """Decide at which borders to save the state of a sequence that is computed from `position` to `last`."""
         states = request.states
         borders: set[int] = set()
         if self.pool.enable_prefix_caching:
@@ -107,7 +108,7 @@ class StateCacheManager(KVCacheManager):
         if source is not None:
             assert source.position == request.computed
             self._restored.append(StateRestore(request.slot, source.snapshot))
-            self.pool.release([source.snapshot])  # a later write there comes after the read
+            self.pool.release([source.snapshot])  # safe: steps run in order, so a later write follows this read
 
     def received(self, request: Request) -> int:
         states = request.states
@@ -124,7 +125,7 @@ class StateCacheManager(KVCacheManager):
         return True
 
     def cache_blocks(self, request: Request, computed: int) -> None:
-        """Name the snapshots of the first `computed` tokens."""
+        """Enter the snapshots within the first `computed` tokens into the prefix cache."""
         states, known = request.states, min(computed, len(request.tokens))
         while states.saves and states.saves[0].position <= known:
             position, snapshot = states.saves.popleft()
@@ -159,7 +160,7 @@ class StateCacheManager(KVCacheManager):
         return StateChanges(restored, saved)
 
     def _save(self, request: Request) -> StateSave | None:
-        """Keep the state at the border that a step passes, if there is room."""
+        """Plan to save the state at the border that a step passes. Returns None if there is no room."""
         states, size = request.states, self.pool.block_size
         position = request.computed // size * size
         while states.wanted and states.wanted[0] <= request.computed:
@@ -188,20 +189,20 @@ class StateCacheManager(KVCacheManager):
         assert held == Counter({s: n for s, n in enumerate(self.pool.ref_counts()) if n}), "snapshots are lost"
 
     def _last_border(self, request: Request) -> int:
-        """The last border before the newest token, which is always computed."""
+        """Return the last border before the newest token, which is always computed."""
         return (len(request.tokens) - 1) // self.pool.block_size * self.pool.block_size
 
     def _hash(self, request: Request, position: int) -> bytes:
         return request.hashes(position // self._kv_size, self._kv_size)[-1]
 
     def _share(self, snapshot: int) -> int:
-        """Hold a snapshot that is held once more."""
+        """Take one more reference to a snapshot and return it."""
         self.pool.reserve([snapshot], 0)
         return snapshot
 
 
 class OneSnapshot:
-    """Lets a step pass no more than one border of a sequence at which its state is wanted: it can keep only one."""
+    """Keeps a step from passing two wanted borders of one sequence, since a step can save only one state of each."""
 
     def start_step(self, sequences: int) -> None:
         pass
@@ -212,7 +213,7 @@ class OneSnapshot:
 
 
 def coming(request: Request) -> Iterator[int]:
-    """Yield the borders where steps under way keep the state of a request."""
+    """Yield the borders at which planned steps save the state of a request."""
     for save in request.states.saves:
         yield save.position
     if request.states.next_save <= request.computed:  # in the step that is being planned

@@ -1,4 +1,4 @@
-"""KV of layers with a sliding window: only the newest tokens of a sequence are kept. Pure Python."""
+"""KV of layers with a sliding window, which keep only the newest tokens of a sequence. Pure Python."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from engine.wire.plan import BlockChange
 
 
 class WindowedKVCacheManager(KVCacheManager):
-    """Manages the blocks of a KV cache group with a window.
+    """Manages the blocks of a KV cache group with a sliding window.
 
-    A block is given back once all steps that read it have ended: when the newest committed token no longer sees it. A
-    request starts with the blocks of a window and of one step, takes others as its prompt is computed, and never holds
-    more than its window and the steps in flight.
-    What it gave back stays in the prefix cache, where it can be matched, and its table has the null block there. A hit
-    needs no more than the window before it.
+    A block is released once the newest committed token no longer sees it: then every step that reads it has ended. A
+    request starts with blocks for its window and one step, takes more as its prompt is computed, and never holds more
+    than its window and the steps in flight need.
+
+    Released blocks stay in the prefix cache, and the table has the null block in their place. A prefix hit needs only
+    the blocks of the window before its end.
     """
 
     def __init__(self, pool: BlockPool, spec: KVCacheSpec, step_tokens: int, group: int = 0):
-        """step_tokens: of its prompt, for which a request is given blocks before it starts, besides its window."""
+        """step_tokens: prompt tokens for which a request is given blocks when it starts, besides its window."""
         super().__init__(pool, group)
         self._spec, self._step_tokens = spec, step_tokens
 
@@ -61,20 +62,20 @@ class WindowedKVCacheManager(KVCacheManager):
                 self._changes.append(BlockChange(request.slot, first, nulls, group=self._group))
 
     def _first(self, count: int) -> int:
-        """Return the first block that is needed to continue after `count` blocks."""
+        """Return the index of the first block needed to continue after `count` blocks."""
         return self._spec.first_needed(count * self.pool.block_size) // self.pool.block_size
 
 
 class WindowRoom:
-    """Lets a step compute as much of a prompt as there are blocks to spare in a group with a window: its requests have
-    not taken theirs for the whole prompt, and a shorter step is better than preempting another request."""
+    """Limits a prompt chunk to the blocks available in a group with a window. Its requests do not reserve blocks for
+    the whole prompt, and a shorter step is better than preempting another request."""
 
     def __init__(self, pool: BlockPool, least: int):
-        """least: tokens that are computed in one step even if others lose their blocks for them."""
+        """least: tokens to compute in one step even if other requests are preempted for them."""
         self._pool, self._least, self._kept = pool, least, 0
 
     def start_step(self, sequences: int) -> None:
-        self._kept = sequences  # blocks, one for each that may need another
+        self._kept = sequences  # blocks: one for each sequence, which may need another
 
     def up_to(self, request: Request, count: int) -> int:
         room = request.capacity - request.computed
