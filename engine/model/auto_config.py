@@ -1,6 +1,6 @@
-"""The shape of a model that transformers' own code computes, as transformers reads its config.json.
+"""Reads the config.json of a model that transformers' own code computes.
 
-Imported for such a model only, since transformers takes seconds to import.
+Imported only for such a model, since importing transformers takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.model.checkpoint.folder import as_token_ids
 
 Fields = dict[str, Any]
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-# Fields of a configuration that stand for something the paged KV cache has no place for.
+# Fields of a configuration that the paged KV cache does not support, with the reason.
 REFUSED = {
     "index_topk": "its attention is sparse, with an indexer",
     "kv_lora_rank": "its attention keeps latent vectors (MLA), and the KV cache holds whole heads",
@@ -29,10 +29,11 @@ RECURRENT = "linear_conv_kernel_dim", "mamba_d_conv"
 
 
 def read(raw: Fields, max_model_len: int | None) -> Fields:
-    """Return the fields of ModelConfig that transformers knows, from the content of config.json.
+    """Return the fields of ModelConfig that transformers can read from the contents of config.json.
 
-    max_model_len: the longest sequence, by which a model with `longrope` turns short sequences too; None stands for the
-    model's own context. Raises UnsupportedArchitecture, or KeyError for a field that is missing.
+    max_model_len: the longest sequence; None for the model's context. A model with `longrope` has other frequencies,
+    also for short sequences, if it exceeds the original context. Raises UnsupportedArchitecture, or KeyError for a
+    missing field.
     """
     architecture = (raw.get("architectures") or ["none"])[0]
     try:
@@ -51,7 +52,7 @@ def _read(raw: Fields, architecture: str, max_model_len: int | None) -> Fields:
         if getattr(config, field, None):
             raise UnsupportedArchitecture(architecture, reason)
     types, num_heads = getattr(config, "layer_types", None) or [], getattr(config, "num_attention_heads", None)
-    only_attention = num_heads and types and ATTENTION.issuperset(types)  # of which a hybrid may consist
+    only_attention = num_heads and types and ATTENTION.issuperset(types)  # possible in a hybrid family
     if not num_heads or (any(getattr(config, field, None) for field in RECURRENT) and not only_attention):
         reason = "its layers, or some of them, keep a recurrent state, and the KV cache holds keys and values only"
         raise UnsupportedArchitecture(architecture, reason)
@@ -80,7 +81,7 @@ def _read(raw: Fields, architecture: str, max_model_len: int | None) -> Fields:
 
 
 def read_config(raw: Fields, architecture: str) -> tuple[Any, bool]:
-    """The configuration of the language model, in transformers' class, and whether its head is tied.
+    """Return transformers' configuration of the language model, and whether its head is tied.
 
     Raises UnsupportedArchitecture.
     """
@@ -107,8 +108,8 @@ def _get(config: Any, field: str) -> int:
 
 
 def _fixed_rope(raw: Fields, config: Any, longest: int) -> Fields:
-    """`raw`, with the long factors of `longrope` instead of the short ones if sequences may need them. transformers
-    changes between the two as a sequence grows, but what the KV cache holds is rotated already."""
+    """Return `raw`, with the long factors of `longrope` in place of the short ones if sequences may exceed the original
+    context. transformers would switch as a sequence grows, but cached keys are already rotated."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope" or longest <= rope["original_max_position_embeddings"]:
         return raw

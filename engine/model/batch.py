@@ -1,4 +1,4 @@
-"""The inputs of one forward pass."""
+"""Defines the inputs of one forward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.model.state import StateBatch
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Several tokens of one sequence that one step computes: rows [first_row, first_row + count)."""
+    """Two or more tokens of one sequence that a step computes: rows [first_row, first_row + count)."""
 
     seq: int
     first_row: int
@@ -26,17 +26,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class DeepStack:
-    """Embeddings of images that are added to the hidden states behind the first layers: arXiv:2406.04334."""
+    """Image features that are added to the hidden states after each of the first layers: arXiv:2406.04334."""
 
     rows: Tensor
-    """[n] int64, of the tokens that stand for images."""
+    """[n] int64, rows of the tokens that stand for images."""
     levels: tuple[Tensor, ...]
-    """[n, hidden] for each of these layers."""
+    """[n, hidden] for each of the first layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Where a further group of layers keeps the KV of a batch: the fields of Batch of these names."""
+    """The KV of a batch in one KV cache group: see the fields of Batch with these names."""
 
     slot_mapping: Tensor
     block_table: Tensor
@@ -46,11 +46,11 @@ class KVGroup:
 
 @dataclass(slots=True)
 class Batch:
-    """Sequences laid end to end, each with the tokens it computes in this step.
+    """Sequences laid end to end, each with the tokens that this step computes.
 
-    Some of it may be padding, so that a few sizes are enough (runner/cuda_graphs.py): rows at the end that belong to no
-    sequence, with slot_mapping -1; sequences without rows, with kv_len 0. Nothing is written or read for it, and
-    attention leaves such rows as they are.
+    Rows and sequences at the end may be padding, so that a few sizes are enough (runner/cuda_graphs.py): rows that
+    belong to no sequence have slot_mapping -1, and sequences without rows have kv_len 0. No KV is written or read for
+    padding, and attention does not write its rows.
     """
 
     positions: Tensor
@@ -60,53 +60,53 @@ class Batch:
     query_start: Tensor
     """[seqs + 1] int32, row where each sequence starts; the last entry is the number of tokens."""
     kv_len: Tensor
-    """[seqs] int32, tokens of each sequence whose KV exists once this step has written its own."""
+    """[seqs] int32, tokens of each sequence that have KV after this step."""
     block_table: Tensor
-    """[seqs, max_blocks] int32, block ids in token order; entries past the sequence's end are arbitrary. In a group of
-    layers with a window, those that no token of this step sees may be 0, a block of zeros."""
+    """[seqs, max_blocks] int32, block ids in token order; entries past the sequence's end are arbitrary. In a group
+    with a window, entries that no token of this step sees may be 0, a block of zeros."""
     kv_cache: Tensor
-    """[num_blocks, layers, 2 (K, V), kv_heads, block_size, head_dim], of the layers in the first KV cache group
+    """[num_blocks, layers, 2 (K, V), kv_heads, block_size, head_dim], the layers of the first KV cache group
     (kv_groups.py). A block is contiguous over all layers, so that handing it to another pool is one large copy, and a
     range of heads is contiguous too."""
     single: Tensor
-    """[n] int32, sequences that compute one token; attention treats them apart from the others. -1 is padding."""
+    """[n] int32, sequences that compute one token, which attention treats separately; -1 is padding."""
     chunks: list[Chunk]
     """Sequences that compute several tokens, known on the host."""
     tiles: Tensor | None = None
-    """The attention kernel's division of `single` and `chunks`, made by the first layer for all layers, unless it is
-    given: see `row_tiles`."""
+    """How the attention kernel divides `single` and `chunks`: see `row_tiles`. The first layer makes it for all, unless
+    given."""
     latent_tiles: Tensor | None = None
-    """The same of the CPU kernel for latent attention."""
+    """The same for the CPU kernel of latent attention."""
     plans: dict[object, Tensor] = field(default_factory=dict)
-    """Derived from lengths by attention on a GPU, once for all layers: see `plan` in ops/gpu/attention.py."""
+    """What a GPU's attention derives from lengths, once for all layers: see `plan` in ops/gpu/attention.py."""
     kv_scales: Tensor | None = None
-    """[layers, 2 (K, V)] float32 for a cache in float8_e4m3fn: a value is what is stored times its scale. The tensor
-    stays at its address for as long as the cache does."""
+    """[layers, 2 (K, V)] float32, for a cache in float8_e4m3fn: a value is the stored number times its scale. The
+    tensor's address stays the same as long as the cache exists."""
     token_types: Tensor | None = None
     """[tokens] int64, 1 for tokens of the second text of a pair; None if there are no pairs."""
     deepstack: DeepStack | None = None
     image_ends: Tensor | None = None
-    """[tokens] int32, the position behind the last that a token sees: the end of its image, in a model whose images
-    look back and forth, and the next position elsewhere; None if it is the next position for all."""
+    """[tokens] int32, the end of what a token sees: the end of its image, in a model whose image tokens see each other,
+    else the position after its own. None if it is the position after its own for all tokens."""
     rope_table: Tensor | None = None
-    """[tokens, rotary_dim], instead of the layers' own, for tokens whose heights and widths count as positions too;
-    `positions` are then rows of it."""
+    """[tokens, rotary_dim], used in place of the layers' tables when tokens of images have positions in height and
+    width too; `positions` are then its rows."""
     states: StateBatch | None = None
-    """In a model with recurrent layers."""
+    """The states of a model with recurrent layers; None for other models."""
     other_groups: tuple[KVGroup, ...] = ()
     """KV cache groups after the first."""
     views: dict[int, Batch] = field(default_factory=dict)
-    """Made by `of_group`, once for all layers."""
+    """Batches from `of_group`, made once for all layers."""
 
     def set_block_tables(self, tables: Sequence[Tensor]) -> None:
-        """tables: of each KV cache group."""
+        """Replace the block tables. tables: one per KV cache group."""
         self.block_table, *others = tables
         self.other_groups = tuple(
             replace(kv, block_table=table) for kv, table in zip(self.other_groups, others, strict=True)
         )
 
     def of_group(self, group: int) -> Batch:
-        """Return this batch over the KV of one group of layers."""
+        """Return this batch with the KV of one KV cache group."""
         if group == 0:
             return self
         if group not in self.views:
@@ -124,7 +124,10 @@ class Batch:
 
 
 def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
-    """Return `single`, on the host, and `chunks` of a Batch, from each sequence's tokens in this step and in all."""
+    """Return `single`, on the host, and `chunks` of a Batch.
+
+    counts: [seqs], tokens of each sequence in this step. kv_lens: [seqs], its tokens including this step's.
+    """
     counts = np.asarray(counts)
     if (counts == 1).all():
         return torch.from_numpy(np.arange(len(counts), dtype=np.int32)), []
@@ -134,7 +137,8 @@ def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
 
 
 def row_tiles(chunks: list[Chunk], rows: int) -> NDArray[np.int32]:
-    """Return [tiles, 4]: sequence, first row, number of rows (at most `rows`), and rows of the sequence after these.
+    """Cut chunks into tiles of at most `rows` rows. Return [tiles, 4]: sequence, first row, number of rows, and number
+    of the chunk's rows after them.
 
     The last rows of each chunk come first: they see the most keys, and a GPU starts tiles in order.
     """
@@ -147,18 +151,18 @@ def row_tiles(chunks: list[Chunk], rows: int) -> NDArray[np.int32]:
 
 
 class StateRows(NamedTuple):
-    """What a step computes of a sequence with a recurrent state, on the host."""
+    """The rows of one sequence with a recurrent state in a step, on the host."""
 
-    first: int  #: row
-    last: int  #: end of its rows
-    start: int  #: position of the first
+    first: int  #: first row
+    last: int  #: row after the last
+    start: int  #: position of the first row in the sequence
     slot: int
     save_at: int
     save_slot: int
 
 
 def state_rows(batch: Batch) -> list[StateRows]:
-    """Those of each sequence that is no padding."""
+    """Return the rows of each sequence, without padding."""
     states = batch.states
     assert states is not None
     starts, kv_lens = batch.query_start.tolist(), batch.kv_len.tolist()

@@ -1,7 +1,7 @@
-"""The shape of a model, read from the config.json of its folder. A field that would change the output and is not
-supported is an error at start, never ignored.
+"""Reads the shape of a model from the config.json of its folder.
 
-Imports no torch, so that reading a configuration stays fast.
+A field that would change the output and is not supported is an error at start, never ignored. Imports no torch, so
+that reading a configuration stays fast.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 ENCODER_ACTIVATIONS = ("gelu",)
 WITH_KV = ("attention", "hybrid")  # of `block_types`
-# Fields of config.json that change the output when they are set, and that few families read.
+# Fields of config.json that change the output if they are set, and that only few families support.
 RARE = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -59,7 +59,7 @@ class ModelConfig:
     activation: str
     rms_norm_eps: float
     max_position_embeddings: int
-    """Longest sequence that the rotary embedding is made for, context extension included."""
+    """Longest sequence that the rotary embedding supports, context extension included."""
     rope: tuple[RopeConfig, ...]
     """One per layer."""
     window: tuple[int | None, ...]
@@ -73,38 +73,38 @@ class ModelConfig:
     """Tokens that end a generation; empty if the model names none."""
     moe: MoEConfig | None
     recurrent: RecurrentConfig | None = None
-    """The layers whose past is a state."""
+    """The layers that keep a recurrent state in place of KV."""
     latent: LatentConfig | None = None
-    """Latent attention; `num_kv_heads` is then 1, and `head_dim` the size of what is cached of a token."""
+    """Latent attention; `num_kv_heads` is then 1, and `head_dim` the size of the vector cached for a token."""
     block_types: tuple[str, ...] = ()
-    """What each layer is, in a family with recurrent layers: see config_parts/recurrent.py."""
+    """The type of each layer in a family with recurrent layers (`block_types` in config_parts/recurrent.py)."""
     multipliers: Multipliers = field(default_factory=Multipliers)
     gemma: GemmaConfig | None = None
-    """What Gemma 3n and Gemma 4 have and Gemma 3 has not."""
+    """What Gemma 3n and Gemma 4 have and Gemma 3 lacks."""
     attn_logit_softcapping: float | None = None
-    """Attention scores lie between minus this and this."""
+    """Limit on the absolute value of attention scores, by tanh."""
     final_logit_softcapping: float | None = None
-    """Logits lie between minus this and this."""
+    """Limit on the absolute value of logits, by tanh."""
     qk_norm: bool = False
     """Whether each head's query and key are normed, in families where some models do and some do not."""
     num_nextn_predict_layers: int = 0
-    """Layers of the checkpoint, after the others, that predict further tokens; they are not loaded."""
+    """Number of the checkpoint's last layers, which predict further tokens and are not loaded."""
     quantization: scheme.Scheme | None = None
-    """The formats of the checkpoint's linear layers, if any are quantized."""
+    """The formats of the checkpoint's linear layers; None if none is quantized."""
     bidirectional: bool = False
-    """Tokens also see those after them: a prompt is computed in one step, and no KV is kept."""
+    """Whether tokens also see later ones. A prompt is then computed in one step, and no KV is kept."""
     encoder: EncoderConfig | None = None
     head: Head = "lm"
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     vision: VisionConfig | None = None
     """None for a model that reads text only."""
     transformers: str = ""
-    """config.json, if transformers' own code computes the model (engine/model/transformers_backend); `rope` is then
-    empty, and what is said about biases, norms and experts does not count. Empty for a native family."""
+    """config.json, if transformers' own code computes the model (engine/model/transformers_backend); empty for a native
+    family. If it is set, `rope` is empty, and the fields for biases, norms and experts have no meaning."""
     layer_kv: LayerSpecs = ()
-    """What each layer keeps (kv_groups.py), where it does not follow from `window`, `num_kv_heads` and `head_dim`."""
+    """What each layer keeps (kv_groups.py). Empty if it follows from `window`, `num_kv_heads` and `head_dim`."""
     keeps_all_kv: bool = False
-    """Layers with a window keep the KV of all tokens, as the others do."""
+    """Whether layers with a window keep the KV of all tokens."""
 
     @classmethod
     def from_folder(
@@ -114,9 +114,11 @@ class ModelConfig:
         max_model_len: int | None = None,
         language_model_only: bool = False,
     ) -> ModelConfig:
-        """quantization: what weights are rounded to as they are loaded, or how they are stored. max_model_len: the
-        longest sequence, by which a model with `longrope` turns short sequences too; None stands for the model's own
-        context. language_model_only: leave out what encodes images.
+        """Read the configuration of a model.
+
+        quantization: the method by which weights are rounded as they are loaded, or by which they are stored.
+        max_model_len: the longest sequence, on which the frequencies of `longrope` depend; None for the model's
+        context. language_model_only: leave out the vision encoder.
 
         Raises UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError.
         """
@@ -127,7 +129,7 @@ class ModelConfig:
     def from_fields(
         cls, raw: Fields, folder: Path, quantization: str | None = None, max_model_len: int | None = None
     ) -> ModelConfig:
-        """The same with the fields of config.json already read, and possibly changed."""
+        """Do the same with the fields of config.json already read, and possibly changed."""
         whole = raw
         architecture, raw = text_part(raw)
         family = find_family(architecture)
@@ -155,8 +157,8 @@ class ModelConfig:
 
     @property
     def supported_tasks(self) -> SupportedTasks:
-        """What requests may ask for. A generative model makes embeddings as well, and if its files name no modules for
-        them, scores by its words for yes and no."""
+        """The tasks that requests may ask for. A generative model also makes embeddings; it also gives scores, by its
+        tokens for yes and no, unless its files name modules for embeddings only."""
         pooling = self.pooling
         is_reranker = pooling.score_token_ids is not None or not pooling.is_embedding
         names: dict[Head, tuple[Task, ...]] = {
@@ -174,12 +176,14 @@ class ModelConfig:
         )
 
     def quantized(self, method: str) -> ModelConfig:
-        """Return the same model with weights that are rounded as they are loaded, or itself if that is how they are
-        stored. Raises ConfigError if they are quantized in another way."""
+        """Return the model with weights rounded by `method` as they are loaded; itself if they are stored that way.
+
+        Raises ConfigError for an unknown method, or if they are stored in another quantized format.
+        """
         stored = None if self.quantization is None else self.quantization.method
         if stored == method:
             return self
-        if stored in (None, "gguf") and method in METHODS:  # weights in a GGUF file are also read as numbers
+        if stored in (None, "gguf") and method in METHODS:  # weights of a GGUF file can be dequantized first
             return replace(self, quantization=scheme.online(method))
         if stored is not None:
             raise ConfigError("quantization", method, f"left out: the model is quantized ({stored})")
@@ -188,12 +192,13 @@ class ModelConfig:
 
     @property
     def head_format(self) -> Online | None:
-        """How the language model's head is rounded as it is loaded."""
+        """The format to which the language model's head is rounded as it is loaded; None if it is not."""
         return None if self.quantization is None else self.quantization.head_format()
 
     def weight_format(self, prefix: str, *names: str) -> WeightFormat | None:
-        """The format of linear layers that are merged into one; None if they are not quantized.
+        """Return the format of linear layers that are merged into one; None if they are not quantized.
 
+        prefix: what their names in the checkpoint begin with. names: the rest of each name.
         Raises ConfigError if their formats differ.
         """
         if self.quantization is None:
@@ -204,16 +209,19 @@ class ModelConfig:
             raise ConfigError(f"quantization_config.{e.key}", e.value, e.limit) from e
 
     def kv_heads_per_rank(self, tp_size: int = 1) -> int:
-        """KV heads that a rank holds; with more ranks than heads, several ranks hold the same one.
+        """Return the number of KV heads on a rank. With more ranks than heads, several ranks hold the same head.
 
-        Raises ConfigError when heads and ranks do not divide.
+        Raises ConfigError if heads cannot be split over the ranks.
         """
         if self.num_heads % tp_size:
             raise ConfigError("tensor_parallel", tp_size, f"a divisor of the model's {self.num_heads} heads")
         return KVCacheSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim).heads_per_rank(tp_size)
 
     def longest_sequence(self, max_model_len: int | None) -> int:
-        """Tokens of the longest sequence; None stands for the model's own context, more raises ConfigError."""
+        """Return the tokens of the longest sequence. max_model_len: the configured limit; None for the model's context.
+
+        Raises ConfigError for a limit above the model's context.
+        """
         own = min(self.max_position_embeddings, self.pooling.max_seq_length or self.max_position_embeddings)
         longest = own if max_model_len is None else max_model_len
         if longest > self.max_position_embeddings:
@@ -222,12 +230,12 @@ class ModelConfig:
         return longest
 
     def kv_bytes_per_token(self, itemsize: int, tp_size: int = 1) -> int:
-        """Bytes of one token's KV in all layers, on one rank; `itemsize` bytes per number."""
+        """Return the bytes of one token's KV in all layers on one rank. itemsize: bytes per number."""
         return itemsize * sum(group.token_numbers(tp_size) for group in self.kv_groups)
 
     @property
     def kv_specs(self) -> LayerSpecs:
-        """What each layer keeps of a token."""
+        """What each layer keeps for a token."""
         if self.bidirectional:
             return (None,) * self.num_layers
         if self.layer_kv:
@@ -243,7 +251,7 @@ class ModelConfig:
 
     @property
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
-        """Layers by what they keep, those that keep all tokens first; one without layers if the model keeps no KV."""
+        """The KV cache groups, those without a window first; one group without layers if the model keeps no KV."""
         none = KVCacheGroup(KVCacheSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim), ())
         return group_layers(self.kv_specs) or (none,)
 
@@ -253,13 +261,13 @@ class ModelConfig:
 
 
 def _dtype(raw: Fields, folder: Path) -> str:
-    """The data type that config.json names, or else that of the weights, if there are any."""
+    """Return the dtype that config.json names, else the dtype of the stored weights, else float32."""
     named = raw.get("dtype") or raw.get("torch_dtype") or "auto"
     return one_of("dtype", (stored_dtype(folder) or "float32") if named == "auto" else named, tuple(DTYPES))
 
 
 def _from_transformers(raw: Fields, dtype: str, max_model_len: int | None) -> ModelConfig:
-    """The second way, for an architecture that is not in families.py."""
+    """Return the configuration of an architecture that is not in families.py and that transformers computes."""
     from engine.model.auto_config import read
 
     fields = read(raw, max_model_len)
@@ -282,7 +290,7 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
     encoder = EncoderConfig.read(raw) if family.encoder else None
     bidirectional = family.encoder or bool(raw.get("use_bidirectional_attention"))
     if bidirectional and raw.get("sliding_window"):
-        raw = {**raw, "sliding_window": raw["sliding_window"] // 2 + 1}  # stated for both sides together
+        raw = {**raw, "sliding_window": raw["sliding_window"] // 2 + 1}  # config.json counts both sides
     if head == "score" and (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:
         raise Unsupported("num_labels", labels)
     num_layers, num_heads = raw["num_hidden_layers"], raw["num_attention_heads"]
@@ -335,7 +343,7 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
 
 
 def _known_names(family: Family, raw: Fields) -> Fields:
-    """Return the keys by the names that `_parse` reads. Raises Unsupported."""
+    """Return the fields under the names that `_parse` reads. Raises Unsupported."""
     raw = gemma_names(raw)
     for key in RARE:
         if raw.get(key) and key not in family.keys:
@@ -351,8 +359,11 @@ def _activation(raw: Fields, supported: tuple[str, ...]) -> Any:
 
 
 def _default_pooling(cfg: ModelConfig, raw: Fields) -> PoolingType:
-    """The pooling of a model that names no modules: sentence-transformers' default for an encoder, vLLM's for a
-    decoder, and for a score what its head was trained on."""
+    """Return the pooling of a model whose folder names no modules.
+
+    That is sentence-transformers' default for an encoder, vLLM's for a decoder, and the one that a score head was
+    trained with.
+    """
     if cfg.encoder and cfg.head == "score":
         return "mean" if raw.get("classifier_pooling") == "mean" else "cls"
     return "mean" if cfg.bidirectional else "last"
@@ -369,7 +380,7 @@ def _quantization(raw: Fields) -> scheme.Scheme | None:
 
 
 def _windows(raw: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer. Families state it per layer, by a pattern (Gemma 3: every sixth layer is
+    """Return the sliding window of each layer. Families state it per layer, by a pattern (Gemma 3: every sixth layer is
     global), from some layer on (Qwen), or for all layers (Mistral, Qwen 3 MoE); Llama has none."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
     if window is None:

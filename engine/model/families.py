@@ -1,4 +1,4 @@
-"""The model families: what each architecture of config.json is computed by, and which fields of it count."""
+"""The model families: which class computes each architecture, and which fields of config.json matter to it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture."""
+    """How one architecture is computed."""
 
     model: str
-    """Its class, as `file.Class` in this folder."""
+    """The class that computes it, as `file.Class` in models/."""
     keys: tuple[str, ...] = ()
-    """Those of OPTIONAL that transformers' code of this family reads."""
+    """The fields in OPTIONAL that transformers' code of this family reads."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Fields that its config.json may leave out: transformers' defaults, or part of the family's code."""
+    """Values of fields that its config.json may lack: transformers' defaults, or constants of the family's code."""
     activations: tuple[str, ...] = ("silu", "gelu_pytorch_tanh")
-    """Those that its MLPs have."""
+    """The activations that its MLPs support."""
     encoder: bool = False
-    """Its tokens see each other in both directions, and it has no head that generates."""
+    """Whether its tokens see each other in both directions; it then has no head that generates."""
 
     def fields(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of config.json that this family reads. Raises KeyError if an MoE has no `num_experts`."""
@@ -46,8 +46,8 @@ class Family:
         return fields
 
 
-# Multimodal models whose text part is one of FAMILIES, by the model_type of that part, and fields that differ from the
-# family's. Nothing else of them is read.
+# Multimodal models: for each, the architecture in FAMILIES by the model_type of its text part, and fields that differ
+# from the family's. Nothing but the text part is read.
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 TEXT_PARTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
     "Gemma3ForConditionalGeneration": ({"gemma3_text": "Gemma3ForCausalLM"}, TIED),
@@ -72,8 +72,8 @@ TEXT_PARTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
     "Qwen3_5MoeForConditionalGeneration": ({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, UNTIED),
     "SmolVLMForConditionalGeneration": ({"llama": "LlamaForCausalLM"}, UNTIED),
 }  # fmt: skip
-# Those with image input, and the order in which the frequencies of their rotary embeddings belong to time, height and
-# width: one axis after the other (Qwen2-VL, arXiv:2409.12191), alternating (Qwen3-VL, arXiv:2511.21631), or None.
+# Models with image input, and how their rotary frequencies are assigned to time, height and width: in one section per
+# axis (Qwen2-VL, arXiv:2409.12191), interleaved (Qwen3-VL, arXiv:2511.21631), or None if positions have one axis.
 VISION: dict[str, Literal["sections", "interleaved"] | None] = {
     "Gemma3ForConditionalGeneration": None,
     "InternVLForConditionalGeneration": None,
@@ -422,7 +422,7 @@ TRANSFORMERS: dict[str, str] = {
     "Starcoder2ForCausalLM": "StarCoder2",
     "VaultGemmaForCausalLM": "VaultGemma",
 }
-# Those of them that transformers has no plan for to split them over ranks.
+# The architectures in TRANSFORMERS for which transformers has no tensor-parallel plan.
 ONE_RANK = frozenset({
     "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "ModernBertDecoderForCausalLM", "OPTForCausalLM",
     "PersimmonForCausalLM",
@@ -430,8 +430,8 @@ ONE_RANK = frozenset({
 
 
 def find_family(architecture: str) -> Family | None:
-    """Look up an architecture, which may be a family's base model, or that with a score head; None if transformers' own
-    code has to compute it. Raises UnsupportedArchitecture."""
+    """Return the family of an architecture, which may also be a family's base model or its variant with a score head;
+    None if only transformers' own code can compute it. Raises UnsupportedArchitecture."""
     base = architecture.removesuffix(next(filter(architecture.endswith, HEADS), ""))
     for family in (FAMILIES.get(architecture), ENCODERS.get(f"{base}Model")):
         if family is not None:
@@ -449,14 +449,14 @@ def head_of(architecture: str) -> Head:
 
 
 def text_part(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the architecture of a model's text part, and its fields; config.json itself if it is a text model.
+    """Return the architecture and the fields of a model's text part. A text model is its own text part.
 
-    raw: the content of config.json. With text only, every part of a multimodal position (`mrope`) counts alike, as in
-    the ordinary rotary embedding.
+    raw: the contents of config.json. For text, the parts of a multimodal position (`mrope`) are all equal, so the
+    ordinary rotary embedding is used.
     """
     architecture = (raw.get("architectures") or ["none"])[0]
     kinds, fields = TEXT_PARTS.get(architecture, ({}, UNTIED))
-    # Qwen2.5-VL has had the fields of its text part among others
+    # older files of Qwen2.5-VL have the text part's fields at the top level
     own = raw.get("text_config") or {"model_type": next(iter(kinds), "")}
     if (family := kinds.get(own.get("model_type", ""))) is None:
         return architecture, raw

@@ -1,9 +1,9 @@
-"""Sums over a fixed number of parts in a fixed order, however many ranks hold the parts: `determinism: strict`.
+"""Sums a fixed number of parts in a fixed order, however many ranks hold them: `determinism: strict`.
 
-Ordinarily a product whose inputs are split over the ranks is as many sums as there are ranks, each rounded, and added
-up in rank order, so that another number of ranks gives other bits. Here it is always PARTS sums, of which a rank
-computes PARTS / ranks, added up as a binary tree whose subtrees are what one, two, four or eight ranks hold. So any
-number of ranks computes as PARTS ranks would.
+Ordinarily, a product whose inputs are split over the ranks is one sum per rank, each rounded, then added in rank order;
+so another number of ranks gives other bits. Here it is always PARTS sums, of which each rank computes PARTS / ranks.
+They are added as a binary tree, in which one, two, four or eight ranks each hold a whole subtree. So the result is the
+same for each of these numbers of ranks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from engine.model.ops import linear, tree_sum
 
 PARTS = 8
 OUTPUTS_MULTIPLE = 64
-"""Outputs that our kernel for a CPU (ops/cpu/linear.py) computes at a time. Another multiplies a weight of any other
-number, and sums in another order."""
+"""Outputs that our CPU kernel (ops/cpu/linear.py) computes at a time. A weight whose outputs are no multiple of it is
+multiplied by another kernel, which sums in another order."""
 LEAST_OUTPUTS = 2
-"""Outputs of a layer in float32, of which one alone is summed in another order than several."""
+"""Fewest outputs of a layer in float32: the products of a single output are summed in another order."""
 
 
 def check(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> None:
-    """Raise ConfigError where bits are not known to be the same."""
+    """Raise ConfigError for options with which bits may depend on the number of ranks."""
     for name, value, known in (
         ("device", device.type, device.type == "cpu"),
         ("torch_compile", True, not config.torch_compile),
@@ -45,7 +45,7 @@ def is_known(model: ModelConfig) -> bool:
 
 
 def pad_layers(model: nn.Module) -> None:
-    """Let one kernel multiply each layer that is split by its outputs, however many of them a rank has."""
+    """Pad each column-parallel layer, so that the same kernel multiplies it however many outputs a rank has."""
     if linear.cpu_kernels() is None:
         return
     for layer in model.modules():
@@ -54,12 +54,12 @@ def pad_layers(model: nn.Module) -> None:
 
 
 class FixedOrder(TPGroup):
-    """The collectives of a group, with sums over PARTS parts."""
+    """A group whose sums run over PARTS parts in a fixed order."""
 
     fixed_order = True
 
     def __init__(self, tp: TPGroup):
-        """Raises ConfigError for a number of ranks that does not divide PARTS."""
+        """Raises ConfigError if the number of ranks does not divide PARTS."""
         if PARTS % tp.size:
             raise ConfigError("tensor_parallel", tp.size, f"1, 2, 4 or {PARTS} with determinism: strict")
         super().__init__(tp.rank, tp.size)
@@ -75,7 +75,7 @@ class FixedOrder(TPGroup):
         return tree_sum.tree_sum_plain(ranks).to(dtype)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum what is zero on all ranks but one: rows of the embedding. Such a sum has no order."""
+        """Sum rows of the embedding, which are zero on all ranks but one, so that order does not matter."""
         return self._tp.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""KV cache groups: layers that keep the same of a sequence share one tensor and one block table per sequence.
+"""KV cache groups: layers that keep the same KV of a sequence share one tensor and one block table per sequence.
 
-A model whose layers are alike has one group. Where some have a window and others see all tokens, as in gpt-oss or
-Gemma 3, each kind is a group with separate blocks, and one with a window gives back those that no token to come sees.
-The idea is that of vLLM's hybrid KV cache manager; there groups share one tensor and one size of blocks in bytes, here
-each has its own, over one chain of hashes.
+A model whose layers are alike has one group. Where some layers have a window and others see all tokens, as in gpt-oss
+or Gemma 3, each kind is a group with blocks of its own, and a group with a window frees the blocks that no future token
+sees. The idea is that of vLLM's hybrid KV cache manager. In vLLM, groups share one tensor, and their blocks have the
+same size in bytes; here each group has its own tensor and size, over one chain of hashes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """What a layer keeps of each token. Sizes are those of the whole model, not of one rank."""
+    """What a layer keeps for each token. Sizes are those of the whole model, not of one rank."""
 
     num_kv_heads: int
     head_dim: int
     parts: int = 2
-    """K and V; 1 for a latent from which both are made."""
+    """2 for K and V; 1 for a latent from which both are made."""
     window: int | None = None
-    """Newest tokens that are kept; None keeps all. As in ModelConfig.window, a token sees itself and those before it in
-    the window."""
+    """Number of newest tokens whose KV is kept; None keeps all. It includes the token itself, as in ModelConfig."""
 
     def heads_per_rank(self, tp_size: int = 1) -> int:
-        """KV heads that a rank holds; with more ranks than heads, several ranks hold the same one.
+        """Return the number of KV heads on a rank. With more ranks than heads, several ranks hold the same head.
 
-        Raises ConfigError when heads and ranks do not divide.
+        Raises ConfigError if neither number divides the other.
         """
         if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
             limit = f"a divisor or a multiple of the model's {self.num_kv_heads} KV heads"
@@ -36,22 +35,22 @@ class KVCacheSpec:
         return max(1, self.num_kv_heads // tp_size)
 
     def first_needed(self, position: int) -> int:
-        """The first of the tokens that the one at `position` sees, and with it all tokens after it."""
+        """Return the position of the first token whose KV is needed by the token at `position` or any later one."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
 LayerSpecs = tuple[KVCacheSpec | int | None, ...]
-"""What each layer keeps: its own KV, that of the layer with this number, which it reads, or none."""
+"""For each layer: the spec of its own KV, the number of the layer whose KV it reads, or None if it needs no KV."""
 
 
 def all_kept(specs: LayerSpecs) -> LayerSpecs:
-    """Return the same without windows."""
+    """Return the specs without windows."""
     return tuple(replace(spec, window=None) if isinstance(spec, KVCacheSpec) else spec for spec in specs)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers with equal specs, in the order of their places in the group's tensor."""
+    """Layers with equal specs, in the order in which the group's tensor holds them."""
 
     spec: KVCacheSpec
     layers: tuple[int, ...]
@@ -62,13 +61,13 @@ class KVCacheGroup:
         return len(self.layers), spec.parts, spec.heads_per_rank(tp_size), block_size, spec.head_dim
 
     def token_numbers(self, tp_size: int = 1) -> int:
-        """Numbers that are kept of a token on one rank."""
+        """Return how many numbers one rank keeps for a token."""
         layers, parts, heads, _, head_dim = self.block_shape(1, tp_size)
         return layers * parts * heads * head_dim
 
 
 def group_layers(specs: LayerSpecs) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of a model, those that keep all tokens first; none if no layer keeps KV."""
+    """Return the groups of a model, those without a window first; empty if no layer keeps KV."""
     layers: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         if isinstance(spec, KVCacheSpec):
@@ -78,7 +77,8 @@ def group_layers(specs: LayerSpecs) -> tuple[KVCacheGroup, ...]:
 
 
 def place_of(layer: int, specs: LayerSpecs) -> tuple[int, int]:
-    """Return the group of a layer, and its index there; of a layer that reads another's KV, that one's."""
+    """Return the group that holds a layer's KV, and the layer's index in it. For one that reads another's KV, those of
+    the other."""
     spec = specs[layer]
     owner = spec if isinstance(spec, int) else layer
     for number, group in enumerate(group_layers(specs)):

@@ -1,7 +1,7 @@
 """Loads the weights in a model folder into the sharded parameters of one rank.
 
-Files are memory-mapped and only this rank's shard of each tensor is read, one tensor at a time, so loading needs no
-memory beyond the parameters themselves and one tensor.
+Files are memory-mapped, and of each tensor only this rank's shard is read. Tensors are read one at a time, so loading
+needs memory for the parameters and one tensor only.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_ROWS = 4096
-LOG_INTERVAL_S = 1.0  # between two log lines of how far it is
+LOG_INTERVAL_S = 1.0  # between two log lines of progress
 # Tensors that a checkpoint may hold but that are never used: rotary frequencies, a copy of a tied head, shapes and
-# trivial column orders of quantized weights, and fixed scales of activations: here inputs are scaled as they
-# come. The scales of an FP8 KV cache are read by engine/runner/kv_cache.py.
+# trivial column orders of quantized weights, and static scales of activations, which are scaled dynamically here. The
+# scales of an FP8 KV cache are read by engine/runner/kv_cache.py.
 UNUSED = (
     ".inv_freq", "lm_head.weight", ".weight_shape", ".g_idx",
     ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
@@ -46,7 +46,7 @@ UNUSED = (
 
 
 class Loadable(Protocol):
-    """A module whose layers know the tensors of a checkpoint: a model, or what drafts for one."""
+    """A module whose layers read tensors of a checkpoint: a model, or a drafter's."""
 
     unused: tuple[str, ...]
 
@@ -62,9 +62,9 @@ class Loadable(Protocol):
 
 
 def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
-    """Fill every parameter of `model`, each exactly once. The log tells how far it is, and rank 0 a terminal.
+    """Fill every parameter of `model`, each exactly once. Progress is logged, and shown by rank 0 on a terminal.
 
-    Raises ModelFolderError that names the tensors that are missing, unexpected or of a wrong shape.
+    Raises ModelFolderError that names tensors which are missing, unexpected or of a wrong shape.
     """
     started = time.monotonic()
     files = tensors_by_file(folder)
@@ -107,23 +107,24 @@ def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
 
 
 def pack_weights(model: Loadable) -> None:
-    """Bring loaded weights into the form that the ops want, one layer at a time, each replacing the original."""
+    """Convert loaded weights to the form that the ops need, layer by layer, each replacing the original."""
     for layer in model.modules():
         if isinstance(layer, Sharded):
             layer.pack()
 
 
 def count_parameters(model: Loadable) -> int:
-    """Number of parameters of this rank, before they are packed."""
+    """Return the number of parameters on this rank. To be called before they are packed."""
     quantized = sum(layer.quantized_parameters for layer in model.modules() if isinstance(layer, Sharded))
     return quantized + sum(parameter.numel() for parameter in model.parameters())
 
 
 def load_tensor(parts: list[tuple[Shard, Tensor]], source: TensorSlice, name: str, folder: Path) -> None:
-    """Copy this rank's slice of a checkpoint's tensor into the weights that come from it.
+    """Copy this rank's slice of a checkpoint's tensor into the weights that it holds.
 
-    parts: the weights that the checkpoint keeps in this tensor, one after the other along `shard.dim`, or that share
-    it; each target is [*shard.local_shape]. Weights of three dimensions may be stored with the last two exchanged."""
+    parts: these weights, stored one after the other along `shard.dim`, or all read from the same values; each target is
+    [*shard.local_shape]. A tensor of three dimensions may be stored with the last two exchanged.
+    """
     shape, first = tuple(source.get_shape()) or (1,), parts[0][0]
     sizes = [shard.shape[first.dim] for shard, _ in parts]
     whole = (*first.shape[: first.dim], sum(sizes), *first.shape[first.dim + 1 :])
@@ -138,11 +139,11 @@ def load_tensor(parts: list[tuple[Shard, Tensor]], source: TensorSlice, name: st
 
 
 def fill_with_noise(model: Loadable) -> None:
-    """Fill the model with random weights, for measurements. Tensors that every rank holds are the same on all."""
+    """Fill the model with random weights, for measurements. A tensor that every rank holds is the same on all ranks."""
     named = [(name, target) for name, parts in checkpoint_shards(model).items() for _, target in parts]
     for name, target in named:
         generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
-        if not target.dtype.is_floating_point:  # a quantized weight's values, or its groups of columns
+        if not target.dtype.is_floating_point:  # values of a quantized weight, or the group of each column
             if name.endswith("_scales"):  # exponents of MXFP4: 2 ** -7
                 target.fill_(120)
             elif target.dim() == 1:
@@ -151,12 +152,12 @@ def fill_with_noise(model: Loadable) -> None:
                 target.random_(generator=generator)
             continue
         noise = torch.randn(target.shape, generator=generator, dtype=torch.float32, device=target.device)
-        # as models start out: small, and norms near one, so that hidden states neither vanish nor overflow
+        # like an untrained model: small weights and norms near 1, so that hidden states neither vanish nor overflow
         target.copy_(noise.mul_(0.02).add_(1.0) if target.dim() == 1 else noise.mul_(0.02))
 
 
 def checkpoint_shards(model: Loadable) -> dict[str, list[tuple[Shard, Tensor]]]:
-    """Every shard of the model by the name of its tensor in the checkpoint, which may hold several."""
+    """Return all shards of the model by their tensor's name in the checkpoint. Several may share one tensor."""
     shards: dict[str, list[tuple[Shard, Tensor]]] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, Sharded):
@@ -167,8 +168,8 @@ def checkpoint_shards(model: Loadable) -> dict[str, list[tuple[Shard, Tensor]]]:
 
 
 def has_own_head(files: dict[Path, list[str]], canonical: dict[str, str]) -> bool:
-    """Return whether the checkpoint holds a head other than its embedding. Every rank compares all of both, which are
-    mapped and read a few rows at a time."""
+    """Return whether the checkpoint holds a head that differs from its embedding. Every rank compares both in full, a
+    few rows at a time."""
     where = {canonical[name]: (file, name) for file, names in files.items() for name in names}
     if HEAD not in where or EMBEDDING not in where:
         return False
@@ -182,7 +183,7 @@ def has_own_head(files: dict[Path, list[str]], canonical: dict[str, str]) -> boo
 
 
 def zero_biases(files: dict[Path, list[str]], canonical: dict[str, str], wanted: set[str]) -> set[str]:
-    """Biases that are 0 and that the model does not have: older GPTQ checkpoints hold one for every layer."""
+    """Return the biases that are all 0 and not in the model: older GPTQ checkpoints have one for every layer."""
     found = set()
     for file, names in files.items():
         if biases := [name for name in names if name.endswith(".bias") and canonical[name] not in wanted]:
@@ -192,12 +193,12 @@ def zero_biases(files: dict[Path, list[str]], canonical: dict[str, str], wanted:
 
 
 def unused_heads(canonical: dict[str, str], model: Loadable, wanted: set[str]) -> set[str]:
-    """Tensors of heads that the checkpoint has and the model does without, such as the one of its pretraining."""
+    """Return the names of heads that the checkpoint has and the model does not, such as the head of its pretraining."""
     return {name for name, own in canonical.items() if own.startswith(model.unused) and own not in wanted}
 
 
 def check_names(folder: Path, wanted: set[str], found: list[str], canonical: dict[str, str]) -> None:
-    """Raise ModelFolderError unless `found` holds each of `wanted` once, under any of its names, and nothing else."""
+    """Raise ModelFolderError unless `found` has each of `wanted` once, under any of its names, and nothing else."""
     counts = Counter(canonical[name] for name in found)
     kinds = {
         "missing": wanted - set(counts),
@@ -213,7 +214,7 @@ def shorten(names: set[str]) -> str:
 
 
 def tensors_by_file(folder: Path) -> dict[Path, list[str]]:
-    """Names in every safetensors file of the model; only the files that the index names, if there is one."""
+    """Return the tensor names in every safetensors file of a model. If there is an index, only its files are read."""
     names = {}
     for file in weight_files(folder):
         try:

@@ -1,4 +1,4 @@
-"""The slice of each checkpoint tensor that a rank holds, and the layers that own such slices."""
+"""Defines the slice of each checkpoint tensor that a rank holds, and the layers that own such slices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUTPUTS, INPUTS = 0, 1  # dimensions of a weight
 
 
 class TensorSlice(Protocol):
-    """A tensor on disk that reads only what is indexed: safetensors' PySafeSlice."""
+    """A tensor on disk of which only the indexed part is read: safetensors' PySafeSlice."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -29,14 +29,17 @@ class Shard:
     """The slice of a tensor that this rank holds: [start, start + size) of dimension `dim`."""
 
     shape: tuple[int, ...]
-    """Shape of the whole tensor, as the checkpoint stores it."""
+    """Shape of the whole tensor in the checkpoint."""
     dim: int
     start: int
     size: int
 
     @classmethod
     def of_rank(cls, shape: tuple[int, ...], dim: int, tp: TPGroup, what: str) -> Shard:
-        """`dim` split evenly over the ranks. Raises ConfigError naming `what` unless it divides."""
+        """Return this rank's slice of a tensor that is split evenly along `dim`.
+
+        what: how errors name that dimension. Raises ConfigError if it cannot be split evenly.
+        """
         size, rest = divmod(shape[dim], tp.size)
         if rest:
             raise ConfigError("tensor_parallel", tp.size, f"a divisor of the model's {what} ({shape[dim]})")
@@ -46,11 +49,11 @@ class Shard:
         return cls(shape, dim, tp.rank * size, size)
 
     def stacked(self, count: int) -> Shard:
-        """The same slice of each of `count` tensors that are stored as one."""
+        """Return this slice for `count` tensors of the same shape that are stored as one."""
         return Shard((count, *self.shape), self.dim + 1, self.start, self.size)
 
     def transposed(self) -> Shard:
-        """The same slice of stacked tensors that are stored with their two dimensions exchanged."""
+        """Return this slice for stacked tensors that are stored with their last two dimensions exchanged."""
         count, outputs, inputs = self.shape
         return Shard((count, inputs, outputs), {1: 2, 2: 1}.get(self.dim, self.dim), self.start, self.size)
 
@@ -62,7 +65,7 @@ class Shard:
         """Copy the slice into `target`, converted to its dtype and device."""
         if self.size == 0:  # a rank past the end of an odd vocabulary
             return
-        if not source.get_shape():  # one number, which some tools write without a dimension
+        if not source.get_shape():  # a single number, which some tools store without a dimension
             target.fill_(source[()])
             return
         index = [slice(None)] * len(self.shape)
@@ -71,30 +74,29 @@ class Shard:
 
 
 Shards = dict[str, tuple[Shard, Tensor]]
-"""Checkpoint tensors by name, each with the slice that this rank holds and the tensor it is loaded into. Parts of one
-tensor are distinguished by what follows a colon."""
+"""Checkpoint tensors by name, each with the slice that this rank holds and the tensor it is loaded into. If several
+weights are stored as one tensor, each appends a colon and a name of its own."""
 
 
 class Sharded(nn.Module):
-    """A layer that owns weights of the checkpoint, built for torch's default dtype and device, as `build_model` sets
-    them."""
+    """A layer that owns weights of the checkpoint, in torch's default dtype and device (set by `build_model`)."""
 
     quantized_parameters = 0
-    """Number of weights that are not in an nn.Parameter."""
+    """Number of weights that are not held in an nn.Parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dtype, self.device = torch.get_default_dtype(), torch.get_default_device()
 
     def shards(self) -> Shards:
-        """Every checkpoint tensor that this layer reads, named relative to the layer; together they fill it."""
+        """Return every checkpoint tensor that this layer reads, named relative to the layer; together they fill it."""
         raise NotImplementedError
 
     def pack(self) -> None:
-        """Bring the loaded weights into the form that the ops want; nothing can be loaded after that."""
+        """Convert the loaded weights to the form that the ops need. Nothing can be loaded afterwards."""
 
 
 def replicated(parameter: nn.Parameter) -> tuple[Shard, Tensor]:
-    """A tensor that every rank holds whole."""
+    """Return the shard of a parameter that every rank holds whole."""
     shape = tuple(parameter.shape)
     return Shard(shape, 0, 0, shape[0]), parameter.data

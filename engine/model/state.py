@@ -1,9 +1,9 @@
-"""What layers with a recurrent state keep of a sequence, and how a step finds it.
+"""The states of recurrent layers: what is kept for each sequence, and where a step finds it.
 
-A state is kept at a border: a position that is a multiple of CHUNK. The tokens from there on are rows that are kept
-until the next border, where all of them move the state at once. So a token has the same bits whether a prompt computes
-it or it is decoded, a copy of a state at a border is all that a prefix cache needs, and drafts that were
-refused leave nothing behind: their rows are written again.
+A state stands at a border, a position that is a multiple of CHUNK. Tokens after it are kept as rows until the next
+border, where all of them are put into the state at once. So a token has the same bits whether it belongs to a prompt
+or is decoded; a prefix cache needs nothing but a copy of the state at a border; and refused drafts leave nothing
+behind, since their rows are overwritten.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 64
 RING = 16
-"""Inputs of a convolution that are kept, that of position p at p % RING: those that it reads, and as many as drafts may
-have overwritten."""
+"""Convolution inputs that are kept, the one of position p at index p % RING. More than the convolution reads, so that
+refused drafts overwrite none that it still reads."""
 
 ALIGNED = 64
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 Shape = tuple[tuple[int, ...], str]
 States = dict[str, "Tensor"]
-"""The tensors of one layer by name, [slots, *shape], whose slots need not lie side by side. A slot needs no clearing: a
-sequence's position says what it has written."""
+"""The tensors of one layer by name, [slots, *shape], with any stride between slots. A slot need not be cleared for a
+new sequence, whose position tells what it has written."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The tensors that one layer has for each sequence on this rank, by name."""
+    """The tensors that one recurrent layer has on this rank for each sequence, by name."""
 
     kept: dict[str, Shape]
-    """Those that a state at a border consists of: `state`, and `conv` with RING inputs."""
+    """Tensors that make up a state at a border: `state`, and `conv` with RING inputs."""
     rows: dict[str, Shape] = field(default_factory=dict)
-    """Those with the CHUNK rows since the last border, which only a sequence that is computed has."""
+    """Tensors with the up to CHUNK rows since the last border. Running sequences have them, snapshots do not."""
 
     @property
     def kept_bytes(self) -> int:
-        """Those of a state at a border, with padding: each tensor begins at a multiple of ALIGNED bytes."""
+        """Bytes of the `kept` tensors with padding: each begins at a multiple of ALIGNED bytes."""
         return sum(aligned(num_bytes(*tensor)) for tensor in self.kept.values())
 
     @property
@@ -62,9 +62,11 @@ class StateSpec:
 def allocate(
     specs: list[StateSpec], running: int, kept: int, device: torch.device | str
 ) -> tuple[Tensor, list[States]]:
-    """Slots for `running` sequences, and for `kept` states behind them. Returns [running + kept, bytes] uint8, in which
-    the states of all layers lie side by side, so that a copy of one sequence's is one piece; and the tensors of each
-    layer, which are views of it, but for the rows."""
+    """Allocate slots for `running` sequences, followed by slots for `kept` snapshots.
+
+    Returns their memory, [running + kept, bytes] uint8, in which the states of all layers are adjacent, so that copying
+    a slot is one copy; and the tensors of each layer. `kept` tensors are views of the memory, `rows` are separate.
+    """
     import torch
 
     memory = torch.empty(running + kept, sum(spec.kept_bytes for spec in specs), dtype=torch.uint8, device=device)
@@ -90,9 +92,10 @@ def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def state_specs(recurrent: RecurrentConfig | None, dtype: str, tp_size: int = 1) -> list[StateSpec]:
-    """What each layer with a state keeps on one rank, in the order of the layers. dtype: of the model.
+    """Return the spec of each recurrent layer on one rank, in the order of layers. dtype: the model's dtype.
 
-    Raises ConfigError when heads and ranks do not divide."""
+    Raises ConfigError if heads cannot be split over the ranks.
+    """
     if recurrent is None:
         return []
     kept: dict[str, Shape] = {"conv": ((RING, recurrent.channels_per_rank(tp_size)), dtype)}
@@ -113,22 +116,22 @@ class StateBatch:
     """The recurrent part of a Batch."""
 
     layers: list[States]
-    """One per layer that has a state, in the order of the layers."""
+    """One per recurrent layer, in the order of layers."""
     slots: Tensor
-    """[seqs] int32, where each sequence's state is."""
+    """[seqs] int32, the slot of each sequence's state."""
     save_at: Tensor
-    """[seqs] int32, a border that this step reaches, where the state is also written to another slot; -1 for none."""
+    """[seqs] int32, a border reached in this step at which a snapshot is taken; -1 for none."""
     save_slots: Tensor
-    """[seqs] int32, that slot."""
+    """[seqs] int32, the slot of that snapshot."""
     plans: dict[object, Any] = field(default_factory=dict)
-    """What ops make of all this, once for all layers."""
+    """What ops derive from the fields above, once for all layers."""
 
 
 class StateCache:
-    """The states of the sequences that run, each in the slot that it has in the runner, and snapshots behind them."""
+    """The states of running sequences, in the runner's slots, followed by the slots of snapshots."""
 
     def __init__(self, specs: list[StateSpec], slots: int, num_snapshots: int, device: torch.device):
-        """specs: of the layers with a state, if there are any."""
+        """specs: one per recurrent layer, possibly none."""
         self.slots, self.num_snapshots = slots, num_snapshots
         self._memory, self.layers = allocate(specs, slots, num_snapshots, device)
         if specs:
@@ -141,16 +144,19 @@ class StateCache:
 
     @property
     def snapshots(self) -> Tensor:
-        """[snapshots, 1, 1, 1, 1, bytes] uint8, which a KV transport takes for blocks."""
+        """Snapshots as a KV transport sees them, each as one block: [snapshots, 1, 1, 1, 1, bytes] uint8."""
         return self._memory[self.slots :, None, None, None, None]
 
     def restore(self, restored: list[StateRestore]) -> None:
-        """Let sequences resume from snapshots."""
+        """Copy snapshots into the slots of sequences that resume from them."""
         for slot, snapshot in restored:
             self._memory[slot].copy_(self._memory[self.slots + snapshot])
 
     def batch(self, slots: np.ndarray, staged: StagedCopy, saved: Sequence[StateSave] = ()) -> StateBatch | None:
-        """The states of a step's sequences. slots: [seqs] int64. saved: by this step, at most one for each."""
+        """Return the states of a step's sequences; None for a model without recurrent layers.
+
+        slots: [seqs] int64. saved: snapshots that this step makes, at most one per sequence.
+        """
         if not self.layers:
             return None
         save_at, save_slots = np.full((2, len(slots)), -1, dtype=np.int32)
@@ -160,6 +166,6 @@ class StateCache:
 
 
 def max_drafts(position: int, kernel: int) -> int:
-    """Return how many drafts may follow the token at `position` in a step: none of them may move the state, or
-    overwrite an input that a convolution over `kernel` tokens still reads."""
+    """Return how many drafts may follow the token at `position` in a step. They must neither reach the next border nor
+    overwrite inputs that a convolution over `kernel` tokens still reads."""
     return min((CHUNK - 2 - position) % CHUNK, RING - kernel)

@@ -1,10 +1,10 @@
-"""Names of a checkpoint's tensors and layers, however the model was wrapped when it was saved."""
+"""Maps names of a checkpoint's tensors and layers, which depend on how the model was wrapped when it was saved."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-# The language model of a multimodal one, as transformers 5 and transformers 4 saved it; an encoder with a head.
+# Prefixes of the language model in a multimodal model, as saved by transformers 5 and 4, and of an encoder with a head.
 WRAPPERS = (
     "model.language_model.", "model.text_model.", "language_model.model.", "language_model.", "bert.", "roberta.",
     "backbone.",
@@ -22,20 +22,23 @@ BARE = (
     "final_norm.",
     "norm_f.",
 )
-# The other parts of a multimodal model, whose tensors a text model leaves unread.
+# Prefixes of a multimodal model's other parts, which a text model does not read.
 OTHERS = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.",
     "embed_audio.", "connector.", "image_newline",
 )  # fmt: skip
-# next to the base model in a checkpoint
+# Prefixes of what a checkpoint holds besides the base model.
 HEADS = ("lm_head.", "score.", "classifier.", "head.", "vision.")
-# Mixtral's names, and those that every other family has.
+# Mixtral's names -> those of every other family.
 RENAMED = {".block_sparse_moe.": ".mlp.", ".w1": ".gate_proj", ".w2": ".down_proj", ".w3": ".up_proj"}
 
 
 def canonical_name(name: str) -> str:
-    """The name in a checkpoint of the whole text model: `model.language_model.norm.weight`,
-    `language_model.model.norm.weight` and a base model's `norm.weight` -> `model.norm.weight`."""
+    """Return the name that a tensor has in a checkpoint of the whole text model.
+
+    `model.language_model.norm.weight`, `language_model.model.norm.weight` and a base model's `norm.weight` all become
+    `model.norm.weight`.
+    """
     wrapper = next((wrapper for wrapper in WRAPPERS if name.startswith(wrapper)), "")
     name = name.removeprefix(wrapper)
     if ".block_sparse_moe." in name:
@@ -45,7 +48,7 @@ def canonical_name(name: str) -> str:
 
 
 def is_of_text(name: str) -> bool:
-    """Return whether a tensor belongs to the text model of a checkpoint."""
+    """Return whether a tensor belongs to the text part of a checkpoint."""
     return not name.removeprefix("model.").startswith(OTHERS)
 
 
@@ -54,12 +57,12 @@ class NativeNames:
 
     packed: ClassVar[dict[str, str]] = {}
     embedding_name: ClassVar[str] = "embed_tokens"
-    """Names in the checkpoint, of the embedding and of the last norm."""
+    """Name of the embedding in the checkpoint; the next field is that of the last norm."""
     final_norm_name: ClassVar[str] = "norm"
 
     def checkpoint_name(self, path: str) -> str:
-        """The canonical name of a tensor: `layers.0.self_attn.qkv_proj.q.weight` ->
-        `model.layers.0.self_attn.q_proj.weight`."""
+        """Return the canonical name of a tensor from its path in the model: `layers.0.self_attn.qkv_proj.q.weight`
+        becomes `model.layers.0.self_attn.q_proj.weight`."""
         for own, original in (("embed_tokens.", f"{self.embedding_name}."), ("norm.", f"{self.final_norm_name}.")):
             if path.startswith(own):
                 path = original + path.removeprefix(own)
@@ -68,5 +71,5 @@ class NativeNames:
         return path if path.startswith(HEADS) else f"model.{path}"
 
     def canonical_name(self, name: str) -> str | None:
-        """The canonical name of a tensor in the checkpoint; None if it belongs to no text model."""
+        """Return the canonical name of a checkpoint's tensor; None if it does not belong to the text model."""
         return canonical_name(name) if is_of_text(name) else None

@@ -1,10 +1,10 @@
-"""torch.compile for the layers of a model. An option; without it the same code runs as it is.
+"""Compiles the layers of a model with torch.compile, as an option; without it the same code runs eagerly.
 
-Each layer is compiled whole, once for all layers of a kind: for any number of tokens and, since torch.compile treats it
-separately, for one token. Norms and activations are replaced by the plain ones, which Inductor fuses with each other
-and with their neighbours. What torch.compile cannot or should not look into becomes an `OpaqueCall`: attention, which
-needs the batch and has its own kernels; products with quantized and with packed weights; experts, whose tokens the
-host may count; sums over ranks.
+Each layer is compiled as a whole, once for all layers of a kind: for any number of tokens and, since torch.compile
+treats it separately, for one token. Norms and activations are replaced by the plain ones, which Inductor fuses with
+each other and with their neighbours. What torch.compile cannot or should not trace becomes an `OpaqueCall`: attention,
+which needs the batch and has its own kernels; products with quantized or packed weights; experts, whose tokens may be
+counted on the host; sums over ranks.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from engine.model.ops import activation, linear, norm_plain
 
 logger = logging.getLogger(__name__)
 
-# Tokens in the steps that compile the layers. 61 stands for any number and is no width of a model: torch.compile takes
-# sizes that are equal in the first call for one size.
+# Tokens in the steps that compile the layers. 61 represents any number. It must not equal a width of the model, since
+# torch.compile treats sizes that are equal in the first call as one size.
 TOKENS = (61, 1)
-# Versions of a layer in a process that may make several engines; torch's own limit is 8, and more than that fails.
+# Most versions of a layer in a process, which may make several engines. torch fails beyond its limit, by default 8.
 MAX_VERSIONS = 256
 
 _numbers = itertools.count()
@@ -47,16 +47,16 @@ _calls: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
 
 
 class OpaqueCall(nn.Module):
-    """A call that is one node of torch.compile's graph, opaque to it.
+    """A call that torch.compile does not trace: one node of its graph.
 
     call: takes x [tokens, ...] and other tensors or None, and returns a new tensor [tokens, outputs] of x's dtype.
-    outputs: width of the result; None for that of x.
+    outputs: width of the result; None for the width of x.
     """
 
     def __init__(self, call: Callable[..., Tensor], outputs: int | None = None):
         super().__init__()
         self.call, self.outputs = call, outputs
-        # in a tensor, since torch.compile makes constants of plain numbers and would compile each layer by itself
+        # a tensor, since torch.compile would make a plain number a constant and compile each layer separately
         self.number = torch.tensor(next(_numbers), device="cpu")
         _calls[int(self.number)] = self
 
@@ -75,8 +75,8 @@ def shape_of_opaque_call(x: Tensor, others: list[Tensor | None], number: Tensor,
 
 
 class OpaqueAttention(nn.Module):
-    """Attention over the batch of the step under way, which cannot be an argument of a node in the graph. It may use
-    the memory of q and k, which no other node reads."""
+    """Attention that takes the batch from an attribute, since it cannot be an argument of a graph's node. It may
+    overwrite q and k, which no other node reads."""
 
     def __init__(self, attention: Attention, outputs: int):
         super().__init__()
@@ -92,20 +92,20 @@ class OpaqueAttention(nn.Module):
 
 
 class OpaqueSums(TPGroup):
-    """`all_reduce` of a group, as compiled layers may call it."""
+    """A group whose `all_reduce` may be called in compiled layers."""
 
     def __init__(self, tp: TPGroup):
         super().__init__(tp.rank, tp.size)
-        self.opaque = OpaqueCall(lambda x: tp.all_reduce(x.clone()))  # which overwrites it
+        self.opaque = OpaqueCall(lambda x: tp.all_reduce(x.clone()))  # all_reduce overwrites its argument
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.opaque(x)
 
 
 def compile_layers(model: Model, cfg: ModelConfig, tp: TPGroup, run_step: Callable[[int], None]) -> None:
-    """Compile the layers of a model whose weights are packed, by steps of a few numbers of tokens.
+    """Compile the layers of a model with packed weights, by running steps of TOKENS tokens.
 
-    Raises StartupError where torch cannot compile, as without a C++ compiler.
+    Raises StartupError if torch cannot compile, for example without a C++ compiler.
     """
     started = time.monotonic()
     logger.info("torch.compile is on: compiling the layers, which takes a while")
@@ -114,7 +114,7 @@ def compile_layers(model: Model, cfg: ModelConfig, tp: TPGroup, run_step: Callab
         compile_layer(layer)
     dynamo_config.recompile_limit = MAX_VERSIONS
     try:
-        # in this process: Inductor's own workers would stay for as long as the engine does
+        # compile in this process: Inductor's worker processes would live as long as the engine
         with inductor_config.patch(compile_threads=1):
             for tokens in TOKENS:
                 run_step(tokens)
@@ -125,7 +125,7 @@ def compile_layers(model: Model, cfg: ModelConfig, tp: TPGroup, run_step: Callab
 
 
 def compile_layer(layer: Any) -> None:
-    """Compile the `forward` of a family's layer as a function of x and the residual alone."""
+    """Compile the `forward` of a layer as a function of only x and the residual."""
     qkv_proj = layer.self_attn.qkv_proj
     attention = OpaqueAttention(layer.self_attn.attend, qkv_proj.heads * qkv_proj.head_dim)
     layer.self_attn.attend = attention
@@ -139,7 +139,7 @@ def compile_layer(layer: Any) -> None:
 
 
 def prepare(layer: nn.Module, cfg: ModelConfig, tp: TPGroup) -> None:
-    """Put plain operations where Inductor can fuse them, and opaque calls where it must not look."""
+    """Replace what Inductor can fuse by plain operations, and what it must not trace by opaque calls."""
     sums = tp if tp.size == 1 else OpaqueSums(tp)
     if isinstance(layer.mlp, MixtureOfExperts):
         layer.mlp = OpaqueCall(layer.mlp)

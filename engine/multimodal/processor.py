@@ -67,8 +67,7 @@ class ImageProcessor:
 
     @classmethod
     def from_folder(cls, folder: Path, config: Fields, tokenizer: Tokenizer) -> ImageProcessor:
-        """Load the image processor of the model in `folder`. Imports torch, through transformers. Raises
-        ModelFolderError."""
+        """Load a model's image processor. Imports torch, through transformers. Raises ModelFolderError."""
         from transformers import AutoImageProcessor
 
         family = FAMILIES.get(str(config.get("model_type")))

@@ -8,13 +8,11 @@ these chunks are one more input.
 
 Padding consists of tokens that belong to no sequence and have no slot for their KV (-1); of sequences without tokens
 (kv_len 0); of entries of `Batch.single` that name no sequence (-1); and of tiles without rows. Padding reads and writes
-no KV, and its rows of the output are never read. Rows do not depend on each other, so real rows do not depend on
-padding.
+no KV, and its rows of the output are never read. Rows are independent, so real rows do not depend on padding.
 
 All graphs are captured as the engine starts, the largest first. They share one memory pool, in which a capture reuses
 what a larger one before it has freed, so all together take little more than the largest. A graph that does not fit into
-the budget is left out, and steps of its size use the next larger graph that was captured. None of this has run on a GPU
-yet.
+the budget is left out, and steps of its size use the next larger one. None of this has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -271,8 +269,7 @@ class CudaGraphs:
         return ""
 
     def _destroy(self, *shapes: StepShape) -> None:
-        """Destroy the graphs of these shapes, or all. Dropping references would not do, since an error may hold
-        some."""
+        """Destroy the graphs of these shapes, or all. References are not just dropped, since an error may hold some."""
         for shape in shapes or list(self._graphs):
             if shape in self._graphs:
                 self._graphs.pop(shape).destroy()

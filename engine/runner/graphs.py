@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def can_capture(setup: RankSetup) -> bool:
-    """Return whether steps can run as graphs; log why not. A graph cannot hold a kernel that needs numbers on the
-    host."""
+    """Return whether steps can run as graphs, which needs kernels that read nothing on the host; log why not."""
     config, model, asynchronous, why = setup.config, setup.model, setup.device.asynchronous, None
     if config.enforce_eager:
         why = "enforce_eager"

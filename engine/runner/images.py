@@ -161,8 +161,7 @@ class EncoderCache:
     def merge(
         self, x: Tensor, batch: Batch, needed: EmbeddingRows | None, rotary: Tensor | None
     ) -> tuple[Tensor, Batch]:
-        """Return a step's token embeddings with those of images put in, and its batch with the positions that they
-        need.
+        """Return a step's token embeddings with those of images put in, and its batch with their positions.
 
         x: [tokens, hidden], the embedded tokens. rotary: see StepInputs.rotary_positions.
         """

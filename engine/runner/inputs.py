@@ -76,8 +76,7 @@ class StepInputs:
     """[tokens] int64, indices of the input tokens in the flattened history. The history is read only when the step
     runs, because the step before may still have to sample some of them."""
     first_sequences: Tensor | None
-    """[entries of the plan] int64, the first sequence in the batch of each entry; None if each entry is one
-    sequence."""
+    """[entries of the plan] int64, each entry's first sequence in the batch; None if each is one sequence."""
     added: list[NewTokens]
     drafted: DraftedTokens | None
     entries: list[int]  #: the plan's entry of each sampled token; one with drafts is repeated for each of its tokens

@@ -55,8 +55,7 @@ class GroupNeed:
         return self.of(length, seqs) + (0 if window is None else seqs * self.held(length))
 
     def of(self, length: int, seqs: int = 1) -> int:
-        """Return how many blocks `seqs` sequences of `length` tokens need, the step that computes their prompts
-        included."""
+        """Return how many blocks `seqs` sequences of `length` tokens need, including for a step of their prompts."""
         if self.group.spec.window is None:
             return seqs * self.held(length)
         whole, step = -(-length // self.block_size), -(-self.step_tokens // self.block_size)
@@ -66,8 +65,7 @@ class GroupNeed:
 def group_needs(
     config: EngineConfig, block_size: int, model: ModelConfig, dtype: torch.dtype, tp: TPGroup, drafter_bytes: int = 0
 ) -> list[GroupNeed]:
-    """Return the need of each KV cache group. drafter_bytes: bytes that a drafter needs for each block of the first
-    group."""
+    """Return each KV cache group's need. drafter_bytes: bytes that a drafter needs per block of the first group."""
     step = window_step_tokens(config, model)
     return [
         GroupNeed(
@@ -161,8 +159,7 @@ def longest_that_fits(needs: list[GroupNeed], longest: int, blocks: list[int]) -
 
 
 def most(limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number from 0 to `limit` that fits. fits: monotone, False for all above the first that
-    fails."""
+    """Return the largest number from 0 to `limit` that fits. fits: False for all numbers above one that fails."""
     return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
 
 
@@ -211,8 +208,8 @@ def log_size(needs: list[GroupNeed], blocks: list[int], limit: str, max_model_le
 
 
 def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tuple[int, str]:
-    """Return the bytes for the KV cache and the name of the limit that sets them. Raises OutOfMemory if the configured
-    number of bytes is not free."""
+    """Return the bytes for the KV cache and the name of the limit that sets them. Raises OutOfMemory if a configured
+    size is not free."""
     if config.kv_cache_memory_gib is not None:
         requested = int(config.kv_cache_memory_gib * GIB)
         if requested > free_bytes:
@@ -226,8 +223,7 @@ def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tu
 
 
 def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the KV cache. dtype: the dtype of the model's activations. Raises ConfigError if the GPU
-    lacks float8."""
+    """Return the dtype of the KV cache. dtype: that of activations. Raises ConfigError if the GPU lacks float8."""
     if config.kv_cache_dtype == "auto":
         return dtype
     if device.type == "cpu":

@@ -63,8 +63,7 @@ def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int],
 
 
 def load_drafter(setup: RankSetup, model: Model) -> ModelDrafter | None:
-    """Return the configured drafter with weights, or None. Only rank 0 has one: the other ranks get its drafts with the
-    plan."""
+    """Return the configured drafter with weights, or None. Only rank 0 has one; others get drafts with plans."""
     if setup.tp.rank != 0:
         return None
     target = Target(

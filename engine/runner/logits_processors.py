@@ -132,8 +132,7 @@ class ThinkingEnds:
 
 @dataclass(slots=True)
 class BatchEdits:
-    """The changes of one step to logits [rows, vocab]. An entry of the logits is a column of [2, n] int64: row and
-    token."""
+    """The changes of one step to logits [rows, vocab]. Entries are [2, n] int64: row and token."""
 
     allowed: tuple[Tensor, Tensor] | None  #: rows [n], and the only entries of these rows that are not banned
     banned: Tensor | None  #: entries
@@ -156,8 +155,7 @@ def entries(row: int, tokens: Array) -> Array:
 
 
 def prepare(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> BatchEdits | None:
-    """Return the changes of one step, or None if there are none. to_device: copies an array to the device of the
-    logits."""
+    """Return the changes of one step, or None if there are none. to_device: copies an array to the logits' device."""
     allowed = [(row.row, row.edits.allowed) for row in rows if row.edits.allowed is not None]
     banned = [entries(row.row, row.edits.banned) for row in rows if len(row.edits.banned)]
     early = [row for row in rows if len(row.edits.ends) and row.length - row.num_prompt < row.edits.min_tokens]
@@ -183,8 +181,7 @@ def prepare(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> B
 def prepare_words(rows: Sequence[RowEdits], to_device: ToDevice) -> BannedWords | None:
     """Prepare the banned words of all rows.
 
-    A word must lie in the output as a whole: a prefix longer than the output is compared with NEVER, so it cannot
-    match.
+    A word must lie in the output as a whole: a prefix longer than the output is compared with NEVER and cannot match.
     """
     compare, target, last = [], [], []
     num_words = num_last = 0

@@ -115,7 +115,7 @@ class ModelRunner:
         self._warm_up()
 
     def _open_graphs(self) -> None:
-        """Create what replays steps, where possible: CUDA graphs and block tables on a GPU, a graph of kernels on a
+        """Create what replays steps, if possible: CUDA graphs and block tables on a GPU, a graph of kernels on a
         CPU."""
         setup, config = self.setup, self.config
         # the device keeps block tables and is sent changes only: with long contexts, a batch's rows are megabytes
@@ -140,8 +140,7 @@ class ModelRunner:
             )
 
     def _warm_up(self) -> None:
-        """Run steps of every kind on a GPU, so that no request waits for a kernel to compile, and capture the
-        graphs."""
+        """Run steps of every kind on a GPU, so that no request waits for a kernel to compile; capture the graphs."""
         if not self.device.asynchronous:
             return
         started = time.perf_counter()
@@ -163,8 +162,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> LaunchedStep:
-        """Compute a step on a CPU, or put it into a GPU's queue. Steps must come in the order in which they were
-        prepared."""
+        """Compute a step on a CPU, or put it into a GPU's queue. Steps must come in the order of `prepare`."""
         inputs.staged.send()
         history = self._history.view(-1)
         for new in inputs.added:

@@ -192,8 +192,7 @@ def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor) -> Non
 
 
 def apply_masks(logits: Tensor, masked: MaskedRows) -> None:
-    """Ban the tokens that grammars do not allow, in place. Masks are copied to the device as bits and unpacked
-    there."""
+    """Ban the tokens that grammars do not allow, in place. Masks come as bits and are unpacked on the device."""
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
     banned = ((masked.allowed.unsqueeze(2) & bits) == 0).flatten(1)[:, : logits.shape[1]]
     logits[masked.rows] = logits[masked.rows].masked_fill(banned, logits_processors.BANNED)

@@ -1,5 +1,4 @@
-"""Steps before the first request: dummy steps, which measure memory, and warm-up steps, which compile a GPU's
-kernels."""
+"""Steps before the first request: dummy steps to measure memory, and warm-up steps to compile a GPU's kernels."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ SAMPLINGS = (
 
 
 def warm_up_plans(config: EngineConfig, max_model_len: int) -> list[StepPlan]:
-    """Return plans of one decoding sequence, alone and together with a chunk of another one. Their KV goes to block
-    0."""
+    """Return plans of one decoding sequence, alone and with a chunk of another one. Their KV goes to block 0."""
     plans, num_drafts = [], 2 if config.speculative else 0
     for i, params in enumerate(SAMPLINGS):
         context, chunk = min(CONTEXTS[i // 2], max_model_len - 1), CHUNKS[i % 2]

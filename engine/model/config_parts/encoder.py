@@ -1,4 +1,4 @@
-"""What only an encoder has, read from config.json."""
+"""Reads from config.json what only encoders have."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from engine.model.config_parts.fields import Fields, Unsupported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
-    """What only BERT and its successors have."""
+    """Options that only BERT and its successors have."""
 
     layer_norm_eps: float
     norm_bias: bool
     type_vocab_size: int
-    """Kinds of tokens, each with an embedding: the first and the second text of a pair; 0 for none."""
+    """Number of token types, each with an embedding: a pair's first text has type 0, its second type 1. 0 for none."""
     first_position: int
-    """Row of the position embeddings that belongs to the first token; RoBERTa keeps those before for padding."""
+    """Row of the first token in the position embeddings; RoBERTa reserves earlier rows for padding."""
     classifier_bias: bool
 
     @classmethod
@@ -35,8 +35,8 @@ class EncoderConfig:
 
 
 def encoder_names(raw: Fields) -> Fields:
-    """ModernBERT's fields under the names that other families have for them. Its layers alternate: one sees all, and
-    those up to the next have a window."""
+    """Return ModernBERT's fields under the names that other families use. Every `global_attn_every_n_layers`-th layer
+    sees all tokens; the others have a window."""
     if "local_attention" not in raw:
         return raw
     full = range(0, raw["num_hidden_layers"], raw["global_attn_every_n_layers"])

@@ -1,4 +1,4 @@
-"""Reads fields of a config.json, and says which value of which cannot be served."""
+"""Reads fields of config.json, and names those whose value is not supported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Gemma 3n and Gemma 4 have and Gemma 3 has not, read from config.json."""
+"""Reads from config.json what Gemma 3n and Gemma 4 have and Gemma 3 lacks."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from engine.model.kv_groups import KVCacheSpec, LayerSpecs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig:
-    """Sizes of a layer's parts other than attention and MLP, and of MLPs, which differ from layer to layer."""
+    """Sizes and options of Gemma 3n's and Gemma 4's layers."""
 
     mlp_sizes: tuple[int, ...]
     layer_embedding_size: int
-    """Size of the embedding that each token has for each layer; 0 for none."""
+    """Size of a token's embedding for one layer; 0 if layers have no embeddings."""
     layer_vocab_size: int
-    """Tokens that have one; those with a larger id have that of token 0."""
+    """Number of tokens with such embeddings; a token with a larger id gets those of token 0."""
     value_is_key: bool = False
-    """Layers without a window make values of what the projection to keys gives."""
+    """Whether layers without a window use the key projection for values too."""
     sparsity: tuple[float, ...] = ()
-    """Part of each layer's gate that is 0; empty where no layer has any."""
+    """For each layer, the fraction of the gate that is set to 0; empty if there is none."""
     streams: int = 1
-    """Hidden states of each token, one of which a layer computes (AltUp)."""
+    """Number of hidden states per token, of which each layer computes one (AltUp)."""
     active_stream: int = 0
     scale_active: bool = True
     laurel_rank: int = 0
 
     @classmethod
     def read(cls, raw: Fields) -> GemmaConfig | None:
-        """raw: with the fields of `gemma_names`. None for another family."""
+        """Return the options; None for another family. raw: fields as returned by `gemma_names`."""
         if "mlp_sizes" not in raw:
             return None
         layers, pattern = raw["num_hidden_layers"], raw.get("activation_sparsity_pattern")
@@ -49,7 +49,7 @@ class GemmaConfig:
 
 
 def gemma_names(raw: Fields) -> Fields:
-    """Fields of Gemma 3n and 4 under the names that other families have for them."""
+    """Return the fields of Gemma 3n and 4 under the names that other families use."""
     if "num_kv_shared_layers" not in raw:
         return raw
     layers, size = raw["num_hidden_layers"], raw["intermediate_size"]
@@ -60,7 +60,7 @@ def gemma_names(raw: Fields) -> Fields:
         first = layers - raw["num_kv_shared_layers"]
         sizes = [size if i < first else 2 * size for i, size in enumerate(sizes)]
     own = {"mlp_sizes": tuple(sizes), "intermediate_size": max(sizes)}
-    if raw.get("use_bidirectional_attention") == "vision":  # between the tokens of an image, which are not served
+    if raw.get("use_bidirectional_attention") == "vision":  # applies to image tokens only, which are not supported
         own["use_bidirectional_attention"] = None
     pattern = raw["sliding_window_pattern"]
     types = raw.get("layer_types") or [
@@ -74,8 +74,11 @@ def gemma_names(raw: Fields) -> Fields:
 
 
 def gemma_specs(raw: Fields, windows: tuple[int | None, ...]) -> LayerSpecs:
-    """What each layer keeps: the last `num_kv_shared_layers` of them read what the last one before has that sees as
-    far, and others may have other sizes. Empty for another family."""
+    """Return what each layer keeps; empty for another family.
+
+    Each of the last `num_kv_shared_layers` layers reads the KV of the last earlier layer with the same window. The
+    others keep their own, whose sizes may differ.
+    """
     if "mlp_sizes" not in raw:
         return ()
     first, specs = len(windows) - raw["num_kv_shared_layers"], list[KVCacheSpec | int | None]()
@@ -92,7 +95,8 @@ def gemma_specs(raw: Fields, windows: tuple[int | None, ...]) -> LayerSpecs:
 
 
 def layer_sizes(raw: Fields, layer: int, window: int | None) -> tuple[int, int]:
-    """KV heads of a layer, and their size. transformers writes those that differ for each layer, Google for all."""
+    """Return a layer's number of KV heads and their size. transformers states sizes for each layer that differs, Google
+    for all layers without a window."""
     heads, head_dim = raw["num_key_value_heads"], raw["head_dim"]
     if own := raw.get("per_layer_config"):
         sizes = own.get(str(layer), {})

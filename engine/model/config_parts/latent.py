@@ -1,4 +1,4 @@
-"""Latent attention, read from config.json."""
+"""Reads the options of latent attention from config.json."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from engine.model.config_parts.fields import Fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """Multi-head latent attention: see layers/latent_attention.py."""
+    """Options of multi-head latent attention: see layers/latent_attention.py."""
 
     q_rank: int | None
-    """Size of the latent that queries are made of; None if they are made of the token."""
+    """Size of the latent from which queries are projected; None if they are projected from the hidden state."""
     rank: int
-    """Size of the latent that keys and values are made of."""
+    """Size of the latent from which keys and values are projected."""
     nope_dim: int
-    """Size of the part of a head's query and key that is not rotated."""
+    """Number of values per query or key that are not rotated; `rope_dim` counts the rotated ones."""
     rope_dim: int
     value_dim: int
     interleaved: bool
-    """Whether pairs that are rotated together are neighbours, instead of halves."""
+    """Whether values that are rotated as a pair are neighbours; if not, they are half a head apart."""
 
     @classmethod
     def read(cls, raw: Fields) -> LatentConfig | None:
@@ -38,8 +38,8 @@ class LatentConfig:
 
 
 def attention_scale(raw: Fields, latent: LatentConfig | None, head_dim: int) -> float:
-    """The factor on scores. YaRN with `mscale_all_dim` raises that of latent attention: DeepSeek V2, arXiv:2405.04434,
-    section 3.1.4."""
+    """Return the factor on attention scores. For latent attention, YaRN with `mscale_all_dim` raises it: DeepSeek V2,
+    arXiv:2405.04434, section 3.1.4."""
     if latent is None:
         return raw.get("attention_multiplier") or float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}

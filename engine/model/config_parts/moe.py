@@ -1,4 +1,4 @@
-"""The mixture of experts of a model, read from config.json."""
+"""Reads a model's mixture of experts from config.json."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Literal
 
 from engine.model.config_parts.fields import Fields, Unsupported, one_of
 
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss; others are refused
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # gpt-oss's values; others are refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """Mixture of experts."""
+    """Options of a mixture of experts."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     norm_topk_prob: bool
     layers: frozenset[int]
-    """Sparse layers; the others have an ordinary MLP."""
+    """Layers with experts; the others have an ordinary MLP."""
     scoring: Literal["softmax", "sigmoid", "group_limited"] = "softmax"
-    """`sigmoid`: the router of DeepSeek V3, whose fields are the next three. `group_limited`: that of DeepSeek V2."""
+    """The router: `sigmoid` is DeepSeek V3's, `group_limited` DeepSeek V2's. Both have the next three fields."""
     num_groups: int = 1
     topk_groups: int = 1
     routed_scaling_factor: float = 1.0
     router_bias: bool = False
     latent_size: int = 0
-    """Values that routed experts read and write, if they are fewer than a token has."""
+    """Input and output size of routed experts, if it is less than the hidden size; else 0."""
     shared_intermediate_size: int = 0
-    """Size of the expert, or of all experts side by side, that every token shares; 0 for none."""
+    """Intermediate size of the shared expert, or of all shared experts together; 0 for none."""
     shared_name: str = "shared_expert"
-    """Its name in the checkpoint."""
+    """Name of the shared expert in the checkpoint."""
     shared_gate: bool = False
-    """Whether what it gives is scaled by a sigmoid of the token's own."""
+    """Whether the shared expert's output is scaled by a sigmoid gate, one number per token."""
 
     @classmethod
     def read(cls, raw: Fields, num_layers: int) -> MoEConfig | None:
@@ -51,7 +51,7 @@ class MoEConfig:
         if raw.get("topk_method") == "greedy":
             groups = 1
         if groups != 1 and (num_experts % groups or num_experts == groups):
-            # groups are chosen by their two best experts
+            # a group is scored by its two best experts, so it must have two
             raise Unsupported("n_group", groups)
         return cls(
             num_experts=num_experts,

@@ -1,4 +1,4 @@
-"""Factors that models trained by maximal update parametrization, arXiv:2203.03466, come with."""
+"""Reads the factors of models trained with maximal update parametrization, arXiv:2203.03466."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.model.config_parts.fields import Fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multipliers:
-    """Of what a part of the model takes or gives."""
+    """Factors on inputs or outputs of parts of a model."""
 
     embedding: float = 1.0
     residual: float = 1.0
-    """Of what a block adds to the residual."""
+    """On the output of a block, before it is added to the residual."""
     logits: float = 1.0
     key: float = 1.0
     attention_in: float = 1.0
@@ -21,14 +21,14 @@ class Multipliers:
     recurrent_in: float = 1.0
     recurrent_out: float = 1.0
     recurrent_parts: tuple[float, ...] = ()
-    """Of the five parts of what Mamba-2's first projection gives."""
+    """On the five outputs of Mamba-2's `in_proj`."""
     gate: float = 1.0
-    """Of an MLP's gate, before its activation."""
+    """On an MLP's gate, before its activation."""
     down: float = 1.0
 
     @classmethod
     def read(cls, raw: Fields) -> Multipliers:
-        """raw: fields of config.json, of Granite 4, Falcon-H1 or MiniCPM if it has any."""
+        """Return the factors of Granite 4, Falcon-H1 or MiniCPM; all 1 for other models. raw: fields of config.json."""
         if "scale_emb" in raw:  # MiniCPM
             layers, hidden = raw["num_hidden_layers"], raw["hidden_size"]
             return cls(

@@ -1,4 +1,4 @@
-"""The modules that turn hidden states into an embedding or a score: sentence-transformers writes their files.
+"""Reads the modules that turn hidden states into an embedding or a score, from files that sentence-transformers writes.
 
 https://sbert.net/docs/package_reference/sentence_transformer/modules.html describes the files.
 """
@@ -15,7 +15,7 @@ from engine.model.checkpoint.folder import read_json
 
 PoolingType = Literal["cls", "last", "mean"]
 MODES: dict[str, PoolingType] = {"cls": "cls", "lasttoken": "last", "mean": "mean"}  # sentence-transformers' names
-# the same before version 6
+# the same modes as written by versions before 6
 FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "lasttoken",
@@ -30,10 +30,10 @@ SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig:
-    """A linear layer behind the pooling."""
+    """A linear layer after pooling."""
 
     path: str
-    """Its folder in the model's."""
+    """Its folder, relative to the model's."""
     inputs: int
     outputs: int
     bias: bool
@@ -42,30 +42,30 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """Pooling of one model. The defaults are vLLM's for a generative model that names no modules."""
+    """How one model pools. The defaults are vLLM's for a generative model whose folder names no modules."""
 
     type: PoolingType = "last"
     """Which hidden states count: the first token's, the last token's, or the mean of all."""
     normalize: bool = True
-    """Embeddings are scaled to length 1."""
+    """Whether embeddings are scaled to length 1."""
     dense: tuple[DenseConfig, ...] = ()
     max_seq_length: int | None = None
     """Longest text, if it is shorter than the model's own context."""
     is_embedding: bool = False
-    """The folder names modules that make an embedding."""
+    """Whether the folder names modules that make an embedding."""
     score_token_ids: tuple[int, int] | None = None
-    """Tokens that mean yes and no to a generative reranker."""
+    """Tokens by which a generative reranker says yes and no."""
     sigmoid: bool = True
-    """Scores pass through a sigmoid."""
+    """Whether scores pass through a sigmoid."""
     matryoshka_dimensions: tuple[int, ...] = ()
-    """Sizes that embeddings may be cut to; empty for any."""
+    """Sizes that embeddings may be truncated to; empty for any."""
     prompts: dict[str, str] = field(default_factory=dict)
-    """Texts that belong in front of a text to embed, by name."""
+    """Prompts by name: texts to put in front of the text to embed."""
     default_prompt_name: str | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, default: PoolingType) -> PoolingConfig:
-        """default: the type of a model that names none. Raises ModelFolderError."""
+        """Read a model's modules. default: type of pooling if the folder names none. Raises ModelFolderError."""
         sizes = read_json(folder, "config.json").get("matryoshka_dimensions") or ()
         fields: dict[str, Any] = {
             "type": default,
@@ -145,7 +145,7 @@ def _dense(folder: Path, path: str) -> DenseConfig:
 
 
 def _prompts(folder: Path) -> dict[str, Any]:
-    """Return the fields of PoolingConfig that say what belongs in front of a text."""
+    """Return the fields of PoolingConfig for prompts, which are put in front of texts."""
     if not (folder / SENTENCE_TRANSFORMERS).is_file():
         return {}
     config = read_json(folder, SENTENCE_TRANSFORMERS)
@@ -159,7 +159,7 @@ def _prompts(folder: Path) -> dict[str, Any]:
 
 
 def _sigmoid(folder: Path) -> bool:
-    """Return whether a score passes through a sigmoid, as by default in sentence-transformers' CrossEncoder."""
+    """Return whether scores pass through a sigmoid, which is the default of sentence-transformers' CrossEncoder."""
     config = read_json(folder, "config.json")
     named = (config.get("sentence_transformers") or {}).get("activation_fn")
     named = named or config.get("sbert_ce_default_activation_function") or ""

@@ -1,4 +1,4 @@
-"""The recurrent layers of a model, read from its config.json."""
+"""Reads the recurrent layers of a model from config.json."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ from engine.model.config_parts.fields import Fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentConfig:
-    """Layers whose past is a state, of the whole model: Gated DeltaNet, KDA, Mamba-2, or a convolution alone."""
+    """Options of recurrent layers: Gated DeltaNet, Kimi Delta Attention, Mamba-2, or a convolution alone. Sizes are
+    those of the whole model, not of one rank."""
 
     layers: tuple[int, ...]
     kernel: int
-    """Tokens that the convolution reads, the one at hand among them."""
+    """Number of tokens that the convolution reads, the current one included."""
     heads: int = 0
-    """Heads of values; 0 for a convolution alone."""
+    """Number of value heads; 0 for a convolution alone."""
     key_heads: int = 0
-    """Heads of keys and queries; Mamba-2 calls them groups."""
+    """Number of key and query heads; Mamba-2 calls them groups."""
     key_dim: int = 0
     """Size of a key; Mamba-2 calls it the size of the state."""
     value_dim: int = 0
     decay_dim: int = 1
-    """Decays of a head: one, or one for each channel of its keys."""
+    """Number of decays per head: one, or one per channel of a key."""
     channels: int = 0
-    """Inputs of a convolution alone."""
+    """Number of channels of a convolution alone."""
     conv_bias: bool = False
     proj_bias: bool = False
     out_bias: bool = False
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
     gated_norm: bool = True
-    """Whether Mamba-2's output is normed as well as gated."""
+    """Whether Mamba-2's output is also normed, not only gated."""
     norm_before_gate: bool = False
 
     def index(self, layer: int) -> int:
-        """Place of a layer among those with a state."""
+        """Return the index of a layer among the recurrent ones."""
         return self.layers.index(layer)
 
     def heads_per_rank(self, tp_size: int) -> tuple[int, int]:
-        """Heads of values and of keys that a rank computes; several ranks share a head of keys if there are fewer.
+        """Return the number of value heads and of key heads on a rank. With too few key heads, ranks share them.
 
-        Raises ConfigError when heads and ranks do not divide."""
+        Raises ConfigError if heads cannot be split over the ranks.
+        """
         if self.heads % tp_size:
             raise ConfigError("tensor_parallel", tp_size, f"a divisor of the {self.heads} heads of recurrent layers")
         if self.key_heads % tp_size and tp_size % self.key_heads:
@@ -51,7 +53,7 @@ class RecurrentConfig:
         return self.heads // tp_size, max(1, self.key_heads // tp_size)
 
     def channels_per_rank(self, tp_size: int) -> int:
-        """Inputs of the convolution on a rank."""
+        """Return the number of channels that the convolution has on a rank."""
         if not self.heads:
             return self.channels // tp_size
         heads, key_heads = self.heads_per_rank(tp_size)
@@ -59,7 +61,10 @@ class RecurrentConfig:
 
     @classmethod
     def read(cls, raw: Fields, num_layers: int) -> RecurrentConfig | None:
-        """raw: fields of config.json and the family's `recurrent`, a key of READERS. None if it has none."""
+        """Return the options; None for a model without recurrent layers.
+
+        raw: fields of config.json, with the family's `recurrent`, a key of READERS.
+        """
         kind = raw.get("recurrent")
         if kind is None:
             return None
@@ -73,9 +78,11 @@ PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 
 
 def block_types(raw: Fields, num_layers: int) -> tuple[str, ...]:
-    """What each layer mixes tokens with, or what it is if it does not: `attention`, `mlp` or `moe`, or one of
-    RECURRENT_TYPES, of which `hybrid` is both. Families state it per layer, by a letter for each, by the distance of
-    layers with attention, or by their numbers."""
+    """Return the type of each layer: `attention`, `mlp`, `moe`, or one of RECURRENT_TYPES. `hybrid` has both attention
+    and a recurrent part.
+
+    Families state types per layer, by a letter for each, or by the distance or the numbers of attention layers.
+    """
     if types := raw.get("layers_block_type") or raw.get("layer_types"):
         return tuple("attention" if type == "full_attention" else type for type in types)
     if pattern := raw.get("hybrid_override_pattern"):
@@ -88,14 +95,14 @@ def block_types(raw: Fields, num_layers: int) -> tuple[str, ...]:
 
 
 def recurrent_names(raw: Fields) -> Fields:
-    """Fields of families with recurrent layers under the names that other families have for them."""
+    """Return the fields of families with recurrent layers under the names that other families use."""
     if raw.get("recurrent") == "short_conv":
         return lfm2_names(raw)
     if raw.get("recurrent") == "kimi_delta_attention":
         return kimi_names(raw)
     if raw.get("recurrent") == "nemotron_h":
         return nemotron_names(raw)
-    if raw.get("shared_intermediate_size"):  # Granite 4: all experts, or the only MLP
+    if raw.get("shared_intermediate_size"):  # Granite 4: size of the shared experts, or of the only MLP
         if not raw.get("num_local_experts"):
             return {**raw, "intermediate_size": raw["shared_intermediate_size"]}
         shared = raw["shared_intermediate_size"]
@@ -128,7 +135,7 @@ def lfm2_names(raw: Fields) -> Fields:
 
 
 def kimi_names(raw: Fields) -> Fields:
-    """The published config.json numbers layers from 1, in a separate part."""
+    """Rename Kimi Linear's fields. The published config.json numbers layers from 1, in `linear_attn_config`."""
     linear, layers = raw.get("linear_attn_config"), raw["num_hidden_layers"]
     own = {
         "max_position_embeddings": raw["model_max_length"],
@@ -214,7 +221,7 @@ def short_conv(raw: Fields, layers: tuple[int, ...]) -> RecurrentConfig:
 
 
 def limits(raw: Fields) -> tuple[float, float]:
-    """The smallest and the largest time step; transformers writes an infinite one as {"__float__": "Infinity"}."""
+    """Return the smallest and the largest time step. transformers writes infinity as {"__float__": "Infinity"}."""
     low, high = raw.get("time_step_limit") or (0.0, float("inf"))
     return float(low), float("inf") if isinstance(high, dict) else float(high)
 

@@ -1,4 +1,4 @@
-"""The rotary embedding of each layer, read from config.json."""
+"""Reads the rotary embedding of each layer from config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from engine.model.config_parts.fields import Fields, Unsupported, one_of
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional", "none"]
-ROPE_TYPES = get_args(RopeType)[:-1]  # the last is no type of config.json: nothing turns
+ROPE_TYPES = get_args(RopeType)[:-1]  # the last, for models without rotary embedding, is no type in config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,15 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     """One for each wavelength (longrope)."""
     partial_rotary_factor: float = 1.0
-    """Part of each head's values that is rotated, for every type."""
+    """Fraction of each head's values that is rotated; for every type."""
 
 
 def read_ropes(raw: Fields, windows: tuple[int | None, ...], longest: int) -> tuple[RopeConfig, ...]:
-    """The rotary embedding of each layer. transformers 5 writes `rope_parameters`, one set or one per layer type;
-    before, it was `rope_theta` with `rope_scaling`, and `rope_local_base_freq` for Gemma 3's windowed layers."""
+    """Return the rotary embedding of each layer. longest: tokens of the longest sequence.
+
+    transformers 5 writes `rope_parameters`, one set or one per layer type. Earlier versions wrote `rope_theta` with
+    `rope_scaling`, and `rope_local_base_freq` for Gemma 3's layers with a window.
+    """
     if raw.get("position_embedding_type", "rope") in (None, "nope"):
         return (RopeConfig(type="none"),) * len(windows)
     parameters = raw.get("rope_parameters") or {}
@@ -50,7 +53,7 @@ def read_ropes(raw: Fields, windows: tuple[int | None, ...], longest: int) -> tu
 
 
 def _rope(parameters: Fields, theta: float, raw: Fields, longest: int) -> RopeConfig:
-    """One set of parameters. `theta` and the rest of config.json apply where it has none."""
+    """Read one set of parameters. For keys that it lacks, `theta` and the other fields of config.json are used."""
     partial = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     proportional = parameters.get("rope_type") == "proportional"
     if partial != 1.0 and "partial_rotary_factor" not in raw and not proportional:  # the family rotates whole heads
@@ -97,7 +100,8 @@ def _scaled_rope(parameters: Fields, theta: float, raw: Fields, longest: int) ->
 
 
 def _yarn_attention_factor(parameters: Fields, factor: float) -> float:
-    """The factor of YaRN, arXiv:2309.00071, section 3.4; DeepSeek's variant divides it by a second such term."""
+    """Return the attention factor of YaRN, arXiv:2309.00071, section 3.4. DeepSeek's is a quotient of two such
+    factors."""
     given = parameters.get("attention_factor")
     if given is not None:
         return float(given)
@@ -110,7 +114,7 @@ def _yarn_attention_factor(parameters: Fields, factor: float) -> float:
 
 
 def _longrope_attention_factor(parameters: Fields, factor: float, original: int) -> float:
-    """The factor of LongRoPE, arXiv:2402.13753, as in Phi-3, arXiv:2404.14219."""
+    """Return the attention factor of LongRoPE, arXiv:2402.13753, as in Phi-3, arXiv:2404.14219."""
     given = parameters.get("attention_factor")
     if given is not None:
         return float(given)
@@ -118,7 +122,7 @@ def _longrope_attention_factor(parameters: Fields, factor: float, original: int)
 
 
 def max_positions(stated: int, ropes: tuple[RopeConfig, ...]) -> int:
-    """The context that YaRN reaches, if it exceeds the stated one: Qwen states the original context."""
+    """Return the context that YaRN extends to, or the stated one if larger. Qwen states the original context."""
     reached = [int(r.factor * r.original_max_position_embeddings) for r in ropes if r.type == "yarn"]
     return max([stated, *reached])
 

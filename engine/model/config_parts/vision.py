@@ -1,4 +1,4 @@
-"""What encodes the images of a model, read from config.json."""
+"""Reads from config.json what encoding a model's images needs."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from engine.model.families import VISION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """A multimodal model's parts for images, which transformers' own code encodes."""
+    """The image input of a multimodal model. transformers' own code encodes the images."""
 
     transformers: str
-    """config.json."""
+    """The contents of config.json."""
     image_token_id: int
-    """Placeholder of an embedding in a prompt."""
+    """Token that stands for one image embedding in a prompt."""
     deepstack: int = 0
-    """Layers, the first ones, after which an image adds its own features."""
+    """Number of first layers after which image features are added (DeepStack)."""
     merge_size: int = 1
-    """Patches of an image's height, and of its width, that make one embedding."""
+    """Number of patches in height, and in width, that become one embedding."""
     mm_tokens_per_image: int = 0
-    """Tokens of every image, in a model where they also see those behind them; 0 if they are read like text."""
+    """Number of tokens of every image, in a model where they see each other both ways; 0 if they are causal."""
     rope_axes: tuple[int, ...] = ()
-    """What each rotary frequency turns by: 0 for the time of a token, 1 for its height, 2 for its width in an image;
-    all are a text token's position. Empty if images have positions like text."""
+    """The axis of each rotary frequency: 0 for time, 1 for height in the image, 2 for width. For a text token, all
+    three are its position. Empty if image tokens have positions like text."""
 
     @classmethod
     def read(cls, raw: Fields, rotary_dim: int) -> VisionConfig | None:
-        """raw: the whole config.json. rotary_dim: rotated values of a head. Returns None if images are not
-        supported for this model, which is then served as a text model."""
+        """Return the image input; None if it is not supported, so that the model is served as a text model.
+
+        raw: the contents of config.json. rotary_dim: number of rotated values per head.
+        """
         architecture, vision = (raw.get("architectures") or ["none"])[0], raw.get("vision_config")
         if architecture not in VISION or not vision:
             return None

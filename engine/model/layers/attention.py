@@ -1,4 +1,4 @@
-"""Attention of one layer over the paged KV cache, or over whole sequences without one, with rotary positions."""
+"""Attention of one layer, with rotary positions, over the paged KV cache or, without one, over whole sequences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from engine.model.ops import attention, encoder_attention, norm, norm_plain
 
 
 class Attention(nn.Module):
-    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim].
+    """Attention of one layer: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] ->
+    [tokens, heads * head_dim].
 
-    norms: of the heads of q and k, before they are rotated by their positions, possibly in place. This step's K and V
-    are written to the cache first, so that a token also sees itself and its neighbours. A bidirectional model has whole
-    sequences in every step, and no cache.
+    norms: norms of q's and k's heads, applied before rotation, possibly in place. K and V of this step are written to
+    the cache first, so a token also sees itself and the tokens before it in the same step. A bidirectional model gets
+    whole sequences in every step, and has no cache.
     """
 
     def __init__(self, cfg: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device):
@@ -26,7 +27,7 @@ class Attention(nn.Module):
         self.window = cfg.window[layer]
         self.softcap = cfg.attn_logit_softcapping
         self.sinks: Tensor | None = None
-        """[heads], set by a layer that has them."""
+        """[heads], set by layers with attention sinks."""
         self.table = rope_table(cfg.rope[layer], cfg.head_dim, cfg.max_position_embeddings, dtype, device)
         self.bidirectional = cfg.bidirectional
         self.rms_norm, _ = norm.select(dtype, device)
@@ -47,11 +48,14 @@ class Attention(nn.Module):
         return self.attended(self.ops.rotate_and_write(q, k, v, table, batch, self.layer, norms), batch)
 
     def read(self, q: Tensor, batch: Batch) -> Tensor:
-        """Attend with the K and V of the layer that `kv_place` names, which has written them. q is normed already."""
+        """Attend to K and V that another layer has written, as `kv_place` names it. q: already normed, not rotated."""
         return self.attended(self.rotate(q, self.table, batch.positions), batch.of_group(self.group))
 
     def attended(self, q: Tensor, batch: Batch) -> Tensor:
-        """[tokens, heads, head_dim] rotated -> [tokens, heads * head_dim]. batch: over the KV of this layer's group."""
+        """Attend with a rotated q [tokens, heads, head_dim]; return [tokens, heads * head_dim].
+
+        batch: with the KV of this layer's group.
+        """
         attended = self.ops.paged_attention(
             q, batch, self.layer, self.scale, self.window, softcap=self.softcap, sinks=self.sinks
         )

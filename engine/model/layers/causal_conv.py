@@ -12,10 +12,10 @@ from engine.model.state import States
 
 
 class CausalConv(Sharded):
-    """[tokens, channels] -> the same.
+    """A causal depthwise convolution: [tokens, channels] -> the same.
 
-    sections: this rank's slice of each part of the channels, in the order of the checkpoint's, which keeps all in one
-        tensor, unless they lie `apart`.
+    sections: this rank's slice of each section of the channels, in the checkpoint's order. The checkpoint keeps all
+        sections in one tensor, or, if `apart`, each in a separate one.
     """
 
     def __init__(self, sections: dict[str, Shard], kernel: int, bias: bool, silu: bool = True, apart: bool = False):

@@ -13,9 +13,11 @@ from engine.model.shard import OUTPUTS, Shard, Sharded, Shards
 
 
 class VocabParallel(Sharded):
-    """This rank's rows of a [vocab_size, hidden_size] matrix. The vocabulary is padded so that all ranks have as many,
-    and a multiple of `tp.vocab_multiple`; the padding stays uninitialised, since no id points to it and its logits are
-    cut off."""
+    """This rank's rows of a [vocab_size, hidden_size] matrix.
+
+    The vocabulary is padded, so that all ranks have the same number of rows, a multiple of `tp.vocab_multiple`. Padding
+    stays uninitialised: no id points to it, and its logits are cut off.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup):
         super().__init__()
@@ -32,7 +34,7 @@ class VocabParallel(Sharded):
 
 
 class VocabEmbedding(VocabParallel):
-    """[tokens] int64 -> [tokens, hidden]. Each rank looks up its own ids and contributes zeros for the others."""
+    """The embedding: [tokens] int64 -> [tokens, hidden]. A rank has zeros for ids that it does not hold."""
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.tp.size == 1:
@@ -43,9 +45,9 @@ class VocabEmbedding(VocabParallel):
 
 
 class LMHead(VocabParallel):
-    """[rows, hidden] -> logits [rows, vocab_size] float32, on every rank.
+    """The language model's head: [rows, hidden] -> logits [rows, vocab_size] float32, on every rank.
 
-    format: how `pack` quantizes the weight, if there is a kernel for that.
+    format: the format to which `pack` quantizes the weight, if there is a kernel for it.
     """
 
     kernel: quantized_linear.Multiply | None = None
@@ -57,11 +59,13 @@ class LMHead(VocabParallel):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.tp.all_gather(self.multiply(hidden))
-        return logits[:, : self.vocab_size].float().contiguous()  # softmax sums strided rows in another order
+        return logits[:, : self.vocab_size].float().contiguous()  # softmax would sum strided rows in another order
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest logit of each row [rows] float32, and its id [rows] int64, the lowest of equals. The same as
-        `forward(hidden).max(-1)`, but the ranks exchange two numbers per row instead of the logits."""
+        """Return each row's largest logit, [rows] float32, and its id, [rows] int64, the lowest if logits are equal.
+
+        Equals `forward(hidden).max(-1)`, but the ranks exchange two numbers per row instead of logits.
+        """
         own = self.multiply(hidden)[:, : self.stop - self.start]
         if self.tp.size == 1:
             return self.argmax(own)
@@ -70,11 +74,11 @@ class LMHead(VocabParallel):
         values, ids = self.argmax(own)
         pairs = torch.stack([values, (ids + self.start).float()], dim=-1)  # float32 has all integers up to 2^24
         values, ids = self.tp.all_gather(pairs).unflatten(-1, (-1, 2)).unbind(-1)
-        values, rank = values.max(-1)  # the first of equals, which has the lowest ids
+        values, rank = values.max(-1)  # among equals the first rank, which has the lowest ids
         return values, ids.gather(1, rank[:, None]).squeeze(1).long()
 
     def multiply(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, this rank's part of the vocabulary]"""
+        """Return the logits of this rank's part of the vocabulary: [rows, hidden] -> [rows, rows of the weight]."""
         return linear.linear(hidden, self.weight) if self.kernel is None else self.kernel(hidden, None)
 
     def pack(self) -> None:
@@ -84,8 +88,8 @@ class LMHead(VocabParallel):
 
 
 class TiedLMHead(LMHead):
-    """A head that shares the embedding's matrix, so it reads nothing from the checkpoint, until `untie` gives it a
-    matrix."""
+    """A head that shares the embedding's matrix and reads nothing from the checkpoint until `untie` gives it its
+    own."""
 
     def __init__(self, embedding: VocabEmbedding, format: Online | None = None):
         Sharded.__init__(self)
@@ -95,14 +99,14 @@ class TiedLMHead(LMHead):
         self.start, self.stop = embedding.start, embedding.stop
         self.weight = embedding.weight
         self.tied = True
-        self.embedding = (embedding,)  # which is no part of the head
+        self.embedding = (embedding,)  # a tuple, so that the embedding is no submodule of the head
 
     def untie(self) -> None:
         self.weight = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
         self.tied = False
 
     def pack(self) -> None:
-        """Make a copy, unless the embedding finds its rows in the packed weight too."""
+        """Pack the weight. The embedding then uses it too, if it can look up rows in it; else there are two copies."""
         super().pack()
         if self.tied and linear.is_ours(self.weight):
             self.embedding[0].weight = self.weight

@@ -16,15 +16,15 @@ from engine.model.ops.activation import sigmoid, softplus
 from engine.model.ops.recurrent import linear_attention
 from engine.model.shard import Shard, Sharded, Shards
 
-NORM_EPS = 1e-6  # of queries' and keys' lengths
+NORM_EPS = 1e-6  # for the L2 norm of queries and keys
 
 
 class GatedDeltaNet(Sharded):
-    """[tokens, hidden] -> [tokens, hidden], over this rank's heads.
+    """Gated DeltaNet over this rank's heads: [tokens, hidden] -> [tokens, hidden].
 
-    Queries, keys and values are convolved; each head of values decays its state, replaces in it what it says about the
-    key by some of the value, and reads it by the query. The checkpoint holds the inputs' projections as `in_proj_qkv`,
-    `in_proj_z`, `in_proj_b` and `in_proj_a`.
+    Queries, keys and values pass a convolution. For each token, a value head decays its state, moves what the state
+    returns for the key towards the value, and reads the state by the query. The checkpoint holds the input projections
+    as `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`.
     """
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
@@ -51,8 +51,8 @@ class GatedDeltaNet(Sharded):
         self.gate_proj = ColumnParallelLinear(cfg.hidden_size, {"b": self.gates, "a": self.gates})
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [tokens, hidden] -> q, k and v side by side [tokens, channels], z [tokens, heads, value_dim], and what the
-        shares and the decays are made of [tokens, heads]."""
+        """Return for x [tokens, hidden]: q, k and v side by side [tokens, channels], the output gate z
+        [tokens, heads, value_dim], and b and a [tokens, heads], from which update strengths and decays are computed."""
         channels = self.conv1d.weight.shape[0]
         projected, gates = self.in_proj(x), self.gate_proj(x)
         b, a = gates.chunk(2, dim=-1)
@@ -78,8 +78,8 @@ class GatedDeltaNet(Sharded):
 
 
 class GroupedGatedDeltaNet(GatedDeltaNet):
-    """The same of a checkpoint with `in_proj_qkvz` and `in_proj_ba`, whose outputs are grouped by heads of keys: each
-    with its query, its key, and the values and gates of the heads that read them."""
+    """Gated DeltaNet of a checkpoint with `in_proj_qkvz` and `in_proj_ba`, whose outputs are grouped by key head: a
+    query, a key, and the values and gates of the value heads that use them."""
 
     def make_projections(self, cfg: ModelConfig, tp: TPGroup, prefix: str) -> None:
         r = self.cfg
@@ -99,6 +99,6 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
 
 
 def head_shard(heads: int, size: int, tp: TPGroup) -> Shard:
-    """This rank's heads, or the one it shares with others, of `size` values each."""
+    """Return this rank's slice of `heads` heads of `size` values. With more ranks than heads, ranks share them."""
     count, first = max(1, heads // tp.size), tp.rank * heads // tp.size
     return Shard((heads * size,), 0, first * size, count * size)

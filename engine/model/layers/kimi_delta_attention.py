@@ -16,7 +16,7 @@ from engine.model.ops.activation import sigmoid, softplus
 from engine.model.ops.recurrent import linear_attention
 from engine.model.shard import Shard, Sharded, Shards
 
-# Names in the checkpoint.
+# Our names -> names in the checkpoint.
 KIMI_DELTA_ATTENTION = {
     "conv1d.q": "q_conv1d", "conv1d.k": "k_conv1d", "conv1d.v": "v_conv1d", "latents.f": "f_a_proj",
     "latents.g": "g_a_proj",
@@ -29,8 +29,11 @@ class SigmoidGatedRMSNorm(GatedRMSNorm):
 
 
 class KimiDeltaAttention(Sharded):
-    """[tokens, hidden] -> [tokens, hidden], over this rank's heads: Gated DeltaNet with a decay for each channel of a
-    key, which is made of the token through a few values, as is the gate of the output."""
+    """Kimi Delta Attention over this rank's heads: [tokens, hidden] -> [tokens, hidden].
+
+    Gated DeltaNet with one decay for each channel of a key. Decays and the output's gate are projected from small
+    latents.
+    """
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()

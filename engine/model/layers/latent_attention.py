@@ -1,10 +1,10 @@
 """Multi-head latent attention: DeepSeek V2, arXiv:2405.04434, section 2.1.
 
-The cache holds one vector for all heads of a token: the latent that keys and values are made of, and a part of the key
-that is rotated. Projections to keys and from values are absorbed into queries and outputs, in decode and for prompts
-alike, so that a token has the same bits in both. A prompt's scores and sums then run over latents instead of a head's
-keys and values: 576 + 512 products for each pair of tokens and head instead of 192 + 128 (DeepSeek V3), in exchange for
-not expanding what is cached.
+The cache holds one vector per token for all heads: the latent from which keys and values are made, and the part of the
+key that is rotated. The projections from latents to keys and values are absorbed into queries and outputs, for prompts
+as in decode, so that a token has the same bits in both. For prompts this costs more products, since scores and sums run
+over latents instead of a head's keys and values: 576 + 512 per pair of tokens and head instead of 192 + 128
+(DeepSeek V3). In exchange, cached latents are never expanded.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from engine.model.ops.rope import rotate_plain
 from engine.model.quantization.format import WeightFormat
 from engine.model.shard import OUTPUTS, Shard
 
-NORM_EPS = 1e-6  # of latents
+NORM_EPS = 1e-6  # for the norms of latents
 
 
 class LatentAttention(nn.Module):
-    """[tokens, hidden] -> [tokens, hidden], over this rank's heads. Every rank holds the whole cache."""
+    """Latent attention over this rank's heads: [tokens, hidden] -> [tokens, hidden]. All ranks hold the whole cache."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
@@ -76,24 +76,24 @@ class LatentAttention(nn.Module):
         return self.o_proj(self.kv_b_proj.from_latent(out).flatten(1))
 
     def queries(self, x: Tensor) -> Tensor:
-        """[tokens, heads * (nope_dim + rope_dim)]"""
+        """Return the queries of this rank's heads: [tokens, hidden] -> [tokens, heads * (nope_dim + rope_dim)]."""
         if self.q_proj is not None:
             return self.q_proj(x)
         assert self.q_a_proj is not None
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
     def rotate(self, x: Tensor, batch: Batch) -> Tensor:
-        """[tokens, heads, rope_dim]. Pairs that are neighbours come out as halves, in queries as in keys."""
+        """Rotate x [tokens, heads, rope_dim] by positions. If rotated pairs are neighbours, they come out as halves, in
+        queries and keys alike."""
         if self.cfg.interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
         return rotate_plain(x, self.table, batch.positions)
 
 
 class HeadProjections(Linear):
-    """Each head's projection of latents to keys, and to values: `kv_b_proj`, [heads * (nope_dim + value_dim), rank].
+    """Each head's projections from latents to keys and to values: `kv_b_proj`, [heads * (nope_dim + value_dim), rank].
 
-    `pack` leaves each head's two: to_keys [rank, nope_dim] and to_values [value_dim, rank]. A quantized weight is
-    dequantized for that.
+    `pack` dequantizes and splits it: each head gets to_keys [rank, nope_dim] and to_values [value_dim, rank].
     """
 
     def __init__(self, weight: Shard, heads: int, nope_dim: int, format: WeightFormat | None):
@@ -114,17 +114,17 @@ class HeadProjections(Linear):
         self.weight = self.stored = None
 
     def to_latent(self, q: Tensor) -> Tensor:
-        """[tokens, heads, nope_dim] -> [tokens, heads, rank]"""
+        """Project queries to latents: [tokens, heads, nope_dim] -> [tokens, heads, rank]."""
         return of_heads(q, self.to_keys)
 
     def from_latent(self, out: Tensor) -> Tensor:
-        """[tokens, heads, rank] -> [tokens, heads, value_dim]"""
+        """Project latents to values: [tokens, heads, rank] -> [tokens, heads, value_dim]."""
         return of_heads(out, self.to_values)
 
 
 def of_heads(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """Multiply each head [tokens, heads, inputs] by its weight, with a layer's kernel: a row has the same bits with
-    any others."""
+    """Multiply each head of x [tokens, heads, inputs] by its weight. Uses a linear layer's kernel, so a row has the
+    same bits in any batch."""
     heads = x.transpose(0, 1).contiguous()
     return torch.stack([linear.linear(head, weight) for head, weight in zip(heads, weights, strict=True)], dim=1)
 
@@ -134,7 +134,7 @@ def projection(cfg: ModelConfig, inputs: int, outputs: Shard, name: str, bias: b
 
 
 def write_latent(latent: Tensor, batch: Batch, layer: int) -> None:
-    """latent: [tokens, rank + rope_dim]"""
+    """Write this step's latents [tokens, rank + rope_dim] to the cache."""
     real = batch.slot_mapping >= 0
     size = batch.kv_cache.shape[4]
     slots = batch.slot_mapping[real]

@@ -1,5 +1,5 @@
-"""Linear layers split over the ranks. A column-parallel layer, elementwise work and a row-parallel layer together need
-one all-reduce: Megatron-LM, arXiv:1909.08053, section 3."""
+"""Linear layers that are split over the ranks. A column-parallel layer, elementwise work and a row-parallel layer
+together need one all-reduce: Megatron-LM, arXiv:1909.08053, section 3."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicat
 
 
 class Linear(Sharded):
-    """The product with this rank's shards of `weights`, which lie one below the other.
+    """A product with this rank's shards of `weights`, which are stacked along the outputs.
 
-    format: how the checkpoint stores them, None for ordinary weights. Quantized weights stay in `stored` until `pack`
-    turns them into what multiplies them fastest: a `kernel`, or an ordinary `weight`.
+    format: how the checkpoint stores them; None for ordinary weights. Quantized weights stay in `stored` until `pack`
+    converts them to what multiplies them fastest: a `kernel`, or an ordinary `weight`.
     """
 
     def __init__(self, weights: dict[str, Shard], format: WeightFormat | None):
@@ -42,7 +42,7 @@ class Linear(Sharded):
         return sum(weight.local_shape[OUTPUTS] for weight in self.weights.values())
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[tokens, inputs] -> [tokens, outputs]"""
+        """Return the product without a sum over ranks: [tokens, inputs] -> [tokens, outputs]."""
         if self.kernel is not None:
             return self.kernel(x, bias)
         assert self.weight is not None, "weights were loaded, but not packed"
@@ -74,7 +74,7 @@ class ColumnParallelLinear(Linear):
     [tokens, inputs] -> [tokens, all these slices side by side]
     """
 
-    outputs_multiple = 1  #: to which `pack` fills an ordinary weight up with zeros
+    outputs_multiple = 1  #: `pack` pads an ordinary weight with zeros to a multiple of it
 
     def __init__(self, inputs: int, outputs: dict[str, Shard], bias: bool = False, format: WeightFormat | None = None):
         self.biases = outputs
@@ -103,9 +103,10 @@ class ColumnParallelLinear(Linear):
 
 
 class ReplicatedLinear(ColumnParallelLinear):
-    """Linear layers with the same input, merged into one, which every rank computes whole.
+    """Linear layers with the same input, merged into one, which every rank computes whole: [tokens, inputs] ->
+    [tokens, all outputs].
 
-    outputs: of the only layer, or of each by its name in the checkpoint. [tokens, inputs] -> [tokens, all outputs]
+    outputs: number of outputs of the only layer, or of each layer by its name in the checkpoint.
     """
 
     def __init__(self, inputs: int, outputs: int | dict[str, int], bias: bool = True):
@@ -117,10 +118,10 @@ class QKVLinear(ColumnParallelLinear):
     """Query, key and value projections of this rank's heads: [tokens, hidden] -> q [tokens, heads, head_dim], k and v
     [tokens, kv_heads, head_dim]. With more ranks than KV heads, neighbouring ranks hold the same KV head.
 
-    prefix: the layer's name in the checkpoint (`layers.0.self_attn`). parts: those that the layer has.
+    prefix: the layer's name in the checkpoint (`layers.0.self_attn`). parts: the projections that the layer has.
     """
 
-    query_parts: ClassVar[int] = 1  #: 2 where a gate follows each head's query, as one more head
+    query_parts: ClassVar[int] = 1  #: 2 if each query head is followed by its gate, as one more head
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = "", parts: str = "qkv"):
         self.head_dim = cfg.head_dim
@@ -140,9 +141,10 @@ class QKVLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(Linear):
-    """[tokens, inputs / ranks] -> [tokens, outputs], summed over the ranks.
+    """A linear layer whose inputs are split over the ranks: [tokens, inputs / ranks] -> [tokens, outputs], summed over
+    ranks.
 
-    pieces: weights of the parts of this rank's inputs, where their products are summed in a fixed order.
+    pieces: weights of the parts of this rank's inputs whose products are summed in a fixed order (fixed_order.py).
     """
 
     def __init__(self, inputs: int, outputs: int, tp: TPGroup, bias: bool = False, format: WeightFormat | None = None):
@@ -156,7 +158,7 @@ class RowParallelLinear(Linear):
         return out if self.bias is None else out + self.bias  # after the sum: once, not once per rank
 
     def partials(self, x: Tensor) -> Sequence[Tensor]:
-        """Return this rank's parts of the result, which is the sum of all ranks' parts, without the bias."""
+        """Return this rank's summands of the result, without the bias. The result is the sum of all ranks' summands."""
         return linear.linear_parts(x, self.pieces, self.tp.parts) if self.pieces else [self.multiply(x)]
 
     def pack(self) -> None:

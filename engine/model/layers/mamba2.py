@@ -18,16 +18,16 @@ from engine.model.ops.activation import silu, softplus
 from engine.model.ops.recurrent import linear_attention
 from engine.model.shard import Shard, Sharded, Shards
 
-# Outputs of the checkpoint's `in_proj`, in its order.
+# Outputs of `in_proj`, in the checkpoint's order.
 MAMBA2 = {f"in_proj.{name}": "in_proj" for name in ("z", "x", "B", "C", "dt")}
 
 
 class Mamba2(Sharded):
-    """[tokens, hidden] -> [tokens, hidden], over this rank's heads.
+    """Mamba-2 over this rank's heads: [tokens, hidden] -> [tokens, hidden].
 
-    It is linear attention without the delta rule: of queries C, keys B and values x * dt, with decays by A * dt.
+    Computed as linear attention without the delta rule: queries C, keys B, values x * dt and decays A * dt.
 
-    multipliers: of the five parts of what `in_proj` gives.
+    multipliers: factors on the five outputs of `in_proj`.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class Mamba2(Sharded):
 
 
 class Mamba2Norm(Sharded):
-    """RMSNorm of each group's values, before or after they are gated: [tokens, this rank's values] float32 and the gate
-    -> float32. A group that is split over ranks is normed as a whole."""
+    """RMSNorm of each group's values, before or after gating: x [tokens, this rank's values] float32 and its gate ->
+    float32. A group that is split over ranks is normed as a whole."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, inner: Shard):
         super().__init__()
         assert cfg.recurrent is not None
         self.tp, self.inner, self.eps, self.gate_last = tp, inner, cfg.rms_norm_eps, cfg.recurrent.norm_before_gate
         self.groups, self.size = cfg.recurrent.key_heads, inner.shape[0] // cfg.recurrent.key_heads
-        self.parts = max(1, self.groups // tp.size, tp.parts)  # of this rank's values
+        self.parts = max(1, self.groups // tp.size, tp.parts)  # parts of this rank's values, each summed separately
         if self.parts * tp.size % self.groups:
             raise ConfigError("determinism", "strict", f"left out: its parts do not divide {self.groups} groups")
         self.weight = nn.Parameter(torch.empty(inner.size), requires_grad=False)
@@ -101,7 +101,7 @@ class Mamba2Norm(Sharded):
         return x * opened if self.gate_last else x
 
     def factors(self, x: Tensor) -> Tensor:
-        """[tokens, this rank's groups], of the values of each, whose squares are summed up part by part."""
+        """Return the factor on each group's values: [tokens, this rank's groups]. Squares are summed part by part."""
         squares = x.square().unflatten(-1, (self.parts, -1)).sum(-1)
         if self.groups < self.tp.size:
             squares = self.tp.all_gather(squares).unflatten(-1, (self.groups, -1)).sum(-1)

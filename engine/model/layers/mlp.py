@@ -36,7 +36,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_up_proj(x)))
 
     def partials(self, x: Tensor) -> Sequence[Tensor]:
-        """Return this rank's parts of the result, which is the sum of all ranks' parts, without the bias."""
+        """Return this rank's summands of the result, without the bias. The result is the sum of all ranks' summands."""
         return self.down_proj.partials(self.activation(self.gate_up_proj(x)))
 
 

@@ -1,5 +1,5 @@
-"""Mixture of experts. Every rank holds a slice of every expert, so that ranks have equal work for any choice of the
-router, and one all-reduce ends the layer as it does an ordinary MLP."""
+"""Mixture of experts. Every rank holds a slice of every expert, so all ranks have equal work whatever the router
+chooses, and the layer ends with one all-reduce, as an ordinary MLP does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicat
 
 
 class Router(Sharded):
-    """x [tokens, hidden] -> each token's experts [tokens, k] int64, and their weights [tokens, k] in x's dtype."""
+    """The router of Mixtral and Qwen: x [tokens, hidden] -> the experts of each token [tokens, k] int64, and their
+    weights [tokens, k] in x's dtype."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig):
         super().__init__()
@@ -47,8 +48,8 @@ class Router(Sharded):
 class BiasedRouter(Sharded):
     """The router of DeepSeek V3, arXiv:2412.19437, sections 2.1.2 and 2.1.3 (`noaux_tc`), in float32.
 
-    Each expert's score is a sigmoid. Experts are chosen by score and a correction that keeps their load even, from the
-    groups of experts whose two best are best together; their weights are the scores without the correction.
+    An expert's score is a sigmoid. Experts are chosen by score plus a correction, which balances their load. They must
+    be in the groups whose two best experts have the largest sum. Weights are scores without the correction.
     """
 
     def __init__(self, hidden_size: int, moe: MoEConfig):
@@ -71,8 +72,8 @@ class BiasedRouter(Sharded):
 
 
 class GroupLimitedRouter(Sharded):
-    """The router of DeepSeek V2, arXiv:2405.04434, section 2.2.2, in float32: a softmax over all experts, of which
-    those in the groups with the best expert count."""
+    """The router of DeepSeek V2, arXiv:2405.04434, section 2.2.2, in float32: a softmax over all experts. Experts are
+    chosen from the groups with the highest-scored experts."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig):
         super().__init__()
@@ -96,7 +97,7 @@ ROUTERS = {"softmax": Router, "sigmoid": BiasedRouter, "group_limited": GroupLim
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of each expert's `gate_up` and `down`, with their biases [experts, outputs]."""
+    """The `gate_up` and `down` weights of each expert, and their biases [experts, outputs]."""
 
     gate_up: list[ops.Weight]
     down: list[ops.Weight]
@@ -108,18 +109,18 @@ class Experts(Sharded):
 
     gate_up: [experts, 2 * slice, hidden], down: [experts, hidden, slice]
 
-    format: how quantized weights are stored. `pack` turns each expert's into what multiplies them on a CPU, `kernels`,
-    or keeps those of all experts in one tensor, as a GPU multiplies them; what neither can it dequantizes.
+    format: how quantized weights are stored. On a CPU, `pack` converts each expert's weights to a kernel, in `kernels`;
+    on a GPU it packs those of all experts into one tensor, in `kept`. It dequantizes weights without a kernel.
     """
 
     gated: ClassVar[bool] = True
     """Whether there is a `gate`; if not, `gate_up` is [experts, slice, hidden]."""
     stacked = False
-    """True if the checkpoint holds the weights of all experts in one tensor."""
+    """Whether the checkpoint holds the weights of all experts in one tensor."""
     kernels: Sequence[ExpertWeights] = ()
-    """On a CPU, the weights of this rank's slices, or of each part of them that is summed in a fixed order."""
+    """On a CPU, the packed weights of this rank's slices, or of each of their parts that is summed in a fixed order."""
     kept: tuple[Callable[..., Tensor], ops.Packed, ops.Packed] | None = None
-    """On a GPU, what multiplies quantized weights, and those of `gate_up` and `down`; None if there are none."""
+    """On a GPU, the op for quantized experts, and their packed `gate_up` and `down`; None if they are not quantized."""
 
     def __init__(
         self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup, format: WeightFormat | None = None
@@ -154,7 +155,7 @@ class Experts(Sharded):
         return self.tp.sum(self.partials(x, experts, weights))
 
     def partials(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
-        """Return this rank's parts of the result, which is the sum of all ranks' parts."""
+        """Return this rank's summands of the result, which is the sum of all ranks' summands."""
         if self.kernels:
             return [
                 ops.mix_experts_plain(x, part.gate_up, part.down, self.activation, experts, weights, part.biases)
@@ -199,17 +200,17 @@ class Experts(Sharded):
         self.stored = []
 
     def pack_each(self) -> None:
-        """Rearrange the weights of each expert like those of any linear layer, on a CPU."""
+        """Pack the weights of each expert like those of a linear layer, if they are on a CPU."""
         if self.device.type == "cpu":
             assert self.gate_up is not None and self.down is not None
             gate_up: list[ops.Weight] = [linear.pack(weight) for weight in self.gate_up.data]
-            self.gate_up = None  # before the others are there twice
+            self.gate_up = None  # freed before `down` is copied
             down: list[ops.Weight] = [linear.pack(weight) for weight in self.down.data]
             self.down = None
             self.kernels = [ExpertWeights(gate_up, down, self.biases)]
 
     def pieces(self) -> list[ExpertWeights]:
-        """Cut this rank's slices into the parts that are summed in a fixed order."""
+        """Cut this rank's slices into the parts whose products are summed in a fixed order (fixed_order.py)."""
         assert self.down is not None, "quantized weights cannot be cut"
         down = self.down.chunk(self.tp.parts, dim=2)
         return [
@@ -228,7 +229,8 @@ class Experts(Sharded):
         return [None] * self.tp.parts
 
     def quantized(self) -> list[Iterator[QuantizedWeight]]:
-        """Each expert's `gate_up` and each one's `down`, decoded one at a time; nothing if they are not quantized."""
+        """Return iterators over the experts' `gate_up` and over their `down` weights, decoded one at a time; empty if
+        not quantized."""
         if self.stored:
             return [(weight.decode() for weight in weights) for weights in zip(*self.stored, strict=True)]
         if self.online is None or self.gate_up is None or self.down is None:
@@ -240,8 +242,8 @@ class Experts(Sharded):
 
 
 class MixtureOfExperts(nn.Module):
-    """[tokens, hidden] -> [tokens, hidden]. Sparse layers as in Qwen 3, arXiv:2505.09388, and with an expert that every
-    token shares: DeepSeekMoE, arXiv:2401.06066; behind a gate as in Qwen 2 MoE."""
+    """A sparse layer: [tokens, hidden] -> [tokens, hidden]. As in Qwen 3, arXiv:2505.09388, optionally with an expert
+    that every token shares (DeepSeekMoE, arXiv:2401.06066), optionally behind a gate (Qwen 2 MoE)."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = ""):
         super().__init__()

@@ -13,7 +13,7 @@ from engine.model.shard import Sharded, Shards, replicated
 
 
 class RMSNorm(Sharded):
-    """RMSNorm over the last dimension, in float32, scaled by `shift` + weight. Every rank holds the whole weight."""
+    """RMSNorm over the last dimension, in float32, scaled by (`shift` + weight). Every rank holds the whole weight."""
 
     shift: ClassVar[float] = 0.0
 
@@ -27,13 +27,13 @@ class RMSNorm(Sharded):
         return self.rms_norm(x, self.weight, self.eps, self.shift)
 
     def add(self, residual: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (residual + x, its norm), which a GPU computes in one kernel; None stands for a residual of zeros."""
+        """Return (residual + x, its norm), computed by one kernel on a GPU. residual: None for zeros."""
         if residual is None:
             return x, self(x)
         return self.add_rms_norm(residual, x, self.weight, self.eps, self.shift)
 
     def of_heads(self, k_norm: RMSNorm) -> norm_plain.HeadNorms:
-        """This norm for heads of q, and the other for those of k."""
+        """Return the norms of q's and k's heads, of which this is q's."""
         return norm_plain.HeadNorms(self.weight, k_norm.weight, self.eps, self.shift)
 
     def shards(self) -> Shards:
@@ -53,8 +53,8 @@ class UnweightedRMSNorm(nn.Module):
 
 
 class GatedRMSNorm(Sharded):
-    """RMSNorm of parts of x as large as the weight, in float32, times SiLU of the gate: [tokens, heads, size] twice ->
-    the same. Every rank holds the whole weight."""
+    """RMSNorm of each head, in float32, times SiLU of the gate: x and gate [tokens, heads, size] -> the same. Every
+    rank holds the whole weight."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -72,7 +72,7 @@ class GatedRMSNorm(Sharded):
 
 
 class LayerNorm(Sharded):
-    """LayerNorm over the last dimension. Every rank holds all of it."""
+    """LayerNorm over the last dimension. Every rank holds the whole weight."""
 
     def __init__(self, size: int, eps: float, bias: bool = True):
         super().__init__()

@@ -16,13 +16,13 @@ from engine.model.config_parts.rope import RopeConfig
 
 @lru_cache(maxsize=8)  # layers share a table, as do models of one kind
 def rope_table(rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[positions, rotary_dim]: cosines of all frequencies, then sines, computed in float32 and rounded at the end."""
+    """Return [positions, rotary_dim]: cosines of all frequencies, then sines, computed in float32, then rounded."""
     angles = torch.outer(torch.arange(positions, device=device).float(), inverse_frequencies(rope, head_dim).to(device))
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor).to(dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[rotary_dim / 2] float32, radians per token, on the CPU. rotary_dim is the part of head_dim that is rotated."""
+    """Return [rotary_dim / 2] float32 on the CPU, radians per token. rotary_dim: rotated part of head_dim."""
     if rope.type == "proportional":  # Gemma 4: whole heads by frequencies the last of which are 0
         kept = int(head_dim * rope.partial_rotary_factor) // 2
         frequencies = inverse_frequencies(RopeConfig(theta=rope.theta), head_dim)
@@ -44,7 +44,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Stretch long waves, keep short ones and interpolate between them: Llama 3.1, arXiv:2407.21783."""
+    """Divide low frequencies by `factor`, keep high ones, interpolate between: Llama 3.1, arXiv:2407.21783."""
     context = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     smooth = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -11,12 +11,12 @@ from engine.model.layers.causal_conv import CausalConv
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.shard import Shard
 
-# Outputs of the checkpoint's `in_proj`, in its order.
+# Outputs of `in_proj`, in the checkpoint's order.
 SHORT_CONV = {f"in_proj.{name}": "in_proj" for name in ("B", "C", "x")}
 
 
 class ShortConv(nn.Module):
-    """C * conv(B * x), where B, C and x are made of each token: [tokens, hidden] -> [tokens, hidden]."""
+    """C * conv(B * x), where B, C and x are projections of each token: [tokens, hidden] -> [tokens, hidden]."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
