@@ -1,7 +1,7 @@
-"""Threads that compile grammars. Clients take turns, and long texts do not hold up short ones.
+"""Threads that compile grammars. Clients take turns, and long texts do not delay short ones.
 
-A text takes about as long as it has characters, so short ones have threads that long ones never get. Within both, the
-client whose grammars have taken least is next (engine/fairness/fair_queue.py).
+A text takes time in proportion to its length, so short texts have threads that long ones never get. In both lanes, the
+client whose grammars have taken the least time comes next (engine/fairness/fair_queue.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.fairness.fair_queue import FairQueue, QueuedRequest
 
 LONG_CHARS = 8_192
 MAX_WAITING, MAX_WAITING_CHARS = 256, 16 * 2**20  # grammars, and characters of all their texts
-CHARS_PER_S = 300_000  # of a schema with one long text, measured on two cores of a virtual AMD EPYC
+CHARS_PER_S = 300_000  # measured with one long schema on two cores of a virtual AMD EPYC
 
 T = TypeVar("T")
 
@@ -31,15 +31,15 @@ class _Job(Generic[T]):
 
 class CompileQueue(Generic[T]):
     def __init__(self, num_threads: int):
-        """num_threads: for short texts. Half as many more are for long ones."""
+        """num_threads: number of threads for short texts. Half as many more serve long ones."""
         num_long = max(1, num_threads // 2)
         self._short, self._long = (FairQueue(n, MAX_WAITING, MAX_WAITING_CHARS) for n in (num_threads, num_long))
         self._threads = ThreadPoolExecutor(num_threads + num_long, thread_name_prefix="grammar")
-        self._jobs: dict[QueuedRequest, _Job[T]] = {}  # that wait
+        self._jobs: dict[QueuedRequest, _Job[T]] = {}  # waiting jobs
         self._lock = threading.Lock()
 
     def submit(self, client: str, num_chars: int, work: Callable[[], T]) -> Future[T]:
-        """Return what becomes the result of `work`; Overloaded if too much waits already."""
+        """Return a future with the result of `work`. It raises Overloaded if the queue is full."""
         lane = self._long if num_chars > LONG_CHARS else self._short
         queued, job = QueuedRequest(client, 1, num_chars), _Job(work, Future[T]())
         with self._lock:

@@ -1,13 +1,13 @@
-"""Chooses the next request when clients want more than can run: in an ingress, what engines are to run; in an engine,
-the grammars that are to be compiled, whose cost is counted in characters. Pure: no clock, no tasks.
+"""Chooses the next request when clients want more than can run: requests for engines in an ingress, or grammars to
+compile in an engine, whose cost is counted in characters. Pure: no clock, no tasks.
 
-Fairness is the Virtual Token Counter of arXiv:2401.00588: every client has a counter of the tokens it was served,
-and the client with the smallest one is next. A client that had nothing waiting starts again no lower than those that
-had: being away earns nothing. No capacity is reserved for any client.
+Fairness is the Virtual Token Counter of arXiv:2401.00588: every client has a counter of the tokens served to it, and
+the client with the smallest counter is next. A client that returns starts no lower than those that kept waiting, so
+being away earns nothing. No capacity is reserved for any client.
 
-When the queue is full, a newcomer takes the place of requests of the client that fills most of it, newest first. So a
-flood is refused at its own expense, and a client with little in the queue is always let in. Without other
-clients, it is simply the newcomer that is refused.
+When the queue is full, a newcomer replaces the newest requests of the client that fills most of it. So a flood is
+refused at its own expense, and a client with little in the queue is always let in. If there are no other clients, the
+newcomer itself is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class QueuedRequest:
 
     client: str
     sequences: int
-    prompt_tokens: int  #: of all its prompts
+    prompt_tokens: int  #: total of all its prompts
     state: Literal["new", "waiting", "running", "gone"] = "new"
 
 
@@ -42,25 +42,26 @@ class _Client:
 
 
 class FairQueue:
-    """Requests of all clients, of which as many run as fit into the window.
+    """Waiting and running requests of all clients. As many run as fit the window.
 
-    A request starts as a whole, as soon as the window is not full, so the last one may exceed it.
+    A request starts as a whole as soon as the window is not full, so the last one may exceed it.
     """
 
     def __init__(self, window: int, max_waiting: int, max_waiting_tokens: int):
-        """max_waiting: sequences that may wait. max_waiting_tokens: of their prompts. One request alone may be more."""
+        """max_waiting, max_waiting_tokens: sequences that may wait, and their prompt tokens. A single request may
+        exceed both."""
         self.window = window  #: sequences that may run at once; may be changed at any time
         self.num_waiting = self.num_running = self.waiting_tokens = 0  # sequences, sequences, tokens
         self._max_waiting, self._max_tokens = max_waiting, max_waiting_tokens
         self._clients: dict[str, _Client] = {}
-        self._floor = 0.0  # counter of the client that was served last, before that
+        self._floor = 0.0  # counter of the client served last, before it was charged
 
     def is_full_for(self, client: str) -> bool:
         """Return whether even a request of one sequence and no tokens would be refused."""
         return self.num_running >= self.window and self._find_victims(QueuedRequest(client, 1, 0)) is None
 
     def offer(self, queued: QueuedRequest) -> list[QueuedRequest] | None:
-        """Queue a request. Returns the requests that had to leave for it, or None if it is refused itself."""
+        """Queue a request. Returns the requests dropped to make room for it, or None if it is refused itself."""
         dropped = self._find_victims(queued)
         if dropped is None:
             return None
@@ -76,10 +77,10 @@ class FairQueue:
         return dropped
 
     def start(self) -> list[QueuedRequest]:
-        """Take the requests that may run now from the queue."""
+        """Remove from the queue, and return, the requests that may run now."""
         started = []
         while self.num_running < self.window and self.num_waiting:
-            # dicts keep their order: of equal clients, the one that has been here longest
+            # dicts keep insertion order: among equals, this picks the client that has been here longest
             client = min((c for c in self._clients.values() if c.waiting), key=lambda c: c.served)
             queued = client.waiting.popleft()
             self._no_longer_waits(queued)
@@ -96,7 +97,7 @@ class FairQueue:
         self._clients[queued.client].served += OUTPUT_WEIGHT * output_tokens
 
     def leave(self, queued: QueuedRequest) -> None:
-        """Remove a request, waiting or running. Does nothing if it has left before."""
+        """Remove a request, waiting or running. Does nothing if it has already left."""
         client = self._clients.get(queued.client)
         if client is None or queued.state not in ("waiting", "running"):
             return
@@ -115,7 +116,7 @@ class FairQueue:
         self.waiting_tokens -= queued.prompt_tokens
 
     def _find_victims(self, queued: QueuedRequest) -> list[QueuedRequest] | None:
-        """Return what would have to leave; None if it is the newcomer whose client fills most of the queue."""
+        """Return the requests to drop for a new one; None if its own client fills most of the queue."""
         sequences, tokens = self.num_waiting + queued.sequences, self.waiting_tokens + queued.prompt_tokens
         if not self._over(sequences, tokens) or not self.num_waiting:
             return []
@@ -141,5 +142,5 @@ class FairQueue:
         return sequences > self._max_waiting or tokens > self._max_tokens
 
     def _fraction(self, sequences: int, tokens: int) -> float:
-        """Return which fraction of the queue this fills, by the scarcer of sequences and tokens."""
+        """Return the fraction of the queue that this fills, by the scarcer of sequences and tokens."""
         return max(sequences / self._max_waiting, tokens / self._max_tokens)

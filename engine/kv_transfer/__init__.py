@@ -1,1 +1,1 @@
-"""Handoffs: KV blocks computed by one engine (prefill) and used by another (decode)."""
+"""Handoffs: one engine (prefill) computes KV blocks that another (decode) uses."""

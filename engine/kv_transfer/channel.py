@@ -1,4 +1,4 @@
-"""The thread and the sockets of the handoff protocol, off the step loop. See protocol/protocol.py."""
+"""Thread and sockets of the handoff protocol, separate from the step loop. See protocol/protocol.py."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from engine.wire.timeline import TimelineEvent
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 1.0  # for running reads to stop
-LINGER_MS = 200  # for the last messages to leave
+CLOSE_S = 1.0  # that `close` waits for running reads to stop
+LINGER_MS = 200  # that `close` waits for the last messages to leave
 MAX_POLL_S = 1.0
-MAX_QUEUED_MESSAGES = 1000  # to a peer that does not take them; newer ones are lost, which the protocol tolerates
-# in ms: connections over a link that was cut are replaced
+MAX_QUEUED_MESSAGES = 1000  # per peer that does not take them; the protocol tolerates the loss of further ones
+# in ms: connections over a broken link are detected, and replaced
 PING: dict[int, int] = {zmq.HEARTBEAT_IVL: 1000, zmq.HEARTBEAT_TIMEOUT: 5000}
 
 
 class HandoffChannel:
-    """Rank 0's end of all handoffs of one engine.
+    """Handoffs of one engine, at its rank 0.
 
-    Every method may be called from any thread, and only `close` blocks.
+    All methods may be called from any thread; only `close` blocks.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class HandoffChannel:
         key: ClusterKey | None = None,
     ):
         """workers: KV workers of all ranks, in rank order.
-        wake: called from the channel's thread when `events` has something new; must not block.
-        key: that the KV workers and all other engines have."""
+        wake: function called from the channel's thread when `events` has something new; must not block.
+        key: cluster key, shared with the KV workers and all other engines."""
         self._wake = wake
         self._context = zmq.Context()
         self._inbox: PullSocket[Envelope] = PullSocket(self._context, host, Envelope, name="handoffs", key=key)
-        self._answers: PullSocket[KVWorkerAnswer] = PullSocket(  # from the own KV workers
+        self._answers: PullSocket[KVWorkerAnswer] = PullSocket(  # from this engine's KV workers
             self._context, host, KVWorkerAnswer, name="kv_worker_answers", key=key
         )
         self._refused: dict[int, Counts] = {}  # by rank above 0
@@ -81,15 +81,15 @@ class HandoffChannel:
         self._thread.start()
 
     def submit(self, *actions: HandoffAction) -> None:
-        """Have the protocol apply the actions in order. A peer gets those of one call in one message."""
+        """Queue actions for the protocol to apply in order. What one call sends to a peer goes in one message."""
         self._actions.extend(actions)
         self._waker.wake()
 
     def events(self) -> list[HandoffEvent]:
-        """Return what happened since the last call.
+        """Return the events since the last call.
 
-        Raises EngineUnavailable when this engine must end: a rank did not stop writing into blocks, so they can never
-        be used again, or the channel's thread has died.
+        Raises EngineUnavailable if this engine must end: either a rank did not stop writing into blocks, which can then
+        never be used again, or the channel's thread has died.
         """
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
@@ -109,12 +109,12 @@ class HandoffChannel:
             return self._protocol.stats()
 
     def refused_by_ranks(self) -> Counts:
-        """Return what ranks above 0 have refused; they report to no other process."""
+        """Return the counts of messages refused by ranks above 0, which report them only to this channel."""
         with self._lock:
             return add_up(*self._refused.values())
 
     def close(self) -> None:
-        """Tell the peers, stop all reads, and end the thread, within about two seconds. No more events come."""
+        """Notify the peers, stop all reads, and end the thread, within about two seconds. No further events come."""
         self.submit(Leave())
         self._thread.join(CLOSE_S + 2 * LINGER_MS / 1000 + MAX_POLL_S)
 
@@ -123,7 +123,7 @@ class HandoffChannel:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # of any kind: the step loop must not wait for handoffs for ever
+        except BaseException as error:  # whatever it is: the step loop must not wait for handoffs forever
             logger.exception("the handoff channel has failed")
             self._broken = f"the handoff channel has failed: {error!r}"
             self._wake()
@@ -141,12 +141,12 @@ class HandoffChannel:
             wait_s = MAX_POLL_S if due is None else min(MAX_POLL_S, max(0.0, due - time.monotonic()))
             if self._close_at is not None:
                 wait_s = min(wait_s, max(0.0, self._close_at - time.monotonic()))
-            ready = dict(poller.poll(int(1000 * wait_s) + 1))  # + 1: never just before the time
+            ready = dict(poller.poll(int(1000 * wait_s) + 1))  # + 1: wake after the due time, never just before it
             now = time.monotonic()
             if self._waker.fileno() in ready:
                 self._waker.clear()
             with self._lock:
-                # messages before timers: what came while this process was stopped counts
+                # messages before timers: those that arrived while this process was stopped still count
                 self._receive(now)
                 self._protocol.tick(now)
                 self._flush(now)
@@ -159,7 +159,7 @@ class HandoffChannel:
             else:
                 self._protocol.read_ended(message, now)
         for envelope in self._inbox.messages():
-            # a handoff is opened before its prefill request goes out, so before any answer came
+            # a handoff is opened before its prefill request is sent, and so before any answer arrives
             self._apply_actions(now)
             self._protocol.receive(envelope, now)
 
@@ -180,7 +180,7 @@ class HandoffChannel:
         for to, message in out.messages:
             self._send(to.address, self._encode(Envelope(self.peer, to.epoch, message)))
         for request_id, line in out.lines:
-            self._events.append(Noted(request_id, TimelineEvent.now(line)))  # not worth waking the step loop for
+            self._events.append(Noted(request_id, TimelineEvent.now(line)))  # not worth waking the step loop
         for event in out.events:
             _log(event)
         broken = self._protocol.broken
@@ -197,7 +197,7 @@ class HandoffChannel:
 
     def _send(self, address: str, data: bytes) -> None:
         try:
-            self._peers.send(address, data)  # if it is lost, as on the link, the protocol repeats it or gives up
+            self._peers.send(address, data)  # if it is lost, the protocol repeats it or gives up
         except zmq.ZMQError as error:
             self._inbox.refuse("unexpected", f"nothing can be sent to {address!r}: {error}")
 

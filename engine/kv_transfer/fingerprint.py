@@ -1,4 +1,4 @@
-"""The fingerprint of an engine: engines with equal fingerprints can use each other's KV."""
+"""Fingerprint of an engine: engines with equal fingerprints can use each other's KV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.model.kv_groups import KVCacheGroup
 from engine.model.loader import tensors_by_file
 from engine.wire.model_identity import sample_weights, short
 
-LAYOUT_VERSION = 2  # of a group of layers; of a block: [layers, 2, kv_heads, block_size, head_dim], rotated keys
+LAYOUT_VERSION = 2  # of a group's blocks: [layers, 2, kv_heads, block_size, head_dim], rotated keys
 
 
 def fingerprint(
@@ -27,13 +27,14 @@ def fingerprint(
     determinism: str | None = None,
     tensor_parallel: int = 1,
 ) -> str:
-    """Return a text that is equal for engines which compute the same KV in the same layout, and explains a mismatch.
+    """Return a text that is equal for engines with the same KV in the same layout, and readable enough to explain a
+    mismatch.
 
-    dtype: of activations. The configuration says how weights are quantized; scales of an FP8 cache are weights. The
-    number of ranks is left out, unless there are recurrent states, which go from a rank to the same rank. Weights count
-    by names, sizes and headers of their files and a sample of their pages, which tells models and versions apart in
-    milliseconds, but is no proof against deliberate changes of a few bytes.
-    Raises ModelFolderError.
+    dtype: type of activations. `config` already says how weights are quantized; the scales of an FP8 cache are weights.
+    tensor_parallel: number of ranks. It counts only with recurrent states, which go from a rank to the same rank.
+
+    Weights count by the names, sizes and headers of their files and a sample of their pages. That distinguishes models
+    and versions in milliseconds, but does not detect deliberate changes of a few bytes. Raises ModelFolderError.
     """
     fields = {
         "kv": LAYOUT_VERSION,
@@ -53,7 +54,7 @@ def fingerprint(
 
 
 def _describe(group: KVCacheGroup) -> str:
-    """Layers x parts x KV heads x head_dim, and the window if there is one."""
+    """Return layers x parts x KV heads x head_dim of a group, and its window if it has one."""
     spec = group.spec
     shape = f"{len(group.layers)}x{spec.parts}x{spec.num_kv_heads}x{spec.head_dim}"
     return shape if spec.window is None else f"{shape}w{spec.window}"

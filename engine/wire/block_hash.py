@@ -12,23 +12,26 @@ BLOCK_HASH_BYTES = 16
 
 
 def root_hash(keys: tuple[str, ...]) -> bytes:
-    """Return the parent hash of a sequence's first block. Sequences share blocks only if all of these keys are equal:
-    what decides, besides the tokens, what their KV is or who may see it (the cache salt, and an adapter's name)."""
+    """Return the parent hash of a sequence's first block. Sequences share blocks only if all of these keys are equal.
+
+    keys: everything besides the tokens on which the KV, or access to it, depends: the cache salt, and an adapter's
+    name.
+    """
     joined = b"".join(len(key.encode()).to_bytes(4, "little") + key.encode() for key in keys)
     return hashlib.blake2b(joined, digest_size=16, person=b"manta-kv-root").digest()
 
 
 def block_hash(parent: bytes, tokens: list[int]) -> bytes:
-    """Hash everything that the KV of a block depends on: all tokens up to its end.
+    """Return the hash of everything that a block's KV depends on: all tokens up to its end.
 
-    128 bits of blake2b: a collision would show one user's text to another, so no cheaper hash will do.
+    Uses 128 bits of blake2b: a collision would show one user's text to another, so a cheaper hash will not do.
     """
     return hashlib.blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
 
 
 def with_images(parent: bytes, images: Sequence[MultiModalFeatureSpec], start: int, end: int) -> bytes:
-    """Return the parent hash of the block with tokens [start, end): `parent`, and what tells its images from others
-    with the same placeholders."""
+    """Return the parent hash of the block with tokens [start, end): `parent` extended by the hashes and positions of
+    its images, whose placeholder tokens are all alike."""
     places = [
         image.mm_hash + (image.mm_position.offset - start).to_bytes(8, "little", signed=True)
         for image in images
@@ -42,7 +45,7 @@ def with_images(parent: bytes, images: Sequence[MultiModalFeatureSpec], start: i
 def block_hashes(
     tokens: list[int], block_size: int, cache_salt: str = "", images: Sequence[MultiModalFeatureSpec] = ()
 ) -> bytes:
-    """Return the hashes of all full blocks of these tokens, joined; the same as those of `Request.hashes`."""
+    """Return the concatenated hashes of all full blocks of these tokens, equal to those of `Request.hashes`."""
     content, last = array("i", tokens).tobytes(), root_hash((cache_salt,))
     size = block_size * array("i").itemsize
     hashes = []

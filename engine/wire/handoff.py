@@ -1,8 +1,8 @@
-"""Actions of the step loop on handoffs, and events that come back from the handoff channel.
+"""Handoff actions of the step loop, and events that the handoff channel returns.
 
-`HandoffChannel.submit` takes an action, `HandoffProtocol.apply` carries it out. One for a handoff that is over is
-ignored: its event is on the way. Exactly one Received or Failed follows every OpenHandoff, and exactly one Closed every
-AcceptPrefill. Until then the blocks of the handoff must not be used for anything else.
+`HandoffChannel.submit` takes an action, and `HandoffProtocol.apply` carries it out. An action on a handoff that has
+ended is ignored: its final event is on the way. Exactly one Received or Failed follows every OpenHandoff, and exactly
+one Closed every AcceptPrefill. Until then the handoff's blocks must not be used for anything else.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from engine.wire.timeline import TimelineEvent
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """The token that prefill sampled after the prompt, and what decode has to know of the prompt."""
+    """The token that prefill sampled after the prompt, with what decode needs to know about the prompt."""
 
     token: int
     logprob: TokenLogprob | None
-    prompt_hash: bytes  #: hash of the prompt's last block, full or not, which stands for all tokens up to it
+    prompt_hash: bytes  #: hash of the prompt's last block, full or not; it covers all tokens of the prompt
     cached: int  #: prompt tokens that prefill had in its cache
-    timeline: list[TimelineEvent] = []  #: what happened to the prompt there
+    timeline: list[TimelineEvent] = []  #: events of the prompt in the prefill engine
 
 
 # -- actions of decode -----------------------------------------------------------------------------------
@@ -31,25 +31,25 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class OpenHandoff:
-    """Expect the KV of a prompt, before the request for it is sent.
+    """Prepares for the KV of a prompt, before the request for it is sent.
 
     Nothing else may touch the blocks until Received or Failed.
     """
 
     remote_request: RemoteRequest
     blocks: list[int]
-    """Local blocks for the KV of the request's tokens from `skip` on, in the first KV cache group; fewer where it has a
-    window, for what the tokens after the prompt see of it."""
+    """Local blocks of the first KV cache group, for the request's tokens from `skip` on. A group with a window has
+    fewer: only those that tokens after the prompt attend to."""
     others: list[list[int]] = field(default_factory=list)
-    """Those of each further group."""
+    """Local blocks of each further group, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelHandoff:
-    """Give up a prompt that is not wanted any more.
+    """Gives up a prompt that is not needed any more.
 
-    Failed follows once nothing is being read (reason `cancelled`, if it had not failed already), or Received, if that
-    was on the way.
+    Once nothing is being read, Failed follows (reason `cancelled`, unless it had failed already), or Received if that
+    was on its way.
     """
 
     handoff_id: str
@@ -60,10 +60,10 @@ class CancelHandoff:
 
 @dataclass(frozen=True, slots=True)
 class AcceptPrefill:
-    """Take a prefill request, once.
+    """Accepts a prefill request, once.
 
-    Closed follows, at the latest one lease after decode's last sign of life. If the prompt is still being computed
-    then, its KV is not wanted any more.
+    Closed follows, at the latest one lease after decode's last sign of life. If the prompt is still being computed at
+    that time, its KV is not needed any more.
     """
 
     remote_request: RemoteRequest
@@ -71,10 +71,10 @@ class AcceptPrefill:
 
 @dataclass(frozen=True, slots=True)
 class ReportProgress:
-    """The KV of all tokens from `skip` up to `upto` is complete, and stays until Closed.
+    """Reports that the KV of all tokens from `skip` up to `upto` is complete, and stays until Closed.
 
-    Cumulative: later reports repeat the blocks of earlier ones. Those before the last one are of the first KV cache
-    group; in the last one those of the other groups follow, as in OpenHandoff.
+    Reports are cumulative: each repeats the blocks of earlier ones. All name blocks of the first KV cache group; the
+    last also names those of the other groups, as in OpenHandoff.
     """
 
     handoff_id: str
@@ -84,7 +84,7 @@ class ReportProgress:
 
 @dataclass(frozen=True, slots=True)
 class FinishPrefill:
-    """The whole prompt is computed, and ReportProgress has named all of its blocks."""
+    """Reports that the whole prompt is computed, after ReportProgress has named all of its blocks."""
 
     handoff_id: str
     first: FirstToken
@@ -92,7 +92,7 @@ class FinishPrefill:
 
 @dataclass(frozen=True, slots=True)
 class RefusePrefill:
-    """The prompt will not be computed. If it was accepted, Closed still follows, as decode may be reading."""
+    """Refuses to compute a prompt. If it was accepted before, Closed still follows, because decode may be reading."""
 
     remote_request: RemoteRequest
     reason: str
@@ -103,7 +103,7 @@ class RefusePrefill:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """End all handoffs, since this engine is about to end."""
+    """Ends all handoffs of an engine that is about to stop."""
 
 
 HandoffAction = (
@@ -123,7 +123,7 @@ HandoffAction = (
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Decode: the KV of the whole prompt is in the reserved blocks, and correct."""
+    """Decode: the KV of the whole prompt is in the reserved blocks and verified."""
 
     handoff_id: str
     first: FirstToken
@@ -131,18 +131,18 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Decode: the handoff failed, and nothing writes into the reserved blocks any more."""
+    """Decode: the handoff failed. Nothing writes to the reserved blocks any more."""
 
     handoff_id: str
     reason: str  #: a key of FAILURES (decode_side.py), for metrics
-    verified: int  #: leading tokens, in whole blocks and with those skipped, whose KV is correct
-    retry: bool  #: another prefill engine may succeed
-    detail: str = ""  #: for people
+    verified: int  #: leading tokens whose KV is correct, skipped ones included, in whole blocks
+    retry: bool  #: whether another prefill engine may succeed
+    detail: str = ""  #: human-readable explanation
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Prefill: the blocks are not read any more."""
+    """Prefill: nothing reads the blocks any more."""
 
     handoff_id: str
     reason: str  #: `released`, `cancelled` or `expired`
@@ -150,7 +150,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Decode: an event for the timeline of the request whose prompt is handed over."""
+    """Decode: a timeline event of the request whose prompt is handed over."""
 
     request_id: str
     what: TimelineEvent

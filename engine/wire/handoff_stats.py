@@ -11,20 +11,20 @@ Role = Literal["decode", "prefill"]
 
 
 class HandoffInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A live handoff as one of its two engines sees it."""
+    """A live handoff as seen by one of its two engines."""
 
     handoff_id: str
     request_id: str
     role: Role
     peer: str  #: id of the other engine; empty until it is known
     state: str
-    age_s: float  #: since it was opened or accepted here
-    deadline_s: float  #: until this side gives up, if no message arrives
-    num_bytes: int = 0  #: read so far (decode)
+    age_s: float  #: seconds since this engine opened or accepted it
+    deadline_s: float  #: seconds until this engine gives up if no message arrives
+    num_bytes: int = 0  #: bytes read so far (decode)
 
 
 class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals since the start of one engine, and the handoffs that are live now."""
+    """Totals of one engine since its start, and the number of its live handoffs."""
 
     live: int = 0
     results: dict[str, dict[str, int]] = {}  #: ended handoffs by result (received, failed, closed) and reason
@@ -35,13 +35,13 @@ class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes_read: dict[str, int] = {}  #: by transport
     bytes_overlapped: int = 0  #: bytes that were read before the first token was known
     lease_expiries: int = 0  #: handoffs of a prefill engine whose decode engine fell silent
-    stale_messages: int = 0  #: messages to or about a handoff or an engine that is no more
-    quarantined: list[str] = []  #: engines that get no prefill requests for now, since the link to them failed
+    stale_messages: int = 0  #: messages to or about a handoff or an engine that no longer exists
+    quarantined: list[str] = []  #: engines that get no prefill requests for now because the link to them failed
 
 
 @dataclass(slots=True)
 class Counters:
-    """The totals of HandoffStats while they grow."""
+    """Running totals from which HandoffStats are made."""
 
     results: dict[str, dict[str, int]] = field(default_factory=dict)
     phase_seconds: dict[str, tuple[int, float]] = field(default_factory=dict)

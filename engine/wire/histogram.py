@@ -22,7 +22,7 @@ class Histogram(msgspec.Struct, array_like=True):
     bounds: list[float]
     """Upper bounds of the buckets, ascending and inclusive."""
     counts: list[int]
-    """One per bucket, not cumulative, and one for values above all bounds."""
+    """Number of values per bucket, not cumulative, then the number above all bounds."""
     sum: float = 0.0
 
     @classmethod

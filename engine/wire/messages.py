@@ -27,7 +27,7 @@ from engine.wire.timeline import TimelineEvent
 
 PeerPool = Literal["prefill", "encode"]  # of engines that compute for others
 FinishReason = Literal["stop", "length", "abort", "error"]
-MAX_LIVE_HANDOFFS = 200  # per status
+MAX_LIVE_HANDOFFS = 200  # in one EngineStatus
 SUBSCRIPTION_S = 30.0
 
 
@@ -38,39 +38,39 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Unique among the live requests of an engine; also the source of the seed if none is given."""
     prompt: list[int]
     mm_features: list[MultiModalFeatureSpec] = []
-    """Images of the prompt, by their place in it; they do not overlap."""
+    """Images of the prompt, in order of position; they do not overlap."""
     params: SamplingParams = SamplingParams()
     pooling: PoolingParams | None = None
-    """Asks for a vector or a score instead of tokens; `params` is then without effect."""
+    """Asks for a vector or a score instead of tokens; `params` then has no effect."""
     reply_to: str = ""
     """ZMQ address of the ingress's token channel; empty for in-process use."""
     client: str = ""
-    """Client whose turn its grammar takes to be compiled."""
+    """Client to whom the compilation of the grammar is charged."""
     timeout_s: float | None = None
-    """Time that the engine may take from arrival; None for no limit."""
+    """Seconds from arrival after which the engine ends the request; None for no limit."""
     priority: int = 0
     """Smaller runs first; used by the `priority` policy only."""
     cache_salt: str = ""
-    """Requests share cached prefixes only with requests of the same salt."""
+    """Requests share cached prefixes only with requests that have the same salt."""
     prediction: list[int] = []
-    """What the client takes the output to be; followed by engines that draft tokens, ignored by others."""
+    """Tokens that the client predicts as the output; engines with speculative decoding use them as drafts."""
     prefill: Literal["auto", "local", "remote"] = "auto"
-    """Where the prompt is computed; with `remote` the request fails if it would otherwise be computed locally."""
+    """Where the prompt is computed. With `remote` the request fails if no other engine can compute it."""
     num_prompt: int | None = None
-    """Tokens of `prompt` from this one on are output that another replica already gave: they count as output for
-    penalties, min_tokens and max_tokens. None if all of it is prompt."""
+    """Length of the actual prompt. Tokens of `prompt` after it are output that another replica already gave: they count
+    as output for penalties, min_tokens and max_tokens. None if all tokens are prompt."""
     model: ModelIdentity | None = None
-    """A replica of another model refuses the request; None is accepted by any."""
+    """Model that must serve the request: replicas of other models refuse it. None allows any."""
     session_id: str = ""
-    """Requests of one session should meet in one engine; read by routers, ignored by engines."""
+    """Session key: routers send requests of one session to one engine if they can. Engines ignore it."""
     when_idle: bool = False
-    """Refused by an engine that has other work, and aborted there once other work comes."""
+    """Whether the request runs only on an idle engine: it is refused, or aborted, if the engine has other work."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token, and of the most likely ones at its position.
+    """Log-probability of one token, and of the most likely tokens at its position.
 
-    Taken from the raw logits, before penalties and temperature, as vLLM's `raw_logprobs`.
+    Computed from the raw logits, before penalties and temperature, like vLLM's `raw_logprobs`.
     """
 
     token_id: int
@@ -103,39 +103,39 @@ class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
     first_token_s: float
     finished_s: float
     handoff_s: tuple[float, float] | None = None
-    """Start and end of the last attempt to have the prompt computed by another engine."""
+    """Start and end of the last attempt to let another engine compute the prompt."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Output of one step for one request. The delta with a `finish_reason` is the last.
 
-    A delta without tokens and `finish_reason` only brings the timeline of a request that waits for a token.
+    A delta with neither tokens nor `finish_reason` only carries timeline events of a request that waits for a token.
     """
 
     request_id: str
     position: int = 0
-    """Position of the first token in the sequence's output; also given without a token, but not with an error."""
+    """Position of the first token in the sequence's output. Set even without tokens, but not with an error."""
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """One per prompt token, the first None; given with the first token if asked for."""
+    """One entry per prompt token, of which the first is None; given with the first token if requested."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; given with the first token."""
     prediction_tokens: tuple[int, int] | None = None
-    """Tokens of the request's prediction that were accepted and rejected in this step; None if none was verified."""
+    """Numbers of predicted tokens accepted and rejected in this step; None if none was verified."""
     pooled: bytes = b""
-    """The vector or the score of a request with `pooling`, in float32, little endian; given with the only delta."""
+    """Vector or score of a request with `pooling`: float32, little endian. Such a request has only one delta."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     """Stop token id that ended the sequence, if it is one of `stop_token_ids`."""
     text_complete: bool = False
-    """The grammar ended the sequence (`stop`), so its last token is text and no stop token."""
+    """True if the grammar ended the sequence (`stop`): its last token is then text, not a stop token."""
     error: ErrorInfo | None = None
     times: RequestTimes | None = None
     """Given with the first token, and with the last delta of a request that was scheduled."""
     num_preemptions: int = 0
     timeline: list[TimelineEvent] = []
-    """Events of the request in its engines since the delta before."""
+    """Events of the request in its engines since the previous delta."""
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,20 +143,20 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: str
     commands_to: str
-    """ZMQ address where the engine takes commands."""
+    """ZMQ address on which the engine takes commands."""
     step: int
     deltas: list[TokenDelta]
 
 
 class SpecDecodeStats(msgspec.Struct, kw_only=True):
-    """Totals of speculative decoding; vLLM's metrics of these names."""
+    """Totals of speculative decoding, named like vLLM's metrics."""
 
     num_drafts: int = 0
-    """Steps of a sequence that verified drafted tokens."""
+    """Verified drafts: one per sequence and step that verified draft tokens."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = []
-    """Accepted tokens by their position in a draft, the first one first."""
+    """Accepted tokens by their position in the draft, from the first position on."""
 
     def observe(self, drafted: int, accepted: int) -> None:
         self.num_drafts += 1
@@ -190,18 +190,18 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     finished: dict[str, int]
     """Requests that ended, by finish reason."""
     group_blocks: dict[str, dict[str, int]] = {}
-    """Blocks of each KV cache group that are `used`, `cached` and `free`, by its number, where there are several; the
-    fields above are of the first."""
+    """Numbers of `used`, `cached` and `free` blocks by KV cache group number; empty with a single group. The fields
+    above are those of the first group."""
     blocks_reserved: int = 0
-    """Blocks that only requests hold whose KV comes from another engine, or has come and waits for a slot."""
+    """Blocks held only by requests with KV from another engine, either still coming or waiting for a slot."""
     blocks_leased: int = 0
-    """Blocks that only computed prompts hold which another engine may still read."""
+    """Blocks held only by computed prompts that another engine may still read."""
     receiving: int = 0
-    """Requests whose KV comes from another engine."""
+    """Requests whose KV is coming from another engine."""
     leased: int = 0
     """Computed prompts whose blocks another engine may still read."""
     queued_tokens: int = 0
-    """Prompt tokens that are still to be computed."""
+    """Prompt tokens still to be computed."""
     seconds_per_step: float = 0.0
     """Fixed cost of a step, fitted while the engine runs; 0 while unknown."""
     seconds_per_token: float = 0.0
@@ -209,17 +209,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Fixed cost of a step that only decodes."""
     decode_seconds_per_sequence: float = 0.0
     prompt_seconds_per_token: float = 0.0
-    """Cost of a prompt token, fixed costs included, without the decodes of the same step."""
+    """Cost of a prompt token in seconds: fixed costs included, decodes of the same step excluded."""
     prefill_tokens: int = 0
-    """Prompt tokens that were computed here."""
+    """Prompt tokens that this engine computed."""
     prefills: int = 0
-    """Prompts that were computed here to their end."""
+    """Prompts that this engine computed to their end."""
     prefill_decisions: dict[str, dict[str, int]] = {}
     """Where prompts were sent to be computed, and why: {"local": {"short_prompt": 3}, "remote": ...}."""
     images_encoded: int = 0
     """Images that the vision encoder has computed."""
     encoder_cache_hits: int = 0
-    """Times that a step found the embeddings of an image there already."""
+    """Times that a step found the embeddings of an image in the cache."""
     spec_decode: SpecDecodeStats | None = None
     """None without speculative decoding."""
     histograms: dict[str, Histogram] = {}
@@ -227,54 +227,54 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Tells the control actor which requests ended since the last status, and how the engine is doing."""
+    """Report of an engine to its control actor: requests that ended since the last status, and the engine's state."""
 
     engine_id: str
     ended: list[str]
-    """Ids of requests, and of handoffs that were computed here for another engine."""
+    """Ids of the requests that ended, and of the handoffs that it computed for other engines."""
     stats: EngineStats
     last_step_age_s: float
-    """0 when there is nothing to compute."""
+    """Seconds since the last step ended; 0 when there is nothing to compute."""
     handoffs: HandoffStats | None = None
     """None without `EngineConfig.handoff`."""
     image_handoffs: HandoffStats | None = None
-    """Those with encode engines; None without `EngineConfig.encode`."""
+    """Handoffs with encode engines; None without `EngineConfig.encode`."""
     live_handoffs: list[HandoffInfo] = []
     """The newest handoffs in flight, at most MAX_LIVE_HANDOFFS of them."""
     fingerprint: str = ""
     """Equal in engines that can hand KV over to each other; empty without `handoff`."""
     encode_fingerprint: str = ""
-    """That of encode engines which can hand images over to this one; empty without `encode`."""
+    """Fingerprint of encode engines that can hand images over to this one; empty without `encode`."""
     refused: dict[str, dict[str, int]] = {}
-    """What the sockets of its ranks have refused, by socket and reason (engine/distributed/refusals.py)."""
+    """Numbers of messages that its ranks' sockets refused, by socket and reason (engine/distributed/refusals.py)."""
 
     def with_pool(self, pool: PeerPool) -> tuple[str, HandoffStats | None]:
-        """Return the fingerprint of the engines of a pool that can compute for this one, and the handoffs with them."""
+        """Return the fingerprint of the engines in a pool that can compute for this one, and the handoffs with them."""
         return (self.encode_fingerprint, self.image_handoffs) if pool == "encode" else (self.fingerprint, self.handoffs)
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Work of one engine, for those who choose between engines. All 0 if nothing is known of the engine."""
+    """Load of one engine, by which routers and control actors choose. All 0 if nothing is known of the engine."""
 
     sequences: int = 0
-    """Sequences that run, wait, or wait for their KV; each needs one of `slots` to run."""
+    """Sequences that are running, waiting, or waiting for KV; each needs one of `slots` to run."""
     queued_tokens: int = 0
     """Prompt tokens that are still to be computed."""
     blocks_used: int = 0
     slots: int = 0
     blocks_total: int = 0
     queued_embeds: int = 0
-    """Embeddings of images that are still to be made by the vision encoder."""
+    """Image embeddings that the vision encoder still has to compute."""
 
 
 class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """Load of an engine and its KV events since the update before, sent to every router that subscribes."""
+    """Load and KV events of an engine since its previous update, sent to every router that subscribes."""
 
     engine_id: str
     number: int
-    """One more than that of the update before, so that a lost one is noticed."""
+    """One more than the number of the previous update, so that a lost update is noticed."""
     snapshot: bool
-    """`stored` and `admitted` are complete, not changes."""
+    """True if `stored` and `admitted` are complete lists, not changes."""
     load: EngineLoad
     stored: bytes
     """Hashes of KV blocks that can be matched from now on, BLOCK_HASH_BYTES each."""
@@ -283,20 +283,20 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     admitted: list[str]
     """Requests and remote prefills that arrived; `load` includes them."""
     prefilled: list[tuple[str, int]]
-    """Admitted requests whose prompt is computed, or that ended, with their number of cached prompt tokens, or -1 if
-    they never ran."""
+    """Admitted requests whose prompt is computed or that ended, each with its number of cached prompt tokens, or -1 if
+    it never ran."""
 
 
 class DispatchRemote(msgspec.Struct, frozen=True, tag=True):
-    """Asks the control actor to send a prompt to a prefill engine (Prefill). It answers RemoteRequestFailed if none
-    accepts it, or if the call fails before."""
+    """Asks the control actor to send a prompt to a prefill engine (Prefill). The actor answers RemoteRequestFailed if
+    none accepts the prompt, or if the call fails earlier."""
 
     request: RemoteRequest
     pool: PeerPool = "prefill"
 
 
 class CancelDispatch(msgspec.Struct, frozen=True, tag=True):
-    """Tells the control actor that the call of a DispatchRemote is no longer needed."""
+    """Notifies the control actor that the call of a DispatchRemote is no longer needed."""
 
     handoff_id: str
 
@@ -311,35 +311,36 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """End a request; unknown ids are ignored (it may just have finished)."""
+    """End a request. Unknown ids are ignored, since the request may just have finished."""
 
     request_id: str
     reason: Literal["abort", "stop"] = "abort"
-    """`stop` if its text has reached a stop string, which an engine cannot see."""
+    """`stop` if the text has reached a stop string, which an engine cannot detect."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=True):
-    """Send each EngineUpdate to `address` for the next SUBSCRIPTION_S, a snapshot first unless that has been sent."""
+    """Send every EngineUpdate to `address` for the next SUBSCRIPTION_S. The first is a snapshot unless one was sent
+    before."""
 
     address: str
     resync: bool = False
-    """Send a snapshot in any case, since an update was lost."""
+    """Whether to send a snapshot in any case, because an update was lost."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute a prompt for another engine. `EngineStatus.ended` names the handoff when it is over, however it ends."""
+    """Compute a prompt for another engine. `EngineStatus.ended` names the handoff once it has ended, for any reason."""
 
     request: RemoteRequest
 
 
 class CancelPrefill(msgspec.Struct, frozen=True, tag=True):
-    """End a prompt of another engine: the call that brought it is gone."""
+    """Stop computing another engine's prompt, because the call that brought it has ended."""
 
     handoff_id: str
 
 
 class RemoteRequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """No prefill engine has the prefill request. retry: another attempt may succeed."""
+    """No prefill engine has accepted the prefill request. retry: whether another attempt may succeed."""
 
     handoff_id: str
     reason: str
@@ -347,7 +348,7 @@ class RemoteRequestFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefillReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine that computes prompts, by its newest EngineStats."""
+    """Load and speed of one engine that computes prompts, from its newest EngineStats."""
 
     engine_id: str
     queued_tokens: int = 0
@@ -366,14 +367,14 @@ class PrefillReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillReplicas(msgspec.Struct, frozen=True, tag=True):
-    """The prefill engines, or the encode engines, that are alive, about once a second."""
+    """The prefill engines, or encode engines, that are alive; sent about once a second."""
 
     replicas: list[PrefillReplica]
     pool: PeerPool = "prefill"
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Compute prompts again, and use no cached prefix."""
+    """Empty the prefix cache, so that prompts are computed anew."""
 
 
 Command = Add | Abort | Subscribe | ResetPrefixCache | Prefill | CancelPrefill | RemoteRequestFailed | PrefillReplicas

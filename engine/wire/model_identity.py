@@ -1,4 +1,4 @@
-"""Identity of a model, so that a text that one model began is never continued by another."""
+"""Identity of a model, so that a text begun by one model is never continued by another."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import msgspec
 from engine.errors import ModelFolderError
 
 PAGE = 4096  # bytes
-PAGES = 64  # pages that are read of every file of weights
+PAGES = 64  # pages read from every weights file
 # of tokenizers that have no tokenizer.json: Mistral's, tiktoken's, sentencepiece's, GPT-2's and BERT's
 VOCABULARY_FILES = ("tekken.json", "*.tiktoken", "*.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
-    """Digests that differ between models and between versions of a model."""
+    """Digests that tell apart models, and versions of one model."""
 
     weights: str
     """Digest of config.json and the weights."""
     vocabulary: str
-    """Digest of what each token id stands for; empty for a model without a tokenizer. Engines of one vocabulary
-    understand each other's prompts, with any weights."""
+    """Digest of the meaning of each token id; empty for a model without a tokenizer. Engines with the same vocabulary
+    understand each other's prompts, whatever their weights."""
 
     @classmethod
     def of(cls, folder: Path) -> ModelIdentity:
-        """Identify the model in `folder`; reads little and imports no torch. Raises ModelFolderError."""
+        """Return the identity of the model in `folder`. Reads only samples, without torch. Raises ModelFolderError."""
         try:
             weights = hashlib.sha256((folder / "config.json").read_bytes())
             sample_weights(weights, sorted((*folder.glob("*.safetensors"), *folder.glob("*.gguf"))))
@@ -38,8 +38,9 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 def sample_weights(digest: hashlib._Hash, files: Iterable[Path]) -> None:
-    """Add names, sizes, headers of safetensors files and a sample of all files' pages. That tells models and their
-    versions apart in milliseconds, but does not detect a deliberate change of a few bytes. Raises OSError."""
+    """Add to `digest` the names, sizes, safetensors headers and a sample of the pages of these files. This
+    distinguishes models and versions in milliseconds, but does not detect a deliberate change of a few bytes. Raises
+    OSError."""
     for path in files:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -57,7 +58,7 @@ def short(digest: hashlib._Hash) -> str:
 
 
 def _vocabulary(folder: Path) -> str:
-    """Digest the content, since the same vocabulary may be written in many ways."""
+    """Return the digest of the tokenizer's content, not of its text: one vocabulary may be written in many ways."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         files = [file for pattern in VOCABULARY_FILES for file in sorted(folder.glob(pattern))]

@@ -1,4 +1,4 @@
-"""Plan and result of one engine step. Rank 0 sends the plan to the other ranks, so it only holds changes."""
+"""Plan and result of one engine step. Rank 0 sends the plan to the other ranks, so it contains only changes."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     seed: int
     pooling: PoolingParams | None = None
-    """Its hidden states are pooled; nothing is sampled."""
+    """If set, hidden states are pooled and nothing is sampled."""
     images: list[MultiModalFeatureSpec] = []
     """Images of its prompt, without their pixels."""
 
 
 class BlockChange(msgspec.Struct, frozen=True, array_like=True):
-    """Entries of the block table of `slot` from `index` on, in one KV cache group."""
+    """New entries in the block table of `slot`, from `index` on, in one KV cache group."""
 
     slot: int
     index: int
     blocks: list[int]
-    """In a group with a window, 0 (the null block) for each that no token to come sees."""
+    """Block ids; in a group with a window, 0 (the null block) for each block that no future token attends to."""
     cleared: list[tuple[int, int]] = []
-    """Blocks, and the token of each from which on it is set to 0 before the step. Attention may multiply what is beyond
-    a sequence's end by 0, and a NaN that another sequence left there would stay."""
+    """(block, first token in it) to set to 0 from that token on before the step. Attention may multiply values beyond
+    the sequence's end by 0, and a NaN that another sequence left there would persist."""
     group: int = 0
 
 
 class StateRestore(NamedTuple):
-    """The sequence in `slot` resumes from a snapshot of its recurrent state, before the step."""
+    """Before the step, the sequence in `slot` resumes from a snapshot of its recurrent state."""
 
     slot: int
     snapshot: int
 
 
 class StateSave(NamedTuple):
-    """The recurrent state of the sequence in `slot` from before a position that the step reaches is kept."""
+    """During the step, the recurrent state of the sequence in `slot` before the token at `position` is saved to a
+    snapshot."""
 
     slot: int
     position: int
@@ -59,7 +60,7 @@ class ReceivedImage(msgspec.Struct, frozen=True, array_like=True):
 
     mm_hash: bytes
     blocks: list[int]
-    """Where its embeddings have come."""
+    """Blocks that hold its embeddings."""
     num_embeds: int
 
 
@@ -74,25 +75,25 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     counts: list[int]
     """The step computes tokens [start, start + count) of the sequence."""
     samples: list[bool]
-    """True where that reaches the sequence's last token, so that a new one is sampled, or its pooling ends."""
+    """True where the step reaches the sequence's last token: a new one is then sampled, or pooling ends."""
     masked: list[int] = []
-    """Entries whose tokens must obey a grammar."""
+    """Indices of the entries whose tokens must obey a grammar."""
     masks: bytes = b""
-    """A row of bits for each of their tokens (Grammar.masks)."""
+    """One row of bits for each sampled token of the masked entries (Grammar.masks)."""
     drafts: dict[int, list[int]] = {}
-    """Guesses by entry: the last of its tokens [start, start + count), which are not known yet. A token is sampled
-    after the last known one and after each of these."""
+    """Draft tokens by entry: guesses of the last of its tokens [start, start + count), which are not known yet. A token
+    is sampled after the last known token and after each draft."""
     num_drafts: int = 0
-    """Tokens that a drafter with weights is to propose after this step, for each entry that samples."""
+    """Tokens that a drafter with weights proposes at the end of this step, for each entry that samples."""
     encoded: list[MultiModalFeatureSpec] = []
-    """Images that the vision encoder computes before the tokens, whose embeddings are then kept."""
+    """Images that the vision encoder computes before the tokens; their embeddings are then cached."""
     forgotten: list[bytes] = []
-    """Hashes of images whose embeddings are dropped before that."""
+    """Hashes of images whose embeddings are evicted before that."""
     received: list[ReceivedImage] = []
-    """Images that are copied into the encoder cache."""
+    """Images from encode engines to copy into the encoder cache."""
     restored: list[StateRestore] = []
     saved: list[StateSave] = []
-    """At most one of each sequence."""
+    """At most one per sequence."""
 
     @property
     def num_tokens(self) -> int:
@@ -100,19 +101,19 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """One entry per plan entry."""
+    """Result of one step. Lists have one entry per plan entry."""
 
     step: int
     tokens: list[list[int]]
-    """Sampled tokens: drafts that were accepted, and the one after them; -1 where the logits were not finite. Empty
-    where none was asked for."""
+    """Sampled tokens: the accepted drafts and the token after them; -1 where the logits were not finite. Empty where
+    the plan asked for none."""
     logprobs: list[list[TokenLogprob] | None]
-    """One per token, for sequences that asked for them."""
+    """One per sampled token, for sequences that asked for them."""
     prompt_logprobs: list[list[TokenLogprob] | None]
-    """Log-probabilities of the prompt tokens that follow those computed in this step, if asked for."""
+    """Log-probabilities of the prompt tokens that follow the tokens computed in this step, if asked for."""
     pooled: dict[int, bytes] = {}
     """Vectors and scores by entry, as in TokenDelta; empty bytes where they were not finite."""
     drafts: dict[int, list[int]] = {}
-    """Tokens that may come next, by entry; from rank 0 of an engine whose drafter has weights."""
+    """Tokens proposed to come next, by entry; set by rank 0 if the drafter has weights."""
     draft_s: float = 0.0
-    """Seconds that this drafter took."""
+    """Seconds that the drafter with weights took."""

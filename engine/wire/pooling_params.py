@@ -1,5 +1,4 @@
-"""Pooling parameters of a request: it asks for one vector or one number instead of tokens. Names and meaning follow
-vLLM's PoolingParams."""
+"""Parameters of a request for one vector or one number instead of tokens, named after vLLM's PoolingParams."""
 
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Pooling parameters of a request. Raises InvalidParameter for a value out of its range."""
 
     task: Literal["embed", "score"] = "embed"
-    """`embed` makes a vector of a text; `score` makes one number of a query and a document."""
+    """`embed` returns a vector for a text; `score` returns a number for a query and a document."""
     dimensions: int | None = None
-    """Numbers of the embedding to keep, for models whose embeddings may be cut (arXiv:2205.13147); None keeps all."""
+    """Size to cut the embedding to, for models that allow it (arXiv:2205.13147); None keeps it whole."""
     use_activation: bool | None = None
-    """True to scale an embedding to length 1, and to pass a score through a sigmoid; None does what the model's
-    files say."""
+    """Whether to scale an embedding to length 1, or to pass a score through a sigmoid; None follows the model's
+    files."""
     truncate_prompt_tokens: int | None = None
-    """Tokens to keep of a longer prompt, -1 for as many as the model takes; None refuses a prompt that is too long.
-    Obeyed by the process that has the tokenizer."""
+    """Length to cut a longer prompt to, in tokens; -1 for the model's maximum; None refuses prompts that are too long.
+    Applied by the process that has the tokenizer."""
     token_types_from: int | None = None
     """Position from which tokens belong to the second text of a pair, for models with token types (BERT)."""
     score_token_ids: list[int] = []
-    """Tokens that mean yes and no to a generative reranker, filled in by the process that has the tokenizer."""
+    """Tokens by which a generative reranker answers yes and no; filled in by the process that has the tokenizer."""
 
     def __post_init__(self) -> None:
         check(self.dimensions is None or self.dimensions >= 1, "dimensions", self.dimensions, "at least 1")
@@ -39,26 +38,24 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class SupportedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The tasks of a model, and the settings of its folder for embeddings and scores."""
+    """Tasks that a model supports, with its folder's settings for embeddings and scores."""
 
     names: tuple[Task, ...] = ("generate",)
     embedding_size: int = 0
     matryoshka_dimensions: tuple[int, ...] = ()
-    """Sizes that embeddings may be cut to; empty for any."""
+    """Sizes to which embeddings may be cut; empty for any."""
     score_token_ids: tuple[int, int] | None = None
-    """Tokens that mean yes and no to a generative reranker, if its files name them."""
+    """Tokens by which a generative reranker answers yes and no, if its files name them."""
     prompts: dict[str, str] = {}
-    """Texts that belong in front of a text to embed, by name."""
+    """Prefixes for texts to embed, by name."""
     default_prompt_name: str | None = None
 
     def __contains__(self, task: Task) -> bool:
         return task in self.names
 
     def check(self, task: Task, dimensions: int | None = None, model: str = "this model") -> None:
-        """Raise UnsupportedTask, or InvalidParameter for dimensions that its embeddings cannot have.
-
-        model: how errors name the model.
-        """
+        """Raise UnsupportedTask, or InvalidParameter if embeddings cannot have these dimensions. model: its name in
+        errors."""
         if task not in self.names:
             raise UnsupportedTask(task, list(self.names), model)
         if dimensions is None:

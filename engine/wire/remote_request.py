@@ -1,4 +1,4 @@
-"""The request of a decode engine to a prefill or encode engine; engine/wire/messages.py carries it."""
+"""Request of a decode engine to a prefill or encode engine; sent in engine/wire/messages.py."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from engine.wire.sampling_params import SamplingParams
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True):
-    """An engine as it names itself to others."""
+    """Name and address of an engine, as other engines know it."""
 
     engine_id: str
     address: str  #: ZMQ address of its handoff channel
-    epoch: int  #: 64 random bits drawn at its start: a restarted engine is another one
+    epoch: int  #: 64 random bits drawn at its start, so that a restarted engine counts as another one
 
 
 class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks a prefill engine for a prompt and the first token after it, or an encode engine for an image."""
+    """Asks a prefill engine for a prompt's KV and first token, or an encode engine for an image's embeddings."""
 
-    handoff_id: str  #: never used twice: a second attempt for the same request is another handoff
+    handoff_id: str  #: never reused: a second attempt for the same request is another handoff
     request_id: str
     attempt: int  #: counts from 1
     token_ids: list[int]
-    num_prompt: int  #: tokens from here on are output of an earlier replica (retry)
+    num_prompt: int  #: length of the actual prompt; later tokens are output of an earlier replica (retry)
     params: SamplingParams
     seed: int  #: the request's seed, resolved, so that both engines draw the same token
     cache_salt: str
-    skip: int  #: leading tokens whose KV decode has, in whole blocks
+    skip: int  #: leading tokens whose KV decode already has, in whole blocks
     fingerprint: str
     decode: Peer
     timeout_s: float | None = None  #: seconds left until the request's deadline; None for no deadline

@@ -18,21 +18,21 @@ MAX_BAD_WORD_CHARS = 1000
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """Limit of the reasoning at the beginning of an output, by the tokens of the model's tags."""
+    """Limit on the length of the reasoning that begins an output, in terms of the model's reasoning tags."""
 
     tokens: int
-    """Tokens of reasoning, tags not counted, after which its end is forced."""
+    """Reasoning tokens, without tags, after which the end of the reasoning is forced."""
     close: int
-    """The token that ends the reasoning."""
+    """Token that ends the reasoning."""
     open: int | None = None
-    """The first token of an output that reasons; None if the prompt ends inside the reasoning."""
+    """Token that begins the reasoning, first in the output; None if the prompt ends inside the reasoning."""
 
     def __post_init__(self) -> None:
         check(self.tokens >= 0, "thinking_token_budget", self.tokens, "at least 0")
 
     @property
     def ends_at(self) -> int:
-        """Position in the output of the token that ends the reasoning at the latest."""
+        """Last output position at which the token that ends the reasoning may be."""
         return self.tokens if self.open is None else self.tokens + 1
 
 
@@ -56,12 +56,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: list[str] = []
     """Words that must not be produced."""
     bad_words_token_ids: list[list[int]] = []
-    """`bad_words` in tokens, filled in by the process that has the tokenizer."""
+    """Token sequences of `bad_words`, filled in by the process that has the tokenizer."""
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     max_tokens: int | None = 16
-    """None for as many as the context still holds."""
+    """None for as many as fit the context."""
     min_tokens: int = 0
     logprobs: int | None = None
     """Number of most likely alternatives to report besides the token itself."""
@@ -70,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     thinking_budget: ThinkingBudget | None = None
-    """Made of vLLM's `thinking_token_budget` by the process that has the tokenizer."""
+    """Set from vLLM's `thinking_token_budget` by the process that has the tokenizer."""
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -111,7 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
     def sequence(self, index: int) -> SamplingParams:
-        """Return the parameters of one of the `n` sequences; equal seeds would make them all the same."""
+        """Return the parameters of the sequence with this index among `n`. Each gets its own seed, or all would be
+        alike."""
         if self.n == 1:
             return self
         # signed 64-bit integers wrap around
@@ -141,5 +142,5 @@ def check(valid: bool, field: str, value: object, limit: str) -> None:
 
 
 def seed_of(request_id: str) -> int:
-    """Return a 64-bit seed for a request that brought none; equal wherever the request is run again."""
+    """Return the 64-bit seed of a request that brought none, the same wherever the request runs again."""
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

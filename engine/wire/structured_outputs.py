@@ -1,4 +1,4 @@
-"""Form that an answer must have. Names and meaning follow vLLM's StructuredOutputsParams."""
+"""Form that an output must have. Names and meaning follow vLLM's StructuredOutputsParams."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ LARK = re.compile(r"^[ \t]*(?:%llguidance|start[ \t]*:(?!:))", re.MULTILINE)
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Exactly one form, or it raises InvalidParameter. Whether it can be enforced is known only once the engine has
-    compiled it."""
+    """The form of one output: exactly one field, else InvalidParameter is raised. Only compilation in the engine shows
+    whether the form can be enforced."""
 
     json: str | dict[str, Any] | None = None
-    """A JSON schema, as an object or as its text. A keyword that cannot be enforced is an error, never ignored."""
+    """A JSON schema, as an object or as text. A keyword that cannot be enforced is an error, never ignored."""
     regex: str | None = None
-    """A regular expression for the whole answer, in Rust's syntax: no look-around and no back references."""
+    """A regular expression for the whole output, in Rust's syntax: no look-around and no back references."""
     choice: list[str] | None = None
-    """The answer is one of these texts."""
+    """Texts of which the output must be one."""
     grammar: str | None = None
-    """A context-free grammar, in Lark as llguidance reads it (with a rule `start`) or in llama.cpp's GBNF (`root`)."""
+    """A context-free grammar: llguidance's Lark (with a rule `start`) or llama.cpp's GBNF (with a rule `root`)."""
     json_object: bool = False
-    """The answer is any JSON object."""
+    """Whether the output must be a JSON object, of any content."""
     field: str = "structured_outputs"
-    """The user's name for these parameters, for error messages."""
+    """Name of these parameters in the user's request, for error messages."""
 
     def __post_init__(self) -> None:
         given = self._given()
@@ -44,7 +44,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         if len(self.text) > max_chars:
             raise self.invalid(f"at most {max_chars} characters (these are {len(self.text)})")
         try:
-            msgspec.msgpack.encode(self.json)  # as it travels to the engine, which JSON's longer integers cannot
+            msgspec.msgpack.encode(self.json)  # the wire format, whose integers have at most 64 bits
         except OverflowError:
             raise self.invalid("a JSON schema whose integers have at most 64 bits") from None
 
@@ -74,7 +74,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         return self.grammar is not None and not LARK.search(self.grammar)
 
     def invalid(self, limit: str) -> InvalidParameter:
-        """Return the error that these parameters are not `limit`."""
+        """Return an error which says that this value must be `limit`."""
         field = f"{self.field}.{self.kind}" if self.field == "structured_outputs" else self.field
         return InvalidParameter(field, getattr(self, self.kind), limit)
 

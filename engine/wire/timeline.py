@@ -1,4 +1,4 @@
-"""One line of what happened to a request, as `manta explain` shows it."""
+"""Timeline of a request, as `manta explain` shows it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import msgspec
 
 
 class TimelineEvent(msgspec.Struct, frozen=True):
-    """Something that happened to a request. Never holds its text or tokens."""
+    """One event in the life of a request. Never contains its text or tokens."""
 
     at: float
     """Seconds since 1970, by the clock of the machine it happened on."""
     where: str
-    """The ingress or engine it happened in; empty until the ingress gets it from the engine itself."""
+    """Ingress or engine in which it happened; empty for an engine's own events until they reach the ingress."""
     what: str
 
     @classmethod

@@ -29,23 +29,23 @@ from engine.kv_transfer.protocol.receive_state import ReceiveState
 from engine.wire.handoff import Failed, Received
 from engine.wire.remote_request import Peer, RemoteRequest
 
-READ_LIMIT = 12  # times progress_s: a read that takes longer is given up, as the link is too slow to be of use
-LOST = ("unknown", "expired")  # reasons of Refused: the lease is over
+READ_LIMIT = 12  # times progress_s: a read that takes longer is given up, since the link is too slow to be useful
+LOST = ("unknown", "expired")  # reasons of Refused that mean the lease is over
 
-# Reasons for which a handoff fails, and whether another prefill engine may succeed.
+# Reasons why a handoff fails, and whether another prefill engine may succeed.
 FAILURES = {
     "cancelled": False,  # its client has left
     "remote_prefill_failed": True,  # the call with the prefill request failed; the caller says whether to retry
     "not_accepted": True,  # no answer within accept_s
     "refused": True,  # prefill cannot or will not compute it
-    "quarantined": True,  # the prefill request went to an engine to which the link has just failed
+    "quarantined": True,  # the prefill request went to an engine whose link has just failed
     "silent": True,  # heartbeats or releases stay unanswered for progress_s
     "read": True,  # a rank could not read
     "lost_lease": True,  # prefill no longer holds the blocks
     "prompt_hash": False,  # prefill computed another prompt
     "protocol": False,  # prefill contradicts itself
 }
-DOUBTFUL = ("lost_lease", "prompt_hash", "protocol")  # failures after which nothing that was read is kept
+DOUBTFUL = ("lost_lease", "prompt_hash", "protocol")  # failures after which no block read is kept
 
 
 class DecodeHandoffState(Enum):
@@ -58,19 +58,19 @@ class DecodeHandoffState(Enum):
 
 @dataclass(slots=True)
 class RunningRead:
-    """A read that not all ranks have ended."""
+    """A read that some ranks have not finished."""
 
     read_id: int
     num_blocks: int
-    waiting: set[int]  #: ranks that have not ended
-    ticks: int = 0  #: its age
+    waiting: set[int]  #: ranks that have not finished it
+    ticks: int = 0  #: its age in ticks
 
 
 class DecodeHandoff:
     """A prompt of this engine that a prefill engine computes.
 
-    Waits are counted in ticks of heartbeat_s, not in seconds: a decode engine that was itself paused has received
-    nothing either, and must not take that for the death of others.
+    Waits are counted in ticks of heartbeat_s, not in seconds. A decode engine that was itself paused has received
+    nothing meanwhile, and must not conclude that others have died.
     """
 
     def __init__(
@@ -94,19 +94,19 @@ class DecodeHandoff:
         self.failure: tuple[str, str, bool] | None = None  # reason, detail, retry
         self.num_bytes = 0
         self.reading: RunningRead | None = None
-        self.unstoppable = False  # a rank does not stop writing
-        self.due = now + config.heartbeat_s  # of the next tick
+        self.unstoppable = False  # True if a rank does not stop writing
+        self.due = now + config.heartbeat_s  # time of the next tick
         self._config, self._out = config, out
         self._num_ranks, self._new_read_id, self._is_quarantined = num_ranks, new_read_id, is_quarantined
         self._missed = 0  # ticks since the last sign of life, or since the state was entered
-        self.lease = 0  # at the source; as long as that is known
-        self._sent = self._echo = 0  # numbers of heartbeats
+        self.lease = 0  # lease at the source, once there is one
+        self._sent = self._echo = 0  # numbers of the last heartbeat sent, and of the last one echoed
         self._accepted_at = self._first_at = self._released_at = now
 
     # -- from the step loop --------------------------------------------------------------------------------
 
     def fail(self, reason: str, now: float, detail: str = "", retry: bool | None = None) -> None:
-        """Give the handoff up; Failed follows as soon as nothing is being read. Only the first reason counts."""
+        """Give the handoff up. Failed follows once nothing is being read. Only the first reason counts."""
         if self.state in (DecodeHandoffState.STOPPING, DecodeHandoffState.OVER):
             return
         self.failure = (reason, detail, FAILURES[reason] if retry is None else retry)
@@ -139,7 +139,7 @@ class DecodeHandoff:
 
     def on_refused(self, sender: Peer, message: Refused, now: float) -> None:
         if self.source is None:
-            self.source, self.lease = sender, message.lease  # its Progress may be lost: it gets a Cancel
+            self.source, self.lease = sender, message.lease  # its Progress may be lost, but it must get a Cancel
         self.fail("lost_lease" if message.reason in LOST else "refused", now, message.reason)
 
     def on_released(self, message: Released, now: float) -> None:
@@ -180,12 +180,12 @@ class DecodeHandoff:
         self._note(f"{self.receive_state.read} of {len(self.receive_state.local)} blocks read")
         self._advance(now)
         if self.state is DecodeHandoffState.READING:
-            self._send_heartbeat()  # at once: its echo validates what has just been read
+            self._send_heartbeat()  # at once: its echo validates the blocks just read
 
     # -- time ----------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Act on the time; to be called at `due` or later."""
+        """Act on elapsed time. Call it at `due` or later."""
         if self.state is DecodeHandoffState.OVER or now < self.due:
             return
         self.due = now + self._config.heartbeat_s
@@ -206,7 +206,7 @@ class DecodeHandoff:
             self._out.commands.append(StopRead(self.reading.read_id))
 
     def deadline_s(self, now: float) -> float:
-        """Return the seconds until this side gives up, if no message arrives."""
+        """Return the seconds until this side gives up if no message arrives."""
         return self.due - now + self._config.heartbeat_s * (self._patience() - self._missed)
 
     def _patience(self) -> int:
@@ -241,7 +241,7 @@ class DecodeHandoff:
             self._send_heartbeat()
 
     def _advance(self, now: float) -> None:
-        """Read the next blocks, or release the lease if all are read."""
+        """Read the next blocks, or release the lease once all are read."""
         if self.reading is not None or self.state is not DecodeHandoffState.READING:
             return
         blocks = self.receive_state.start()
@@ -271,13 +271,13 @@ class DecodeHandoff:
         )
 
     def _end(self, now: float) -> None:
-        """End a failed handoff, once nothing is being read."""
+        """End a failed handoff. Call it only when nothing is being read."""
         assert self.failure is not None
         reason, detail, retry = self.failure
         self.state = DecodeHandoffState.OVER
         if self.source is not None:
             self._send(Cancel(self.remote_request.handoff_id, self.lease))
-        # validated or not: something may be wrong that is not understood
+        # after a doubtful failure, keep not even validated blocks: something unknown may be wrong
         verified = self.remote_request.skip if reason in DOUBTFUL else self.receive_state.verified
         self._out.events.append(Failed(self.remote_request.handoff_id, reason, verified, retry, detail))
         self._out.counters.ended("failed", reason)

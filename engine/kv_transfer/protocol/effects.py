@@ -1,4 +1,4 @@
-"""Effects that the pure protocol asks for; channel.py carries them out."""
+"""Effects requested by the pure protocol; channel.py carries them out."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.wire.remote_request import Peer
 
 @dataclass(slots=True)
 class Effects:
-    """Effects that the channel has not carried out yet, and counters that only grow."""
+    """Effects that the channel has yet to carry out, and counters that only grow."""
 
     messages: list[tuple[Peer, Message]] = field(default_factory=list)  #: to other engines
-    commands: list[KVWorkerCommand] = field(default_factory=list)  #: to the KV workers of all own ranks
-    events: list[HandoffEvent] = field(default_factory=list)  #: to the own step loop
-    lines: list[tuple[str, str]] = field(default_factory=list)  #: (request id, what happened), for timelines
+    commands: list[KVWorkerCommand] = field(default_factory=list)  #: to the KV workers of all this engine's ranks
+    events: list[HandoffEvent] = field(default_factory=list)  #: to this engine's step loop
+    lines: list[tuple[str, str]] = field(default_factory=list)  #: (request id, event) for timelines
     counters: Counters = field(default_factory=Counters)

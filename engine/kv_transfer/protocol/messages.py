@@ -1,9 +1,9 @@
 """Messages between a decode and a prefill engine, and between a channel and its KV workers (msgspec over ZMQ).
 
-The prefill request itself goes as a Serve call. All else goes over the channels of the engines, off their step loops,
-and may be lost, doubled or late: every message is either cumulative or answered, and repeated until it is. In all of
-them `lease` counts the prefill requests that the prefill engine has accepted: a request that comes twice gets other
-blocks. See docs/handoff.md.
+The prefill request itself is a Serve call. All other messages go over the engines' channels, outside their step loops,
+and may be lost, duplicated or late. So every message is either cumulative, or repeated until it is answered. In all of
+them `lease` is the number that the prefill engine gave to this acceptance of the request: a request accepted twice gets
+other blocks. See docs/handoff.md.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from engine.wire.remote_request import Peer
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Complete state of a prompt at prefill; the newest message replaces all others.
+    """Complete state of a prompt at prefill. The newest message replaces all others.
 
     Sent on acceptance, after every chunk, and in answer to every heartbeat.
     """
 
     handoff_id: str
     lease: int
-    ranks: list[dict[str, bytes]]  #: how others reach the memory of each rank of the sender, by transport
+    ranks: list[dict[str, bytes]]  #: address of each rank's memory at the sender, by transport
     blocks: list[int]  #: blocks at prefill, as in ReportProgress, whose KV is complete up to token `upto`
     upto: int
     first: FirstToken | None  #: set once the prompt is computed
-    echo: int  #: newest heartbeat, 0 before the first; the blocks belonged to the handoff when it came
+    echo: int  #: newest heartbeat received, 0 before the first; the blocks belonged to the handoff at that time
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Prefill cannot compute the prompt, or no longer knows of it."""
+    """Prefill cannot compute the prompt, or does not know it any more."""
 
     handoff_id: str
     lease: int  #: 0 if the request was never accepted
@@ -40,18 +40,18 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):
-    """Answers Release."""
+    """Answer to Release."""
 
     handoff_id: str
     lease: int
-    held: bool  #: the blocks belonged to the handoff until this release, so what was read is correct
+    held: bool  #: whether the blocks belonged to the handoff until this release, so that the KV read is correct
 
 
 # -- decode to prefill -------------------------------------------------------------------------------------
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Extends the lease, and asks for Progress."""
+    """Extends the lease and asks for Progress."""
 
     handoff_id: str
     lease: int
@@ -59,14 +59,14 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """All blocks are read. Repeated until answered."""
+    """Decode has read all blocks. Repeated until answered."""
 
     handoff_id: str
     lease: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Decode wants nothing more of the handoff, and reads nothing more."""
+    """Decode needs nothing more of the handoff, and reads nothing more."""
 
     handoff_id: str
     lease: int
@@ -79,7 +79,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """A message with its sender and its receiver."""
 
     sender: Peer
-    to_epoch: int  #: the engine it is for; any other engine drops it, and counts it
+    to_epoch: int  #: epoch of the receiving engine; any other engine drops the message and counts it
     message: Message
 
 
@@ -87,36 +87,36 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """The first command to a KV worker: where to send its answers."""
+    """The first command to a KV worker: where to send answers."""
 
     reply_to: str  #: ZMQ address (PULL)
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Command to every rank of decode: read `source_blocks` of the source into `local_blocks`, one for one."""
+    """Command to every rank of decode: read `source_blocks[i]` of the source into `local_blocks[i]`, for all i."""
 
     read_id: int
-    source_epoch: int  #: names the source
+    source_epoch: int  #: epoch that identifies the source
     ranks: list[dict[str, bytes]]  #: as in Progress
     source_blocks: list[int]
     local_blocks: list[int]
-    group: int = 0  #: of layers, whose KV it is
+    group: int = 0  #: KV cache group of the blocks
 
 
 class StopRead(msgspec.Struct, frozen=True, tag=True):
-    """Write nothing more for this read; answered by ReadEnded, as every read is."""
+    """Stop writing for this read. Answered by ReadEnded, like every read."""
 
     read_id: int
 
 
 class DropSource(msgspec.Struct, frozen=True, tag=True):
-    """Forget all that is known of this engine, and close connections to it."""
+    """Forget this engine and close all connections to it."""
 
     source_epoch: int
 
 
 class ReadEnded(msgspec.Struct, frozen=True, tag=True):
-    """A rank has ended a read, and writes nothing more for it. Sent exactly once per Read."""
+    """A rank has ended a read and writes nothing more for it. Sent exactly once per Read."""
 
     read_id: int
     rank: int
@@ -128,7 +128,7 @@ class ReadEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankRefusals(msgspec.Struct, frozen=True, tag=True):
-    """All that a rank's sockets have refused since its start. Ranks above 0 tell when it changes."""
+    """Totals of messages that a rank's sockets have refused since its start. Ranks above 0 send it when they change."""
 
     rank: int
     counts: dict[str, dict[str, int]]  #: by socket and reason (engine/distributed/refusals.py)

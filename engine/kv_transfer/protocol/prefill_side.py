@@ -1,6 +1,6 @@
 """Prefill's side of one handoff. Pure: no clock, socket or thread; see protocol.py.
 
-Closed, and nothing else, ends prefill's claim on the blocks.
+Only Closed ends prefill's claim on the blocks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from engine.kv_transfer.protocol.messages import Progress, Refused
 from engine.wire.handoff import Closed, FirstToken
 from engine.wire.remote_request import RemoteRequest
 
-RESEND_HEARTBEATS = 1.5  # silent heartbeats before Progress is sent again: decode may never have got it
+RESEND_HEARTBEATS = 1.5  # silence, in heartbeats, before Progress is sent again: decode may never have received it
 
 
 class PrefillHandoff:
-    """A prompt that this engine computes for a decode engine, and the lease of its blocks."""
+    """A prompt that this engine computes for a decode engine, with the lease of its blocks."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class PrefillHandoff:
         self._tell(now)
 
     def refuse(self, reason: str, now: float) -> None:
-        """Tell decode that the prompt will not be finished. It may still be reading, so the blocks are held until it
-        cancels, but the lease is no longer extended."""
+        """Notify decode that the prompt will not be completed. The blocks are held until decode cancels, since it may
+        still be reading, but the lease is not extended any more."""
         self._refused = reason
         self._tell(now)
 
@@ -81,7 +81,7 @@ class PrefillHandoff:
         return min(self.lease_until, self._resend_at)
 
     def tick(self, now: float) -> None:
-        """Act on the time; to be called at `due` or later."""
+        """Act on elapsed time. Call it at `due` or later."""
         if now >= self.lease_until:
             self._out.counters.lease_expiries += 1
             self._out.messages.append((self.decode, Refused(self.remote_request.handoff_id, self.lease, "expired")))

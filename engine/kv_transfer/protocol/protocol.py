@@ -1,4 +1,4 @@
-"""All handoffs of one engine, decode's side (decode_side.py) and prefill's (prefill_side.py). Pure: no clock or socket.
+"""All handoffs of one engine: decode's side (decode_side.py) and prefill's (prefill_side.py). Pure: no clock or socket.
 
     decode                                    prefill
     OpenHandoff: blocks are reserved
@@ -12,32 +12,32 @@
       ◀─ Released(held) ────────────────────
     Received
 
-Messages may be lost, doubled, late and out of order, and either side may stop for a while or die.
+Messages may be lost, duplicated, late or out of order, and either side may pause or die.
 
-**What decode keeps is correct.** Only `Closed` ends prefill's claim on the blocks, and a closed handoff answers no
-heartbeat with Progress. So when prefill handles a heartbeat with Progress, the blocks have belonged to the handoff
-until this moment. Decode sends a heartbeat after a read has ended. When its echo comes back, the read was over before
-prefill handled the heartbeat, and what it brought is correct, even if prefill fails afterwards. Such blocks are
-called validated; they outlive a failed handoff. Release validates all blocks at once: it is first sent when all reads
-are over, and none is started later; Released(held=True) says that it found the handoff open. All this is an order of
-causes, not of clocks, so no drift, no suspended machine and no late timer can make it false. What a read brought that
-is not validated, say because prefill was stopped past the lease and then reused the blocks, is never counted.
+**Blocks that decode keeps are correct.** Only `Closed` ends prefill's claim on the blocks, and a closed handoff answers
+no heartbeat with Progress. So whenever prefill answers a heartbeat with Progress, the blocks have belonged to the
+handoff up to that moment. Decode sends a heartbeat after a read has ended. Once the echo returns, the read had ended
+before prefill handled the heartbeat, so the blocks read are correct, even if prefill fails afterwards. Such blocks are
+called validated, and outlive a failed handoff. Release validates all blocks at once: it is sent only after all reads
+have ended, and Released(held=True) confirms that the handoff was still open then. The argument rests on the order of
+causes, not on clocks, so clock drift, suspended machines and late timers cannot break it. Blocks that were read but not
+validated never count: prefill may have been paused past the lease and then have reused them.
 
-**Local blocks are never written late.** Failed follows when every rank has said that it writes nothing more for the
-handoff. If a rank does not say so, though asked again and again for 2 x progress_s, the engine must end (`broken`):
-blocks that a peer may still write into can neither be used nor freed, and only the end of the process is sure to
-stop a writer that does not answer. The replica is replaced, and its requests are retried elsewhere.
+**Local blocks are never written late.** Failed follows only after every rank has confirmed that it writes nothing more
+for the handoff. If a rank does not confirm although it is asked repeatedly for 2 x progress_s, the engine must end
+(`broken`): blocks that may still be written can neither be used nor freed, and only the end of the process surely stops
+a writer that does not answer. The replica is replaced, and its requests are retried elsewhere.
 
-**Nothing is held for ever.** Prefill's claim ends one lease after the newest heartbeat. Decode sends heartbeats only
-while it waits for blocks or reads them. Each of its waits for a message ends by a count of unanswered ones; a read
-that stands still is ended by its KV worker, one that crawls by READ_LIMIT; waiting in prefill's queue ends by the
-request's own deadline (CancelHandoff).
+**Nothing is held forever.** Prefill's claim ends one lease after the newest heartbeat. Decode sends heartbeats only
+while it waits for blocks or reads them. Every wait for a message ends after a number of unanswered ones. The KV worker
+ends a read that stalls, READ_LIMIT one that crawls, and the request's own deadline a wait in prefill's queue
+(CancelHandoff).
 
-**No engine is mistaken for another.** A handoff_id is never used twice, an engine is known by the epoch of its start,
-and a handoff is bound to the first engine that answers for it and to the lease that it names: should that engine get
-the request a second time, after the first lease has ended, it counts as another. Another engine that got the same
-request gets a Cancel, and so does one that continues a handoff that is over here. Anything else from the past is
-dropped, and counted.
+**No engine is mistaken for another.** A handoff_id is never reused, an engine is identified by the epoch of its start,
+and a handoff is bound to the first engine that answers and to the lease that it names. If that engine accepts the
+request again after the first lease has ended, it counts as another engine. Another engine that got the same request
+receives a Cancel, and so does an engine that continues a handoff that is over here. Any other stale message is dropped
+and counted.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import RemoteRequestFailed
 from engine.wire.remote_request import Peer, RemoteRequest
 
-REMEMBER_S = 60.0  # for answers to repeated Releases, and for sources of which nothing is read any more
-LINK_FAILURES = ("silent", "read", "prompt_hash")  # failures that speak against the link between two engines
+REMEMBER_S = 60.0  # how long released leases, and sources from which nothing is read any more, are remembered
+LINK_FAILURES = ("silent", "read", "prompt_hash")  # failures for which the link between two engines is to blame
 
 
 class HandoffProtocol:
-    """All handoffs of one engine. After every call `out` holds what is to be done about it.
+    """All handoffs of one engine. After every call, `out` holds the effects to carry out.
 
-    `now` is in seconds, on any clock that does not go back.
+    `now` is in seconds, on any clock that does not go backwards.
     """
 
     def __init__(self, config: HandoffConfig, peer: Peer, *, ranks: list[dict[str, bytes]], block_size: int):
@@ -91,13 +91,13 @@ class HandoffProtocol:
         self._read_ids = count(1)
         self._reads: dict[int, DecodeHandoff] = {}
         self._leases = count(1)
-        self._released: dict[int, tuple[Peer, float]] = {}  # lease -> its decode engine, when to forget it
+        self._released: dict[int, tuple[Peer, float]] = {}  # lease -> (its decode engine, when to forget the lease)
         self._quarantined: dict[str, float] = {}  # engine -> until when
         self._idle_sources: dict[int, float] = {}  # epoch -> when to forget it
 
     @property
     def broken(self) -> str | None:
-        """The reason for which this engine must end, or None."""
+        """The reason why this engine must end, or None."""
         for handoff in self.decode_handoffs.values():
             if handoff.unstoppable:
                 assert handoff.reading is not None
@@ -106,7 +106,7 @@ class HandoffProtocol:
         return None
 
     def apply(self, action: HandoffAction, now: float) -> None:
-        """Carry out what the step loop asks for."""
+        """Carry out an action of the step loop."""
         match action:
             case OpenHandoff():
                 self._open(action, now)
@@ -146,14 +146,14 @@ class HandoffProtocol:
     def receive(self, envelope: Envelope, now: float) -> None:
         sender, message = envelope.sender, envelope.message
         if envelope.to_epoch != self.peer.epoch:
-            self.out.counters.stale_messages += 1  # for an engine that was here before
+            self.out.counters.stale_messages += 1  # meant for an earlier engine at this address
         elif isinstance(message, Progress | Refused | Released):
             self._from_prefill(sender, message, now)
         else:
             self._from_decode(sender, message, now)
 
     def tick(self, now: float) -> None:
-        """Act on the time; to be called at `due` or later."""
+        """Act on elapsed time. Call it at `due` or later."""
         for handoff in list(self.decode_handoffs.values()):
             handoff.tick(now)
             self._conclude(handoff, now)
@@ -169,7 +169,7 @@ class HandoffProtocol:
 
     @property
     def due(self) -> float | None:
-        """Time of the next `tick`; None when no handoff needs one."""
+        """Time of the next `tick`; None if no handoff needs one."""
         times = [handoff.due for handoff in self.decode_handoffs.values()]
         times += [handoff.due for handoff in self.prefill_handoffs.values()]
         return min(times, default=None)
@@ -237,7 +237,7 @@ class HandoffProtocol:
         handoff = self.decode_handoffs.get(message.handoff_id)
         if handoff is None or (handoff.source and (handoff.source, handoff.lease) != (sender, message.lease)):
             self.out.counters.stale_messages += 1
-            if isinstance(message, Progress):  # none of its blocks are read: it need not wait for the end of its lease
+            if isinstance(message, Progress):  # nothing reads its blocks, so it need not keep them until its lease ends
                 self.out.messages.append((sender, Cancel(message.handoff_id, message.lease)))
             return
         if isinstance(message, Progress):
@@ -270,7 +270,7 @@ class HandoffProtocol:
             self.out.counters.stale_messages += 1
         if isinstance(message, Release):
             self.out.messages.append((sender, Released(message.handoff_id, message.lease, held)))
-        elif isinstance(message, Heartbeat) and not held:  # a late one of a released handoff needs no answer
+        elif isinstance(message, Heartbeat) and not held:  # a late heartbeat of a released handoff needs no answer
             self.out.messages.append((sender, Refused(message.handoff_id, message.lease, "unknown")))
 
     def _fail(self, handoff_id: str, reason: str, now: float, detail: str = "", retry: bool | None = None) -> None:
@@ -287,7 +287,7 @@ class HandoffProtocol:
         return read_id
 
     def _conclude(self, handoff: DecodeHandoff, now: float) -> None:
-        """Forget a handoff that is over, and remember what it tells about the link to its source."""
+        """Forget a handoff that is over, and quarantine its source if the link to it has failed."""
         if handoff.state is not DecodeHandoffState.OVER:
             return
         del self.decode_handoffs[handoff.remote_request.handoff_id]

@@ -1,4 +1,4 @@
-"""Blocks of one handoff on the decode side: readable, read and validated ones. Pure; see protocol.py."""
+"""Decode's state of the blocks of one handoff: readable, read and validated. Pure; see protocol.py."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from engine.wire.block_hash import block_hash, root_hash, with_images
 from engine.wire.handoff import FirstToken
 from engine.wire.remote_request import RemoteRequest
 
-MAX_READ_TOKENS = 4096  # per read, so that what earlier reads brought survives the death of prefill
+MAX_READ_TOKENS = 4096  # per read, so that blocks of earlier reads survive the death of prefill
 
 
 class ReceiveState:
-    """Progress of a handoff through its blocks, which are read in order."""
+    """Progress of one handoff through its blocks, which are read in order."""
 
     def __init__(self, remote_request: RemoteRequest, groups: list[list[int]], block_size: int):
-        """groups: blocks here, of each KV cache group, as in OpenHandoff."""
+        """groups: local blocks of each KV cache group, as in OpenHandoff."""
         self.local = [block for blocks in groups for block in blocks]
         self.remote: list[int] = []
-        self.started = 0  #: leading blocks that are being read, or have been
-        self.read = 0  #: leading blocks that have been read
-        self.validated = 0  #: leading blocks that prefill still held after they had been read
+        self.started = 0  #: leading blocks whose read has started
+        self.read = 0  #: leading blocks whose read has ended
+        self.validated = 0  #: leading blocks that prefill still held after their read
         self.ranks: list[dict[str, bytes]] = []
         self.first: FirstToken | None = None
         self._remote_request, self._block_size = remote_request, block_size
         self._num_tokens, self._upto = len(remote_request.token_ids), remote_request.skip
-        self._ends = list(accumulate(map(len, groups)))  # of each group in `local`
+        self._ends = list(accumulate(map(len, groups)))  # end of each group in `local`
         self._unvalidated: deque[tuple[int, int]] = deque()  # (heartbeat, blocks that its echo validates)
 
     def update(self, message: Progress) -> str | None:
-        """Return what is wrong with the message, or None."""
+        """Take in a message. Returns what is wrong with it, or None."""
         if message.upto < self._upto:
-            return None  # an older one that comes late
+            return None  # an older message that arrives late
         if problem := self._problem(message):
             return problem
         self.ranks, self.remote, self._upto = message.ranks, message.blocks, message.upto
@@ -42,8 +42,8 @@ class ReceiveState:
         return None
 
     def start(self) -> tuple[int, int, int] | None:
-        """Return the next blocks to read, as [start, stop) and their group, or None when there are none yet."""
-        # before the end only full blocks: a later chunk writes the rest of a partial one
+        """Return the next blocks to read as (start, stop, group); None if none are ready yet."""
+        # until the prompt is complete, only full blocks: a later chunk completes a partial one
         whole = self._upto == self._num_tokens
         readable = len(self.local) if whole else (self._upto - self._remote_request.skip) // self._block_size
         if readable == self.started:
@@ -54,12 +54,12 @@ class ReceiveState:
         return start, self.started, group
 
     def ended(self, next_heartbeat: int) -> None:
-        """All blocks that were started have been read, before this heartbeat is sent."""
+        """Record that all started reads have ended before heartbeat number `next_heartbeat` is sent."""
         self.read = self.started
         self._unvalidated.append((next_heartbeat, self.read))
 
     def echoed(self, heartbeat: int) -> None:
-        """Prefill held all of its blocks when it got this heartbeat."""
+        """Record that prefill held all of its blocks when it got this heartbeat."""
         while self._unvalidated and self._unvalidated[0][0] <= heartbeat:
             self.validated = self._unvalidated.popleft()[1]
 
@@ -69,13 +69,16 @@ class ReceiveState:
 
     @property
     def is_asked_prompt(self) -> bool:
-        """Prefill computed the prompt that it was given."""
+        """Whether prefill computed the prompt that it was asked for."""
         return self.first is not None and self.first.prompt_hash == hash_prompt(self._remote_request, self._block_size)
 
     @property
     def verified(self) -> int:
-        """Leading tokens of the prompt, in whole blocks, whose KV is here and correct: in all groups, so with several,
-        or one with a window, there are none before the end."""
+        """Leading prompt tokens, in whole blocks, whose KV is here and correct in all groups.
+
+        With several groups, or one with a window, no tokens beyond the skipped ones count until all blocks are
+        validated.
+        """
         skip, size = self._remote_request.skip, self._block_size
         by_blocks = len(self._ends) == 1 and len(self.local) == -(-(self._num_tokens - skip) // size)
         if not by_blocks and self.validated < len(self.local):
@@ -98,7 +101,7 @@ class ReceiveState:
 
 
 def hash_prompt(remote_request: RemoteRequest, block_size: int) -> bytes:
-    """Return the hash of the request's last block, full or not, which stands for all tokens of its prompt."""
+    """Return the hash of the request's last block, full or not. It covers all tokens of its prompt."""
     parent, images = root_hash((remote_request.cache_salt,)), remote_request.mm_features
     for start in range(0, len(remote_request.token_ids), block_size):
         tokens = remote_request.token_ids[start : start + block_size]

@@ -1,1 +1,1 @@
-"""KV workers of the ranks, and the transports that move blocks between them."""
+"""KV workers of the ranks, and the transports that move blocks between ranks."""

@@ -1,7 +1,7 @@
-"""Interface of a transport, which reads KV blocks of another engine's rank into the own cache.
+"""Interface of a transport, which reads KV blocks from another engine's rank into this rank's cache.
 
-The reader drives. No engine writes into another's memory, so a late or dead peer cannot harm blocks that meanwhile
-belong to another request.
+The reader drives. No engine writes into another's memory, so a late or dead peer cannot harm blocks that belong to
+another request by then.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 from engine.kv_transfer.transport.head_map import HeadPart
 
 STOPPED = "stopped"
-POLL_INTERVAL_S = 0.02  # within which a waiting read notices that it has to stop
+POLL_INTERVAL_S = 0.02  # after which a waiting read notices, at the latest, that it has to stop
 
 
 class TransportError(Exception):
-    """A read failed: its target blocks are undefined, and nothing more is written to them.
+    """A failed read: its target blocks are undefined, and nothing more is written to them.
 
     ReadEnded.error carries the message: `stopped`, or what is wrong with the link or the peer.
     """
@@ -40,7 +40,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         return self.slabs * heads * self.head_bytes
 
     def check(self, blocks: list[int], start: int, count: int) -> None:
-        """Raise TransportError unless the blocks, and heads [start, start + count), are within."""
+        """Raise TransportError unless all of `blocks`, and heads [start, start + count), exist."""
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
             raise TransportError(f"blocks must be below {self.num_blocks}, got {min(blocks)} to {max(blocks)}")
         if not 0 <= start < start + count <= self.heads:
@@ -49,7 +49,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class BlockReads:
-    """A read: block `remote[i]` of the source goes to block `local[i]`, limited to the heads of `part`."""
+    """Blocks to read: block `remote[i]` of the source goes to local block `local[i]`, limited to the heads of
+    `part`."""
 
     remote: list[int]
     local: list[int]
@@ -60,7 +61,8 @@ class BlockReads:
             raise ValueError(f"{len(self.remote)} blocks cannot be read into {len(self.local)}")
 
     def check(self, source: Layout, own: Layout) -> int:
-        """Return the bytes of one block's heads. Raises TransportError if a block or head is outside either cache."""
+        """Return the bytes per block to read. Raises TransportError if a block or head does not exist on either
+        side."""
         if (source.slabs, source.head_bytes) != (own.slabs, own.head_bytes):
             raise TransportError(f"the source has another layout of blocks: {source}, here {own}")
         source.check(self.remote, self.part.remote_start, self.part.count)
@@ -69,47 +71,45 @@ class BlockReads:
 
 
 class KVTransport(Protocol):
-    """The end of a transport at one rank. `read` and `drop` may be called from several threads, for several sources."""
+    """One rank's end of a transport. `read` and `drop` may be called from several threads, for different sources."""
 
     name: str
 
     def describe(self) -> bytes:
-        """Return how others reach this rank's memory.
+        """Return the description by which other ranks reach this rank's memory.
 
-        No two transport objects have the same description, not even one after the other at the same address, so it
-        names the memory as it is until `close`.
+        It is unique to this object until `close`: even a later transport at the same address has another description.
         """
         ...
 
     def read(self, source: bytes, reads: BlockReads, stop: threading.Event) -> int:
-        """Read blocks of the rank with the description `source`; return the number of bytes.
+        """Read blocks from the rank with the description `source`. Returns the number of bytes.
 
-        Raises TransportError: when `stop` is set, when nothing came for the transport's
-        `progress_s`, or when the peer is gone, another one, or answers wrongly. Either way nothing is written after the
-        end of the call.
+        Raises TransportError if `stop` is set, if nothing arrives for the transport's `progress_s`, or if the peer has
+        gone, been replaced, or answers wrongly. In any case nothing is written after this call has returned.
         """
         ...
 
     def drop(self, source: bytes) -> None:
-        """Close connections to the source and forget it. Reads from it that are under way fail."""
+        """Close connections to the source and forget it. Reads from it that are in progress fail."""
         ...
 
     def close(self) -> None: ...
 
 
 class Progress:
-    """Deadline of a read, which moves with every byte that comes."""
+    """Deadline of a read. Every received byte moves it."""
 
     def __init__(self, stop: threading.Event, limit_s: float):
         self._stop, self._limit_s = stop, limit_s
         self.made()
 
     def made(self) -> None:
-        """Move the deadline, as something came."""
+        """Move the deadline, because something arrived."""
         self._deadline = time.monotonic() + self._limit_s
 
     def check(self) -> None:
-        """Raise TransportError if the read has to end; to be called every POLL_INTERVAL_S or more often."""
+        """Raise TransportError if the read has to end. Call it at least every POLL_INTERVAL_S."""
         if self._stop.is_set():
             raise TransportError(STOPPED)
         if time.monotonic() > self._deadline:
@@ -117,9 +117,9 @@ class Progress:
 
 
 def runs(blocks: list[int], *others: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of indices over which all lists count upwards by one.
+    """Yield (first index, count) of runs of indices over which every list counts up by one.
 
-    Such blocks lie next to each other, and can travel as one piece.
+    Blocks of a run are adjacent in memory on both sides, and can travel as one piece.
     """
     first = 0
     for i in range(1, len(blocks) + 1):

@@ -1,8 +1,7 @@
-"""KV heads that each rank holds, and where the ranks of another engine find them. Pure.
+"""Maps KV heads to the ranks of two engines: which heads each rank holds, and where another engine has them. Pure.
 
-The two engines may have different numbers of ranks. Heads are dealt out as by QKVLinear
-(engine/model/layers/linear.py): each rank holds a run of neighbouring heads; with more ranks than heads, neighbouring
-ranks hold copies of the same one.
+The engines may have different numbers of ranks. Heads are distributed as in QKVLinear (engine/model/layers/linear.py):
+each rank holds a run of adjacent heads; with more ranks than heads, adjacent ranks hold copies of the same head.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:
-    """The KV heads that rank `rank` of `size` ranks holds, of `num_kv_heads` in the model.
+    """KV heads that rank `rank` of `size` ranks holds, out of the model's `num_kv_heads`.
 
-    Raises ValueError where ModelConfig.kv_heads_per_rank raises ConfigError: heads and ranks must divide.
+    Raises ValueError where ModelConfig.kv_heads_per_rank raises ConfigError: one number must divide the other.
     """
 
     num_kv_heads: int
@@ -37,14 +36,14 @@ class HeadShard:
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same heads, which are neighbours."""
+        """Number of ranks, adjacent ones, that hold the same heads."""
         return max(1, self.size // self.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPart:
-    """Heads to read from one rank of the source: [remote_start, remote_start + count) of the heads that it holds, to
-    [local_start, local_start + count) of the reader's own."""
+    """Heads to read from one rank of the source: [remote_start, remote_start + count) of its heads go to
+    [local_start, local_start + count) of the reader's heads."""
 
     source_rank: int
     remote_start: int
@@ -53,10 +52,10 @@ class HeadPart:
 
 
 def parts(local: HeadShard, source_size: int) -> list[HeadPart]:
-    """Every head of `local`, each exactly once, from an engine of `source_size` ranks, in the order of the heads.
+    """Return the parts that cover every head of `local` exactly once, in head order, read from `source_size` ranks.
 
-    Copies are read evenly: each copy of the reader reads from another copy of the source where there are as many. With
-    equal sizes, each rank reads all from its own counterpart. Raises ValueError as HeadShard does.
+    Where heads have copies, the readers spread over the copies of the source. With equal sizes, each rank reads
+    everything from its counterpart. Raises ValueError like HeadShard.
     """
     found: list[HeadPart] = []
     head = local.start
@@ -70,5 +69,5 @@ def parts(local: HeadShard, source_size: int) -> list[HeadPart]:
 
 def _holder(local: HeadShard, head: int, source_size: int) -> int:
     copies = max(1, source_size // local.num_kv_heads)
-    first = head * source_size // local.num_kv_heads  # with copies: of the first one
+    first = head * source_size // local.num_kv_heads  # rank of the first copy
     return first + local.rank % local.copies * copies // local.copies

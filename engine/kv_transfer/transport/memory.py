@@ -1,4 +1,4 @@
-"""The KV cache of a rank as bytes, for transports."""
+"""The KV cache of a rank as bytes that transports read and write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = (torch.complex128, torch.int64, torch.uint8)  # a GPU's indexed copy mov
 
 
 class BlockMemory:
-    """The KV cache of one rank as [num_blocks, slabs, heads, head_bytes].
+    """KV cache of one rank, viewed as [num_blocks, slabs, heads, head_bytes].
 
     cache: [num_blocks, layers, parts, kv_heads, block_size, head_dim], contiguous, on any device.
     """
@@ -30,13 +30,13 @@ class BlockMemory:
         self.layout = Layout(num_blocks, layers * parts, heads, head_bytes)
         self.device = cache.device
         self.tensor = cache.view(torch.uint8).view(num_blocks, layers * parts, heads, head_bytes)
-        self._stream: Any = None  # its own, so that copies and the steps that compute do not wait for each other
+        self._stream: Any = None  # separate, so that copies and computing steps do not wait for each other
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # where the cache is filled with zeros
             self._words = self._in_words(self.tensor)
         else:
-            # numpy, since torch would start a team of threads for every thread that copies
+            # numpy, because torch would start a thread pool for every thread that copies
             self._array: Bytes = self.tensor.numpy()
             self._flat = self._array.reshape(-1).data
         self.needs_context = self.device.type == "cuda"
@@ -45,7 +45,7 @@ class BlockMemory:
     def enter_thread(self) -> None:
         """Give the calling thread the CUDA context of the memory's device.
 
-        Torch does so when it is called; libraries that are handed the address of the memory do not.
+        Torch does so when it is called; libraries that get only the memory's address do not.
         """
         if self.needs_context and not hasattr(self._thread, "entered"):
             torch.cuda.set_device(self.device)
@@ -54,10 +54,10 @@ class BlockMemory:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Run GPU work of this thread on the memory's own stream.
+        """Run this thread's GPU work on the memory's own stream.
 
-        Tensors that are made inside are safe for others than torch to write to as soon as they exist. On the stream of
-        the model's steps, steps would wait for a peer, and a copy for the steps.
+        Code outside torch may write to tensors made inside as soon as they exist. On the stream of the model's steps,
+        steps would wait for a peer, and copies for steps.
         """
         if self._stream is None:
             yield
@@ -66,16 +66,18 @@ class BlockMemory:
                 yield
 
     def direct(self, count: int) -> bool:
-        """Return whether `count` heads of a block are one piece of host memory, which sockets can read and write."""
+        """Return whether `count` heads of a block are one contiguous piece of host memory, which sockets can read and
+        write."""
         return self._stream is None and count == self.layout.heads
 
     def views(self, blocks: list[int]) -> list[memoryview]:
-        """Return the memory of whole blocks, one view for each run of neighbours. Only where `direct`."""
+        """Return the memory of whole blocks, one view for each run of adjacent blocks. Requires `direct`."""
         size = self.layout.piece_bytes(self.layout.heads)
         return [self._flat[blocks[i] * size : (blocks[i] + n) * size] for i, n in runs(blocks)]
 
     def gather(self, blocks: list[int], start: int, count: int) -> Bytes:
-        """Copy heads [start, start + count) of the blocks to host memory, flat, block after block."""
+        """Copy heads [start, start + count) of the blocks to host memory. Returns [len(blocks) * slabs * count *
+        head_bytes]."""
         if self._stream is not None:
             with self.apart():
                 index = torch.tensor(blocks, device=self.device)
@@ -90,9 +92,10 @@ class BlockMemory:
         return out.reshape(-1)
 
     def scatter(self, blocks: list[int], start: int, count: int, data: Bytes | Tensor) -> None:
-        """Write to the cache what `gather` reads.
+        """Write data in the format of `gather` to the cache.
 
-        data: [len(blocks) * slabs * count * head_bytes] uint8, in host memory or on the device of the cache."""
+        data: [len(blocks) * slabs * count * head_bytes] uint8, in host memory or on the cache's device.
+        """
         heads = slice(start, start + count)
         shape = (len(blocks), self.layout.slabs, count, self.layout.head_bytes)
         if self._stream is None:
@@ -106,5 +109,5 @@ class BlockMemory:
         self._stream.synchronize()
 
     def _in_words(self, data: Tensor) -> Tensor:
-        """View bytes [..., head_bytes] as the largest words that fit."""
+        """View bytes [..., head_bytes] as the largest word type that divides head_bytes."""
         return data.view(next(word for word in WORDS if self.layout.head_bytes % word.itemsize == 0))

@@ -1,16 +1,16 @@
-"""NIXL transport (UCX): shared memory, RDMA or NVLink, as UCX finds between the two. Optional package.
+"""NIXL transport (UCX): shared memory, RDMA or NVLink, whichever UCX finds between two ranks. Optional package.
 
-Transfers write to buffers of the transport's own, which are copied into the cache. A transfer under way cannot be
-taken back for sure: when its peer hangs, it may still write later. It then keeps its buffer, and the
-blocks of the cache are free at once. Reads share MAX_BUFFERS, for which the cache leaves memory; each read may have one
-of any size, and only those of transfers that hang or fail come on top. The copy takes 0.4 of the time of
-the transfer itself (CPU, 16 MB, two processes of one machine).
+Transfers write to the transport's own buffers, which are then copied into the cache. A running transfer cannot be
+cancelled reliably: if its peer hangs, it may still write later. It then keeps its buffer, while the blocks of the cache
+are free at once. All reads share MAX_BUFFERS buffers, for which the cache leaves memory. Each read may have one more,
+and transfers that hang or fail keep theirs on top. The copy takes 0.4 of the time of the transfer itself (CPU, 16 MB,
+two processes of one machine).
 
-NIXL itself has no checksums; the links that it uses do.
+NIXL has no checksums of its own; the links that it uses do.
 
-Every call of NIXL comes from a thread with a CUDA context where the cache is on a GPU: in one without, UCX leaves out
-NVLink (vLLM #36475) or crashes. NIXL's own progress thread has none (nixl #2102), so a thread of this module takes its
-place there. Neither has run on a GPU yet.
+If the cache is on a GPU, every call of NIXL must come from a thread with a CUDA context: without one, UCX leaves out
+NVLink (vLLM #36475) or crashes. NIXL's own progress thread has none (nixl #2102), so a thread of this module replaces
+it. Neither has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from engine.kv_transfer.transport.memory import BlockMemory
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20  # per transfer: small enough that a slow link shows progress
-MAX_TRANSFERS = 4  # of one read under way at a time
-MAX_BUFFERS = 8  # of all reads, which tens of prefill engines may make at a time
+MAX_TRANSFERS = 4  # concurrent ones of one read
+MAX_BUFFERS = 8  # of all reads together: there may be tens of concurrent ones
 POLL_S = 0.0001
 PROGRESS_US = 10_000  # interval at which NIXL's thread makes progress even if UCX has not asked to
-OWN_PROGRESS_S = 0.001  # interval of our thread, which UCX cannot wake
+OWN_PROGRESS_S = 0.001  # polling interval of our progress thread, which UCX cannot wake
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class NixlDescription(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of a rank, as others reach it."""
+    """Memory of a rank, as other ranks reach it."""
 
-    metadata: bytes  #: of its NIXL agent
-    address: int  #: of the cache there
-    segment: str  #: kind of memory, as NIXL calls it
+    metadata: bytes  #: metadata of its NIXL agent
+    address: int  #: address of the cache in its process
+    segment: str  #: NIXL's name for the kind of memory
     device: int
     layout: Layout
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A transfer to a buffer, from which its pieces go to local blocks."""
+    """A transfer to a buffer, whose pieces are then copied to local blocks."""
 
     handle: Any
     buffer: Tensor
@@ -75,7 +75,7 @@ class NixlTransport:
         self._memory, self._progress_s = memory, progress_s
         self._segment = "VRAM" if memory.device.type == "cuda" else "DRAM"
         self._device = memory.device.index or 0
-        self._lock = threading.Lock()  # guards the NIXL agent and all below
+        self._lock = threading.Lock()  # guards the NIXL agent and all fields below
         warn_if_memory_cannot_be_pinned()
         memory.enter_thread()
         self._agent = start_agent(progress_thread=not memory.needs_context)
@@ -84,12 +84,10 @@ class NixlTransport:
             metadata = self._agent.get_agent_metadata()
         description = NixlDescription(metadata, memory.tensor.data_ptr(), self._segment, self._device, memory.layout)
         self._description = msgspec.msgpack.encode(description)
-        self._peers: dict[bytes, bytes] = {}  # NIXL's name by description
+        self._peers: dict[bytes, bytes] = {}  # NIXL's name for a peer, by description
         self._free: list[Tensor] = []
-        self._left: list[Transfer] = []  # given up, but they may still write to their buffers
-        self._lost: list[
-            Transfer
-        ] = []  # failed: whether they still write is never known, so their buffers are not used again
+        self._left: list[Transfer] = []  # given up, but may still write to their buffers
+        self._lost: list[Transfer] = []  # failed: they may still write at any time, so their buffers are never reused
         self._closing = threading.Event()
         self._progress_thread = threading.Thread(target=self._make_progress, name="kv nixl progress", daemon=True)
         if memory.needs_context:
@@ -148,21 +146,21 @@ class NixlTransport:
             for transfer in (*self._left, *self._lost):
                 release(transfer.handle)
             for registration in self._registered:
-                with suppress(TransportError), nixl_errors():  # all ends with the agent in any case
+                with suppress(TransportError), nixl_errors():  # the end of the agent cleans up in any case
                     self._agent.deregister_memory(registration)
-            self._agent = None  # the last reference: ends its threads and connections, before its buffers go
+            self._agent = None  # drops the last reference: its threads and connections end before its buffers are freed
             self._left, self._lost, self._free = [], [], []
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Hold the lock, in a thread that may call NIXL. Raises its errors as TransportError."""
+        """Hold the lock in a thread that may call NIXL. Raises NIXL's errors as TransportError."""
         self._memory.enter_thread()
         with nixl_errors(), self._lock:
             yield
 
     def _make_progress(self) -> None:
         while not self._closing.wait(OWN_PROGRESS_S):
-            with suppress(TransportError), self._calling():  # a read under way meets the error itself
+            with suppress(TransportError), self._calling():  # a read in progress gets the error itself
                 self._agent.get_new_notifs()
 
     # -- with the lock -------------------------------------------------------------------------------------
@@ -201,7 +199,7 @@ class NixlTransport:
 
     @property
     def _buffers_in_use(self) -> int:
-        """The number of those that reads under way hold."""
+        """Number of buffers held by reads in progress."""
         return len(self._registered) - 1 - len(self._free) - len(self._left) - len(self._lost)
 
     def _new_buffer(self) -> Tensor:
@@ -212,7 +210,7 @@ class NixlTransport:
         return buffer
 
     def _reclaim(self) -> None:
-        """Take back the buffers of transfers that were given up, once they are complete."""
+        """Take back the buffers of given-up transfers that have completed."""
         left, self._left = self._left, []
         for transfer in left:
             state = "ERR"
@@ -247,19 +245,19 @@ class NixlTransport:
 
 
 def buffer_bytes(block_bytes: int) -> int:
-    """Return the size of a buffer, for a cache with blocks of `block_bytes`."""
+    """Return the size of a transfer buffer for a cache with blocks of `block_bytes`."""
     return max(PIECE_BYTES, block_bytes)
 
 
 def warn_if_memory_cannot_be_pinned() -> None:
-    """Log a warning if this machine has RDMA that UCX may not use: it then goes over TCP and says nothing."""
+    """Log a warning if this machine has RDMA but UCX may not use it: UCX then silently falls back to TCP."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir()):
         logger.warning("RDMA needs RLIMIT_MEMLOCK unlimited, got %d KiB: KV may go over TCP", limit // 1024)
 
 
 def start_agent(*, progress_thread: bool) -> Any:
-    """Return a NIXL agent with a UCX backend. progress_thread: whether NIXL starts one."""
+    """Return a NIXL agent with a UCX backend. progress_thread: whether NIXL starts its own progress thread."""
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as error:
@@ -269,7 +267,7 @@ def start_agent(*, progress_thread: bool) -> Any:
     name = f"manta-{uuid.uuid4().hex}"
     with nixl_errors():
         agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
-        # nixl_agent has its thread poll without a pause, which took 22 % of a busy core from the model, all the time
+        # nixl_agent lets its thread poll without a pause, which constantly took 22 % of a busy core from the model
         config = api.nixlBind.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = progress_thread, PROGRESS_US
         config.syncMode = api.nixlBind.NIXL_THREAD_SYNC_NONE
@@ -284,9 +282,9 @@ def cut(reads: BlockReads, step: int) -> Iterator[BlockReads]:
 
 
 def addresses(remote: NixlDescription, reads: BlockReads) -> NDArray[np.uint64]:
-    """Return what to read as [pieces, (address, bytes, device)], in the order of the blocks.
+    """Return the memory to read as [pieces, (address, bytes, device)], in block order.
 
-    Whole blocks next to each other are one piece: 16 MB in 16 KB pieces take 15.9 ms, in large ones 2.1 ms.
+    Adjacent whole blocks are one piece: 16 MB take 15.9 ms in pieces of 16 KB, and 2.1 ms in large ones.
     """
     layout, part = remote.layout, reads.part
     block_bytes = layout.piece_bytes(layout.heads)
@@ -304,7 +302,7 @@ def addresses(remote: NixlDescription, reads: BlockReads) -> NDArray[np.uint64]:
 
 
 def release(handle: Any) -> bool:
-    """Release a transfer. Returns False if it is still under way."""
+    """Release a transfer. Returns False if it is still running."""
     with suppress(TransportError), nixl_errors():
         handle.release()
         return True
@@ -313,7 +311,7 @@ def release(handle: Any) -> bool:
 
 @contextmanager
 def nixl_errors() -> Iterator[None]:
-    """Raise NIXL's errors, which have no common base, as TransportError."""
+    """Reraise NIXL's errors, which have no common base class, as TransportError."""
     try:
         yield
     except TransportError:

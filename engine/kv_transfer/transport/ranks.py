@@ -1,4 +1,4 @@
-"""KV workers of all ranks of one engine, made known to its rank 0 at the start."""
+"""Starts the KV workers of an engine's ranks, and makes them known to its rank 0."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ class KVWorkerInfo(msgspec.Struct, frozen=True):
     """KV worker of one rank, as rank 0 knows it."""
 
     address: str  #: ZMQ address for its commands
-    description: dict[str, bytes]  #: how others reach the memory of the rank, by transport
+    description: dict[str, bytes]  #: description of the rank's memory for other ranks, by transport
 
 
 def start_kv_worker(
     config: HandoffConfig, caches: list[Tensor], num_kv_heads: list[int], group: TPGroup, host: str
 ) -> tuple[KVTransferWorker, list[KVWorkerInfo]]:
-    """Start this rank's KV worker; return it with what is known of those of all ranks.
+    """Start this rank's KV worker. Returns it, and the KVWorkerInfo of all ranks. Raises StartupError.
 
-    Every rank has to call this, in `group.starting()`. caches: of each KV cache group, [num_blocks, layers, parts,
-    kv_heads, block_size, head_dim], contiguous. num_kv_heads: of each, all of the model. host: IP address at which
-    others reach this rank. Raises StartupError.
+    Every rank must call this inside `group.starting()`.
+    caches: one per KV cache group, [num_blocks, layers, parts, kv_heads, block_size, head_dim], contiguous.
+    num_kv_heads: KV heads of the whole model, one number per group.
+    host: IP address at which others reach this rank.
     """
     shards = [HeadShard(heads, group.rank, group.size) for heads in num_kv_heads]
     worker = KVTransferWorker(

@@ -1,13 +1,13 @@
-"""TCP transport, with a checksum on every frame. It needs nothing special, and works between any two hosts.
+"""TCP transport with a checksum on every frame. It has no special requirements, and works between any two hosts.
 
-A connection carries one read at a time. The reader asks for blocks and heads; the source answers with frames of about
-FRAME_BYTES, which both sides cut alike. Whole blocks go from cache to cache without a copy in between: sendmsg gathers
-them there, recvmsg_into scatters them here.
+A connection carries one read at a time. The reader asks for blocks and heads; the source answers in frames of about
+FRAME_BYTES, whose borders both sides compute alike. Whole blocks go from cache to cache without an intermediate copy:
+sendmsg gathers them at the source, recvmsg_into scatters them at the reader.
 
-When a connection opens, each side proves by a challenge (HMAC, RFC 2104) that it has a secret of both the cluster and
-the source's process: no stranger reads KV or passes for a source, and a new process at an old address is not taken for
-the one before. What follows is neither encrypted nor signed: an attacker on the network between the two can
-read it, and one who can alter packets can alter it.
+When a connection opens, each side proves by a challenge (HMAC, RFC 2104) that it has a secret derived from the
+cluster's key and the source process's key. So no stranger reads KV or poses as a source, and a new process at an old
+address is not mistaken for the previous one. The data itself is neither encrypted nor signed: an attacker on the
+network can read it, and one who can alter packets can alter it.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ logger = logging.getLogger(__name__)
 
 FRAME_BYTES = 1 << 20
 MAX_BUFFERS = 1024  # per sendmsg or recvmsg (IOV_MAX)
-CHALLENGE = struct.Struct("<4s32s")  # the source's first words: MAGIC, nonce
-RESPONSE = struct.Struct("<32s32s")  # the reader's: nonce, proof; a frame with the source's proof answers it
+CHALLENGE = struct.Struct("<4s32s")  # first message of the source: MAGIC, nonce
+RESPONSE = struct.Struct("<32s32s")  # first message of the reader: nonce, proof; the source answers with its own proof
 REQUEST = struct.Struct("<4sIHHQ")  # MAGIC, number of blocks, first head, heads, checksum; then block ids
 MAGIC = b"KV02"
 FRAME = struct.Struct("<IIQ")  # number, bytes, checksum; then the bytes
-REFUSED = 0xFFFFFFFF  # instead of a frame's number; the bytes are the reason, in UTF-8
+REFUSED = 0xFFFFFFFF  # frame number of a refusal, whose bytes are the reason in UTF-8
 MAX_REASON = 1000  # bytes
-NAME = "kv_tcp"  # of the socket in metrics
-CLOSE_S = 1.0  # limit for a thread to end
-RETRY_S = 1.0  # pause after a connection could not be accepted, as there are too many
+NAME = "kv_tcp"  # name of the socket in metrics
+CLOSE_S = 1.0  # that `close` waits for a thread to end
+RETRY_S = 1.0  # pause after accepting a connection has failed, say for lack of file descriptors
 
 
 class TcpDescription(msgspec.Struct, frozen=True, array_like=True):
     host: str
     port: int
     key: bytes
-    """Random, so that the next process at the same address has another."""
+    """Random bytes, so that the next process at the same address has another key."""
     layout: Layout
 
 
@@ -62,12 +62,13 @@ def decode(description: bytes) -> TcpDescription:
 
 
 class TcpTransport:
-    """Transport over TCP. progress_s: limit for either side to wait until the other takes or gives something."""
+    """Transport over TCP. progress_s: seconds that either side waits for the other to take or send something."""
 
     name = "tcp"
 
     def __init__(self, memory: BlockMemory, host: str, progress_s: float, key: ClusterKey | None = None):
-        """host: an IP address of this machine. Raises OSError if it is not. key: that all readers and sources have."""
+        """host: an IP address of this machine; else OSError is raised. key: cluster key, which readers and sources
+        share."""
         self._memory, self._progress_s, self._key = memory, progress_s, key
         own = secrets.token_bytes(16)
         self._source = TcpSource(memory, host, shared_secret(key, own), progress_s)
@@ -102,7 +103,7 @@ class TcpTransport:
             idle, busy = self._idle.pop(source, []), self._busy.pop(source, set())
         for connection in idle:
             connection.close()
-        for connection in busy:  # its reader wakes, and closes it
+        for connection in busy:  # the reader wakes, and closes it
             shut_down(connection)
 
     def close(self) -> None:
@@ -120,7 +121,8 @@ class TcpTransport:
         size: int,
         reads: BlockReads,
     ) -> None:
-        """Receive one frame. If it is damaged, it may be in the cache already; the read fails."""
+        """Receive one frame into the cache. If the frame is damaged, parts may already be in the cache; the read
+        fails."""
         got, num_bytes, checksum = receive_header(connection, progress)
         if (got, num_bytes) != (number, size * len(blocks)):
             raise TransportError(f"checksum: frame {number} of {size * len(blocks)} bytes came as {got} of {num_bytes}")
@@ -144,7 +146,7 @@ class TcpTransport:
                 except BaseException:
                     connection.close()
                     raise
-            elif ready(connection, select.POLLIN, 0):  # nothing was asked on it, so this is its end
+            elif ready(connection, select.POLLIN, 0):  # no request is pending, so input means that the source closed it
                 connection.close()
                 continue
             with self._lock:
@@ -152,7 +154,7 @@ class TcpTransport:
             return connection
 
     def _give_up(self, source: bytes, connection: socket.socket) -> None:
-        """Close a connection whose read failed: what it still carries is dropped."""
+        """Close a connection whose read failed. Data still on its way is lost."""
         with self._lock:
             if source in self._busy:
                 self._busy[source].discard(connection)
@@ -160,7 +162,7 @@ class TcpTransport:
 
     def _give_back(self, source: bytes, connection: socket.socket) -> None:
         with self._lock:
-            kept = connection in self._busy.get(source, ())  # and not dropped meanwhile
+            kept = connection in self._busy.get(source, ())  # False if `drop` was called meanwhile
             if kept:
                 self._busy[source].discard(connection)
                 self._idle[source].append(connection)
@@ -169,7 +171,7 @@ class TcpTransport:
 
 
 class TcpSource:
-    """Serves blocks of `memory` to readers with the `secret`, with a thread that accepts and one per connection."""
+    """Serves blocks of `memory` to readers that have the `secret`, with one thread to accept and one per connection."""
 
     def __init__(self, memory: BlockMemory, host: str, secret: bytes, progress_s: float):
         self._memory, self._secret, self._progress_s = memory, secret, progress_s
@@ -184,7 +186,7 @@ class TcpSource:
 
     def close(self) -> None:
         self._closing.set()
-        shut_down(self._listener)  # wakes its thread, which closing alone does not
+        shut_down(self._listener)  # wakes the accepting thread, which `close` alone does not
         self._listener.close()
         self._accepting.join()
         with self._lock:
@@ -214,7 +216,7 @@ class TcpSource:
             known = self._challenge(connection)
             while known and self._answer(connection):
                 pass
-        except (OSError, TransportError) as error:  # a reader that stops a read closes its connection
+        except (OSError, TransportError) as error:  # expected: a reader that stops a read closes its connection
             logger.debug("KV connection ended: %s", error)
         except Exception:
             logger.exception("KV connection failed")
@@ -224,7 +226,7 @@ class TcpSource:
             connection.close()
 
     def _challenge(self, connection: socket.socket) -> bool:
-        """Return whether the reader has the secret, and prove that this source has it."""
+        """Prove to the reader that this source has the secret. Returns whether the reader has it."""
         connection.settimeout(POLL_INTERVAL_S)
         progress, nonce = Progress(self._closing, self._progress_s), secrets.token_bytes(32)
         try:
@@ -244,7 +246,7 @@ class TcpSource:
         return known
 
     def _answer(self, connection: socket.socket) -> bool:
-        """Answer one read. Returns False at the end of the connection."""
+        """Answer one read. Returns False if the connection has ended."""
         connection.settimeout(None)
         if not connection.recv(1, socket.MSG_PEEK):
             return False
@@ -284,17 +286,20 @@ class TcpSource:
 
 
 def shared_secret(cluster: ClusterKey | None, source: bytes) -> bytes:
-    """Return what a reader and a source have in common. source: the key of its description."""
+    """Return the secret that a reader and a source share. source: the key in the source's description."""
     return source if cluster is None else cluster.derive(source)
 
 
 def prove(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
-    """Return 32 bytes that only a holder of the secret can know. side: of the sender, which cannot echo the other's."""
+    """Return a 32-byte proof that only a holder of the secret can make.
+
+    side: the sender's side, so that no side can echo the other's proof.
+    """
     return hmac.digest(secret, b"".join([side, *nonces]), "sha256")
 
 
 def greet(connection: socket.socket, secret: bytes, progress: Progress) -> None:
-    """Open a connection from the reader's side. Raises TransportError if either end does not have the secret."""
+    """Open a connection, as the reader. Raises TransportError if either side does not have the secret."""
     magic, nonce = CHALLENGE.unpack(receive_bytes(connection, CHALLENGE.size, progress))
     if magic != MAGIC:
         raise TransportError("what listens there is no KV source of this version")
@@ -312,7 +317,7 @@ def refuse(connection: socket.socket, reason: str, progress: Progress) -> None:
 
 
 def ask(connection: socket.socket, reads: BlockReads, progress: Progress) -> int:
-    """Send a request; return the seed of the checksums of its answer, so that no other answer passes."""
+    """Send a read request. Returns the seed of its answer's checksums, so that no other answer passes."""
     ids = np.array(reads.remote, np.uint32).tobytes()
     header = REQUEST.pack(MAGIC, len(reads.remote), reads.part.remote_start, reads.part.count, 0)[:-8]
     seed = digest([header, ids], 0)
@@ -321,7 +326,7 @@ def ask(connection: socket.socket, reads: BlockReads, progress: Progress) -> int
 
 
 def receive_header(connection: socket.socket, progress: Progress) -> tuple[int, int, int]:
-    """Return number, bytes and checksum of the frame that follows. Raises TransportError if the source refuses."""
+    """Return number, bytes and checksum of the next frame. Raises TransportError if the source refuses."""
     number, num_bytes, checksum = FRAME.unpack(receive_bytes(connection, FRAME.size, progress))
     if number == REFUSED and num_bytes <= MAX_REASON:
         reason = receive_bytes(connection, num_bytes, progress).decode(errors="replace")
@@ -337,7 +342,8 @@ def cut(blocks: list[int], size: int) -> Iterator[list[int]]:
 
 
 def digest(buffers: Sequence[memoryview | bytes], seed: int) -> int:
-    """Return the XXH3 checksum: finds errors of a link as well as a CRC, several times faster (20 GB/s in cache)."""
+    """Return the XXH3 checksum of the buffers. It detects link errors as well as a CRC, several times faster (20 GB/s
+    in cache)."""
     total = xxhash.xxh3_64(seed=seed)
     for buffer in buffers:
         total.update(buffer)
@@ -345,7 +351,7 @@ def digest(buffers: Sequence[memoryview | bytes], seed: int) -> int:
 
 
 def connect(host: str, port: int, progress: Progress) -> socket.socket:
-    """Raises OSError, or TransportError when `progress` ends the wait."""
+    """Return a new connection. Raises OSError, or TransportError when `progress` ends the wait."""
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         prepare(connection)
@@ -398,7 +404,7 @@ def send(connection: socket.socket, buffers: list[memoryview], progress: Progres
 
 
 def rest(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of the buffers after `done` bytes."""
+    """Return the parts of the buffers after the first `done` bytes."""
     for i, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *buffers[i + 1 :]]
@@ -413,6 +419,6 @@ def ready(connection: socket.socket, events: int, timeout_s: float) -> bool:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """Shut a connection down, which wakes threads that wait for it."""
+    """Shut a connection down, which wakes the threads that wait for it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

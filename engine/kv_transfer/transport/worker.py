@@ -1,4 +1,4 @@
-"""The KV worker of a rank lets others read its KV cache, and reads remote blocks into it on command."""
+"""KV worker of a rank: lets other ranks read its KV cache, and reads remote blocks into it on command."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from engine.kv_transfer.transport.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
 
-POLL_MS = 200  # within which `close` is noticed
+POLL_MS = 200  # after which `close` is noticed, at the latest
 
 
 @dataclass(slots=True, eq=False)
 class PeerState:
-    """Another engine, of one epoch, of which this rank reads."""
+    """Another engine, of one epoch, from which this rank reads."""
 
     epoch: int
     waiting: deque[ReadTask] = field(default_factory=deque)  #: tasks after the one that `thread` works on
     thread: threading.Thread | None = None
-    transport: str | None = None  #: the newest in use, for the log
-    failed: set[str] = field(default_factory=set)  #: transports that are not tried again
+    transport: str | None = None  #: transport of the newest read, for the log
+    failed: set[str] = field(default_factory=set)  #: transports that have failed
     descriptions: set[tuple[str, int, bytes]] = field(default_factory=set)
-    """(transport, KV cache group, rank's description of it) in use."""
+    """(transport, KV cache group, description of the source rank) in use."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +57,11 @@ class ReadTask:
 
 
 class KVTransferWorker:
-    """Serves from the constructor on, with its own threads.
+    """KV worker of one rank. It serves in its own threads from the constructor on.
 
     Commands (KVWorkerCommand, msgpack) come to a ZMQ PULL socket at `address`: Attach first, then Read, StopRead and
-    DropSource. One ReadEnded answers every Read. Reads from one peer follow each other; reads from different peers run
-    side by side, so that a peer that hangs holds up nothing else.
+    DropSource. One ReadEnded answers every Read. Reads from one peer are sequential. Reads from different peers are
+    concurrent, so a peer that hangs delays no other.
     """
 
     def __init__(
@@ -74,21 +74,21 @@ class KVTransferWorker:
         progress_s: float = 5.0,
         key: ClusterKey | None = None,
     ):
-        """caches: [num_blocks, layers, parts, kv_heads, block_size, head_dim] of each KV cache group, as
-        engine/runner/kv_cache.py allocates it. shards: the heads in each. host: IP address at which others reach this
-        rank.
-        transport: `auto` offers nixl, if available, and tcp; any other only itself.
-        progress_s: a read to which nothing comes for so long fails.
-        key: that all others have who command this worker, read here, or are read.
-        Raises StartupError if the transport is not available.
-        """
+        """caches: one per KV cache group, [num_blocks, layers, parts, kv_heads, block_size, head_dim], as allocated by
+        engine/runner/kv_cache.py.
+        shards: the heads in each cache.
+        host: IP address at which others reach this rank.
+        transport: `auto` offers nixl, if available, and tcp; any other value only that transport.
+        progress_s: seconds without received bytes after which a read fails.
+        key: cluster key, shared with all processes that command this worker, read from it or are read by it.
+        Raises StartupError if the transport is not available."""
         for cache, shard in zip(caches, shards, strict=True):
             if cache.shape[3] != shard.stop - shard.start:
                 raise ValueError(f"the cache has {cache.shape[3]} heads, its shard {shard.stop - shard.start}")
         self._shards, self._rank, self._key = shards, shards[0].rank, key
-        #: of each group, by name
+        #: transports of each group, by name
         self._transports = [open_transports(BlockMemory(c), host, transport, progress_s, key) for c in caches]
-        #: how others reach this rank, by transport; goes into Progress.ranks
+        #: descriptions of this rank's memory by transport and group, for Progress.ranks
         self.description = {
             key_of(name, group): transport.describe()
             for group, transports in enumerate(self._transports)
@@ -99,9 +99,9 @@ class KVTransferWorker:
             self._context, host, KVWorkerCommand, name="kv_worker_commands", key=key
         )
         self.address = self._commands.address
-        self._reported: Counts = {}  # what rank 0 knows of this rank's refusals
+        self._reported: Counts = {}  # this rank's refusals as last reported to rank 0
         self._encode = msgspec.msgpack.Encoder().encode
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards all fields below
         self._answers: zmq.Socket[bytes] | None = None
         self._tasks: dict[int, ReadTask] = {}  # by read id, until answered
         self._peers: dict[int, PeerState] = {}  # by epoch
@@ -110,7 +110,7 @@ class KVTransferWorker:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop all reads, and admit no more from here. Answers to reads may be lost."""
+        """Stop all reads by and from this worker. Answers to reads may be lost."""
         self._closing.set()
         self._thread.join()
         with self._lock:
@@ -131,7 +131,7 @@ class KVTransferWorker:
                     self._do(command)
                 except Exception as error:  # noqa: BLE001 - it is logged
                     self._commands.refuse("unexpected", f"{type(command).__name__}: {error!r}")
-            if self._rank > 0:  # rank 0 shares its process with the channel
+            if self._rank > 0:  # rank 0 is in the process of the channel, which sees the counts itself
                 self._tell_refusals()
 
     def _do(self, command: KVWorkerCommand) -> None:
@@ -143,7 +143,7 @@ class KVTransferWorker:
                 self._start(command)
             elif isinstance(command, DropSource):
                 dropped = self._drop(command.source_epoch)
-            elif command.read_id in self._tasks:  # else it has just ended
+            elif command.read_id in self._tasks:  # else the read has just ended
                 self._stop(self._tasks[command.read_id])
         for name, group, description in dropped:
             self._transports[group][name].drop(description)
@@ -156,7 +156,7 @@ class KVTransferWorker:
                 self._answer(RankRefusals(self._rank, counts))
 
     def _work(self, peer: PeerState) -> None:
-        """Do one task after the other, in a thread, until there are none."""
+        """Run the peer's tasks in order, in a thread, until none are left."""
         while True:
             with self._lock:
                 if not peer.waiting:
@@ -177,7 +177,7 @@ class KVTransferWorker:
                 raise TransportError(f"KV cache group {read.group} cannot be read by {name}")
             for part in parts(self._shards[read.group], len(read.ranks)):
                 description = read.ranks[part.source_rank][key]
-                with self._lock:  # so that no task of a dropped peer makes it known again
+                with self._lock:  # so that no task of a dropped peer registers it again
                     if task.stop.is_set():
                         raise TransportError(STOPPED)
                     peer.descriptions.add((name, read.group, description))
@@ -194,7 +194,7 @@ class KVTransferWorker:
         return ReadEnded(read.read_id, self._rank, name, num_bytes, time.monotonic() - started, error)
 
     def _choose(self, peer: PeerState, ranks: list[dict[str, bytes]]) -> str:
-        """Return the best transport that both sides have; one that has failed gives way to another."""
+        """Return the best transport that both sides have, preferring those that have not failed."""
         if not ranks:
             raise TransportError("a source has at least one rank")
         own = self._transports[0]
@@ -241,7 +241,7 @@ class KVTransferWorker:
             self._end(task, ReadEnded(task.read.read_id, self._rank, "", 0, 0.0, STOPPED))
 
     def _drop(self, epoch: int) -> set[tuple[str, int, bytes]]:
-        """Return (transport, group, description) of all that transports have to forget."""
+        """Forget an engine. Returns (transport, group, description) of everything that transports must drop."""
         peer = self._peers.pop(epoch, None)
         if peer is None:
             return set()
@@ -270,7 +270,7 @@ def key_of(name: str, group: int) -> str:
 def open_transports(
     memory: BlockMemory, host: str, name: str, progress_s: float, key: ClusterKey | None = None
 ) -> dict[str, KVTransport]:
-    """Return transports in the order of preference. Raises StartupError."""
+    """Return the available transports by name, preferred ones first. Raises StartupError."""
     found: dict[str, KVTransport] = {}
     if name in ("auto", "nixl"):
         from engine.kv_transfer.transport.nixl import NixlTransport
