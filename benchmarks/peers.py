@@ -87,6 +87,10 @@ class Row:
     engines: dict[str, list[float]]  #: of each repetition
     ratio: float | None  #: of the engine's median to the better peer's
 
+    @property
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(values) for name, values in self.engines.items()}
+
     @classmethod
     def of(cls, load: str, figure: str, engines: dict[str, list[float]]) -> Row:
         medians = {name: statistics.median(values) for name, values in engines.items()}
@@ -160,8 +164,9 @@ def compare(loads: Sequence[Load], workers: Sequence[Contender], repetitions: in
                 if repetition != WARM_UP:
                     found[worker.name].append(measured)
         for key in load.figures:
-            rows.append(Row.of(load.name, key, {name: [run[key] for run in runs] for name, runs in found.items()}))
-        print(f"{load.name}: done", file=sys.stderr)
+            row = Row.of(load.name, key, {name: [run[key] for run in runs] for name, runs in found.items()})
+            rows.append(row)
+            print(f"{load.name}: {row.medians} {row.figure}", file=sys.stderr)
     return rows
 
 
@@ -169,7 +174,7 @@ def show_report(report: PeersReport) -> None:
     names = list(report.rows[0].engines)
     table = make_table("load", "", *names, "to the better peer")
     for row in report.rows:
-        medians = [figure(statistics.median(values), 1) for values in row.engines.values()]
+        medians = [figure(median, 1) for median in row.medians.values()]
         table.add_row(row.load, row.figure, *medians, "" if row.ratio is None else f"{row.ratio:.2f}")
     show(f"{report.model}, {report.threads} threads, medians of {report.repetitions}", table)
 
