@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import tempfile
@@ -11,36 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors.torch import save_file
 
 from benchmarks.real_model.texts import THING, descriptions, documentation, edits, questions, summaries, user
 from engine.errors import EngineError
-from engine.model.checkpoint.folder import read_json, resolve, weight_files
-from engine.model.checkpoint.weights import open_weights
+from engine.model.checkpoint.folder import resolve
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
+from tools.gguf_numbers import write_numbers
 
 Row = tuple[str, ...]
 OPTIONS: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_gib": 1.0, "seed": 0}
 WINDOW = 512  # tokens of a text whose perplexity is measured at a time
-TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 DRAFT_TOKENS = 96  # of an answer
+HEAD_TOKENS = 3  # that heads guess at a time
 CHAT_TOKENS = 16
 BATCH, CHUNK, BLOCK_SIZE = 64, 40, 16
-
-
-def write_numbers(gguf: Path, to: Path) -> None:
-    """Write the model of a GGUF file as an ordinary one, with the numbers that it holds in float32."""
-    fields = read_json(gguf, "config.json")
-    fields.pop("quantization_config", None)
-    (to / "config.json").write_text(json.dumps(fields))
-    for name in TEXT_FILES:
-        (to / name).write_bytes((gguf / name).read_bytes())
-    with open_weights(*weight_files(gguf)) as tensors:
-        numbers = {name: tensors.get_tensor(name).float().contiguous() for name in tensors.keys()}  # noqa: SIM118
-    save_file(numbers, to / "model.safetensors")
 
 
 def perplexities(model: str, tokens: int) -> Iterator[Row]:
@@ -73,8 +59,9 @@ def perplexity(llm: LLM, tokens: int) -> tuple[float, float]:
     return math.exp(loss), sum(entry.rank == 1 for entry in found) / len(found)
 
 
-def drafts(model: str, number: int) -> Iterator[Row]:
-    """Each answer by an engine without drafts and by others with them, in turns, one stream at a time."""
+def drafts(model: str, number: int, heads: Path | None) -> Iterator[Row]:
+    """Each answer by an engine without drafts and by others with them, in turns, one stream at a time. heads: folder of
+    Medusa heads, if there are some."""
     schema = StructuredOutputsParams(json=THING)
     tasks: tuple[tuple[str, list[str], StructuredOutputsParams | None], ...] = (
         ("summarise", summaries(number), None),
@@ -85,6 +72,9 @@ def drafts(model: str, number: int) -> Iterator[Row]:
     )
     engines = {"": LLM(model, **OPTIONS)}
     engines |= {method: LLM(model, **OPTIONS, speculative={"method": method}) for method in ("ngram", "suffix")}
+    if heads is not None:
+        medusa = {"method": "medusa", "model": str(heads), "num_speculative_tokens": HEAD_TOKENS}
+        engines["medusa"] = LLM(model, **OPTIONS, speculative=medusa)
     for task, texts, grammar in tasks:
         params = SamplingParams(temperature=0.0, max_tokens=DRAFT_TOKENS, structured_outputs=grammar)
         before = {method: llm.stats() for method, llm in engines.items()}

@@ -1,0 +1,1 @@
+"""Trains Medusa heads, which draft for a model, on that model's own answers."""
