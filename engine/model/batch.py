@@ -124,10 +124,8 @@ class Batch:
 
 
 def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
-    """Return `single`, on the host, and `chunks` of a Batch.
-
-    counts: [seqs], tokens of each sequence in this step. kv_lens: [seqs], its tokens including this step's.
-    """
+    """Return `single`, on the host, and `chunks` of a Batch. counts: [seqs], tokens of each sequence in this step.
+    kv_lens: [seqs], its tokens including this step's."""
     counts = np.asarray(counts)
     if (counts == 1).all():
         return torch.from_numpy(np.arange(len(counts), dtype=np.int32)), []

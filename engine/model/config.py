@@ -177,9 +177,7 @@ class ModelConfig:
 
     def quantized(self, method: str) -> ModelConfig:
         """Return the model with weights rounded by `method` as they are loaded; itself if they are stored that way.
-
-        Raises ConfigError for an unknown method, or if they are stored in another quantized format.
-        """
+        Raises ConfigError for an unknown method, or if they are stored in another quantized format."""
         stored = None if self.quantization is None else self.quantization.method
         if stored == method:
             return self
@@ -219,9 +217,7 @@ class ModelConfig:
 
     def longest_sequence(self, max_model_len: int | None) -> int:
         """Return the tokens of the longest sequence. max_model_len: the configured limit; None for the model's context.
-
-        Raises ConfigError for a limit above the model's context.
-        """
+        Raises ConfigError for a limit above the model's context."""
         own = min(self.max_position_embeddings, self.pooling.max_seq_length or self.max_position_embeddings)
         longest = own if max_model_len is None else max_model_len
         if longest > self.max_position_embeddings:
@@ -359,11 +355,8 @@ def _activation(raw: Fields, supported: tuple[str, ...]) -> Any:
 
 
 def _default_pooling(cfg: ModelConfig, raw: Fields) -> PoolingType:
-    """Return the pooling of a model whose folder names no modules.
-
-    That is sentence-transformers' default for an encoder, vLLM's for a decoder, and the one that a score head was
-    trained with.
-    """
+    """Return the pooling of a model whose folder names no modules. That is sentence-transformers' default for an
+    encoder, vLLM's for a decoder, and the one that a score head was trained with."""
     if cfg.encoder and cfg.head == "score":
         return "mean" if raw.get("classifier_pooling") == "mean" else "cls"
     return "mean" if cfg.bidirectional else "last"

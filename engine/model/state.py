@@ -153,10 +153,8 @@ class StateCache:
             self._memory[slot].copy_(self._memory[self.slots + snapshot])
 
     def batch(self, slots: np.ndarray, staged: StagedCopy, saved: Sequence[StateSave] = ()) -> StateBatch | None:
-        """Return the states of a step's sequences; None for a model without recurrent layers.
-
-        slots: [seqs] int64. saved: snapshots that this step makes, at most one per sequence.
-        """
+        """Return the states of a step's sequences; None for a model without recurrent layers. slots: [seqs] int64.
+        saved: snapshots that this step makes, at most one per sequence."""
         if not self.layers:
             return None
         save_at, save_slots = np.full((2, len(slots)), -1, dtype=np.int32)

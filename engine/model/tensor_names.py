@@ -34,11 +34,8 @@ RENAMED = {".block_sparse_moe.": ".mlp.", ".w1": ".gate_proj", ".w2": ".down_pro
 
 
 def canonical_name(name: str) -> str:
-    """Return the name that a tensor has in a checkpoint of the whole text model.
-
-    `model.language_model.norm.weight`, `language_model.model.norm.weight` and a base model's `norm.weight` all become
-    `model.norm.weight`.
-    """
+    """Return the name that a tensor has in a checkpoint of the whole text model. `model.language_model.norm.weight`,
+    `language_model.model.norm.weight` and a base model's `norm.weight` all become `model.norm.weight`."""
     wrapper = next((wrapper for wrapper in WRAPPERS if name.startswith(wrapper)), "")
     name = name.removeprefix(wrapper)
     if ".block_sparse_moe." in name:

@@ -84,10 +84,8 @@ class ImageProcessor:
         return cls(family, config, found, tokenizer, folder)
 
     def process(self, image: Image.Image, field: str) -> ProcessedImage:
-        """Return an image as the encoder takes it. May take a second, mostly without holding the GIL.
-
-        field: the image's name in errors. Raises InvalidImage.
-        """
+        """Return an image as the encoder takes it. May take a second, mostly without holding the GIL. field: the
+        image's name in errors. Raises InvalidImage."""
         try:
             found = self._processor(images=[image], **self._options)
         except ValueError as error:

@@ -145,10 +145,8 @@ class EncoderCache:
         self._axes = torch.tensor(2 * cfg.vision.rope_axes, dtype=torch.int64, device=self._device)
 
     def update(self, plan: StepPlan, inbox: Tensor | None) -> None:
-        """Drop, receive and compute embeddings as the plan says.
-
-        inbox: [blocks, layers, 2, 1, block_size, hidden / 2], memory into which encode engines' embeddings are read.
-        """
+        """Drop, receive and compute embeddings as the plan says. inbox: [blocks, layers, 2, 1, block_size, hidden / 2],
+        memory into which encode engines' embeddings are read."""
         for mm_hash in plan.forgotten:
             del self._embeddings[mm_hash]
         for received in plan.received:

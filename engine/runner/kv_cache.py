@@ -149,9 +149,7 @@ def total_bytes(needs: list[GroupNeed], blocks: list[int]) -> int:
 
 def longest_that_fits(needs: list[GroupNeed], longest: int, blocks: list[int]) -> int:
     """Return the length in tokens of the longest sequence, in whole blocks up to `longest`, that fits if it runs alone.
-
-    blocks: the number in each group.
-    """
+    blocks: the number in each group."""
     size = needs[0].block_size
     return size * most(
         -(-longest // size), lambda n: all(need.of(n * size) <= have for need, have in zip(needs, blocks, strict=True))

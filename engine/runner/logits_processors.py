@@ -179,10 +179,8 @@ def prepare(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> B
 
 
 def prepare_words(rows: Sequence[RowEdits], to_device: ToDevice) -> BannedWords | None:
-    """Prepare the banned words of all rows.
-
-    A word must lie in the output as a whole: a prefix longer than the output is compared with NEVER and cannot match.
-    """
+    """Prepare the banned words of all rows. A word must lie in the output as a whole: a prefix longer than the output
+    is compared with NEVER and cannot match."""
     compare, target, last = [], [], []
     num_words = num_last = 0
     for row in rows:
@@ -304,10 +302,8 @@ def end_thinking(logits: Tensor, ends: ThinkingEnds, history: Tensor) -> None:
 
 
 def totals(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Return [n]: for each entry, the sum of `values` over all entries with the same index.
-
-    index: [n], each below `size`. values: [n].
-    """
+    """Return [n]: for each entry, the sum of `values` over all entries with the same index. index: [n], each below
+    `size`. values: [n]."""
     sums = values.new_empty(size)  # zeroes only the few sums that are read
     sums.index_fill_(0, index, 0.0)
     return sums.index_add_(0, index, values)[index]

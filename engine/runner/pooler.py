@@ -1,7 +1,5 @@
-"""Makes embeddings and scores from hidden states.
-
-A prompt may be computed in several chunks: what pooling needs of the earlier ones is kept here until the last.
-"""
+"""Makes embeddings and scores from hidden states. A prompt may be computed in several chunks: what pooling needs of the
+earlier ones is kept here until the last."""
 
 from __future__ import annotations
 

@@ -116,11 +116,8 @@ def prepare_sampling(
     *,
     sorts: bool = True,
 ) -> SamplingInputs:
-    """Group rows by the work that they need.
-
-    to_device: copies an array to the device of the logits.
-    sorts: see `sorts_candidates` (ops/sampling.py). Where False, all rows with filters are one group.
-    """
+    """Group rows by the work that they need. to_device: copies an array to the device of the logits. sorts: see
+    `sorts_candidates` (ops/sampling.py). Where False, all rows with filters are one group."""
     groups: dict[int, list[int]] = {}
     edited = []
     widths = {}

@@ -1,1 +1,1 @@
-"""The files of a model: where they are, the small ones of JSON, and files that replace them."""
+"""The files of a model: finding its folder, reading its JSON files, and replacing some of them."""

@@ -1,4 +1,4 @@
-"""Folders that are made from a model's files, once for all processes of a machine."""
+"""Caches folders that are made from a model's files, for all processes of a machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ CACHE = Path("~/.cache/manta/models")
 
 
 def made_folder(state: Any, fill: Callable[[Path], None]) -> Path:
-    """Return the folder that belongs to a JSON value, which every process finds in the same place. `fill` puts its
-    files into it, if it is not there yet."""
+    """Return the cached folder for a JSON value, the same in every process. `fill` writes its files if it is new."""
     target = user_folder(str(CACHE)) / hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
     if target.exists():
         return target

@@ -1,4 +1,4 @@
-"""Finds the folder of a model by its name, and reads the small JSON files in it."""
+"""Finds the folder of a model by name, and reads the small JSON files in it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 
 
 def resolve(model: str, weights: bool = True) -> Path:
-    """Return the folder of `pocket` (bundled), of `smollm2` (fetched by `manta pull`), of a local path, or of a Hub id
-    "org/name" or "org/name@revision", downloading it if needed; of a GGUF file ("org/name:file.gguf", or
-    "org/name:Q4_K_M" as vLLM writes it) the folder that is made of it.
+    """Return the folder of a model, downloading it if needed.
 
+    model: a local path; a Hub id, "org/name" or "org/name@revision"; `pocket` (bundled) or `smollm2` (fetched by
+    `manta pull`); or a GGUF file, "org/name:file.gguf" or, as in vLLM, "org/name:Q4_K_M", which becomes a folder.
     weights: False if none are needed. Raises ModelFolderError if there is no such folder, or if it lacks config.json or
     safetensors weights.
     """
@@ -41,14 +41,14 @@ def resolve(model: str, weights: bool = True) -> Path:
 
 
 def resolve_config(model: str) -> Path:
-    """Return a folder with the model's config.json, as `resolve` does, but download no more than a few small files."""
+    """Return a folder with the model's config.json, like `resolve`, but download a few small files only."""
     folder = _find(model, CONFIG_FILES)
     _check(folder, weights=False)
     return folder
 
 
 def resolve_tokenizer(model: str) -> Path:
-    """Return a folder with the model's tokenizer, as `resolve` does, but download nothing else."""
+    """Return a folder with the model's tokenizer, like `resolve`, but download nothing else."""
     return _find(model, [*CONFIG_FILES, *TOKENIZER_FILES])
 
 
@@ -73,7 +73,7 @@ def _find(model: str, files: list[str]) -> Path:
     if (hub := HUB_ID.fullmatch(model)) and not model.startswith("."):
         if (wanted := hub["gguf"]) is None:
             return _folder(_download(hub["repo"], hub["revision"], files))
-        # one file, or its parts; else the quantization, as it is part of the names of files
+        # a file's name, or else the name of a quantization, which is part of the names of one file or several parts
         patterns = [wanted] if wanted.endswith(".gguf") else [f"*{wanted}{rest}" for rest in (".gguf", "-*-of-*.gguf")]
         folder = _download(hub["repo"], hub["revision"], patterns, [])
         return _only_gguf(model, [file for pattern in patterns for file in folder.rglob(pattern)])
@@ -81,7 +81,7 @@ def _find(model: str, files: list[str]) -> Path:
 
 
 def _folder(folder: Path) -> Path:
-    """Return a folder that is a model's, or what is made of the GGUF file in it."""
+    """Return `folder` if it is a model's, or the folder that is made from the GGUF file in it."""
     files = [] if (folder / "config.json").is_file() else list(folder.glob("*.gguf"))
     return _only_gguf(str(folder), files) if files else folder
 
@@ -97,7 +97,7 @@ def _only_gguf(model: str, files: list[Path]) -> Path:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Read a JSON object. Raises ModelFolderError if the file is missing or anything else."""
+    """Read a JSON object. Raises ModelFolderError if the file is missing or holds anything else."""
     try:
         value = json.loads((folder / name).read_text(encoding="utf-8"), object_hook=_decode_float)
     except FileNotFoundError as e:
@@ -110,13 +110,13 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _decode_float(value: dict[str, Any]) -> Any:
-    """Return the number that transformers 5 has written as {"__float__": "Infinity"}, since JSON has no such number."""
+    """Return the number that transformers 5 writes as {"__float__": "Infinity"}, since JSON has no infinity."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model; only those that the index names, if there is one. The index of a GGUF
-    file's tensors stands for that file."""
+    """Return the model's safetensors files; if there is an index, only the files that it names. For a GGUF file, return
+    the index of its tensors."""
     if (folder / GGUF_INDEX).exists():
         return [folder / GGUF_INDEX]
     if (folder / INDEX).exists():
@@ -127,8 +127,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """The data type of most of the stored numbers that are not quantized, from the headers of the files; None if there
-    are no such numbers. Without torch."""
+    """Return the dtype of most stored numbers that are not quantized; None if there are none. Reads headers only,
+    without torch."""
     counts: Counter[str] = Counter()
     for file in weight_files(folder):
         try:
@@ -143,8 +143,8 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
-    """Tokens that end a generation, from generation_config.json if it names any, since chat models end turns with
-    another token; otherwise from config.json."""
+    """Return the tokens that end a generation. generation_config.json is preferred to config.json, since chat models
+    end turns with another token."""
     named = _generation_config(folder).get("eos_token_id")
     return as_token_ids(read_json(folder, "config.json").get("eos_token_id") if named is None else named)
 
@@ -158,13 +158,13 @@ def has_image_processor(folder: Path) -> bool:
 
 
 def default_sampling(folder: Path) -> dict[str, float]:
-    """The sampling parameters that the model's authors recommend, by SamplingParams' names."""
+    """Return the sampling parameters that the model's authors recommend, by their names in SamplingParams."""
     fields = _generation_config(folder)
     return {name: fields[name] for name in RECOMMENDED_FIELDS if fields.get(name) is not None}
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:
-    """Empty if there is none; some tools write `null` for none."""
+    """Return the contents of generation_config.json, empty if it is missing. Some tools write `null` into it."""
     file = folder / "generation_config.json"
     if not file.exists() or file.read_bytes().strip() == b"null":
         return {}
@@ -172,7 +172,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
 
 
 def _download(model: str, revision: str | None, files: list[str], ignored: list[str] = HUB_IGNORED) -> Path:
-    """Download the model's files, or return a complete local copy without using the network."""
+    """Download a model's files, or return a complete local copy without the network. Raises ModelFolderError."""
     from huggingface_hub import snapshot_download  # slow to import, and not needed for a local folder
 
     try:

@@ -1,4 +1,4 @@
-"""A model's folder with another tokenizer, or with other fields in its config.json: a folder of links."""
+"""Overlays a model's folder with another tokenizer, or with other fields in config.json, as a folder of links."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine.model.checkpoint.folder import read_json, resolve, resolve_tokenizer
 
 
 def engine_folder(config: EngineConfig) -> Path:
-    """Return the folder that an engine reads: the model's own, or one of links, which every process of a machine finds
-    in the same place. Raises ConfigError or ModelFolderError."""
+    """Return the folder that an engine reads: the model's own, or one of links. Raises ConfigError or
+    ModelFolderError."""
     folder = resolve(config.model, weights=config.load_format == "auto")
     if config.tokenizer is None and config.hf_overrides is None:
         return folder
@@ -46,9 +46,11 @@ def _overrides(text: str | None) -> dict[str, Any]:
 
 
 def _named_as(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the overrides with the rotary embedding where the fields have it: `rope_parameters` since transformers 5,
-    which hold what was `rope_scaling` and `rope_theta` before. Raises ConfigError if there is one for each kind of
-    layer."""
+    """Return the overrides with rotary parameters under the names that the fields use. Since transformers 5 that is
+    `rope_parameters`, which holds what `rope_scaling` and `rope_theta` held before.
+
+    Raises ConfigError for the older names if the fields have one set per layer type.
+    """
     parameters = fields.get("rope_parameters")
     old = [key for key in ("rope_scaling", "rope_theta") if key in overrides]
     if not isinstance(parameters, dict) or not old:
@@ -62,6 +64,6 @@ def _named_as(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, An
 
 
 def _merged(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with those of the overrides, in objects inside objects too."""
+    """Return the fields, replaced by those of the overrides, also inside nested objects."""
     both = {key for key, value in overrides.items() if isinstance(value, dict) and isinstance(fields.get(key), dict)}
     return fields | overrides | {key: _merged(fields[key], overrides[key]) for key in both}

@@ -1,4 +1,4 @@
-"""Opens files of weights in any supported format."""
+"""Opens weight files of any supported format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.model.shard import TensorSlice
 
 
 class Tensors(Protocol):
-    """The tensors in a file, by their names in a checkpoint."""
+    """The tensors in a file, by their names in the checkpoint."""
 
     def keys(self) -> list[str]: ...
 
@@ -26,7 +26,7 @@ class Tensors(Protocol):
 
 
 def open_weights(file: Path) -> AbstractContextManager[Tensors]:
-    """Map a file of `weight_files`. Raises OSError or SafetensorError."""
+    """Map a file from `weight_files`. Raises OSError or SafetensorError."""
     if file.name == INDEX:
         return GGUFTensors(file)
     tensors: AbstractContextManager[Tensors] = safe_open(file, framework="pt")
@@ -34,6 +34,6 @@ def open_weights(file: Path) -> AbstractContextManager[Tensors]:
 
 
 def slice_for(tensors: Tensors, name: str, target: Tensor) -> TensorSlice:
-    """Return a tensor as `target` takes it: in bytes as it is stored in blocks, or in numbers."""
+    """Return a tensor in the form that `target` needs: stored blocks if it holds bytes, else numbers."""
     found = tensors.get_slice(name)
     return found.blocks if isinstance(found, GGUFSlice) and target.dtype == torch.uint8 else found

@@ -74,11 +74,8 @@ def gemma_names(raw: Fields) -> Fields:
 
 
 def gemma_specs(raw: Fields, windows: tuple[int | None, ...]) -> LayerSpecs:
-    """Return what each layer keeps; empty for another family.
-
-    Each of the last `num_kv_shared_layers` layers reads the KV of the last earlier layer with the same window. The
-    others keep their own, whose sizes may differ.
-    """
+    """Return what each layer keeps; empty for another family. Each of the last `num_kv_shared_layers` layers reads the
+    KV of the last earlier layer with the same window. The others keep their own, whose sizes may differ."""
     if "mlp_sizes" not in raw:
         return ()
     first, specs = len(windows) - raw["num_kv_shared_layers"], list[KVCacheSpec | int | None]()

@@ -61,10 +61,8 @@ class RecurrentConfig:
 
     @classmethod
     def read(cls, raw: Fields, num_layers: int) -> RecurrentConfig | None:
-        """Return the options; None for a model without recurrent layers.
-
-        raw: fields of config.json, with the family's `recurrent`, a key of READERS.
-        """
+        """Return the options; None for a model without recurrent layers. raw: fields of config.json, with the family's
+        `recurrent`, a key of READERS."""
         kind = raw.get("recurrent")
         if kind is None:
             return None

@@ -29,10 +29,8 @@ class VisionConfig:
 
     @classmethod
     def read(cls, raw: Fields, rotary_dim: int) -> VisionConfig | None:
-        """Return the image input; None if it is not supported, so that the model is served as a text model.
-
-        raw: the contents of config.json. rotary_dim: number of rotated values per head.
-        """
+        """Return the image input; None if it is not supported, so that the model is served as a text model. raw: the
+        contents of config.json. rotary_dim: number of rotated values per head."""
         architecture, vision = (raw.get("architectures") or ["none"])[0], raw.get("vision_config")
         if architecture not in VISION or not vision:
             return None

@@ -52,10 +52,8 @@ class Attention(nn.Module):
         return self.attended(self.rotate(q, self.table, batch.positions), batch.of_group(self.group))
 
     def attended(self, q: Tensor, batch: Batch) -> Tensor:
-        """Attend with a rotated q [tokens, heads, head_dim]; return [tokens, heads * head_dim].
-
-        batch: with the KV of this layer's group.
-        """
+        """Attend with a rotated q [tokens, heads, head_dim]; return [tokens, heads * head_dim]. batch: with the KV of
+        this layer's group."""
         attended = self.ops.paged_attention(
             q, batch, self.layer, self.scale, self.window, softcap=self.softcap, sinks=self.sinks
         )

@@ -63,9 +63,7 @@ class LMHead(VocabParallel):
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's largest logit, [rows] float32, and its id, [rows] int64, the lowest if logits are equal.
-
-        Equals `forward(hidden).max(-1)`, but the ranks exchange two numbers per row instead of logits.
-        """
+        Equals `forward(hidden).max(-1)`, but the ranks exchange two numbers per row instead of logits."""
         own = self.multiply(hidden)[:, : self.stop - self.start]
         if self.tp.size == 1:
             return self.argmax(own)

@@ -29,11 +29,8 @@ class SigmoidGatedRMSNorm(GatedRMSNorm):
 
 
 class KimiDeltaAttention(Sharded):
-    """Kimi Delta Attention over this rank's heads: [tokens, hidden] -> [tokens, hidden].
-
-    Gated DeltaNet with one decay for each channel of a key. Decays and the output's gate are projected from small
-    latents.
-    """
+    """Kimi Delta Attention over this rank's heads: [tokens, hidden] -> [tokens, hidden]. Gated DeltaNet with one decay
+    for each channel of a key. Decays and the output's gate are projected from small latents."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()

@@ -20,8 +20,8 @@ from engine.model.tensor_names import NativeNames
 
 
 class Encoder(NativeNames, nn.Module):
-    """The interface of encoders: input_ids [tokens] int64 of whole sequences -> hidden [tokens, hidden]. One rank
-    computes all of it: encoders are small."""
+    """The interface of encoders: input_ids [tokens] int64 of whole sequences -> hidden [tokens, hidden]. Runs on one
+    rank, since encoders are small."""
 
     unused: ClassVar[tuple[str, ...]] = ("model.pooler.", "cls.", "lm_head.", "head.", "decoder.")
     lm_head: ClassVar[None] = None
@@ -32,12 +32,12 @@ class Encoder(NativeNames, nn.Module):
             raise ConfigError("tensor_parallel", tp.size, "1 for an encoder")
 
     def scores(self, pooled: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, 1]"""
+        """Return scores [rows, 1] for pooled [rows, hidden]."""
         raise NotImplementedError
 
 
 class BertEmbeddings(nn.Module):
-    """[tokens] -> [tokens, hidden], from what a token is, where it stands, and the text of a pair that it is in."""
+    """The sum of a token's embeddings by id, position and type (text of a pair): [tokens] -> [tokens, hidden]."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__()
@@ -57,7 +57,7 @@ class BertEmbeddings(nn.Module):
 
 
 class BertOutput(nn.Module):
-    """The end of a block: [tokens, inputs], and the residual [tokens, hidden] -> [tokens, hidden]."""
+    """The end of a block: (x [tokens, inputs], residual [tokens, hidden]) -> [tokens, hidden]."""
 
     def __init__(self, cfg: ModelConfig, inputs: int):
         super().__init__()
@@ -86,7 +86,7 @@ class BertAttention(nn.Module):
 
 
 class BertIntermediate(nn.Module):
-    """[tokens, hidden] -> [tokens, intermediate]"""
+    """The first half of an MLP: [tokens, hidden] -> [tokens, intermediate]."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -123,7 +123,7 @@ class BertEncoder(nn.Module):
 
 
 class BertPooler(nn.Module):
-    """[rows, hidden] -> [rows, hidden]"""
+    """A dense layer with tanh: [rows, hidden] -> [rows, hidden]."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -155,7 +155,7 @@ class BertModel(Encoder):
 
 
 class RobertaClassificationHead(nn.Module):
-    """[rows, hidden] -> [rows, 1]"""
+    """The score head: [rows, hidden] -> [rows, 1]."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()

@@ -1,5 +1,5 @@
 """DeepSeek V2 and V3, arXiv:2405.04434 and arXiv:2412.19437, Kimi K2, which is V3, and GLM 4.7 Flash: latent attention,
-and routed experts next to some that all tokens share. MiniCPM 3, arXiv:2404.06395, has the attention alone."""
+and routed experts beside shared ones. MiniCPM 3, arXiv:2404.06395: latent attention without experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.model.models.hybrid.layer import ScaledForCausalLM
 
 
 class DeepseekLayer(nn.Module):
-    """Pre-norm residual block, as Llama's: (x, residual), each [tokens, hidden] -> (x, residual)."""
+    """A pre-norm residual block like Llama's: (x, residual), each [tokens, hidden] -> (x, residual)."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()

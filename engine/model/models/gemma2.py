@@ -1,5 +1,5 @@
-"""Gemma 2, arXiv:2408.00118: Gemma 3 without norms of queries and keys, and with capped logits. Its capped attention
-scores are a matter of configuration."""
+"""Gemma 2, arXiv:2408.00118: Gemma 3 without norms of queries and keys, and with capped logits. Capped attention scores
+come from the configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Gemma2ForCausalLM(Gemma3ForCausalLM):
         return self.capped(super().logits(hidden))
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        values, ids = super().best(hidden)  # the order of logits is that of capped ones
+        values, ids = super().best(hidden)  # capping keeps the order of logits
         return self.capped(values), ids
 
     def capped(self, logits: Tensor) -> Tensor:

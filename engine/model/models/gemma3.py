@@ -1,5 +1,5 @@
 """Gemma 3, text only, arXiv:2503.19786: scaled embeddings, norms before and after each block, norms of queries and
-keys. Its windowed layers, with another rotary embedding, are a matter of configuration."""
+keys. Windows, and the other rotary embedding of layers that have one, come from the configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.model.models.qwen3 import Qwen3Attention
 
 
 class GemmaRMSNorm(RMSNorm):
-    """Scales by 1 + weight."""
+    """RMSNorm that scales by 1 + weight."""
 
     shift = 1.0
 
@@ -27,7 +27,7 @@ class Gemma3Attention(Qwen3Attention):
 
 
 class Gemma3Layer(LlamaLayer):
-    """Residual block with norms on both sides."""
+    """A residual block with norms before and after attention and MLP."""
 
     attention_type: ClassVar[type[LlamaAttention]] = Gemma3Attention
     norm_type: ClassVar[type[RMSNorm]] = GemmaRMSNorm

@@ -1,6 +1,5 @@
-"""Gemma 3n, text only: Gemma 4's attention and embeddings for each layer, in a model whose tokens have several hidden
-states (AltUp, arXiv:2301.13310), with learned residuals of low rank (LAuReL, arXiv:2411.07501) and MLPs whose gates are
-mostly 0 in the first layers.
+"""Gemma 3n, text only: like Gemma 4 in attention and layer embeddings, but each token has several hidden states (AltUp,
+arXiv:2301.13310), residuals of low rank are learned (LAuReL, arXiv:2411.07501), and the first layers' gates are sparse.
 
 https://ai.google.dev/gemma/docs/gemma-3n; formulas follow transformers' modeling_gemma3n.py.
 """
@@ -28,8 +27,8 @@ LEAST_MEAN_SQUARE = 1e-5
 
 
 class SparseMLP(GatedMLP):
-    """A gated MLP in which a gate counts by how far it exceeds what `sparsity` of a normal distribution with the mean
-    and deviation of the token's gates lie below."""
+    """A gated MLP whose gates are reduced by a threshold and cut at 0. The threshold is the `sparsity` quantile of a
+    normal distribution with the mean and standard deviation of the token's gates."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str, sparsity: float):
         super().__init__(cfg, tp, prefix)
@@ -45,7 +44,7 @@ class SparseMLP(GatedMLP):
 
 
 class Laurel(nn.Module):
-    """x + norm(right(left(x))): [tokens, hidden] -> [tokens, hidden]"""
+    """A learned residual of low rank, x + norm(right(left(x))): [tokens, hidden] -> [tokens, hidden]."""
 
     def __init__(self, cfg: ModelConfig, rank: int):
         super().__init__()
@@ -58,9 +57,10 @@ class Laurel(nn.Module):
 
 
 class AltUp(Sharded):
-    """Alternating updates: a layer computes one of a token's hidden states, and the others follow it.
+    """Alternating updates: a layer computes one of a token's hidden states (streams); the others are predicted.
 
-    Streams are [tokens, hidden] each."""
+    Each stream is [tokens, hidden].
+    """
 
     def __init__(self, cfg: ModelConfig, gemma: GemmaConfig):
         super().__init__()
@@ -73,16 +73,16 @@ class AltUp(Sharded):
         self.correct_output_scale = nn.Parameter(torch.empty(cfg.hidden_size), requires_grad=False)
 
     def modalities(self, x: Tensor) -> Tensor:
-        """[tokens, streams]"""
+        """Return the router's outputs for x [tokens, hidden]: [tokens, streams]."""
         return torch.tanh(self.modality_router(self.router_norm(x) * self.router_scale).float()).to(x.dtype)
 
     def predict(self, streams: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the streams are thought to be behind the layer."""
+        """Predict the streams after the layer."""
         coefs = self.prediction_coefs(self.modalities(streams[self.active])).unflatten(-1, (self.streams, self.streams))
         return [weighted(coefs[:, i], streams) + stream for i, stream in enumerate(streams)]
 
     def correct(self, predicted: Sequence[Tensor], computed: Tensor) -> list[Tensor]:
-        """Return the streams behind the layer. computed: what it gives for the active one."""
+        """Correct the predicted streams. computed: the layer's output for the active stream."""
         coefs = self.correction_coefs(self.modalities(computed)) + 1.0
         surprise = computed - predicted[self.active]
         return [surprise * coefs[:, i : i + 1] + stream for i, stream in enumerate(predicted)]
@@ -100,7 +100,7 @@ def weighted(weights: Tensor, streams: Sequence[Tensor]) -> Tensor:
 
 
 class Gemma3nLayer(Gemma3Layer):
-    """x is [streams, tokens, hidden]."""
+    """A layer of Gemma 3n over all streams: x [streams, tokens, hidden]."""
 
     attention_type = Gemma4Attention
     norm_type = RMSNorm
@@ -158,6 +158,6 @@ class Gemma3nForCausalLM(Gemma4ForCausalLM):
 
 
 def sized_like(x: Tensor, other: Tensor) -> Tensor:
-    """Return `other` with the mean square of x in each row: [tokens, hidden]"""
+    """Scale each row of `other` [tokens, hidden] to the mean square of that row in x."""
     wanted, found = (y.float().square().mean(-1, keepdim=True) for y in (x, other))
     return (other * wanted.sqrt() / found.clamp(min=LEAST_MEAN_SQUARE).sqrt()).to(x.dtype)

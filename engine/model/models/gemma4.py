@@ -1,5 +1,6 @@
-"""Gemma 4, text only: embeddings of each token for each layer, layers that read the KV of others, heads of other sizes
-in layers without a window, values that are keys there, and experts next to an MLP in some models.
+"""Gemma 4, text only: Gemma 3 with an embedding of each token for each layer; with layers that read the KV of others,
+and layers without a window that have heads of another size and use keys as values; in some models with experts beside
+the MLP.
 
 https://ai.google.dev/gemma/docs/core; formulas follow transformers' modeling_gemma4.py.
 """
@@ -40,9 +41,10 @@ def of_layer(cfg: ModelConfig, layer: int) -> ModelConfig:
 
 
 class Gemma4Attention(LlamaAttention):
-    """Norms each head's query, key and value. A layer that reads the KV of another has queries only.
+    """Attention with norms of each head's query, key and value. If it reads another layer's KV, it has queries only.
 
-    cfg: with the sizes of the layer."""
+    cfg: from `of_layer`.
+    """
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         assert cfg.gemma is not None
@@ -64,7 +66,7 @@ class Gemma4Attention(LlamaAttention):
 
 
 class Gemma4Router(Router):
-    """Norms the token first; each expert's weight has its own factor."""
+    """A router that norms the token first, and scales each expert's weight by a factor."""
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig):
         super().__init__(cfg.hidden_size, moe)
@@ -83,8 +85,8 @@ class Gemma4Router(Router):
 
 
 class Gemma4Experts(nn.Module):
-    """The experts next to the MLP of a layer: (x before its norm, what the MLP gives), each [tokens, hidden]
-    -> [tokens, hidden]."""
+    """The experts beside a layer's MLP: (the MLP's input before its norm, its output) -> [tokens, hidden], like
+    both."""
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig, tp: TPGroup, prefix: str):
         super().__init__()
@@ -101,8 +103,7 @@ class Gemma4Experts(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """What a layer makes of a token's embedding for this layer: (x [tokens, hidden], embedding [tokens, size]) ->
-    [tokens, hidden]."""
+    """The contribution of layer embeddings: (x [tokens, hidden], embedding [tokens, size]) -> [tokens, hidden]."""
 
     def __init__(self, cfg: ModelConfig, size: int):
         super().__init__()
@@ -118,8 +119,8 @@ class LayerInput(nn.Module):
 
 
 class LayerEmbeddings(nn.Module):
-    """The embeddings of a token for all layers: (ids [tokens], x [tokens, hidden]) -> [tokens, layers, size]. One part
-    is the token's own, the other is made of its ordinary embedding."""
+    """Embeddings of tokens for all layers: (ids [tokens], x [tokens, hidden]) -> [tokens, layers, size]. Each is the
+    sum of a learned embedding and a projection of the token's ordinary embedding x."""
 
     def __init__(self, cfg: ModelConfig, gemma: GemmaConfig, tp: TPGroup):
         super().__init__()
@@ -139,7 +140,7 @@ class LayerEmbeddings(nn.Module):
 
 
 class Gemma4Layer(Gemma3Layer, Sharded):
-    """Residual block with norms on both sides, then what the layer's own embedding of the token gives."""
+    """A residual block with norms on both sides, to which the token's embedding for this layer is added."""
 
     attention_type = Gemma4Attention
     norm_type = RMSNorm
@@ -178,7 +179,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         assert cfg.gemma is not None
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.layer_embeddings = LayerEmbeddings(cfg, cfg.gemma, tp) if cfg.gemma.layer_embedding_size else None
-        self.unused = tuple(  # published checkpoints have what these layers would keep, too
+        self.unused = tuple(  # published checkpoints also have the unused key and value weights of these layers
             f"model.layers.{layer}.self_attn.{name}"
             for layer, spec in enumerate(cfg.kv_specs)
             if isinstance(spec, int)
@@ -192,6 +193,6 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         return self.run_layers(x, batch, self.layer_embeddings(input_ids, x).unbind(1))
 
     def checkpoint_name(self, path: str) -> str:
-        for part in ("layer_embeddings.", ".layer_input", ".moe"):  # whose tensors have no name of the part
+        for part in ("layer_embeddings.", ".layer_input", ".moe"):  # modules that the checkpoint does not have
             path = path.replace(part, "")
         return super().checkpoint_name(path)

@@ -1,5 +1,5 @@
-"""gpt-oss, arXiv:2508.10925: attention with a sink in every head, and experts with biases and clamped gates, whose
-weights lie in one tensor per layer, in MXFP4 as published."""
+"""gpt-oss, arXiv:2508.10925: attention with a sink in every head; experts with biases and clamped gates, whose weights
+are one tensor per layer, published in MXFP4."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class GptOssAttention(LlamaAttention, Sharded):
-    """Adds `sinks`: a score of each head that takes weight from all tokens'."""
+    """Llama's attention with sinks: each head has a score that takes attention weight without contributing a value."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__(cfg, tp, layer)
@@ -36,13 +36,13 @@ class GptOssAttention(LlamaAttention, Sharded):
 
 
 class GptOssExperts(Experts):
-    """This rank's slice of every expert, with rows of gate and up alternating.
+    """This rank's slice of every expert. Rows of gate and up alternate.
 
     gate_up: [experts, 2 * slice, hidden], down: [experts, hidden, slice]
 
-    A checkpoint that is not quantized holds both transposed. One in MXFP4 stays as it is where there is a kernel for
-    that, except a slice that cuts groups of inputs; elsewhere `pack` dequantizes it, one expert at a time. The bias of
-    `down` counts once, so it is 0 on ranks above 0.
+    A checkpoint that is not quantized stores both transposed. Weights in MXFP4 are multiplied as stored if there is a
+    kernel and the slice cuts no group of inputs; otherwise `pack` dequantizes them, one expert at a time. The bias of
+    `down` must be added once only, so it is 0 on ranks above 0.
     """
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, format: WeightFormat | None):
@@ -90,7 +90,7 @@ class GptOssExperts(Experts):
         return list(self.gate_up.chunk(self.tp.parts, dim=1))
 
     def bias_pieces(self) -> list[moe.Biases]:
-        """The bias of `down` counts once."""
+        """Return the biases of each part. The bias of `down` is added in the first part only."""
         down = [self.down_bias, *[torch.zeros_like(self.down_bias)] * (self.tp.parts - 1)]
         return list(zip(self.gate_up_bias.chunk(self.tp.parts, dim=1), down, strict=True))
 

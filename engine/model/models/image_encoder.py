@@ -1,8 +1,8 @@
-"""A model of an encode pool: no language model, only what makes embeddings of images and keeps them as KV.
+"""The model of an encode pool: no language model, only a vision encoder, whose embeddings are kept as KV.
 
-Its engine is like any other. A prompt is the placeholders of one image; a step encodes the image and writes its
-embeddings where the KV of these tokens would be. So blocks, leases and transports are those of prompts, and the prefix
-cache keeps images by their hash. This has not run on a GPU yet.
+Its engine is like any other. A prompt consists of one image's placeholders; a step encodes the image and writes its
+embeddings where the KV of these tokens would be. So blocks, leases and transports work as for prompts, and the prefix
+cache finds images by their hash. This has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARCHITECTURE = "ImageEncoder"
 def encoder_config(config: ModelConfig) -> ModelConfig:
     """Return the configuration of an engine that encodes images for engines with `config`. Raises ConfigError.
 
-    A token's embedding, and what it adds behind the first layers, lie where its K and V of as many layers would.
+    A token's embedding, and its features for the first layers (deepstack), are stored as the K and V of one layer each.
     """
     if config.vision is None:
         raise ConfigError("encode", config.architecture, "left out: this model reads text only")
@@ -48,7 +48,7 @@ def encoder_config(config: ModelConfig) -> ModelConfig:
 
 
 class ImageEncoder(NativeNames, nn.Module):
-    """Has the interface of LlamaForCausalLM. Every token that it samples is 0."""
+    """The vision encoder with the interface of LlamaForCausalLM. Every token that it samples is 0."""
 
     unused: tuple[str, ...] = ()
     aux_layers: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class ImageEncoder(NativeNames, nn.Module):
         return torch.zeros(len(input_ids), self._hidden_size, dtype=self._dtype, device=input_ids.device)
 
     def run_layers(self, x: Tensor, batch: Batch) -> Tensor:
-        """Keep the embeddings [tokens, hidden] of a step, and its deepstack."""
+        """Write a step's embeddings [tokens, hidden] and deepstack features to the KV cache."""
         self._keep(x, 0, batch.slot_mapping, batch)
         if batch.deepstack is not None:
             for i, level in enumerate(batch.deepstack.levels, 1):
@@ -70,7 +70,7 @@ class ImageEncoder(NativeNames, nn.Module):
         return x
 
     def _keep(self, values: Tensor, layer: int, slots: Tensor, batch: Batch) -> None:
-        """values: [n, hidden], of the tokens at `slots`."""
+        """Write values [n, hidden] to `slots` [n] of a layer in the KV cache."""
         size = batch.kv_cache.shape[4]
         batch.kv_cache[slots // size, layer, :, 0, slots % size] = values.view(len(values), 2, -1)
 
@@ -79,5 +79,5 @@ class ImageEncoder(NativeNames, nn.Module):
         return None if is_of_text(name) else self.vision.canonical_name(name)
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, hidden] -> a number that is finite if the embedding is, and token 0."""
+        """Return for hidden [rows, hidden] a number that is finite if the embedding is, and token 0."""
         return hidden.sum(-1), torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)

@@ -22,8 +22,7 @@ from engine.model.tensor_names import NativeNames, is_of_text
 if TYPE_CHECKING:
     from engine.model.transformers_backend.vision import VisionEncoder
 
-# Modules are named as in the checkpoint, except those that merge several of its layers: merged layer and name within
-# it -> name in the checkpoint.
+# Modules have the checkpoint's names, except merged layers: merged layer and part -> name in the checkpoint.
 PACKED = {
     "qkv_proj.q": "q_proj",
     "qkv_proj.k": "k_proj",
@@ -38,7 +37,7 @@ class LlamaAttention(nn.Module):
 
     qkv_type: ClassVar[type[QKVLinear]] = QKVLinear
     name: ClassVar[str] = "self_attn"
-    """Its name in the checkpoint."""
+    """Name of the module in the checkpoint."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int, parts: str = "qkv"):
         """parts: see QKVLinear."""
@@ -56,9 +55,9 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Pre-norm residual block: (x, residual), each [tokens, hidden] -> (x, residual).
+    """A pre-norm residual block: (x, residual), each [tokens, hidden] -> (x, residual).
 
-    What a block would return is residual + x. It is left to the next norm to add them up, in one kernel with itself.
+    Its output is residual + x. The next norm adds them up, in one kernel with itself.
     """
 
     attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
@@ -80,22 +79,22 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaForCausalLM(NativeNames, nn.Module):
-    """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from.
+    """A causal language model: input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` takes sampled rows.
 
-    With `aux_layers` the inputs of these layers follow: [tokens, (1 + aux_layers) * hidden].
+    With `aux_layers`, the inputs of these layers follow: [tokens, (1 + len(aux_layers)) * hidden].
     """
 
     packed: ClassVar[dict[str, str]] = PACKED
     unused: tuple[str, ...] = ()
     """Prefixes of tensors in the checkpoint that are not used."""
     aux_layers: tuple[int, ...] = ()
-    """Layers whose inputs a drafter wants to see, in order."""
+    """Layers whose inputs a drafter needs, in ascending order."""
     layer_type: ClassVar[type[nn.Module]] = LlamaLayer
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__()
         self.vision: VisionEncoder | None = None
-        """The encoder of images, in a model that takes them."""
+        """The vision encoder; None in a model that takes no images."""
         self.embed_tokens = VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
         self.layers = nn.ModuleList(self.layer_type(cfg, tp, i) for i in range(cfg.num_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
@@ -113,8 +112,8 @@ class LlamaForCausalLM(NativeNames, nn.Module):
         return self.run_layers(self.embed(input_ids), batch)
 
     def run_layers(self, x: Tensor, batch: Batch, inputs: Sequence[Tensor] = ()) -> Tensor:
-        """Embedded tokens [tokens, hidden] -> hidden [tokens, hidden], and what `aux_layers` adds. inputs: what each
-        layer takes in addition to x, in a family that has that."""
+        """Return hidden [tokens, hidden], followed by the inputs of `aux_layers`. x: [tokens, hidden], embedded tokens.
+        inputs: one more input for each layer, in families that have it."""
         residual, aux = None, []
         for i, layer in enumerate(self.layers):
             if i in self.aux_layers:
@@ -134,17 +133,17 @@ class LlamaForCausalLM(NativeNames, nn.Module):
         return self.vision.canonical_name(name)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab_size] float32."""
+        """Return logits [rows, vocab_size] float32 for hidden [rows, hidden]."""
         assert self.lm_head is not None
         return self.lm_head(hidden)
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, hidden] -> the largest logit of each row, and its id."""
+        """Return the largest logit of each row, and its id, for hidden [rows, hidden]."""
         assert self.lm_head is not None
         return self.lm_head.best(hidden)
 
     def scores(self, pooled: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, 1], of a model with a score head."""
+        """Return scores [rows, 1] for pooled [rows, hidden], in a model with a score head."""
         assert self.score is not None
         return self.score(pooled)
 

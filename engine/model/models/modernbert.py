@@ -22,7 +22,7 @@ def layer_norm(cfg: ModelConfig) -> LayerNorm:
 
 
 class ModernBertEmbeddings(nn.Module):
-    """[tokens] -> [tokens, hidden]"""
+    """The embedding, normed: [tokens] -> [tokens, hidden]."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__()
@@ -34,7 +34,7 @@ class ModernBertEmbeddings(nn.Module):
 
 
 class ModernBertAttention(nn.Module):
-    """[tokens, hidden] -> [tokens, hidden]"""
+    """Attention with rotary positions: [tokens, hidden] -> [tokens, hidden]."""
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
@@ -77,7 +77,7 @@ class ModernBertLayer(nn.Module):
 
 
 class ModernBertHead(nn.Module):
-    """[rows, hidden] -> [rows, hidden]"""
+    """The dense layer before the classifier: [rows, hidden] -> [rows, hidden]."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()

@@ -1,5 +1,4 @@
-"""Phi 3 and 4, arXiv:2404.14219 and arXiv:2412.08905: Llama whose checkpoints hold q, k and v in one tensor, and gate
-and up in another."""
+"""Phi 3 and 4, arXiv:2404.14219, arXiv:2412.08905: Llama whose checkpoints merge q, k and v, and gate and up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the model of an architecture. A family's file is imported when it is needed."""
+"""Builds the model of an architecture. A family's file is imported only when needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def model_class(architecture: str) -> type[Model]:
-    """The class of a family, or the one for all that transformers computes. Each has the interface of Llama's."""
+    """Return the class of a model's family, or of all that transformers computes, with the interface of Llama's."""
     family = find_family(architecture)
     if architecture == image_encoder.ARCHITECTURE:
         module, name = image_encoder.__name__, architecture
@@ -45,7 +45,7 @@ def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch
 
 
 def build(make: Callable[[], Module], dtype: torch.dtype, device: torch.device | str) -> Module:
-    """Return the module that `make` builds, with parameters in `dtype` on `device`; kernels for a CPU are compiled."""
+    """Return the module that `make` builds, with parameters in `dtype` on `device`. Compiles its CPU kernels."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

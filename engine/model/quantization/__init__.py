@@ -1,1 +1,1 @@
-"""Quantized weights: how checkpoints store them, and what they mean. ops/quantized_linear.py multiplies them."""
+"""Quantized weights: how checkpoints store them and how they are decoded. ops/quantized_linear.py multiplies them."""

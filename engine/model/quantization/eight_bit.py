@@ -1,4 +1,4 @@
-"""Formats with one byte per weight: a tensor of the weight's own shape, and scales."""
+"""Formats with one byte per weight: a tensor of the weight's shape, and scales."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ DTYPES = {"float": FP8, "int": torch.int8}
 
 @dataclass(frozen=True, slots=True)
 class EightBit:
-    """`weight` [outputs, inputs] of `dtype` (float8_e4m3fn or int8)."""
+    """Weights stored as `weight` [outputs, inputs] of `dtype` (float8_e4m3fn or int8)."""
 
     dtype: torch.dtype
     block: tuple[int | None, int | None]
-    """Rows and columns that share a scale; rows None: one scale for the whole tensor; columns None: one per row."""
+    """Rows and columns that share a scale. None for rows: one scale for the tensor; None for columns: whole rows."""
     scale: str
     """Name of the tensor with the scales."""
     zeros: bool
-    """Whether there are zero points too, in `weight_zero_point`."""
+    """Whether there are also zero points, in `weight_zero_point`."""
     activations: torch.dtype | None
-    """The same as QuantizedWeight.activations."""
+    """See QuantizedWeight.activations."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         rows, columns = self.block
@@ -53,5 +53,6 @@ class EightBit:
 def eight_bit(
     kind: str, block: tuple[int | None, int | None], scale: str, zeros: bool, activations: str | None
 ) -> EightBit:
-    """Return the format by names of dtypes: `float` (e4m3) or `int`."""
+    """Return the format for names of dtypes: `float` (e4m3) or `int`. block, scale, zeros: see EightBit. activations:
+    name of the dtype of activations; None if they are not rounded."""
     return EightBit(DTYPES[kind], block, scale, zeros, None if activations is None else DTYPES[activations])

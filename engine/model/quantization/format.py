@@ -1,8 +1,9 @@
-"""Formats of quantized weights: how a checkpoint stores one, and how a rank reads its shard of it.
+"""Formats of quantized weights: how a checkpoint stores a weight, and how a rank reads its shard of it.
 
-A format names the tensors that replace `weight` and decodes them into a QuantizedWeight. Each dimension of
-such a tensor runs along the weight's outputs or inputs in units: one scale for 128 columns, one word for eight rows. A
-rank reads every entry that its own rows or columns touch, so any split over ranks works; the surplus is cut off later.
+A format names the tensors that replace `weight`, and decodes them into a QuantizedWeight. Each dimension of such a
+tensor runs along the weight's outputs or inputs, several of them to an entry: one scale for 128 columns, or one word
+for eight rows. A rank reads every entry that covers any of its own rows or columns, so a weight can be split anywhere;
+the surplus is cut off later.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from engine.model.shard import INPUTS, OUTPUTS, Shard, Shards
 
 @dataclass(frozen=True, slots=True)
 class QuantAxis:
-    """A dimension of a stored tensor that runs along dimension `dim` of the weight, with `unit` rows or columns to an
-    entry."""
+    """A dimension of a stored tensor, along dimension `dim` of the weight. An entry covers `unit` rows or columns."""
 
     dim: int
     unit: int = 1
 
     def span(self, weight: Shard) -> tuple[int, int, int]:
-        """Entries [first, stop) that the shard of the weight touches, and the number of all entries."""
+        """Return (first, stop, total): entries [first, stop) cover the shard of the weight, out of `total` entries."""
         total = weight.shape[self.dim]
         start, size = (weight.start, weight.size) if self.dim == weight.dim else (0, total)
         return start // self.unit, -(-(start + size) // self.unit), -(-total // self.unit)
@@ -35,12 +35,12 @@ class QuantAxis:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a quantized weight, as the checkpoint stores it."""
+    """One of the tensors in which the checkpoint stores a quantized weight."""
 
     dtype: torch.dtype | None
-    """None: the model's own, torch's default while it is built."""
+    """None for the model's dtype, which is torch's default while it is built."""
     axes: tuple[QuantAxis | int, ...]
-    """A plain number is the size of a dimension that every rank reads whole."""
+    """One per dimension; a plain number is the size of a dimension that every rank reads whole."""
 
     def allocate(self, weight: Shard) -> tuple[Shard, Tensor]:
         """Return the slice that this rank reads for its shard of the weight, and an empty tensor to read it into."""
@@ -53,17 +53,17 @@ class StoredTensor:
 
 
 class WeightFormat(Protocol):
-    """The way a checkpoint stores a weight [outputs, inputs]."""
+    """A format in which checkpoints store a weight [outputs, inputs]."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
-        """The tensors that replace `weight`, by the endings of their names."""
+        """Return the tensors that replace `weight`, by the last part of their names."""
 
     def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
-        """The shard of the weight, from its `stored_tensors` as this rank has read them."""
+        """Return this rank's shard of the weight. tensors: its `stored_tensors`, as this rank has read them."""
 
 
 class StoredWeight:
-    """This rank's shards of weights that are merged into one layer, as the checkpoint stores them, until decoded."""
+    """This rank's shards of weights that are merged into one layer, in the checkpoint's format until decoded."""
 
     def __init__(self, weights: dict[str, Shard], format: WeightFormat):
         self.weights, self.format = weights, format
@@ -77,7 +77,7 @@ class StoredWeight:
 
     @property
     def numel(self) -> int:
-        """Number of weights, not of the numbers they are stored in."""
+        """Number of weights; not the number of entries that store them."""
         return sum(math.prod(weight.local_shape) for weight in self.weights.values())
 
     @property
@@ -85,30 +85,31 @@ class StoredWeight:
         return sum(target.nbytes for _, target in self.shards.values())
 
     def decode(self) -> QuantizedWeight:
-        """The weights one below the other."""
+        """Decode the weights and stack them along the outputs."""
         return QuantizedWeight.cat(
             [self.format.decode(self.tensors[name], weight) for name, weight in self.weights.items()]
         )
 
 
 def trim(values: Tensor, dim: int, weight: Shard, axis: QuantAxis) -> Tensor:
-    """Cut unpacked `values` down to the shard along `dim`: its first and last entries may reach past its ends."""
+    """Cut unpacked `values` down to the shard along `dim`. Its first and last entries may cover more than the shard."""
     first, _, _ = axis.span(weight)
     start = weight.start - first * axis.unit if axis.dim == weight.dim else 0
     return values.narrow(dim, start, weight.local_shape[axis.dim])
 
 
 def per_row(entries: Tensor, weight: Shard, unit: int) -> Tensor:
-    """[entries of `unit` rows, ...] -> [rows of the shard, ...]"""
+    """Repeat entries for `unit` rows each: [entries, ...] -> [rows of the shard, ...]."""
     if unit == 1:
         return entries
     return trim(entries.repeat_interleave(unit, dim=0), 0, weight, QuantAxis(OUTPUTS, unit))
 
 
 def per_group(entries: Tensor, weight: Shard, unit: int, order: Tensor | None = None) -> Tensor:
-    """[rows, entries of `unit` columns] -> [rows, groups], groups of equal size; single columns where they are not.
+    """Arrange entries for `unit` columns each as groups of equal size: [rows, entries] -> [rows, groups]. Where the
+    shard's groups differ in size, each column becomes a group.
 
-    order: [columns] the entry of each column, where that is not simply one after the other.
+    order: [columns], the entry of each column; None if columns are in order.
     """
     groups, columns = entries.shape[1], weight.local_shape[1]
     if order is None:

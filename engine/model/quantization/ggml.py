@@ -1,5 +1,6 @@
-"""The block formats of ggml, which GGUF files hold: a row of a weight is blocks of 32 or 256 numbers, each a few bytes
-of small integers, scales and minima. Tests compare with the NumPy code of the package `gguf` (quants.py)."""
+"""The block formats of ggml, which GGUF files use. A row of a weight is a sequence of blocks of 32 or 256 numbers, each
+a few bytes of small integers, scales and minima. Tests compare with the NumPy code of the package `gguf` (quants.py).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 
 Codes = tuple[Tensor, Tensor, Tensor | None]
-"""Of blocks [rows, blocks, bytes]: values [rows, blocks, numbers] int8, scale and zero [rows, blocks, groups] float32;
-a number is (value - zero) * scale."""
+"""Decoded blocks: values [rows, blocks, numbers] int8, scale and zero [rows, blocks, groups] float32. A number is
+(value - zero) * scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +29,32 @@ class BlockType:
     bytes: int
     """Bytes of a block."""
     group: int
-    """Neighbouring numbers with one scale."""
+    """Number of neighbouring numbers that share a scale."""
     bits: int
-    """Bits of a value as kernels hold it, 4 or 8."""
+    """Bits per value in our kernels, 4 or 8."""
     unpack: Callable[[Tensor], Codes]
 
 
 def halves(blocks: Tensor, start: int) -> Tensor:
-    """Read the float16 at a byte of each block: [..., 1] float32."""
+    """Read the float16 at byte `start` of each block: [..., 1] float32."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
 
 
 def nibbles(packed: Tensor, run: int) -> Tensor:
-    """[..., bytes] -> [..., 2 * bytes] uint8: of each `run` bytes the low nibbles, then the high ones."""
+    """Unpack [..., bytes] to [..., 2 * bytes] uint8. Each `run` bytes give low nibbles, then high ones."""
     runs = packed.unflatten(-1, (-1, 1, run))
     return torch.cat((runs & 15, runs >> 4), dim=-2).flatten(-3)
 
 
 def bits(packed: Tensor, width: int) -> Tensor:
-    """[..., bytes] -> [..., 8 / width, bytes] uint8: fields of `width` bits of each byte, the lowest first."""
+    """Unpack [..., bytes] to [..., 8 / width, bytes] uint8: the fields of `width` bits, the lowest first."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
     return packed[..., None, :] >> shifts[:, None] & (1 << width) - 1
 
 
 def with_minimum(values: Tensor, middle: int, scale: Tensor, minimum: Tensor) -> Codes:
-    """Numbers `value * scale + minimum`. values: unsigned. A group of equal numbers may have a scale of 0."""
+    """Return the codes of numbers `value * scale + minimum`. values: unsigned. scale: 0 for a group of equal numbers.
+    middle: what is subtracted from values, to make them signed."""
     flat = scale == 0
     zero = torch.where(flat, -1.0, -minimum / torch.where(flat, 1.0, scale) - middle)
     groups = values.unflatten(-1, (scale.shape[-1], -1)).to(torch.int8) - middle
@@ -68,7 +70,7 @@ def unpack_q4_1(blocks: Tensor) -> Codes:
 
 
 def fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """[..., 32] uint8, 16 or 0, from four bytes that hold a bit of each number."""
+    """Unpack four bytes at `start` of each block, with one bit for each number: [..., 32] uint8, 16 or 0."""
     return bits(blocks[..., start : start + 4], 1).mT.flatten(-2) << 4
 
 
@@ -86,7 +88,7 @@ def unpack_q8_0(blocks: Tensor) -> Codes:
 
 
 def scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both of the eight groups of Q4_K and Q5_K, [..., 8] float32: twelve bytes hold six bits of each."""
+    """Return the scales and minima of Q4_K's and Q5_K's eight groups, [..., 8] float32: six bits each, in 12 bytes."""
     low, middle, high = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scale = torch.cat((low & 63, high & 15 | low >> 2 & 48), dim=-1)
     minimum = torch.cat((middle & 63, high >> 4 | middle >> 2 & 48), dim=-1)
@@ -128,7 +130,7 @@ TYPES: dict[str, BlockType] = {
 
 
 def unpack(blocks: Tensor, type: str) -> QuantizedWeight:
-    """[rows, blocks, bytes] uint8 -> a weight [rows, numbers]."""
+    """Decode blocks [rows, blocks, bytes] uint8 to a weight [rows, numbers]."""
     values, scale, zero = TYPES[type].unpack(blocks)
     zeros = None if zero is None else zero.flatten(1)
     return QuantizedWeight(values.flatten(1), scale.flatten(1), zeros, TYPES[type].bits, None)
@@ -136,7 +138,7 @@ def unpack(blocks: Tensor, type: str) -> QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class GGML:
-    """`weight` as blocks of one type along the inputs: [outputs, blocks, bytes]."""
+    """Weights stored as `weight` [outputs, blocks, bytes], in blocks of one type along the inputs."""
 
     type: str
 
@@ -152,7 +154,7 @@ class GGML:
         return QuantizedWeight(values, groups[0], groups[1], whole.bits, None)
 
     def trim(self, entries: Tensor, weight: Shard) -> Tensor:
-        """Cut the scales of whole blocks down to the groups that the shard touches, and spread them if it cuts one."""
+        """Cut scales of whole blocks to the groups that cover the shard; if it cuts a group, to its columns."""
         blocks, groups = QuantAxis(INPUTS, TYPES[self.type].numbers), QuantAxis(INPUTS, TYPES[self.type].group)
         skipped = blocks.span(weight)[0] * (blocks.unit // groups.unit)
         first, stop, _ = groups.span(weight)

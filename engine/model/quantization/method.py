@@ -1,4 +1,4 @@
-"""The ways to round an unquantized checkpoint while it is loaded, by name: values of the option `quantization`."""
+"""Methods by which an unquantized checkpoint can be rounded as it is loaded: values of the option `quantization`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MXFP4 of the OCP Microscaling Formats specification 1.0, as gpt-oss stores the experts of a layer in one tensor."""
+"""MXFP4 of the OCP Microscaling Formats specification 1.0, with all experts of a layer in one tensor (gpt-oss)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import Shard
 
 GROUP = 32  # neighbouring inputs with one scale
-DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers that three bits stand for; the fourth and highest is the sign
+DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers encoded by the low three bits; the fourth bit is the sign
 EXPONENT_BIAS = 127
 EXPERTS, OUTPUTS, INPUTS = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class MXFP4:
-    """A weight [experts, outputs, inputs]: `blocks` with two numbers to a byte, the first in the low bits, and `scales`
-    with the exponent of a power of two for every 32 inputs."""
+    """Weights [experts, outputs, inputs] stored as `blocks`, two numbers to a byte, the first in the low bits, and
+    `scales`, an exponent of 2 for every 32 inputs."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         axes = (QuantAxis(EXPERTS), QuantAxis(OUTPUTS), QuantAxis(INPUTS, GROUP))
         return {"blocks": StoredTensor(torch.uint8, (*axes, GROUP // 2)), "scales": StoredTensor(torch.uint8, axes)}
 
     def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
-        """The weights of all experts one below the other."""
+        """Return the weights of all experts, stacked along the outputs."""
         blocks, scales = tensors["blocks"].flatten(0, 1), tensors["scales"].flatten(0, 1)
         numbers = torch.tensor((*DOUBLED, *(-n for n in DOUBLED)), dtype=torch.int8, device=blocks.device)
         values = numbers[torch.stack((blocks & 15, blocks >> 4), dim=-1).int()].flatten(1)
@@ -41,7 +41,7 @@ class MXFP4:
 
     @staticmethod
     def packed(stored: StoredWeight) -> PackedExperts | None:
-        """The shard of a weight as it is stored, or None if it cuts a group."""
+        """Return this rank's shard of a weight as it is stored; None if it cuts a group."""
         ((name, weight),) = stored.weights.items()
         if weight.dim == INPUTS and (weight.start % GROUP or weight.size % GROUP):
             return None
@@ -50,7 +50,7 @@ class MXFP4:
 
     @staticmethod
     def dequantize(stored: StoredWeight, dtype: torch.dtype) -> Tensor:
-        """The shard [experts, outputs, inputs] of a weight, one expert after the other, to need little memory."""
+        """Return this rank's shard of a weight, [experts, outputs, inputs]. Works expert by expert to save memory."""
         ((name, weight),) = stored.weights.items()
         tensors = stored.tensors[name]
         out = torch.empty(weight.local_shape, dtype=dtype, device=tensors["blocks"].device)

@@ -1,4 +1,4 @@
-"""Quantization of an unquantized checkpoint while it is loaded: the option `quantization`."""
+"""Rounds an unquantized checkpoint as it is loaded: the option `quantization`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 
 WEIGHT_AXES = (QuantAxis(OUTPUTS), QuantAxis(INPUTS))
-INT4_GROUPS = (128, 64, 32)  # inputs that share a scale: the largest that divides those of a rank
+INT4_GROUPS = (128, 64, 32)  # group sizes; the largest that divides a rank's inputs is used
 
 
 @dataclass(frozen=True, slots=True)
 class Online:
-    """`weight` in the model's own dtype, which a rank rounds once it has read its shard. FP8 and int8 have a scale per
-    output, int4 a scale and a zero point per group of inputs."""
+    """Weights stored unquantized as `weight`, which a rank rounds after reading its shard. FP8 and int8 have a scale
+    per output, int4 a scale and a zero point per group of inputs."""
 
     method: Method
     group: int | None = None
-    """Of int8: inputs that share a scale, and then inputs are not expected to be rounded."""
+    """For int8: inputs that share a scale; activations then need not be rounded. None: one scale per output."""
 
     def check(self, weight: Shard) -> None:
-        """Raise ConfigError unless this rank's shard of the weight can be rounded so."""
+        """Raise ConfigError if this rank's shard of the weight cannot be rounded by this method."""
         inputs = weight.local_shape[INPUTS]
         if self.method == "int4" and inputs % INT4_GROUPS[-1]:
             limit = f"fp8 or int8: {inputs} inputs of a layer on each rank are no multiple of {INT4_GROUPS[-1]}"
@@ -50,7 +50,7 @@ class Online:
 
 
 def quantize_int4(weight: Tensor) -> QuantizedWeight:
-    """The smallest and the largest number of a group, and 0, become the ends of its sixteen steps."""
+    """Round a weight [outputs, inputs] to int4: sixteen steps from a group's smallest number, or 0, to its largest."""
     size = next(size for size in INT4_GROUPS if weight.shape[1] % size == 0)
     groups = weight.float().unflatten(1, (-1, size))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)

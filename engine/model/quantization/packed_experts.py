@@ -1,4 +1,4 @@
-"""The weights of a layer's experts in one tensor, quantized."""
+"""Quantized weights of all experts of a layer, in one tensor."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedExperts:
-    """A weight [experts, outputs, inputs] as a kernel reads it."""
+    """A weight [experts, outputs, inputs] in the form that kernels read."""
 
     values: Tensor
-    """[experts, outputs, inputs] float8_e4m3fn or int8; of int4 [experts, outputs, inputs / 2] uint8, two codes to a
-    byte, the first in its low bits; of MXFP4 the same, as [experts, outputs, inputs / 32, 16]"""
+    """[experts, outputs, inputs] float8_e4m3fn or int8. For int4 [experts, outputs, inputs / 2] uint8, two codes to a
+    byte, the first in the low bits; for MXFP4 the same as [experts, outputs, inputs / 32, 16]."""
     scales: Tensor
-    """[experts, outputs, groups] float32; of MXFP4 uint8, exponents of a power of two"""
+    """[experts, outputs, groups] float32; for MXFP4 uint8, exponents of 2."""
     offsets: Tensor | None
-    """[experts, outputs, groups] float32, of int4 alone: a weight is code * scale + offset"""
+    """[experts, outputs, groups] float32 for int4, where a weight is code * scale + offset; None for other formats."""
     inputs: int
 
     @property

@@ -1,4 +1,4 @@
-"""Formats that pack weights of four or eight bits into int32 words, with scales for groups of inputs: AWQ, GPTQ and
+"""Formats that pack weights of four or eight bits into int32 words, with scales per group of inputs: AWQ, GPTQ and
 compressed-tensors' `pack-quantized`."""
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from engine.model.shard import INPUTS, OUTPUTS, Shard
 
 @dataclass(frozen=True, slots=True)
 class PackedInt:
-    """The base of these formats."""
+    """The base class of these formats."""
 
     bits: int
     """4 or 8."""
     group_size: int | None
-    """Inputs that share a scale; None for all."""
+    """Number of inputs that share a scale; None for all inputs."""
     ordered: bool = False
-    """Whether a tensor names the group of each input, because columns of large activations were quantized first."""
+    """Whether a tensor gives the group of each input (`desc_act`, `actorder`: quantized in another order)."""
 
     @property
     def word(self) -> int:
-        """Values in one int32 word."""
+        """Number of values in an int32 word."""
         return 32 // self.bits
 
     def group(self, weight: Shard) -> int:
         return self.group_size or weight.shape[INPUTS]
 
     def groups(self, weight: Shard) -> QuantAxis | int:
-        """The dimension of scales and zero points that runs along the inputs. If inputs are ordered, a rank's may be of
-        any group, so it reads all groups."""
+        """Return the dimension of scales and zero points along the inputs. If `ordered`, any group may have inputs of
+        this rank, so it reads all groups."""
         group = self.group(weight)
         return -(-weight.shape[INPUTS] // group) if self.ordered else QuantAxis(INPUTS, group)
 
     def quantized(
         self, values: Tensor, scale: Tensor, zero: Tensor | None, weight: Shard, order: Tensor | None = None
     ) -> QuantizedWeight:
-        """Build the weight from unsigned values [rows, columns] and zero [rows, entries], and scale [rows, entries]."""
+        """Build the weight. values: [rows, columns], unsigned. scale, zero: [rows, entries]; zero is unsigned. order:
+        see `per_group`."""
         middle = 1 << self.bits - 1
         zeros = None if zero is None or bool((zero == middle).all()) else zero.float() - middle
         group = self.group(weight)
@@ -57,8 +58,8 @@ class PackedInt:
 
 @dataclass(frozen=True, slots=True)
 class AWQ(PackedInt):
-    """Activation-aware quantization, arXiv:2306.00978, as AutoAWQ writes it (version `gemm`): inputs as rows, eight
-    outputs to a word, in a special order."""
+    """Activation-aware quantization, arXiv:2306.00978, as AutoAWQ writes it (version `gemm`): rows are inputs, and a
+    word has eight outputs in the order of AWQ_NIBBLES."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         outputs, groups = QuantAxis(OUTPUTS, self.word), self.groups(weight)
@@ -78,10 +79,10 @@ class AWQ(PackedInt):
 
 @dataclass(frozen=True, slots=True)
 class GPTQ(PackedInt):
-    """GPTQ, arXiv:2210.17323, as AutoGPTQ and GPTQModel write it: inputs as rows, eight of them to a word."""
+    """GPTQ, arXiv:2210.17323, as AutoGPTQ and GPTQModel write it: rows are inputs, 32 / bits of them to a word."""
 
     zero_offset: int = 1
-    """1 if zero points are stored minus one (format `gptq`), 0 if they are not (`gptq_v2`)."""
+    """1 if zero points are stored less one (format `gptq`), else 0 (`gptq_v2`)."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         groups = self.groups(weight)
@@ -101,7 +102,7 @@ class GPTQ(PackedInt):
 
 @dataclass(frozen=True, slots=True)
 class PackQuantized(PackedInt):
-    """compressed-tensors' `pack-quantized`: outputs as rows, packed inputs, zero points packed along the outputs."""
+    """compressed-tensors' `pack-quantized`: rows are outputs; words pack inputs, and for zero points outputs."""
 
     zeros: bool = False
 

@@ -1,6 +1,8 @@
-"""The `quantization_config` of a config.json: which linear layers are quantized, and in which format. A key that would
-change the output and is not supported is an error, never ignored. Formats are imported as layers are built: they need
-torch, and a scheme is read by processes that do without."""
+"""Reads the `quantization_config` of config.json: which linear layers are quantized, and in which format.
+
+A key that would change the output and is not supported is an error, never ignored. Formats are imported only as layers
+are built: they need torch, and some processes read schemes without it.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ if TYPE_CHECKING:
 
 Fields = dict[str, Any]
 GGUF_VOCABULARY = ("lm_head", "model.embed_tokens")
-# The beginning of an expression that names layers inside a multimodal model; see canonical_name.
+# The beginning of a regular expression for layers inside a multimodal model; see canonical_name.
 WRAPPED = re.compile(r"^\^?(model\\?\.language_model|language_model\\?\.model)\\?\.")
 
 
 @dataclass(frozen=True, slots=True)
 class LazyFormat:
-    """A format by its module here and the name there, and what it is made of."""
+    """A format that is not imported yet: its name, as `module.name` in this folder, and its arguments."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -37,7 +39,7 @@ class LazyFormat:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Linear layers that match `pattern` are stored in a format, or not quantized (None)."""
+    """The format of linear layers whose names match `pattern`; None if they are not quantized."""
 
     pattern: str
     format: LazyFormat | None
@@ -51,15 +53,19 @@ class Scheme:
     """The formats of all linear layers of one checkpoint."""
 
     method: str
-    """`quant_method` of the checkpoint, or the option `quantization`."""
+    """The checkpoint's `quant_method`, or the option `quantization`."""
     rules: tuple[Rule, ...]
     """The first rule that matches a layer's name applies."""
     head: LazyFormat | None = None
-    """How the language model's head is rounded as it is loaded, unless it stays as it is."""
+    """The format to which the language model's head is rounded as it is loaded; None if it is not."""
 
     def format_of(self, names: list[str]) -> WeightFormat | None:
-        """The format of layers that are merged into one, named as in the checkpoint (`model.layers.0.mlp.up_proj`).
-        Those of a GGUF file that differ are read as numbers."""
+        """Return the format of layers that are merged into one; None if they are not quantized. names: as in the
+        checkpoint (`model.layers.0.mlp.up_proj`). If those of a GGUF file differ in format, they are dequantized as
+        they are loaded.
+
+        Raises UnsupportedScheme if the formats of another checkpoint differ.
+        """
         first, *others = (self._lazy_format(name) for name in names)
         for name, other in zip(names[1:], others, strict=True):
             if other != first and self.method == "gguf":
@@ -74,7 +80,7 @@ class Scheme:
         return None if self.head is None else self.head.make()
 
     def quantizes(self, name: str) -> bool:
-        """Return whether a layer is quantized, without its format."""
+        """Return whether a layer is quantized. Does not import its format."""
         return self._lazy_format(name) is not None
 
     def _lazy_format(self, name: str) -> LazyFormat | None:
@@ -82,8 +88,8 @@ class Scheme:
 
 
 def online(method: Method) -> Scheme:
-    """All layers of an unquantized checkpoint in one format. The head of a model in int4 has eight bits: it needs them
-    more than others, and half a gain is most of it."""
+    """Return the scheme of an unquantized checkpoint whose layers are all rounded by `method` as they are loaded. With
+    int4 the head has eight bits, since it needs them more than other layers do, and eight bits already save half."""
     head = None if method == "fp8" else LazyFormat("online.Online", ("int8",))
     return Scheme(method, (Rule("", LazyFormat("online.Online", (method,))),), head)
 
@@ -95,7 +101,7 @@ def parse(config: Fields) -> Scheme:
 
 
 def _fp8(config: Fields) -> tuple[Rule, ...]:
-    """FP8 in blocks, with `weight_scale_inv` (DeepSeek V3, arXiv:2412.19437, section 3.3; Qwen 3), or per tensor."""
+    """Read FP8 with scales per block (DeepSeek V3, arXiv:2412.19437, section 3.3; Qwen 3) or per tensor."""
     _one_of(config, "activation_scheme", ("dynamic", "static"), "dynamic")
     _one_of(config, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     block = config.get("weight_block_size")
@@ -103,7 +109,7 @@ def _fp8(config: Fields) -> tuple[Rule, ...]:
     rows_and_columns = (None, None) if block is None else _block(block, "weight_block_size")
     format = LazyFormat("eight_bit.eight_bit", ("float", rows_and_columns, scale, False, "float"))
     ignored = [name for key in ("modules_to_not_convert", "ignored_layers") for name in config.get(key) or ()]
-    # whole components of the name: `mlp.gate` is not `mlp.gate_proj`
+    # match whole components of a name: `mlp.gate` must not match `mlp.gate_proj`
     rules = [Rule(rf"(.*\.)?{re.escape(canonical_name(name))}($|\.)", None) for name in ("lm_head", *ignored)]
     return (*rules, Rule("", format))
 
@@ -114,7 +120,7 @@ def _awq(config: Fields) -> tuple[Rule, ...]:
     _one_of(config, "zero_point", (True,), True)
     bits, group_size = _one_of(config, "bits", (4,), 4), _group_size(config, "group_size")
     format = LazyFormat("packed_int.AWQ", (bits, group_size))
-    # AutoAWQ leaves out every layer with one of these somewhere in its name
+    # AutoAWQ does not quantize layers that have one of these anywhere in their name
     left_out = ("lm_head", *map(canonical_name, config.get("modules_to_not_convert") or ()))
     rules = [Rule(f".*{re.escape(name)}", None) for name in left_out]
     return (*rules, Rule("", format))
@@ -133,13 +139,13 @@ def _gptq(config: Fields) -> tuple[Rule, ...]:
 
 
 def _mxfp4(config: Fields) -> tuple[Rule, ...]:
-    """Only experts are stored so. Patterns of `modules_to_not_convert` have a star for each number of a layer."""
+    """Read MXFP4, which only experts have. `modules_to_not_convert` has patterns with * for layer numbers."""
     left_out = [re.escape(name).replace(r"\*", ".*") for name in config.get("modules_to_not_convert") or ()]
     return *(Rule(pattern, None) for pattern in left_out), Rule(r".*\.experts$", LazyFormat("mxfp4.MXFP4"))
 
 
 def _gguf(config: Fields) -> tuple[Rule, ...]:
-    """The types of a GGUF file's layers (engine/model/checkpoint/gguf), each by its name."""
+    """Read the types of a GGUF file's layers (engine/model/checkpoint/gguf), by name."""
     types = {name: type for name, type in config["types"].items() if name not in GGUF_VOCABULARY}
     patterns = {
         type: "|".join(rf"{re.escape(name)}$" for name, own in types.items() if own == type)
@@ -149,8 +155,8 @@ def _gguf(config: Fields) -> tuple[Rule, ...]:
 
 
 def _gguf_head(config: Fields) -> LazyFormat | None:
-    """The head, or the embedding that it is tied to, has one scale for 32 numbers in eight bits; the embedding itself
-    is dequantized."""
+    """Return the format of the head, or of the embedding that it is tied to: eight bits with one scale for 32 numbers.
+    The embedding itself is dequantized."""
     head = next((config["types"][name] for name in GGUF_VOCABULARY if name in config["types"]), None)
     return None if head is None else LazyFormat("online.Online", ("int8", 32))
 
@@ -169,7 +175,7 @@ def _compressed_tensors(config: Fields) -> tuple[Rule, ...]:
 
 
 def _pattern(target: str) -> str:
-    """The pattern of a target: a name, or `re:` and an expression that matches the beginning of a name."""
+    """Return the pattern of a target: a name, or `re:` and an expression for the beginning of names."""
     if not target.startswith("re:"):
         return re.escape(canonical_name(target)) + "$"
     return WRAPPED.sub(r"model\\.", target.removeprefix("re:"))
@@ -209,7 +215,7 @@ def _compressed_group(group: Fields, form: str | None, path: str) -> LazyFormat:
 
 
 def _one_of(config: Fields, key: str, allowed: tuple[Any, ...], default: Any, path: str = "") -> Any:
-    """The value of `key`. Raises UnsupportedScheme unless it is allowed."""
+    """Return the value of `key`. Raises UnsupportedScheme if it is not allowed."""
     value = config.get(key, default)
     if value not in allowed:
         limit = " or ".join(map(str, allowed))
@@ -218,14 +224,14 @@ def _one_of(config: Fields, key: str, allowed: tuple[Any, ...], default: Any, pa
 
 
 def _block(value: object, key: str) -> tuple[int, int]:
-    """Rows and columns of a block, given as a list."""
+    """Return the rows and columns of a block, which are given as a list."""
     if not (isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)):
         raise UnsupportedScheme(key, value, "two positive integers")
     return value[0], value[1]
 
 
 def _group_size(config: Fields, key: str, path: str = "") -> int | None:
-    """Inputs that share a scale; -1 in the configuration stands for all of them."""
+    """Return the number of inputs that share a scale; None for all of them, which the configuration states as -1."""
     value = config.get(key)
     if not isinstance(value, int) or value == 0 or value < -1:
         raise UnsupportedScheme(f"{path}.{key}".lstrip("."), value, "a positive integer, or -1")

@@ -1,4 +1,4 @@
-"""The error of everything that reads `quantization_config`, apart from the formats, which import torch."""
+"""The error for an unsupported `quantization_config`; apart from the formats, which import torch."""
 
 from __future__ import annotations
 

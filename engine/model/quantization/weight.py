@@ -1,4 +1,4 @@
-"""A quantized weight, of any stored format."""
+"""A quantized weight, decoded from any format."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class QuantizedWeight:
     """A weight [outputs, inputs]: (value - zero) * scale."""
 
     values: Tensor
-    """[outputs, inputs] float8_e4m3fn or int8; from -8 to 7 with 4 bits."""
+    """[outputs, inputs] float8_e4m3fn or int8; with 4 bits from -8 to 7."""
     scale: Tensor
-    """[outputs, groups] float32; each is for `inputs / groups` neighbouring columns."""
+    """[outputs, groups] float32, each for `inputs / groups` neighbouring columns."""
     zero: Tensor | None
     """[outputs, groups] float32, or None if all are 0."""
     bits: int
     """Bits of one value."""
     activations: torch.dtype | None
-    """Type that the checkpoint expects its inputs to be rounded to (float8_e4m3fn or int8), or None."""
+    """The dtype to which the layer's inputs should be rounded (float8_e4m3fn or int8); None if they should not."""
 
     @property
     def group_size(self) -> int:
-        """Columns that share a scale."""
+        """Number of columns that share a scale."""
         return self.values.shape[1] // self.scale.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return [outputs, inputs], computed in float32 and rounded once: the oracle of every product with it."""
+        """Return [outputs, inputs], computed in float32 and rounded once. The oracle of all products with it."""
         values = self.values.float().unflatten(1, (-1, self.group_size))
         if self.zero is not None:
             values = values - self.zero[..., None]
@@ -40,7 +40,7 @@ class QuantizedWeight:
 
     @staticmethod
     def cat(weights: list[QuantizedWeight]) -> QuantizedWeight:
-        """Stack weights of one format and with the same inputs."""
+        """Stack weights of the same format and with the same inputs along the outputs."""
         if len(weights) == 1:
             return weights[0]
         groups = max(w.scale.shape[1] for w in weights)
@@ -58,12 +58,15 @@ def _widen(of_groups: Tensor, groups: int) -> Tensor:
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) -> tuple[Tensor, Tensor]:
-    """x [rows, columns] -> values [rows, columns] of `dtype` (float8_e4m3fn or int8), scale [rows, groups] float32. The
-    largest number of each group of columns (None: of each row) becomes the largest one of `dtype`."""
+    """Round x [rows, columns] to `dtype` (float8_e4m3fn or int8). Return values [rows, columns] and scale [rows,
+    groups] float32. The scale maps the largest magnitude of each group to the largest number of `dtype`.
+
+    group_size: columns per group; None for whole rows.
+    """
     groups = x.float().unflatten(1, (-1, group_size or x.shape[1]))
     largest = FP8_MAX if dtype == FP8 else INT8_MAX
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
-    values = (groups / scale).clamp(-largest, largest)  # the cast to float8 turns values that are too large into NaN
+    values = (groups / scale).clamp(-largest, largest)  # the cast to float8 would turn larger values into NaN
     if dtype == torch.int8:
         values = values.round()
     return values.to(dtype).flatten(1), scale.squeeze(-1)

@@ -1,8 +1,7 @@
-"""Attention of transformers' models over the paged KV cache, and what a trial forward pass finds out about it.
+"""Attention of transformers' models over the paged KV cache, and the trial forward pass that shows how they call it.
 
-transformers calls the attention function of the name `_attn_implementation` with rotated queries and keys, or with
-those that are still to be rotated (rope.py). In a trial, on the meta device, that function is `record`, and masks are a
-`Mask`, which says what a layer may see.
+transformers calls the attention function registered as `_attn_implementation`, with queries and keys that are rotated
+or still to be rotated (rope.py). In a trial, on the meta device, that function is `record`, and masks are `Mask`s.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from engine.model.transformers_backend.rope import Rotate, is_plain
 
 NAME, TRIAL = "manta", "manta_trial"
 USED = ("scaling", "sliding_window", "softcap", "s_aux")
-# Keywords without effect on the result of attention in inference, or that only pass through.
+# Keywords that do not affect the result of attention in inference.
 WITHOUT_EFFECT = (
     "dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
     "cache_position",
@@ -32,12 +31,12 @@ WITHOUT_EFFECT = (
 
 
 class Unsupported(Exception):
-    """A model asks of attention what it cannot do; the message completes the sentence "it is not supported: "."""
+    """A model needs something of attention that is not supported; the message completes "it is not supported: "."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The tokens that one sees besides itself: all tokens before it, or those in its `window`, or in its `chunk`."""
+    """The tokens that a token sees besides itself: all before it, or only those in its `window`, or in its `chunk`."""
 
     window: int | None = None
     chunk: int | None = None
@@ -45,7 +44,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of attention in the trial."""
+    """One layer's call of attention in the trial."""
 
     layer: int
     heads: int
@@ -53,11 +52,11 @@ class Call:
     head_dim: int
     mask: Mask
     rotated: bool
-    """Whether queries and keys come as `apply_rotary_pos_emb` gives them, which does what our kernel does."""
+    """Whether queries and keys are direct results of an `apply_rotary_pos_emb` that our kernel can replace."""
 
 
 class Step:
-    """The step that is under way, for all layers of one model."""
+    """The current step, shared by all layers of a model."""
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
@@ -70,8 +69,8 @@ class Step:
         self._tables.clear()
 
     def table(self, cos: Tensor, sin: Tensor) -> Tensor | None:
-        """[tokens, rotary_dim] of cosines and sines, as our kernels read them, of transformers' two [1, tokens,
-        rotary_dim]; None if these are not the same in both halves."""
+        """Return cosines and sines as our kernels read them, [tokens, rotary_dim]; None if halves of cos or sin differ.
+        cos, sin: transformers' tables, [1, tokens, rotary_dim]."""
         if id(cos) not in self._tables:  # layers of one kind are given the same tensors
             if self._symmetric is None:  # in the first step, before any graph is captured
                 self._symmetric = all(torch.equal(*x.chunk(2, dim=-1)) for x in (cos, sin))
@@ -80,7 +79,7 @@ class Step:
         return self._tables[id(cos)][1] if self._symmetric else None
 
     def no_rotation(self, q: Tensor) -> Tensor:
-        """A table by which q stays as it is."""
+        """Return a table [tokens, head_dim] that leaves q [1, heads, tokens, head_dim] unchanged."""
         if 0 not in self._tables:
             table = q.new_zeros(q.shape[2], q.shape[3])
             table[:, : q.shape[3] // 2] = 1
@@ -89,9 +88,10 @@ class Step:
 
 
 class PagedAttention:
-    """q [1, heads, tokens, head_dim] and k, v [1, kv_heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
+    """Paged attention of one layer: q [1, heads, tokens, head_dim] and k, v [1, kv_heads, tokens, head_dim] ->
+    [1, tokens, heads, head_dim].
 
-    Where the model computes all heads on each rank, every rank attends with its own, and gets those of the others.
+    If the model computes all heads on each rank, a rank attends with its own heads, and gathers those of the others.
     """
 
     def __init__(self, call: Call, cfg: ModelConfig, tp: TPGroup, step: Step, dtype: torch.dtype, device: torch.device):
@@ -99,7 +99,7 @@ class PagedAttention:
         self.group, self.layer = cfg.kv_place(call.layer)
         self.ops = attention.select(dtype, device)
         self.table: Tensor | None = None
-        """Cosines and sines by which the next call rotates q and k; None if they are rotated already."""
+        """Cosines and sines with which the next call rotates q and k; None if they are rotated already."""
         self.heads, self.kv_heads = cfg.num_heads // tp.size, cfg.kv_heads_per_rank(tp.size)
         self.first_head, self.first_kv_head = tp.rank * self.heads, tp.rank * cfg.num_kv_heads // tp.size
         self.scale = cfg.attention_scale
@@ -125,7 +125,8 @@ class PagedAttention:
         return out[None]
 
     def rotate_later(self, theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Replace `theirs`, whose results reach only this attention: leave the rotation to our kernel."""
+        """Return q and k unrotated, and let our kernel rotate them. Replaces `theirs` where only this attention uses
+        the result."""
         table = self.step.table(cos, sin) if cos.dtype == q.dtype else None
         if table is None:
             return theirs(q, k, cos, sin)
@@ -134,7 +135,8 @@ class PagedAttention:
 
     @staticmethod
     def _rows(x: Tensor, first: int, count: int) -> Tensor:
-        """[1, heads, tokens, head_dim] -> [tokens, count, head_dim], each token's values contiguous."""
+        """Return `count` heads of x [1, heads, tokens, head_dim], from `first` on: [tokens, count, head_dim]. Each
+        token's values are contiguous."""
         if x.shape[1] > count:
             x = x[:, first : first + count]
         x = x[0].transpose(0, 1)
@@ -146,16 +148,16 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float | None = None,
     softcap: float | None = None, s_aux: Tensor | None = None, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' interface of attention. Keywords were looked at in the trial."""
+    """Implement transformers' attention interface. The trial has checked the keywords."""
     return module.paged_attention(query, key, value, scaling, softcap, s_aux), None  # type: ignore[operator]
 
 
 class Trial:
-    """Records what each module asks of attention. One trial at a time in a process."""
+    """A record of how each module calls attention. A process runs one trial at a time."""
 
     calls: dict[nn.Module, Call]
     rotated: tuple[Tensor, Tensor] | None = None
-    """Queries and keys that were last rotated, as our kernel would."""
+    """Queries and keys of the last rotation, if our kernel can replace it."""
 
 
 _trial = Trial()
@@ -164,7 +166,7 @@ _trial = Trial()
 def record_rotation(
     theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any
 ) -> tuple[Tensor, Tensor]:
-    """The rotation of queries and keys in a trial."""
+    """Rotate queries and keys in a trial, and note whether our kernel would do the same."""
     rotated = theirs(q, k, cos, sin, *more)
     plain = not more and cos.dim() == 3 and is_plain(theirs, q.shape[-1], cos.shape[-1])
     _trial.rotated = rotated if plain else None
@@ -174,9 +176,10 @@ def record_rotation(
 def record(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention in a trial: check what it is asked for, and return a result of the right shape without values.
+    """Record and check a call of attention in a trial; return a result of the right shape without values.
 
-    query: [1, heads, tokens, head_dim]; key, value: [1, kv_heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
+    query: [1, heads, tokens, head_dim]; key, value: [1, kv_heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
+    """
     for name, given in kwargs.items():
         if given is not None and name not in USED + WITHOUT_EFFECT and (name, given) != ("is_causal", True):
             raise Unsupported(f"its attention has the keyword {name!r}, which is not known here")
@@ -200,7 +203,7 @@ def record(
 
 
 class WithValues(TorchFunctionMode):
-    """Takes zeros for tensors of the meta device: in a mask, numbers of padding tokens."""
+    """Replaces tensors on the meta device by zeros: in a mask function, these are numbers of padding tokens."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = [torch.zeros_like(x, device="cpu") if isinstance(x, Tensor) and x.is_meta else x for x in args]
@@ -208,10 +211,10 @@ class WithValues(TorchFunctionMode):
 
 
 def find_mask(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: object) -> Mask | None:
-    """transformers' interface of masks, in a trial: try out what a token at some distance from the start sees.
+    """Implement transformers' mask interface in a trial: try which tokens a token far from the start sees.
 
-    mask_function: (sequence, head, query [], keys [n]) -> [n] bool, or [] if all keys are alike. None stands for any
-    unknown mask, which only counts if a layer uses it.
+    mask_function: (sequence, head, query [], keys [n]) -> [n] bool, or [] if all keys are alike. Returns None for an
+    unknown mask, which matters only if a layer uses it.
     """
     size = local_size or 8
     row = 2 * size
@@ -225,7 +228,7 @@ def find_mask(mask_function: Callable[..., Tensor], local_size: int | None = Non
 
 
 def run_trial(forward: Callable[[], object]) -> dict[nn.Module, Call]:
-    """Return what each module asks of attention in `forward`, for a model whose attention is `TRIAL`."""
+    """Run `forward` and return how each module calls attention. The model's attention must be `TRIAL`."""
     _trial.calls = {}
     try:
         forward()

@@ -1,7 +1,7 @@
-"""Our layers, instead of transformers' modules. transformers computes with a batch dimension of one: [1, tokens, size].
+"""Our layers in place of transformers' modules, which have a batch dimension of one: [1, tokens, size].
 
-Which linear layers are split over the ranks is what transformers' own plan says (`base_model_tp_plan`); the others,
-and modules that stay transformers' own, are held whole by every rank.
+transformers' own plan (`base_model_tp_plan`) says which linear layers are split over the ranks. Every rank holds all
+other layers whole, as it does modules that are not replaced.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ QKV = ("q", "k", "v")
 
 
 class Column(ColumnParallelLinear):
-    """[..., inputs] -> [..., this rank's outputs]; `gather` brings the outputs of all ranks together."""
+    """A column-parallel layer: [..., inputs] -> [..., this rank's outputs], or with `gather` all outputs."""
 
     def __init__(self, outputs: Shard, inputs: int, bias: bool, format: WeightFormat | None, gather: TPGroup | None):
         super().__init__(inputs, {"": outputs}, bias, format)
@@ -56,8 +56,8 @@ class Column(ColumnParallelLinear):
 
 
 class Part(nn.Module):
-    """One of several linear layers that transformers' code calls one by one with the same input; the first call
-    computes all. [..., inputs] -> [..., this rank's outputs of this layer]"""
+    """One of several merged linear layers: [..., inputs] -> [..., this rank's outputs of this layer]. transformers'
+    code calls them one by one with the same input; the first call computes all."""
 
     def __init__(self, merged: MergedProduct, index: int):
         super().__init__()
@@ -68,7 +68,7 @@ class Part(nn.Module):
 
 
 class MergedProduct:
-    """Outputs of a merged layer, kept until the last of its parts is asked for. No module, since the parts share it."""
+    """The outputs of merged layers, kept until the last part is asked for. Not a module, since the parts share it."""
 
     def __init__(self, linear: ColumnParallelLinear):
         self.linear = linear
@@ -87,7 +87,7 @@ class MergedProduct:
 
 
 class Row(RowParallelLinear):
-    """[..., inputs], or this rank's slice of them, -> [..., outputs] summed over the ranks."""
+    """A row-parallel layer: [..., inputs], or this rank's slice of them, -> [..., outputs], summed over the ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         own = self.weights[""]
@@ -97,14 +97,14 @@ class Row(RowParallelLinear):
 
 
 class MLP(GatedMLP):
-    """Gated MLP with the projections to its inner values merged: [..., hidden] -> [..., hidden]."""
+    """A gated MLP with merged gate and up projections: [..., hidden] -> [..., hidden]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 class Norm(RMSNorm):
-    """RMSNorm over the last of any dimensions, scaled by `shift` + weight."""
+    """RMSNorm over the last of any number of dimensions, scaled by `shift` + weight."""
 
     def __init__(self, size: int, eps: float, shift: float):
         super().__init__(size, eps)
@@ -112,14 +112,14 @@ class Norm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape
-        # heads of a merged projection are no rows of one distance: from token to token there is more than one head
+        # heads of a merged projection cannot be viewed as rows: between tokens the stride spans other heads too
         heads = len(shape) == 4 and shape[0] == 1 and x.stride()[2:] == (shape[3], 1)
         rows = x[0] if heads else x.reshape(-1, shape[-1])
         return self.rms_norm(rows, self.weight, self.eps, self.offset).view(shape)
 
 
 class Embedding(VocabEmbedding):
-    """[1, tokens] -> [1, tokens, hidden], times `scale`."""
+    """The embedding, times `scale`: [1, tokens] -> [1, tokens, hidden]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, scale: float | None):
         super().__init__(vocab_size, hidden_size, tp)
@@ -153,7 +153,7 @@ class Head(BiasedHead):
 
 
 class TiedHead(BiasedHead, TiedLMHead):
-    """A head that shares the embedding's matrix, and has a bias."""
+    """A head with a bias that shares the embedding's matrix."""
 
     def __init__(self, embedding: VocabEmbedding, format: Online | None = None):
         TiedLMHead.__init__(self, embedding, format)
@@ -161,16 +161,16 @@ class TiedHead(BiasedHead, TiedLMHead):
 
 
 class LayerMaker:
-    """Makes our layer for a module of transformers, if there is one."""
+    """Makes our layers for modules of transformers."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, plan: Mapping[str, str], merged: Any, experts_per_token: int):
-        """plan: transformers' style of parallelism by the path of a layer, with * for its number.
-        merged: whether the checkpoint holds the experts of a path one by one.
-        """
+        """plan: transformers' style of parallelism by the path of a layer, with * for layer numbers.
+        merged: returns whether the checkpoint stores each expert of a path separately."""
         self.cfg, self.tp, self.plan, self.merged, self.experts_per_token = cfg, tp, plan, merged, experts_per_token
 
     def make(self, path: str, module: nn.Module) -> nn.Module | None:
-        """path: as in the whole model, `model.layers.0.mlp.up_proj`. Raises ConfigError where it cannot be split."""
+        """Return our layer for a module; None if there is none. Raises ConfigError if it cannot be split. path: as in
+        the whole model, `model.layers.0.mlp.up_proj`."""
         if type(module) is nn.Linear:
             return self._linear(path, module)
         if (shift := rms_norm_shift(module)) is not None:
@@ -190,7 +190,7 @@ class LayerMaker:
         return None
 
     def merge(self, path: str, module: nn.Module) -> ColumnParallelLinear | None:
-        """The projections of a module to queries, keys and values as one layer, if they can be one."""
+        """Return a module's query, key and value projections as one layer; None if they cannot be merged."""
         linears = {name: getattr(module, f"{name}_proj", None) for name in QKV}
         some: list[Any] = [linear for linear in linears.values() if type(linear) is nn.Linear]
         if len(some) < len(QKV) or len({(linear.in_features, linear.bias is None) for linear in some}) > 1:
@@ -219,7 +219,7 @@ class LayerMaker:
         return Column(self._outputs(path, module, style), module.in_features, bias, format, gather)
 
     def _style(self, path: str) -> str | None:
-        """Return how transformers' plan splits a layer, None for not at all."""
+        """Return how transformers' plan splits a layer; None if not at all. Raises ConfigError if unknown."""
         style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)) if self.tp.size * self.tp.parts > 1 else None
         if style is None or style.startswith("replicated"):
             return None
@@ -228,7 +228,7 @@ class LayerMaker:
         return style
 
     def _outputs(self, path: str, module: nn.Linear, style: str | None) -> Shard:
-        """This rank's outputs of a layer; all of them without a style."""
+        """Return this rank's slice of a layer's outputs; all of them if `style` is None."""
         outputs, name = module.out_features, path.rpartition(".")[2]
         if style is None:
             return Shard((outputs,), 0, 0, outputs)
@@ -240,7 +240,7 @@ class LayerMaker:
         return Shard.of_rank((outputs,), 0, self.tp, f"{name} outputs")
 
     def _experts(self, path: str, cls: type[OurExperts], num_experts: int, twice: int, hidden_size: int) -> nn.Module:
-        """twice: size of an expert's gate and up together."""
+        """Return our experts. twice: size of an expert's gate and up together."""
         moe = MoEConfig(
             num_experts=num_experts, experts_per_token=self.experts_per_token, intermediate_size=twice // 2,
             norm_topk_prob=False, layers=frozenset(),
@@ -255,15 +255,19 @@ class LayerMaker:
 
 
 class OurExperts(Experts):
-    """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]"""
+    """Our experts with transformers' interface: hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens,
+    k] -> [tokens, hidden]."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return super().forward(hidden_states, top_k_index, top_k_weights.to(hidden_states.dtype))
 
 
 class Llama4Experts(OurExperts):
-    """routed_in [experts * tokens, hidden], which is 0 where a token is not routed to an expert -> a tensor of the same
-    shape whose sum over the experts is the result. transformers' code computes every expert for every token."""
+    """The experts of Llama 4, whose code in transformers computes every expert for every token.
+
+    routed_in [experts * tokens, hidden], 0 where a token is not routed to an expert -> the same shape, in which the sum
+    over experts is the result.
+    """
 
     def __init__(self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup):
         super().__init__(hidden_size, moe, activation, tp)
@@ -280,12 +284,12 @@ class Llama4Experts(OurExperts):
         return out.flatten(0, 1)
 
     def shards(self) -> Shards:
-        """The checkpoint's tensors are transposed."""
+        """Return the shards. The checkpoint stores these tensors transposed."""
         return {name: (shard.transposed(), target.mT) for name, (shard, target) in super().shards().items()}
 
 
 def is_gated_mlp(module: nn.Module, name: str) -> bool:
-    """Return whether a module is a gated MLP with the activation `name`, by its parts and the text of its code."""
+    """Return whether a module is a gated MLP with the activation `name`. Compares its children and its source code."""
     linears = {"gate_proj", "up_proj", "down_proj"}
     parts = dict(module.named_children())
     if set(parts) != linears | {"act_fn"} or name not in activation.PLAIN:
@@ -298,7 +302,7 @@ def is_gated_mlp(module: nn.Module, name: str) -> bool:
 
 
 def has_plain_experts(module: Any, name: str) -> bool:
-    """Return whether the experts of a module are gated MLPs with the activation `name`, without biases."""
+    """Return whether a module's experts are gated MLPs with the activation `name`, without biases."""
     return (
         name in activation.PLAIN
         and getattr(module, "has_gate", False)
@@ -309,8 +313,8 @@ def has_plain_experts(module: Any, name: str) -> bool:
 
 
 def rms_norm_shift(module: nn.Module) -> float | None:
-    """Return what the module adds to its weight if it computes RMSNorm as we do, in float32; None if it computes
-    anything else. Found by trying, since every family of transformers has another class."""
+    """Return what a module adds to its weight if it computes our RMSNorm, in float32; None if it does not. Found by
+    trying, since every family of transformers has a class of its own."""
     weights = dict(module.named_parameters())
     if not type(module).__name__.endswith("RMSNorm") or list(weights) != ["weight"] or norm_eps(module) is None:
         return None
@@ -319,7 +323,7 @@ def rms_norm_shift(module: nn.Module) -> float | None:
     generator = torch.Generator("cpu").manual_seed(0)
     size = weights["weight"].shape[0]
     weight = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
-    # rows of which the last ones are so small that eps counts
+    # the last rows are so small that eps matters
     scale = torch.tensor([[1.0], [1e-2], [1e-3]], device="cpu")
     x = torch.randn(3, size, generator=generator, dtype=torch.float32, device="cpu") * scale
     theirs = functional_call(module, {"weight": weight}, (x,))

@@ -1,4 +1,4 @@
-"""A model of transformers with our layers, behind the interface of native models."""
+"""A transformers model with our layers and the interface of native models."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FAILURES = (
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """Puts what `torch.empty` makes, as most weights are, on the meta device: most of it is replaced before use."""
+    """Makes `torch.empty` allocate on the meta device. Most weights are made by it and replaced before use."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,7 +67,7 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 class ShapesOnly(TPGroup):
-    """Stands for the group of this rank in a trial: results have the right shape and no values."""
+    """A group for trials: collectives return tensors of the right shape without communication."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -77,19 +77,19 @@ class ShapesOnly(TPGroup):
 
 
 class Hidden(nn.Module):
-    """Stands for the model below the head, so that transformers' code computes logits from hidden states."""
+    """A stand-in for the model below the head, so that transformers' code computes logits from given hidden states."""
 
     states: Tensor
 
     def __getattr__(self, name: str) -> Any:
-        return self.__dict__.get(name, self)  # some call a part of it (`self.model.decoder`)
+        return self.__dict__.get(name, self)  # some models call a part of it (`self.model.decoder`)
 
     def forward(self, *_: object, **__: object) -> MoEModelOutputWithPastAndCrossAttentions:
         return MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=self.states)
 
 
 class HeadCall(nn.Module):
-    """The head as transformers calls it: [1, rows, hidden] -> [1, rows, vocab_size]. Remembers both."""
+    """The head as transformers calls it: [1, rows, hidden] -> [1, rows, vocab_size]. Keeps its input and output."""
 
     def __init__(self, head: LMHead):
         super().__init__()
@@ -103,12 +103,12 @@ class HeadCall(nn.Module):
 
 
 class TransformersModel(Sharded):
-    """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from."""
+    """A model computed by transformers' code: input_ids [tokens] int64 -> hidden [tokens, hidden]."""
 
     unused: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
-        """Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks."""
+        """Raises UnsupportedArchitecture, or ConfigError if the model cannot be split over `tp.size` ranks."""
         super().__init__()
         calls = find_calls(cfg, tp)
         with EmptyOnMeta():
@@ -147,11 +147,11 @@ class TransformersModel(Sharded):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab_size] float32."""
+        """Return logits [rows, vocab_size] float32 for hidden [rows, hidden]."""
         return self.lm_head(hidden) if self._head_is_plain(hidden) else self._transformed_logits(hidden)
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, hidden] -> the largest logit of each row, and its id."""
+        """Return the largest logit of each row, and its id, for hidden [rows, hidden]."""
         if self._head_is_plain(hidden):
             return self.lm_head.best(hidden)
         values, ids = self._transformed_logits(hidden).max(-1)
@@ -163,7 +163,7 @@ class TransformersModel(Sharded):
         return logits[0].float()
 
     def _head_is_plain(self, hidden: Tensor) -> bool:
-        """Return whether transformers' code gives the head the hidden states as they are, and returns what it gives."""
+        """Return whether transformers' code passes hidden states to the head, and its logits on, both unchanged."""
         if self._plain_head is None:
             logits = self._transformed_logits(hidden)
             call: Any = self.causal.get_submodule(self._head_path)
@@ -172,7 +172,7 @@ class TransformersModel(Sharded):
         return self._plain_head
 
     def checkpoint_name(self, path: str) -> str:
-        """The name of a tensor in the checkpoint, once `canonical_name` has been applied to that."""
+        """Return the canonical name of a tensor from its path in this module."""
         own, _, rest = path.lstrip(".").partition(".")
         if own == "lm_head":
             return f"{self._head_path}.{rest}"
@@ -182,7 +182,7 @@ class TransformersModel(Sharded):
         return self._names(name) if is_of_text(name) else None
 
     def shards(self) -> Shards:
-        """The shards of tensors that transformers' own modules hold: every rank has them whole."""
+        """Return the tensors of transformers' own modules, which every rank holds whole."""
         shards: Shards = {}
         for path, tensor in self._own_tensors():
             merged = next((m for m in PIECES if path.endswith(f".{m}")), None)
@@ -204,7 +204,7 @@ class TransformersModel(Sharded):
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give tensors that `EmptyOnMeta` has left without memory some on `device`."""
+    """Allocate memory on `device` for tensors that `EmptyOnMeta` left without."""
     exact = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for path, module in model.named_modules():
         for kind in (module._parameters, module._buffers):
@@ -218,7 +218,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def make(cfg: ModelConfig, attention: str, dtype: torch.dtype) -> Any:
-    """transformers' model, on the device under way, without values."""
+    """Return transformers' model without values, on torch's default device. attention: a registered name."""
     config, _ = read_config(json.loads(cfg.transformers), cfg.architecture)
     config.quantization_config = None
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -230,7 +230,7 @@ def make(cfg: ModelConfig, attention: str, dtype: torch.dtype) -> Any:
 
 
 def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: CheckpointNames) -> tuple[LMHead, str]:
-    """Put our layers into transformers' model. Return the head, and the path at which transformers calls it."""
+    """Replace modules of transformers' model by our layers. Return the head, and the path where it is called."""
     embedding, output = causal.get_input_embeddings(), causal.get_output_embeddings()
     if type(output) is not nn.Linear:
         raise UnsupportedArchitecture(cfg.architecture, "its head is no linear layer")
@@ -268,7 +268,7 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: Checkpoint
 
 
 def ours_for_embedding(embedding: nn.Module, tp: TPGroup) -> VocabEmbedding | None:
-    """Our embedding, if theirs is a table of rows, at most times one number."""
+    """Return our embedding for theirs; None unless theirs is a plain table, at most scaled by one number."""
     if not isinstance(embedding, nn.Embedding):
         return None
     scale: Any = getattr(embedding, "embed_scale", None)
@@ -283,10 +283,9 @@ def ours_for_embedding(embedding: nn.Module, tp: TPGroup) -> VocabEmbedding | No
 
 
 def find_calls(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
-    """Return what each layer asks of attention, by the path of its module, found in a trial without values.
+    """Return how each layer calls attention, by the path of its module, found in a trial without values.
 
-    Raises UnsupportedArchitecture for what the paged attention cannot do, or ConfigError where the model cannot be
-    split.
+    Raises UnsupportedArchitecture if paged attention cannot do that, or ConfigError if the model cannot be split.
     """
     calls = try_out(cfg, TPGroup.single())
     if tp.size > 1:
@@ -310,7 +309,7 @@ def try_out(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
                     module.forward = lambda hidden_states, *_, **__: torch.empty_like(hidden_states)
             ids = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64)
             positions = torch.arange(TRIAL_TOKENS)[None]
-            ones = torch.ones(ids.shape, dtype=torch.int64, device="cpu")  # some look whether it masks any
+            ones = torch.ones(ids.shape, dtype=torch.int64, device="cpu")  # some models read whether it masks any
             found = run_trial(
                 lambda: causal.eval()(input_ids=ids, position_ids=positions, attention_mask=ones, use_cache=False)
             )
@@ -327,7 +326,7 @@ def try_out(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
 
 
 def check(cfg: ModelConfig, calls: dict[str, Call], tp: TPGroup) -> None:
-    """Raise Unsupported unless every layer attends once, with heads as the configuration says."""
+    """Raise Unsupported unless every layer attends once, with the heads that the configuration states."""
     layers = sorted(call.layer for call in calls.values())
     if layers != list(range(cfg.num_layers)):
         missing = cfg.num_layers - len(set(layers) & set(range(cfg.num_layers)))
@@ -344,8 +343,11 @@ def check(cfg: ModelConfig, calls: dict[str, Call], tp: TPGroup) -> None:
 
 
 def fixed_rope(base: nn.Module) -> None:
-    """Keep rotary frequencies as they are: transformers changes some with the longest sequence of a batch. Sequences
-    are not longer than `max_position_embeddings`, up to which they stay, and `longrope` is chosen in auto_config.py."""
+    """Keep rotary frequencies fixed; transformers changes some with the longest sequence of a batch.
+
+    No sequence exceeds `max_position_embeddings`, up to which they would stay the same, and auto_config.py has chosen
+    the factors of `longrope`.
+    """
     for module in base.modules():
         kind: Any = getattr(module, "rope_type", None)
         if isinstance(kind, str):

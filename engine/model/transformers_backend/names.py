@@ -1,4 +1,4 @@
-"""Names of a checkpoint's tensors, which transformers renames as it loads a model (conversion_mapping.py there)."""
+"""Maps names of a checkpoint's tensors, which transformers renames as it loads a model (its conversion_mapping.py)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 class CheckpointNames:
-    """Turns names in a checkpoint into those of the model: `model.layers.0.block_sparse_moe.experts.3.w1.weight` ->
-    `model.layers.0.mlp.experts.3.gate_proj.weight`. transformers holds the weights of all experts in one parameter, and
-    we name its parts as most checkpoints do."""
+    """Maps a checkpoint's names to those of the model: `model.layers.0.block_sparse_moe.experts.3.w1.weight` ->
+    `model.layers.0.mlp.experts.3.gate_proj.weight`.
+
+    transformers holds the weights of all experts in one parameter; here its parts are named as in most checkpoints.
+    """
 
     def __init__(self, model: Any, parameters: set[str]):
         """parameters: names in transformers' model."""
@@ -52,15 +54,15 @@ class CheckpointNames:
             if any(re.search(target.replace(r"\1", ".*"), name) for name in names)
             for operation in other.operations
         }
-        """Names of the operations that this checkpoint would need in addition to those that are known here."""
+        """Names of the operations that this checkpoint needs and that are not supported here."""
         self._parameters = parameters
 
     def is_merged(self, parameter: str) -> bool:
-        """Return whether the checkpoint holds a parameter's first dimension as one tensor each."""
+        """Return whether the checkpoint stores a parameter as one tensor for each index of its first dimension."""
         return any(parameter.endswith(target) for target in self._merged)
 
     def __call__(self, original: str) -> str | None:
-        """The name in the model; None for a tensor that transformers leaves unread."""
+        """Return the name in the model; None for a tensor that transformers does not read."""
         name = self._renamed(original)
         ignored = name not in self._parameters and any(pattern.search(original) for pattern in self._ignored)
         return None if ignored else name

@@ -1,7 +1,7 @@
-"""Rotary embedding (see engine/model/ops/rope.py) in the kernel that writes keys, instead of transformers' function.
+"""Moves rotary embedding (see engine/model/ops/rope.py) from transformers' function into the kernel that writes keys.
 
-transformers' layers call a function of their module, `apply_rotary_pos_emb`, and most hand its results to attention as
-they are. Those of them whose function computes what our kernel does leave the rotation to it: a trial finds them.
+transformers' layers call `apply_rotary_pos_emb` of their module, and most pass its results straight to attention. A
+trial finds the layers that do so and whose function computes what our kernel does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def replace_rotation(module: nn.Module, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Let this module alone, if it rotates, call `function`, whose first argument is then transformers' function."""
+    """Make this one module call `function` to rotate, if it rotates. Its first argument is transformers' function."""
     forward: Any = type(module).forward
     if not isinstance(forward, FunctionType) or NAME not in forward.__code__.co_names:
         return
@@ -34,7 +34,7 @@ def replace_rotation(module: nn.Module, function: Callable[..., tuple[Tensor, Te
 
 @cache
 def is_plain(function: Rotate, head_dim: int, rotary_dim: int) -> bool:
-    """Return whether a function of transformers rotates as our kernels do, found by trying."""
+    """Return whether a function of transformers rotates as our kernels do. Found by trying."""
     generator = torch.Generator("cpu").manual_seed(0)
     q, k = (torch.randn(1, n, 3, head_dim, generator=generator, dtype=torch.float32, device="cpu") for n in (4, 2))
     cos, sin = torch.rand(2, 3, rotary_dim // 2, generator=generator, dtype=torch.float32, device="cpu")

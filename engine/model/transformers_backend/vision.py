@@ -1,5 +1,5 @@
-"""The part of a multimodal model that encodes images, vision tower and projector: transformers' code, on a CPU with
-the kernels of our linear layers."""
+"""The image encoder of a multimodal model, vision tower and projector: transformers' code, which on a CPU uses the
+kernels of our linear layers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from engine.wire.multimodal import TensorData
 
 
 def look_up(pixels: Tensor, table: Tensor) -> Tensor:
-    """Return what pixels stand for; see MultiModalFeatureSpec.data.
+    """Return the values of pixels from a table: see MultiModalFeatureSpec.data.
 
-    pixels: [n, ...] uint8. table: [3, 256]. One channel at a time, since an index takes four bytes.
+    pixels: [n, ...] uint8. table: [3, 256]. Works channel by channel, since an index takes four bytes per value.
     """
     found = table.new_empty(pixels.shape)
     by_channel, values = (tensor.view(len(pixels), len(table), -1) for tensor in (found, pixels))
@@ -36,7 +36,7 @@ def look_up(pixels: Tensor, table: Tensor) -> Tensor:
 
 
 class TowerLinear(nn.Module):
-    """[..., inputs] -> [..., outputs], by the kernels of our layers."""
+    """A linear layer computed by our kernels: [..., inputs] -> [..., outputs]."""
 
     def __init__(self, layer: nn.Linear | nn.Conv2d | nn.Conv3d):
         super().__init__()
@@ -51,8 +51,8 @@ class TowerLinear(nn.Module):
 
 
 class TowerPatches(TowerLinear):
-    """A convolution whose windows adjoin, as one product: [n, channels, *sizes] -> [n, outputs, *windows]. torch is
-    slow at it in bfloat16 where there are no instructions for that."""
+    """A convolution whose windows do not overlap, as one product: [n, channels, *sizes] -> [n, outputs, *windows].
+    torch's own is slow in bfloat16 on CPUs without instructions for it."""
 
     def __init__(self, layer: nn.Conv2d | nn.Conv3d):
         super().__init__(layer)
@@ -66,7 +66,7 @@ class TowerPatches(TowerLinear):
 
 
 def with_own_kernels(model: nn.Module) -> None:
-    """Replace layers of a tower that the kernels of our linear layers can compute."""
+    """Replace the layers of a tower that our linear kernels can compute."""
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear:
             model.set_submodule(name, TowerLinear(layer))
@@ -77,17 +77,17 @@ def with_own_kernels(model: nn.Module) -> None:
 
 
 class VisionEncoder(Sharded):
-    """An image, as transformers' image processor made it -> [embeddings, (1 + deepstack) * hidden].
+    """The encoder: an image from transformers' image processor -> [embeddings, (1 + deepstack) * hidden].
 
-    Every rank holds all of it and encodes every image: a tower is small compared with its language model, and
-    embeddings need not travel. None of this has run on a GPU yet.
+    Every rank holds all of it and encodes every image, since a tower is small compared with its language model, and
+    embeddings then need not be sent. None of this has run on a GPU yet.
     """
 
     def __init__(self, cfg: VisionConfig):
         super().__init__()
         raw = json.loads(cfg.transformers)
         config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
-        config.get_text_config().num_hidden_layers = 1  # of the language model, which is ours
+        config.get_text_config().num_hidden_layers = 1  # the language model here is dropped below
         with EmptyOnMeta(), no_init_weights():
             model = MODEL_MAPPING[type(config)]._from_config(config, dtype=self.dtype)
         self._renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
@@ -104,7 +104,7 @@ class VisionEncoder(Sharded):
         inputs["pixel_values"] = (pixels if table is None else look_up(pixels, table)).to(self.dtype)
         output: Any = self.model.get_image_features(**inputs)
         levels = [level[0] for level in getattr(output, "deepstack_features", None) or ()]
-        embeddings = torch.cat(list(output.pooler_output))  # of one image: its rows of tiles, or all of it
+        embeddings = torch.cat(list(output.pooler_output))  # of one image, as a whole or tile by tile
         return torch.cat([embeddings, *levels], dim=-1)
 
     def pack(self) -> None:
@@ -113,8 +113,8 @@ class VisionEncoder(Sharded):
                 layer.pack()
 
     def canonical_name(self, name: str) -> str:
-        """`vision_tower.ln_pre.weight`, as transformers 4 saved it, and `model.vision_tower.ln_pre.weight` ->
-        `vision.model.vision_tower.ln_pre.weight`."""
+        """Return `vision.model.vision_tower.ln_pre.weight` for `vision_tower.ln_pre.weight`, as transformers 4 saved
+        it, and for `model.vision_tower.ln_pre.weight`."""
         for renaming in self._renamings:
             name, _ = renaming.rename_source_key(name)
         return f"vision.model.{name.removeprefix('model.')}"

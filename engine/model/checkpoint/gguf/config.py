@@ -1,5 +1,5 @@
-"""The config.json of a model from the metadata of its GGUF file. A value that would change the output and has no place
-there is refused, never ignored."""
+"""Makes the config.json of a model from the metadata of its GGUF file. A value that would change the output and cannot
+be expressed there is refused, never ignored."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from engine.model.checkpoint.gguf.entry import PLAIN, Entry
 
 Metadata = Mapping[str, Any]
 Fields = dict[str, Any]
-# Keys of an architecture that no family here has, and that change what a model computes.
+# Keys that change what a model computes, and that no family here supports.
 REFUSED = (
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.kv_lora_rank", "attention.scale",
     "attention.shared_kv_layers", "embedding_scale", "residual_scale", "logit_scale", "full_attention_interval",
     "rope.scaling.yarn_log_multiplier", "router_logit_softcapping",
 )  # fmt: skip
-SIGMOID = 2  # of `expert_gating_func`
+SIGMOID = 2  # a value of `expert_gating_func`
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}  # 27B, by their layers: queries are scaled by hidden_size / heads
+LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}  # 27B, by layers: they scale queries by hidden_size / heads
 
 
 class Unsupported(Exception):
-    """The file cannot be read as a model, and why."""
+    """The GGUF file cannot be read as a model; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture of llama.cpp is called in a checkpoint, and how it differs there."""
+    """How an architecture of llama.cpp is named in a Hugging Face checkpoint, and how its tensors differ there."""
 
     architecture: str
     model_type: str
     fields: Fields = field(default_factory=dict)
-    """Fields of config.json that all its models have."""
+    """Fields of config.json that are the same for all its models."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """Parts of tensors' names in a checkpoint, and what this family has instead."""
+    """Parts of tensor names in most checkpoints -> the names in this family's."""
     rotated_pairs: bool = False
-    """Whether llama.cpp stores the rows of queries and keys in pairs."""
+    """Whether llama.cpp stores the rows of query and key weights in pairs (Entry.pairs_of_heads)."""
     norm_shift: float = 0.0
-    """What llama.cpp has added to the weights of norms."""
+    """Number that llama.cpp adds to the weights of norms."""
     partial_rotary: bool = False
-    """Whether heads may be rotated in part."""
+    """Whether heads may be partly rotated."""
     stacked_experts: bool = False
-    """Whether a checkpoint has the experts of a layer in one tensor, their gates and ups alternating."""
+    """Whether checkpoints store the experts of a layer in one tensor, with alternating rows of gate and up."""
 
 
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
@@ -68,7 +68,7 @@ MIXTRAL = Family("MixtralForCausalLM", "mixtral", rotated_pairs=True)
 
 
 def family(metadata: Metadata) -> Family:
-    """Raises Unsupported for an architecture that is not known here."""
+    """Return the family of a file. Raises Unsupported for an unknown architecture."""
     name = metadata.get("general.architecture")
     if name not in FAMILIES:
         raise Unsupported(f"general.architecture = {name!r} is not supported: must be one of {', '.join(FAMILIES)}")
@@ -76,7 +76,7 @@ def family(metadata: Metadata) -> Family:
 
 
 class Keys:
-    """The keys of the file's architecture."""
+    """The metadata under the prefix of the file's architecture."""
 
     def __init__(self, metadata: Metadata):
         self.metadata, self.prefix = metadata, metadata["general.architecture"]
@@ -96,21 +96,21 @@ class Keys:
 
 
 def num_layers(metadata: Metadata) -> int:
-    """Layers without those that predict further tokens."""
+    """Return the number of layers, without those that predict further tokens."""
     keys = Keys(metadata)
     return int(keys["block_count"]) - int(keys.get("nextn_predict_layers", 0))
 
 
 def head_counts(metadata: Metadata) -> dict[str, int]:
-    """Heads of the projections whose rows may be stored in pairs."""
+    """Return the number of heads of each projection whose rows may be stored in pairs."""
     keys = Keys(metadata)
     heads = int(keys["attention.head_count"])
     return {"q_proj": heads, "k_proj": int(keys.get("attention.head_count_kv", heads))}
 
 
 def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, list[float]]) -> Fields:
-    """Return the fields of config.json. tensors: by their names in the file. factors: what tensors of it say of rotary
-    frequencies. Raises Unsupported."""
+    """Return the fields of config.json. Raises Unsupported. tensors: by their names in the file. factors: the file's
+    tensors of rotary factors, by name."""
     keys, own = Keys(metadata), family(metadata)
     for name in REFUSED:
         if keys.get(name):
@@ -155,7 +155,7 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
 
 
 def _dtype(tensors: dict[str, Entry]) -> str:
-    """The type with the most bytes of matrices, or bfloat16 if that type is in blocks."""
+    """Return the dtype with the most bytes of matrices; bfloat16 if that type is in blocks."""
     sizes: dict[str, int] = {}
     for entry in tensors.values():
         if len(entry.shape) > 1:
@@ -165,7 +165,7 @@ def _dtype(tensors: dict[str, Entry]) -> str:
 
 
 def _rope_scaling(keys: Keys, factors: dict[str, list[float]]) -> Fields | None:
-    """Factors of frequencies are those of `longrope`, also where llama.cpp has computed them by Llama 3's rule."""
+    """Return the rotary scaling. Factors in the file become those of `longrope`, also Llama 3's."""
     context = keys["context_length"]
     original = keys.get("rope.scaling.original_context_length", context)
     if own := factors.get("rope_freqs.weight"):

@@ -1,4 +1,4 @@
-"""What is known of a tensor in a GGUF file: where it lies, and how it differs from the one in a checkpoint."""
+"""Describes a tensor in a GGUF file: where it is, and how it differs from the one in a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-# Numbers and bytes of a block; a type of plain numbers has blocks of one.
+# Numbers per block and bytes per block; plain types have blocks of one number.
 TYPES = {
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
     "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "MXFP4": (32, 17),
@@ -15,23 +15,23 @@ PLAIN = ("F32", "F16", "BF16")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor, row by row along its last dimension."""
+    """A tensor in a GGUF file, stored row by row along its last dimension."""
 
     file: str
     offset: int
-    """Of its first byte in the file."""
+    """Position of its first byte in the file."""
     shape: tuple[int, ...]
     type: str
     """A key of TYPES."""
     pairs_of_heads: int = 0
-    """Heads whose rows llama.cpp has stored in pairs that it rotates, of each the first and the second half's; 0 if the
-    rows are in order."""
+    """Number of heads whose rows alternate between the head's first half and its second, as llama.cpp rotates pairs of
+    neighbours; 0 if rows are in the checkpoint's order."""
     added: float = 0.0
-    """Has been added to each number."""
+    """Number that llama.cpp has added to each element."""
     alternate: int | None = None
-    """Offset of a tensor of the same kind whose rows, along the second dimension, alternate with these."""
+    """Offset of a tensor of the same shape and type whose rows alternate with these along the second dimension."""
     transposed: bool = False
-    """Whether the checkpoint's last two dimensions are the other way round."""
+    """Whether the checkpoint has the last two dimensions exchanged."""
 
     @property
     def in_blocks(self) -> bool:

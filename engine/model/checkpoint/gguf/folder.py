@@ -1,5 +1,5 @@
-"""A GGUF file as a model folder in the cache: config.json, the tokenizer and its chat template from the metadata, an
-index of the tensors, and links to the file. Readers of a model find in it what they find in any other."""
+"""Makes a model folder from a GGUF file, in the cache: config.json, tokenizer and chat template from the metadata, an
+index of the tensors, and links to the file. It is read like any other model folder."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from engine.model.checkpoint.gguf.tokenizer import UnsupportedTokenizer
 logger = logging.getLogger(__name__)
 
 INDEX = "gguf_tensors.json"
-VERSION = 1  # of what is made of a file
+VERSION = 1  # version of the folders made here
 PART = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
 SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "penalty_repeat"}  # fmt: skip
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Return the files of a model: one, or all its parts if it names one of them."""
+    """Return the files of a model: the file itself, or, if it is one of several parts, all parts."""
     match = PART.fullmatch(file.name)
     return [file] if match is None else sorted(file.parent.glob(f"{match[1]}-?????-of-?????.gguf"))
 
 
 def gguf_folder(file: Path) -> Path:
-    """Return the folder that stands for a file, and make it if it is not there yet, which takes some seconds.
+    """Return the model folder of a GGUF file. The first call makes it, which takes seconds.
 
     Raises ModelFolderError that names what is not supported.
     """
@@ -77,7 +77,7 @@ def _fill(folder: Path, files: list[Path]) -> None:
 
 
 def _read(files: list[Path]) -> tuple[Metadata, dict[str, Entry]]:
-    """Read the metadata, which the first part has, and where each tensor lies."""
+    """Read the metadata, which is in the first part, and the position of each tensor."""
     from gguf import GGUFReader
 
     metadata: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def _read(files: list[Path]) -> tuple[Metadata, dict[str, Entry]]:
 
 
 def _rope_factors(files: list[Path], tensors: dict[str, Entry]) -> dict[str, list[float]]:
-    """Read what the file says of rotary frequencies, once for all layers."""
+    """Read the file's tensors of rotary factors, which are the same for all layers."""
     import numpy as np
 
     paths, found = {file.name: file for file in files}, {}

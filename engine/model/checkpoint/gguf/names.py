@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under the names, and in the shapes, that they have in a Hugging Face checkpoint."""
+"""Maps tensors of a GGUF file to the names and shapes that they have in a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from engine.model.checkpoint.gguf.config import Metadata, Unsupported, family, head_counts, num_layers
 from engine.model.checkpoint.gguf.entry import Entry
 
-# Modules of Hugging Face's models that the tables of the package `gguf` know, of which a file has some. Where two stand
-# for the same tensor, the first does, save for a family that has the second (`Family.renamed`).
+# Modules of Hugging Face's models that the tables of the package `gguf` know. If two have the same name in a file, the
+# first is used, and `Family.renamed` replaces it where a family has the second.
 LAYER = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     "post_self_attn_layernorm", "post_mlp_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
@@ -27,7 +27,7 @@ LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 def entries(metadata: Metadata, tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the file's tensors by their names in a checkpoint. Raises Unsupported for one that has no place there."""
+    """Return the file's tensors by their names in a checkpoint. Raises Unsupported for a tensor without such a name."""
     own, last, heads = family(metadata), num_layers(metadata), head_counts(metadata)
     paths, strange = _paths(metadata), []
     found: dict[str, Entry] = {}
@@ -35,7 +35,7 @@ def entries(metadata: Metadata, tensors: dict[str, Entry]) -> dict[str, Entry]:
         stem, _, suffix = name.rpartition(".")
         layer = LAYER_NAME.match(name)
         if name in ROPE_FACTORS or (layer and (int(layer[1]) >= last or layer[2] in ROPE_FACTORS)):
-            continue  # what predicts further tokens, and what config.json says
+            continue  # layers that predict further tokens, and factors that are in config.json
         if (path := paths.get(stem)) is None:
             strange.append(name)
             continue
@@ -53,7 +53,7 @@ def entries(metadata: Metadata, tensors: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def types(found: dict[str, Entry]) -> dict[str, str]:
-    """Return the types of the weights that are stored in blocks, by the layers that they belong to in a checkpoint."""
+    """Return the types of weights that are stored in blocks, by the name of their layer in a checkpoint."""
     named: dict[str, str] = {}
     for name, entry in found.items():
         if entry.in_blocks and name.endswith(".weight"):
@@ -63,7 +63,7 @@ def types(found: dict[str, Entry]) -> dict[str, str]:
 
 
 def _paths(metadata: Metadata) -> dict[str, str]:
-    """Return a module's path in a checkpoint by its path in the file, from the tables of `gguf`."""
+    """Return each module's path in a checkpoint, by its path in the file, from the tables of `gguf`."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == metadata["general.architecture"])
@@ -78,7 +78,7 @@ def _paths(metadata: Metadata) -> dict[str, str]:
 
 
 def _placed(path: str, suffix: str, entry: Entry, stacked_experts: bool) -> dict[str, Entry]:
-    """Return one tensor by its name, or that of each expert where the file has those of all in one."""
+    """Return a tensor by its name in a checkpoint; one that holds all experts is cut into one entry per expert."""
     if path.endswith("e_score_correction"):
         return {f"{path}_{suffix}": entry}
     if path.endswith("sinks"):
@@ -95,7 +95,8 @@ def _placed(path: str, suffix: str, entry: Entry, stacked_experts: bool) -> dict
 
 
 def _alternating(found: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors with experts as gpt-oss has them: gates and ups alternating in one, inputs before outputs."""
+    """Return the tensors with experts as gpt-oss stores them: alternating rows of gate and up, inputs before
+    outputs."""
     arranged: dict[str, Entry] = {}
     for name, entry in found.items():
         path, _, projection = name.partition(".experts.")

@@ -1,4 +1,4 @@
-"""Reads the tensors of a GGUF file as those of a Hugging Face checkpoint. Only what is asked for is read."""
+"""Reads tensors of a GGUF file as those of a Hugging Face checkpoint. Only what is indexed is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFTensors:
-    """The tensors that an index names, in files next to it; as `safetensors.safe_open`."""
+    """The tensors named by an index, in files next to it; with the interface of `safetensors.safe_open`."""
 
     def __init__(self, index: Path):
         self._folder = index.parent
@@ -42,14 +42,14 @@ class GGUFTensors:
     def get_slice(self, name: str) -> GGUFSlice:
         entry = self._entries[name]
         if entry.file not in self._mapped:
-            # read-only, which torch warns of: what is made of it is never written
+            # copy-on-write, since torch warns of read-only memory; it is never written
             mapped = np.memmap(self._folder / entry.file, np.uint8, "c")
             self._mapped[entry.file] = torch.from_numpy(mapped)
         return GGUFSlice(self._mapped[entry.file], entry)
 
 
 class GGUFSlice:
-    """A tensor as numbers, which are float32 where it is stored in blocks."""
+    """A tensor as numbers. Those stored in blocks are dequantized to float32."""
 
     def __init__(self, file: Tensor, entry: Entry):
         self._file, self._entry = file, entry
@@ -62,7 +62,7 @@ class GGUFSlice:
 
     @property
     def blocks(self) -> GGUFBlocks:
-        """The same tensor as it is stored."""
+        """The tensor as it is stored."""
         return GGUFBlocks(self)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -76,7 +76,7 @@ class GGUFSlice:
         return (whole.mT if entry.transposed else whole)[index]
 
     def rows(self, index: slice = slice(None)) -> Tensor:
-        """Read rows of the checkpoint's tensor: [..., bytes of a row] uint8."""
+        """Read rows in the checkpoint's order: [..., bytes of a row] uint8."""
         rows = self._stored(self._entry.offset)
         if not self._entry.pairs_of_heads:
             return rows[index]
@@ -85,7 +85,7 @@ class GGUFSlice:
 
     def _stored(self, offset: int) -> Tensor:
         entry = self._entry
-        if len(entry.shape) == 1:  # a row of numbers, each a row of the checkpoint's
+        if len(entry.shape) == 1:  # one row in the file; its numbers are rows of the checkpoint's tensor
             return self._file[offset : offset + entry.nbytes].view(entry.shape[0], -1)
         return self._file[offset : offset + entry.nbytes].view(*entry.shape[:-1], entry.row_bytes)
 

@@ -1,5 +1,5 @@
-"""Makes a `tokenizers` tokenizer, its special tokens and those that end a text from the metadata of a GGUF file. A kind
-of vocabulary, or a way to split texts, that is not known here is refused by name."""
+"""Makes a `tokenizers` tokenizer, and finds its special tokens, from the metadata of a GGUF file. An unknown kind of
+vocabulary, or an unknown way to split texts, is refused by name."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 Metadata = Mapping[str, Any]
-CONTROL, USER_DEFINED = 3, 4  # of `tokenizer.ggml.token_type`
-PADDING = re.compile(r"\[PAD\d+\]")  # llama.cpp's names for rows of an embedding without a token
+CONTROL, USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type`
+PADDING = re.compile(r"\[PAD\d+\]")  # llama.cpp's names for rows of the embedding without a token
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our name -> the file's
-# Tokens that end a turn, besides the one or two that the file has room for: templates use others. As llama.cpp,
-# src/llama-vocab.cpp; `<|end|>` ends a message of gpt-oss, of which a turn may have several.
+# Tokens that end a turn. The file names one or two, but templates also use others. As in llama.cpp,
+# src/llama-vocab.cpp; `<|end|>` ends a message of gpt-oss, whose turns may have several messages.
 END_OF_TURN = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<|user|>", "<|observation|>",
@@ -25,21 +25,21 @@ HARMONY = {"<|return|>", "<|call|>", "<|end|>"}
 
 
 class UnsupportedTokenizer(Exception):
-    """The file's tokenizer cannot be rebuilt, and why."""
+    """The file's tokenizer cannot be rebuilt; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The way a byte-level vocabulary cuts a text before it is merged."""
+    """How a byte-level vocabulary splits a text before merging."""
 
     pattern: str | None
-    """Regular expression of the pieces; None for GPT-2's."""
+    """Regular expression for the pieces; None for GPT-2's."""
     digits: bool = False
-    """True if each digit is a separate piece."""
+    """Whether each digit is a separate piece."""
     ignore_merges: bool = False
-    """Whether a piece that is a token is taken whole."""
+    """Whether a piece that is itself a token becomes that token without merging."""
     add_bos: bool = False
-    """True if texts begin with a special token, where the file does not say."""
+    """Whether texts begin with a special token if the file does not say."""
 
 
 LLAMA3 = (
@@ -127,13 +127,13 @@ def _byte_level(metadata: Metadata) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _sentencepiece(metadata: Metadata) -> tokenizers.Tokenizer:
-    """Build a BPE with byte fallback. sentencepiece joins the pair that makes the best token, and stores no merges."""
+    """Build a BPE with byte fallback. sentencepiece stores no merges: it joins the pair with the best token."""
     architecture = metadata.get("general.architecture", "")
     vocab = {token: i for i, token in _tokens(metadata)}
     scores = metadata.get("tokenizer.ggml.scores") or []
-    if architecture.startswith("gemma"):  # whose tokens are in the order of their merges, and their scores are not
+    if architecture.startswith("gemma"):  # tokens are in the order of merges, scores are not
         scores = range(0, -len(vocab) - 1, -1)
-        # spaces in a row are written as spaces
+        # tokens of several spaces are written with plain spaces
         vocab = {"▁" * len(token) if token and not token.strip(" ") else token: i for token, i in vocab.items()}
     if len(scores) < max(vocab.values()) + 1:
         raise UnsupportedTokenizer("it has no tokenizer.ggml.scores for its tokens")
@@ -160,14 +160,13 @@ def _sentencepiece(metadata: Metadata) -> tokenizers.Tokenizer:
 
 
 def _tokens(metadata: Metadata) -> list[tuple[int, str]]:
-    """Return the tokens with their ids, without the names of rows that have none."""
+    """Return tokens with their ids, without rows that are only padding."""
     tokens = metadata["tokenizer.ggml.tokens"]
     return [(i, token) for i, token in enumerate(tokens) if not PADDING.fullmatch(token)]
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, metadata: Metadata) -> None:
-    """Add the tokens that are found in a text before it is split: control tokens, which steer the model and are no
-    text, and those that were added to the vocabulary."""
+    """Add the tokens that are matched before a text is split: control tokens, and those added to the vocabulary."""
     types = metadata.get("tokenizer.ggml.token_type") or ()
     kinds = dict(enumerate(types))
     special = [AddedToken(t, normalized=False) for i, t in _tokens(metadata) if kinds.get(i) == CONTROL]
@@ -178,7 +177,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, metadata: Metadata) -> None:
 
 
 def _frame(tokenizer: tokenizers.Tokenizer, metadata: Metadata, add_bos: bool) -> None:
-    """Put the tokens around a text that the file asks for."""
+    """Make the tokenizer add the tokens that the file wants before and after a text."""
     names, ends = special_tokens(metadata), []
     for name, default in (("bos", add_bos), ("eos", False)):
         token = names.get(f"{name}_token")

@@ -1,5 +1,4 @@
-"""Falcon-H1, arXiv:2507.22448: Mamba-2 and attention side by side in every layer, and factors on what parts of the
-model take and give."""
+"""Falcon-H1, arXiv:2507.22448: Mamba-2 and attention in parallel in every layer, and many factors."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class FalconH1MLP(GatedMLP):
 
 
 class FalconH1Layer(nn.Module):
-    """Pre-norm residual block: (x, residual), each [tokens, hidden] -> (x, residual)."""
+    """A pre-norm residual block: (x, residual), each [tokens, hidden] -> (x, residual)."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()

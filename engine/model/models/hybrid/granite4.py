@@ -1,5 +1,5 @@
-"""Granite 4: Mamba-2 in most layers, attention without positions in the others, an expert that all tokens share, with
-routed ones or alone, and factors on what blocks take and give."""
+"""Granite 4: Mamba-2 in most layers, attention without positions in the others, a shared expert with or without routed
+ones, and factors on the inputs and outputs of blocks."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Granite4ForCausalLM(ScaledForCausalLM):
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__(cfg, tp)
         if cfg.moe is None:
-            self.renamed = ".mlp.", ".shared_mlp."  # the shared expert is all there is
+            self.renamed = ".mlp.", ".shared_mlp."  # there is only the shared expert
         else:
             self.renamed = ".mlp.experts.", ".mlp."
 
     def checkpoint_name(self, path: str) -> str:
-        """The routed experts lie in `block_sparse_moe.input_linear` and `output_linear`, all of them in one tensor."""
+        """Return a tensor's name. Routed experts are in `block_sparse_moe.input_linear` and `output_linear`."""
         path = super().checkpoint_name(path.replace(*self.renamed))
         for own, original in (("mlp.gate_up_proj", "mlp.input_linear"), ("mlp.down_proj", "mlp.output_linear")):
             if path.endswith(own):

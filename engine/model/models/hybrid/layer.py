@@ -1,4 +1,4 @@
-"""The layer of families in which some layers are recurrent, and what else they share."""
+"""Parts shared by families in which some layers are recurrent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.model.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class HybridLayer(nn.Module):
-    """Pre-norm residual block, as Llama's, with attention or a recurrent layer: (x, residual), each [tokens, hidden] ->
-    (x, residual)."""
+    """A pre-norm residual block like Llama's, with attention or a recurrent layer: (x, residual), each [tokens, hidden]
+    -> (x, residual)."""
 
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
     attention_type: ClassVar[type[nn.Module]] = LlamaAttention
     recurrent_type: ClassVar[type[nn.Module]]
     mlp_name: ClassVar[str] = "mlp"
-    """Its name in the checkpoint."""
+    """Name of the MLP in the checkpoint."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
@@ -47,14 +47,14 @@ class HybridLayer(nn.Module):
         return self.mlp(normed), residual
 
     def mix(self, x: Tensor, batch: Batch) -> Tensor:
-        """Let tokens see those before them: [tokens, hidden] -> [tokens, hidden]."""
+        """Apply attention or the recurrent layer: [tokens, hidden] -> [tokens, hidden]."""
         mixer = self.recurrent or self.self_attn
         assert mixer is not None
         return mixer(x, batch)
 
 
 class ScaledForCausalLM(LlamaForCausalLM):
-    """Multiplies embeddings and logits."""
+    """A causal language model with factors on embeddings and logits."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__(cfg, tp)

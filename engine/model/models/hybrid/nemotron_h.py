@@ -1,5 +1,5 @@
-"""Nemotron-H and Nemotron 3, arXiv:2504.03624 and arXiv:2512.20848: each layer is Mamba-2, attention without positions,
-an MLP or experts. MLPs have no gate, and square what a ReLU leaves."""
+"""Nemotron-H and Nemotron 3, arXiv:2504.03624 and arXiv:2512.20848: each layer is one of Mamba-2, attention without
+positions, an MLP, or experts. MLPs have no gate; their activation is ReLU squared."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class NemotronHExperts(Experts):
 
 
 class NemotronHMoE(nn.Module):
-    """[tokens, hidden] -> [tokens, hidden]. DeepSeek V3's routing; in the larger models routed experts read and write
-    fewer values than a token has, through projections that all of them share."""
+    """Experts with DeepSeek V3's routing: [tokens, hidden] -> [tokens, hidden]. In the larger models routed experts
+    work on a smaller latent, to and from which shared projections lead."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str):
         super().__init__()
@@ -54,7 +54,7 @@ class NemotronHMoE(nn.Module):
 
 
 class NemotronHLayer(nn.Module):
-    """Pre-norm residual block of one part: (x, residual), each [tokens, hidden] -> (x, residual)."""
+    """A pre-norm residual block with a single part: (x, residual), each [tokens, hidden] -> (x, residual)."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()

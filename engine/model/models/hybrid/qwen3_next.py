@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen 3.5, dense and with experts: three layers of Gated DeltaNet to one of attention, whose heads are
-gated and rotated in part. Norms scale by 1 + weight."""
+"""Qwen3-Next and Qwen 3.5, dense and with experts: three layers of Gated DeltaNet to each layer of attention, whose
+heads are gated and partly rotated. Norms scale by 1 + weight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GatedQKVLinear(QKVLinear):
 
 
 class GatedAttention(Qwen3Attention):
-    """What a head gives is scaled by a sigmoid of the token's own."""
+    """Qwen 3's attention with each head's output scaled by a sigmoid gate."""
 
     norm_type = GemmaRMSNorm
     qkv_type = GatedQKVLinear
