@@ -1,1 +1,1 @@
-"""Ops, where CPU and GPU may differ. Each has one signature; its plain torch version is the oracle of the fast ones."""
+"""Ops, whose versions for CPU and GPU may differ. Each has one signature; its plain torch version is the oracle."""

@@ -1,7 +1,7 @@
-"""Gated activations: x [tokens, 2 * n], contiguous, the gate before the value -> [tokens, n].
+"""Gated activations: x [tokens, 2 * n], contiguous, with the gate before the value -> [tokens, n].
 
 `relu2` has no gate: [tokens, n] -> [tokens, n].
-`swigluoai` (vLLM's name) is gpt-oss's, arXiv:2508.10925: pairs of a gate and a value, both clamped.
+`swigluoai` (vLLM's name) is gpt-oss's, arXiv:2508.10925: gate and value alternate, and both are clamped.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from engine.model.ops import dispatch
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """By exp: torch's own, like its silu and softplus, has other bits for the last elements of a tensor on a CPU, so
-    that a row's would depend on how many follow it."""
+    """Compute the sigmoid by exp. On a CPU, torch's own sigmoid, silu and softplus give other bits for the last
+    elements of a tensor, so a row's bits would depend on how many rows follow."""
     return 1 / (1 + (-x).exp())
 
 
@@ -58,7 +58,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def select(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """The fastest version of the activation that config.json names."""
+    """Return the fastest version of the activation that config.json names."""
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import activation as cpu
 

@@ -1,7 +1,7 @@
-"""The likeliest token of each row.
+"""The most likely token of each row.
 
-argmax(logits) -> the largest logit of each row [rows] float32, and its index [rows] int64, the lowest of equals; NaN,
-    and its index, where there is any
+argmax(logits) -> the largest logit of each row, [rows] float32, and its index, [rows] int64, the lowest if logits are
+    equal; if a row has NaN, NaN and its index
     logits: [rows, size], each row's values contiguous
 """
 
@@ -18,7 +18,7 @@ Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def select(dtype: torch.dtype, device: torch.device) -> Argmax:
-    """The fastest version."""
+    """Return the fastest version."""
     if dtype == torch.bfloat16 and dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import sampling
 

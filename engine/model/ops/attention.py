@@ -2,21 +2,21 @@
 
 rotate_and_write(q, k, v, table, batch, layer, norms) -> q rotated, possibly q itself
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; each token's values contiguous
-    With norms (see norm.py) the heads of q and k are normalised first.
-    q and k are rotated by `batch.positions` (see rope.py), k and v written to the cache at `batch.slot_mapping`. The
-    memory of q and k may be overwritten.
+    norms: norms to apply to the heads of q and k first (see norm.py); None for none.
+    q and k are rotated by `batch.positions` (see rope.py); k and v are written to the cache at `batch.slot_mapping`.
+    The memory of q and k may be overwritten.
 
 paged_attention(q, batch, layer, scale, window, *, softcap, sinks, chunk) -> [tokens, heads, head_dim]
     q: [tokens, heads, head_dim]; query head h reads KV head h // (heads / kv_heads).
-    A sequence with kv_len L and Q query rows has its row i at position L - Q + i, and the row sees the positions up to
-    its own: with a window w the last w of them, with a chunk c those from the last multiple of c on. With
-    `batch.image_ends` it also sees those behind it up to there. Its own K and V must have been written before.
+    In a sequence with kv_len L and Q query rows, row i is at position L - Q + i. It sees the positions up to its own,
+    whose K and V must have been written: with a window w only the last w of them, with a chunk c only those from the
+    last multiple of c on. With `batch.image_ends` it also sees later positions, up to that end.
     A score s is q @ k times `scale`, or with a softcap, softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
-    sinks: [heads] of q's dtype, a score for each head of a key that has no value, which takes weight from the others
+    sinks: [heads] of q's dtype, one more score per head, whose key has no value: it only takes weight from the others
     (gpt-oss, arXiv:2508.10925).
 
 Tokens with slot -1, sequences with kv_len 0, and -1 in `batch.single` are padding: nothing is written or read for them.
-Of their rows in the output, those of a sequence are 0; those of none may be anything.
+Output rows of a padding sequence are 0; rows that belong to no sequence may be anything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.model.ops import attention_plain, dispatch
 
 
 def select(dtype: torch.dtype, device: torch.device) -> ModuleType:
-    """The module with the fastest versions of both ops."""
+    """Return the module with the fastest versions of both ops."""
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import attention
 
@@ -42,9 +42,11 @@ def select(dtype: torch.dtype, device: torch.device) -> ModuleType:
 
 
 def select_latent(dtype: torch.dtype, device: torch.device) -> attention_plain.LatentAttention:
-    """latent_attention(q, batch, layer, scale, rank) -> [tokens, heads, rank]: `paged_attention` over one vector for
-    all heads of a token, which is its key, and the first `rank` of which are its value (arXiv:2405.04434). There is no
-    V in the cache, or nothing in it. q: [tokens, heads, head_dim]"""
+    """Return the fastest version of latent_attention(q, batch, layer, scale, rank) -> [tokens, heads, rank].
+
+    It is `paged_attention` over one vector per token for all heads: the vector is the key, and its first `rank` values
+    are the value (arXiv:2405.04434). V in the cache is absent or unused. q: [tokens, heads, head_dim].
+    """
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import attention
 
@@ -53,7 +55,7 @@ def select_latent(dtype: torch.dtype, device: torch.device) -> attention_plain.L
 
 
 def tile_rows(longest: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows that a tile of `Batch.tiles` has at most, with chunks of up to `longest` rows."""
+    """Return the most rows that a tile of `Batch.tiles` may have, for chunks of up to `longest` rows."""
     if not dispatch.gpu_kernels(dtype, device):
         return longest  # tiles are not used
     from engine.model.ops.gpu import attention

@@ -39,10 +39,11 @@ def paged_attention(
     q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
     *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend one sequence after the other: q [tokens, heads, head_dim] -> the same shape and dtype. sinks: [heads].
+    """Attend sequence by sequence: q [tokens, heads, head_dim] -> the same shape and dtype. sinks: [heads].
 
-    `batch.kv_cache` [num_blocks, layers, 2, kv_heads, block_size, head_dim] holds K and V, of this step too. Query head
-    h reads KV head h // (heads / kv_heads); which positions a row sees is defined in attention.py."""
+    `batch.kv_cache` [num_blocks, layers, 2, kv_heads, block_size, head_dim] holds K and V, this step's included. Query
+    head h reads KV head h // (heads / kv_heads). attention.py defines which positions a row sees.
+    """
     out = torch.empty_like(q)
     starts = batch.query_start.tolist()
     for seq, kv_len in enumerate(batch.kv_len.tolist()):
@@ -64,8 +65,8 @@ def paged_attention(
 
 
 def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
-    """Attend one sequence after the other: q [tokens, heads, head_dim] -> [tokens, heads, rank]. What a token is seen
-    by is `batch.kv_cache` [num_blocks, layers, parts, 1, block_size, head_dim], part 0."""
+    """Attend sequence by sequence: q [tokens, heads, head_dim] -> [tokens, heads, rank]. Reads part 0 of
+    `batch.kv_cache` [num_blocks, layers, parts, 1, block_size, head_dim]."""
     out = q.new_zeros(*q.shape[:2], rank)
     starts, block_size = batch.query_start.tolist(), batch.kv_cache.shape[4]
     for seq, kv_len in enumerate(batch.kv_len.tolist()):
@@ -80,12 +81,12 @@ def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: in
 
 
 def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    """Round to float8_e4m3fn, saturating: the cast alone would turn values that are too large into NaN."""
+    """Round to float8_e4m3fn with saturation; the cast alone would turn too large values into NaN."""
     return (values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def gather_kv(batch: Batch, seq: int, layer: int, kv_len: int) -> tuple[Tensor, Tensor]:
-    """Copies of one sequence's K and V, each [kv_heads, kv_len, head_dim]."""
+    """Return copies of one sequence's K and V, each [kv_heads, kv_len, head_dim]."""
     block_size = batch.kv_cache.shape[4]
     blocks = batch.block_table[seq, : -(-kv_len // block_size)]
     # [blocks, 2, kv_heads, block_size, head_dim] -> [2, kv_heads, blocks * block_size, head_dim]
@@ -96,7 +97,8 @@ def gather_kv(batch: Batch, seq: int, layer: int, kv_len: int) -> tuple[Tensor, 
 def visible_keys(
     queries: int, length: int, window: int | None, chunk: int | None, device: torch.device, ends: Tensor | None = None
 ) -> Tensor:
-    """[queries, length] whether each of the last positions of a sequence sees each key. ends: see Batch.image_ends."""
+    """Return [queries, length] bool: which keys each of a sequence's last positions sees. ends: see
+    Batch.image_ends."""
     position = torch.arange(length - queries, length, device=device)[:, None]
     key = torch.arange(length, device=device)[None]
     visible = key <= position if ends is None else key < ends[:, None]
@@ -108,8 +110,8 @@ def visible_keys(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
-    """Dense attention of q [heads, queries, head_dim], the last positions of k, v [kv_heads, length, head_dim]."""
-    # torch's fast kernels want a batch dimension
+    """Attend densely. q [heads, queries, head_dim] is at the last positions of k, v [kv_heads, length, head_dim]."""
+    # torch's fast kernels need a batch dimension
     out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=True)
     return out[0]
 
@@ -117,10 +119,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Te
 def attend_by_scores(
     q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Dense attention as in `attend`, with scores in float32 that are capped, or share their softmax with the sinks.
+    """Attend densely like `attend`, but with scores in float32, which are capped by `softcap` or compete with `sinks`.
 
     q: [heads, queries, head_dim]; k, v: [kv_heads, length, head_dim]; visible: [queries, length] bool; sinks: [heads].
-    Returns [heads, queries, head_dim] of q's dtype."""
+    Returns [heads, queries, head_dim] of q's dtype.
+    """
     group = q.shape[0] // k.shape[0]
     k, v = (x.float().repeat_interleave(group, dim=0) for x in (k, v))
     scores = q.float() @ k.mT * scale

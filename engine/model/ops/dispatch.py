@@ -1,4 +1,4 @@
-"""Tells layers which versions of the ops to select as they are built: plain torch, or fast ones for their device."""
+"""Chooses the versions of ops as layers are built: plain torch, or fast ones for their device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ops/cpu has the kernels for layers of this dtype on this device."""
+    """Return whether ops/cpu has kernels for layers of this dtype on this device."""
     return device.type == "cpu" and dtype in CPU_DTYPES and numba_found()
 
 
 def compile_cpu_kernels(dtype: torch.dtype, device: torch.device) -> None:
-    """Compile those of ops/cpu that layers have selected, so that no request waits for it."""
+    """Compile the CPU kernels that layers have imported, so that no request waits for a compilation."""
     if cpu_kernels(dtype, device):
         from engine.model.ops.cpu.kernel import Kernel
 
@@ -32,7 +32,7 @@ def compile_cpu_kernels(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def gpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ops/gpu has the kernels for layers of this dtype on this device."""
+    """Return whether ops/gpu has kernels for layers of this dtype on this device."""
     return device.type == "cuda" and dtype in GPU_DTYPES and triton_found()
 
 

@@ -1,9 +1,9 @@
-"""Attention of whole sequences without a KV cache, in which tokens see each other in both directions.
+"""Attention over whole sequences without a KV cache, in which tokens see each other in both directions.
 
 encoder_attention(q, k, v, batch, scale, window) -> [tokens, heads, head_dim]; `encoder_attention_plain` is the oracle.
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], each head's values contiguous; query head h reads
     KV head h // (heads / kv_heads).
-    A token sees all tokens of its sequence, or with a window w those less than w positions before or after it.
+    A token sees all tokens of its sequence, or with a window w those less than w positions away.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EncoderAttentionOp = Callable[[Tensor, Tensor, Tensor, Batch, float, int | None]
 
 
 def select(dtype: torch.dtype, device: torch.device) -> EncoderAttentionOp:
-    """The fastest version of `encoder_attention`."""
+    """Return the fastest version of `encoder_attention`."""
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu.encoder_attention import encoder_attention
 
@@ -31,8 +31,8 @@ def select(dtype: torch.dtype, device: torch.device) -> EncoderAttentionOp:
 
 
 def encoder_attention_plain(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]. Neighbours of
-    equal length are one call of torch: [sequences, heads, length, head_dim]."""
+    """Attend: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]. Adjacent
+    sequences of equal length are one call of torch: [sequences, heads, length, head_dim]."""
     groups = q.shape[1] // k.shape[1]
     out: Tensor | None = None
     for first, count, length in equal_lengths(batch):
@@ -46,13 +46,13 @@ def encoder_attention_plain(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale
         if count * length == len(q):
             return attended
         if out is None:
-            out = v.repeat_interleave(groups, dim=1)  # what a sequence of one token sees
+            out = v.repeat_interleave(groups, dim=1)  # the result for sequences of one token
         out[rows] = attended
     return v.repeat_interleave(groups, dim=1) if out is None else out
 
 
 def select_rotation(dtype: torch.dtype, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The fastest version of `rotate` (see rope.py), which here writes no KV."""
+    """Return the fastest version of `rotate` (see rope.py)."""
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu.rope import rotate
 
@@ -61,7 +61,7 @@ def select_rotation(dtype: torch.dtype, device: torch.device) -> Callable[[Tenso
 
 
 def equal_lengths(batch: Batch) -> Iterator[tuple[int, int, int]]:
-    """Neighbours of equal length, which one call computes: (first row, sequences, tokens of each)."""
+    """Yield (first row, number of sequences, tokens of each) for every run of adjacent sequences of equal length."""
     first = count = length = 0
     for chunk in batch.chunks:
         if chunk.count == length and chunk.first_row == first + count * length:
@@ -75,6 +75,6 @@ def equal_lengths(batch: Batch) -> Iterator[tuple[int, int, int]]:
 
 
 def band(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length], True where two positions are less than `window` apart."""
+    """Return [length, length] bool: True where two positions are less than `window` apart."""
     position = torch.arange(length, device=device)
     return (position[:, None] - position).abs() < window

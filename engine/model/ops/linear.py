@@ -1,7 +1,7 @@
 """The product of a linear layer.
 
 linear(x, weight, bias) -> [tokens, outputs]
-    x: [tokens, inputs]; weight: [outputs, inputs], or what `pack` made of it
+    x: [tokens, inputs]; weight: [outputs, inputs], or the result of `pack`
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from engine.device import numba_found
 from engine.model.ops.dispatch import CPU_DTYPES
 
-BLOCK_INPUTS = 1024  # that oneDNN sums at a time, except for a row that is alone, which it sums in one go
+BLOCK_INPUTS = 1024  # oneDNN sums this many inputs at a time, but a single row in one go
 
 
 @cache
 def cpu_kernels() -> Any:
-    """The module of our kernel, or None where it cannot run."""
+    """Return the module of our CPU kernel; None if it cannot run here."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512") or not numba_found():
         return None
     from engine.model.ops.cpu import linear as cpu
@@ -31,8 +31,8 @@ def cpu_kernels() -> Any:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A row has the same bits with any others, on a CPU with a packed weight; oneDNN computes one that is alone
-    twice for that."""
+    """Multiply. On a CPU with a packed weight, a row has the same bits in any batch; for oneDNN a single row is doubled
+    to ensure it."""
     if is_ours(weight):
         return cpu_kernels().multiply(x, weight, bias)
     if x.device.type == "cpu" and len(x) == 1 and x.shape[1] > BLOCK_INPUTS:
@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_parts(x: Tensor, weights: Sequence[Tensor], parts: int) -> Sequence[Tensor]:
-    """Return the products of that many parts of the inputs. weights: what `pack_parts` made of them."""
+    """Return one product for each of `parts` equal parts of the inputs. weights: from `pack_parts`."""
     if len(weights) < parts:
         return cpu_kernels().multiply(x, weights[0], None, parts).chunk(parts, dim=1)
     return [linear(part, weight) for part, weight in zip(x.chunk(parts, dim=1), weights, strict=True)]
@@ -54,21 +54,22 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """GELU of the product, arXiv:1606.08415, with the error function; oneDNN makes one pass over it."""
+    """Return GELU (with the error function, arXiv:1606.08415) of the product; oneDNN computes both in one pass."""
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], "none")
     return F.gelu(linear(x, weight, bias))
 
 
 def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
-    """Return rows of a weight, which `pack` may have rearranged for our own kernel: [len(ids), inputs]."""
+    """Return rows of a weight, [len(ids), inputs], also if `pack` has rearranged it for our own kernel."""
     if is_ours(weight):
         return cpu_kernels().packed_rows(weight, ids)
     return F.embedding(ids, weight)
 
 
 def pack_parts(weight: Tensor, parts: int) -> list[Tensor]:
-    """Cut a weight [outputs, inputs] along its inputs, and pack the parts: into one tensor for our own kernel."""
+    """Cut a weight [outputs, inputs] along its inputs and pack the parts; our own kernel takes all of them in one
+    tensor."""
     cut = weight.chunk(parts, dim=1)
     if weight.device.type == "cpu" and (cpu := cpu_kernels()) is not None and cpu.supports(cut[0]):
         return [cpu.pack(torch.cat(cut))]
@@ -84,8 +85,8 @@ def is_packed(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Rearrange the weight as our own kernel reads it or else oneDNN, so that it is not rearranged in every call.
-    Return it unchanged where neither supports it."""
+    """Rearrange a weight for our own kernel, else for oneDNN, so that no call has to. Return it unchanged if neither
+    supports it."""
     if weight.device.type != "cpu" or weight.dtype not in CPU_DTYPES:
         return weight
     if weight.dtype == torch.bfloat16 and (cpu := cpu_kernels()) is not None and cpu.supports(weight):

@@ -1,10 +1,10 @@
 """The experts of a layer: the weighted sum of each token's experts, [tokens, hidden].
 
 x:                [tokens, hidden]
-gate_up:          [num_experts, 2 * intermediate, hidden]; in the plain version also a list of what multiplies each
-down:             [num_experts, hidden, intermediate]; the same
+gate_up:          [num_experts, 2 * intermediate, hidden]; in the plain version, also a list with one product per expert
+down:             [num_experts, hidden, intermediate]; or a list as above
 experts, weights: [tokens, k]
-biases:           of gate_up and down, [num_experts, outputs], or None
+biases:           of gate_up and of down, [num_experts, outputs] each, or None
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor, Biase
 
 
 def select(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device) -> MixExperts:
-    """Return the fastest version. slice_size: intermediate features of each expert on this rank."""
+    """Return the fastest version. slice_size: intermediate size of each expert on this rank."""
     if not dispatch.gpu_kernels(dtype, device):
         return mix_experts_plain
     from engine.model.ops.gpu import grouped_mm, moe
@@ -43,7 +43,7 @@ def select(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.
 
 
 def select_packed(dtype: torch.dtype, device: torch.device) -> MixPacked | None:
-    """The version for quantized weights, or None if there is none: they are dequantized then."""
+    """Return the version for quantized weights; None if there is none, so that they must be dequantized."""
     if not dispatch.gpu_kernels(dtype, device):
         return None
     from engine.model.ops.gpu import moe
@@ -52,8 +52,7 @@ def select_packed(dtype: torch.dtype, device: torch.device) -> MixPacked | None:
 
 
 def pack_experts(weights: Iterable[QuantizedWeight], num_experts: int, dtype: torch.dtype) -> Packed:
-    """Put the quantized weights of all experts, which are stored alike, into one tensor, as a GPU multiplies them;
-    dequantized where that is not possible."""
+    """Put the quantized weights of all experts into one tensor, as a GPU multiplies them; dequantized if it cannot."""
     packed: list[Tensor] = []
     for i, weight in enumerate(weights):
         parts = None
@@ -74,8 +73,8 @@ def pack_experts(weights: Iterable[QuantizedWeight], num_experts: int, dtype: to
 
 
 def select_top_k(dtype: torch.dtype, device: torch.device) -> TopK:
-    """logits [tokens, num_experts], k, normalise -> experts [tokens, k] int64, weights [tokens, k] of the same dtype,
-    the largest first. normalise: the weights add up to 1."""
+    """Return the fastest version of: logits [tokens, num_experts], k, normalise -> experts [tokens, k] int64, weights
+    [tokens, k] of the logits' dtype, largest first. normalise: whether weights are scaled to add up to 1."""
     if not dispatch.gpu_kernels(dtype, device):
         return top_k_softmax_plain
     from engine.model.ops.gpu import routing
@@ -91,8 +90,7 @@ def top_k_softmax_plain(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor
 
 
 def select_top_k_sigmoid(device: torch.device) -> TopKOfGroups:
-    """logits [tokens, num_experts] float32, correction [num_experts], (num_groups, topk_groups), k, normalise ->
-    experts [tokens, k] int64, weights [tokens, k] float32, the best choice first. See layers/moe.py."""
+    """Return the fastest version of `top_k_sigmoid_plain`. See layers/moe.py."""
     if not dispatch.gpu_kernels(torch.float32, device):
         return top_k_sigmoid_plain
     from engine.model.ops.gpu import routing
@@ -103,8 +101,8 @@ def select_top_k_sigmoid(device: torch.device) -> TopKOfGroups:
 def top_k_sigmoid_plain(
     logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool
 ) -> tuple[Tensor, Tensor]:
-    """logits [tokens, num_experts] float32, correction [num_experts] -> experts [tokens, k] int64, weights [tokens, k]
-    float32, the best choice first."""
+    """Choose experts by sigmoid scores plus a correction, best first: logits [tokens, num_experts] float32, correction
+    [num_experts], (num_groups, topk_groups) -> experts [tokens, k] int64, weights [tokens, k] float32."""
     scores, (num_groups, topk_groups) = sigmoid(logits), groups
     choice = scores + correction
     if num_groups > 1:
@@ -116,8 +114,9 @@ def top_k_sigmoid_plain(
 
 
 def top_k_of_groups_plain(logits: Tensor, groups: tuple[int, int], k: int) -> tuple[Tensor, Tensor]:
-    """logits [tokens, num_experts] float32, (num_groups, topk_groups) -> experts [tokens, k] int64, weights [tokens, k]
-    float32: probabilities among all experts, the best of those groups first whose best expert is best."""
+    """Choose experts by probability, best first, from the groups whose best expert is best: logits [tokens,
+    num_experts] float32, (num_groups, topk_groups) -> experts [tokens, k] int64, weights [tokens, k] float32, their
+    probabilities."""
     scores, (num_groups, topk_groups) = logits.softmax(-1), groups
     if num_groups > 1:
         scores = left_in(scores, scores.unflatten(1, (num_groups, -1)).amax(-1), topk_groups, 0.0)
@@ -126,7 +125,8 @@ def top_k_of_groups_plain(logits: Tensor, groups: tuple[int, int], k: int) -> tu
 
 
 def left_in(scores: Tensor, of_groups: Tensor, topk_groups: int, rest: float) -> Tensor:
-    """scores [tokens, num_experts] of the groups that are best, and `rest` for others. of_groups: [tokens, groups]"""
+    """Return scores [tokens, num_experts], with `rest` for experts outside of the best groups. of_groups: [tokens,
+    groups], scores of groups."""
     best = of_groups.topk(topk_groups, dim=-1).indices
     left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, best, False)
     return scores.unflatten(1, (of_groups.shape[1], -1)).masked_fill(left_out[..., None], rest).flatten(1)
@@ -136,10 +136,11 @@ def mix_experts_plain(
     x: Tensor, gate_up: Tensor | list[Weight], down: Tensor | list[Weight], activation: Activation,
     experts: Tensor, weights: Tensor, biases: Biases = None,
 ) -> Tensor:  # fmt: skip
-    """Compute one expert after the other, each over the tokens routed to it.
+    """Compute expert by expert, each for the tokens routed to it.
 
     x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
-    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden]."""
+    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden].
+    """
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # groups the tokens of each expert
     counts = experts.flatten().bincount(minlength=len(gate_up)).tolist()

@@ -16,7 +16,7 @@ from engine.model.ops.norm_plain import AddRMSNormOp, RMSNormOp, add_rms_norm_pl
 
 
 def select(dtype: torch.dtype, device: torch.device) -> tuple[RMSNormOp, AddRMSNormOp]:
-    """The fastest versions of both ops."""
+    """Return the fastest versions of both ops."""
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import norm as cpu
 

@@ -1,4 +1,4 @@
-"""RMSNorm in plain torch, and the norms of q and k that the attention ops apply. See norm.py."""
+"""RMSNorm in plain torch, and the norms that attention ops apply to q and k. See norm.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AddRMSNormOp = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Te
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of the heads of q and of k, whose weights are [head_dim] each."""
+    """RMSNorms of q's and k's heads, with weights [head_dim] each."""
 
     q: Tensor
     k: Tensor
@@ -38,11 +38,11 @@ def add_rms_norm_plain(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: 
 
 
 def unit_length(x: Tensor, eps: float) -> Tensor:
-    """x divided by its length over the last dimension, sqrt(sum of squares + eps)."""
+    """Divide x by its length over the last dimension, sqrt(sum of squares + eps)."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
 def unit_q_and_k(q: Tensor, k: Tensor, scale: float, eps: float | None) -> tuple[Tensor, Tensor]:
-    """Both in float32, of unit length unless `eps` is None, and q multiplied by `scale`."""
+    """Return q times `scale` and k in float32, first scaled to unit length unless `eps` is None."""
     q, k = (x.float() if eps is None else unit_length(x.float(), eps) for x in (q, k))
     return q * scale, k

@@ -1,8 +1,8 @@
 """Products with quantized weights.
 
 select(weight, dtype) -> multiply(x, bias) -> [tokens, outputs]
-    x and the result are of `dtype`; `plain` is the oracle of every version. None means that no version of this weight
-    exists or pays: it is dequantized when it is loaded.
+    x and the result have `dtype`; `plain` is the oracle of every version. None means that no version for this weight
+    exists or pays off, so it is dequantized as it is loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Multiply(Protocol):
 
 
 def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
-    """The fast version for this weight on its device. Logs once for each kind of weight what becomes of it."""
+    """Return the fast version for this weight on its device. Logs the choice once per kind of weight."""
     device = weight.values.device.type
     multiply: Multiply | None = None
     if dispatch.cpu_kernels(dtype, weight.values.device):
@@ -58,7 +58,7 @@ def log_once(what: str) -> None:
 
 
 def plain(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Multiply in float32, with inputs rounded as the checkpoint expects."""
+    """Multiply in float32. Inputs are rounded if the checkpoint expects that."""
     rows = x.float()
     if weight.activations is not None:
         values, scale = quantize_rows(x, weight.activations, None if weight.scale.shape[1] == 1 else weight.group_size)

@@ -1,10 +1,10 @@
-"""Rotary embedding of one tensor. Models rotate q and k as they write K: see `rotate_and_write` in attention.py.
+"""Rotary embedding of one tensor. Models rotate q and k while writing K: see `rotate_and_write` in attention.py.
 
 rotate(x, table, positions) -> like x, possibly x itself
     Rotates the pairs (x[i], x[i + rotary_dim / 2]) of each head's first values, as in Hugging Face checkpoints.
     x: [tokens, heads, head_dim], each token's values contiguous
     table: [positions, rotary_dim], cos then sin of each pair's angle; positions: [tokens] int64
-    The values of a head after its first `rotary_dim` stay as they are (partial rotary, as in GLM and Phi).
+    Values of a head after its first `rotary_dim` are unchanged (partial rotary, as in GLM and Phi).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Drawing one token of each row, by a number that is given for it.
+"""Draws one token per row, using a given random number.
 
-draw_rows(logits, best, group) -> tokens [n] int64 of the n rows of `group`, an arbitrary one where the best logit is
-    not finite; `draw_rows_plain` is the oracle
-    logits: [rows, vocab] float32; best: [rows], the largest of each
-    group: those rows with their parameters, all with filters (top_k, top_p, min_p), or none of them
+draw_rows(logits, best, group) -> tokens [n] int64 for the n rows of `group`, arbitrary where the best logit is not
+    finite; `draw_rows_plain` is the oracle
+    logits: [rows, vocab] float32; best: [rows], the largest logit of each row
+    group: the rows and their parameters; either all of them have filters (top_k, top_p, min_p) or none has
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.model.ops.sampling_plain import DrawRows, draw_rows_in_parts, draw_r
 
 
 def select(device: torch.device) -> DrawRows:
-    """The fastest version, which is compiled."""
+    """Return the fastest version, compiled."""
     if not sorts_candidates(device):
         from engine.model.ops.gpu import sampling as gpu
 
@@ -29,5 +29,5 @@ def select(device: torch.device) -> DrawRows:
 
 
 def sorts_candidates(device: torch.device) -> bool:
-    """Return whether candidates are sorted on this device, rows with the same number of them together."""
+    """Return whether this device sorts candidates. Rows with the same number of them are then sorted together."""
     return not dispatch.gpu_kernels(torch.float32, device)

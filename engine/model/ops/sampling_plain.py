@@ -1,4 +1,5 @@
-"""Drawing tokens in torch: what a draw is, and a faster version for a CPU, which sorts only the likeliest tokens."""
+"""Draws tokens in torch: the definition of a draw, and a faster version for a CPU that sorts only the most likely
+tokens."""
 
 from __future__ import annotations
 
@@ -9,25 +10,25 @@ import torch
 from torch import Tensor
 
 CANDIDATES = 1024
-CACHED = 2**18  # logits that are drawn from at a time on a CPU, so that what is made of them stays in its cache
+CACHED = 2**18  # logits processed at a time on a CPU, so that intermediate results stay in its cache
 MIN_TEMPERATURE = 1e-2  # vLLM's too
 
 
 @dataclass(slots=True)
 class RandomRows:
-    """Rows that are sampled alike."""
+    """Rows of logits that are sampled in the same way, with their parameters."""
 
     rows: Tensor  #: [n] int64
-    temperature: Tensor  #: [n, 1] float32, as the next three
+    temperature: Tensor  #: [n, 1] float32, like the next three
     uniform: Tensor
     top_p: Tensor
     min_p: Tensor
-    top_k: Tensor  #: [n, 1] int32; the vocabulary's size without one
-    width: int  #: number of candidates to sort: 0 without filters
-    index: list[int] = field(default_factory=list)  #: `rows`, on the host
+    top_k: Tensor  #: [n, 1] int32; the vocabulary's size if there is no top_k
+    width: int  #: number of candidates to sort; 0 if there are no filters
+    index: list[int] = field(default_factory=list)  #: `rows` on the host
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Return these rows of logits [rows, vocab], divided by their temperature."""
+        """Return these rows of logits [rows, vocab], divided by temperature."""
         return logits[self.rows] / self.temperature.clamp(min=MIN_TEMPERATURE)
 
     def part(self, index: slice | Tensor) -> RandomRows:
@@ -45,7 +46,7 @@ def draw_rows_plain(logits: Tensor, best: Tensor, group: RandomRows) -> Tensor:
 
 
 def draw_rows_in_parts(logits: Tensor, best: Tensor, group: RandomRows) -> Tensor:
-    """The same on a CPU, a few rows at a time."""
+    """Draw like `draw_rows_plain`, on a CPU, a few rows at a time."""
     tokens, at_once = [], max(2, CACHED // logits.shape[1])
     for start in range(0, len(group.rows), at_once):
         part = group.part(slice(start, start + at_once))
@@ -61,15 +62,15 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     # strictly below the total, so that rounding never picks a candidate of weight 0
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    return index.clamp(max=weights.shape[-1] - 1)  # only NaN weights get here; the sampler marks their rows
+    return index.clamp(max=weights.shape[-1] - 1)  # only NaN weights exceed it; the sampler marks their rows
 
 
 def draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
-    """Draw from the tokens that min_p, top_k and top_p leave, applied in that order as in vLLM.
+    """Draw from the tokens that remain after min_p, top_k and top_p, applied in this order as in vLLM.
 
-    logits: [rows, vocab], already divided by the temperature
+    logits: [rows, vocab], already divided by temperature
     """
-    if group.width < logits.shape[-1]:  # top_k: tokens beyond it do not count
+    if group.width < logits.shape[-1]:  # tokens beyond top_k are dropped
         values, ids = logits.topk(group.width, dim=-1)
     else:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
@@ -78,11 +79,11 @@ def draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
 
 
 def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
-    """Draw like `draw_sorted`, from logits [rows, vocab].
+    """Draw like `draw_sorted`, from logits [rows, vocab], trying the CANDIDATES most likely tokens first.
 
-    Sorting a whole vocabulary takes milliseconds per row, so the CANDIDATES most likely tokens are tried first; a row
-    whose nucleus reaches past them is sorted after all. Not for a GPU: finding out which rows need it would make the
-    host wait for the step."""
+    Sorting a whole vocabulary takes milliseconds per row. Only rows whose nucleus needs more tokens are sorted. Not for
+    a GPU: the host would wait for the step to know which rows these are.
+    """
     vocab_size = logits.shape[-1]
     if group.width < vocab_size:
         return draw_sorted(logits, group)
@@ -97,13 +98,14 @@ def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
 
 
 def relative_weights(logits: Tensor, best: Tensor, min_p: Tensor) -> Tensor:
-    """Return probabilities relative to the most likely token's, which min_p compares; 0 for those below it."""
+    """Return probabilities relative to that of the most likely token; 0 for tokens below min_p."""
     weights = (logits - best).exp()
     return torch.where(weights >= min_p, weights, 0.0)
 
 
 def draw_nucleus(weights: Tensor, ids: Tensor, total: Tensor, group: RandomRows) -> Tensor:
-    """Draw from the first of `weights` [rows, n], most likely first, that reach top_p of `total` [rows, 1] together."""
+    """Draw from the nucleus: the fewest tokens, most likely first, whose weights [rows, n] reach top_p of `total`
+    [rows, 1]."""
     before = weights.cumsum(-1) - weights
     # the most likely token always stays, even where top_p is 0 in float32
     nucleus = group.top_p.clamp(min=1e-30) * total

@@ -1,4 +1,4 @@
-"""The most likely tokens, in an order that also decides between equal ones."""
+"""Finds the most likely tokens, in an order that also decides between equal ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ CHUNK = 128  # ids
 
 
 def top_ids(logits: Tensor, count: int) -> Tensor:
-    """Return the ids [rows, count] int64 of the largest of logits [rows, vocab] float32, the lower of equals first.
+    """Return the ids [rows, count] int64 of the largest logits [rows, vocab] float32, lower ids first if logits are
+    equal.
 
-    So a shorter list is always the beginning of a longer one, and begins with what `argmax` finds. The first `count`
-    lie in the `count` chunks of the vocabulary whose largest come first in the same order: before any other chunk's
-    largest come those of all these.
+    So a shorter list is always the beginning of a longer one, and the first id is that of `argmax`. Only `count` chunks
+    of the vocabulary are searched, those with the largest maxima: any token in another chunk comes after their `count`
+    maxima.
     """
     rows, vocab = logits.shape
     count = min(count, vocab)
@@ -29,10 +30,10 @@ def top_ids(logits: Tensor, count: int) -> Tensor:
 
 
 def top_ids_plain(logits: Tensor, count: int) -> Tensor:
-    """Return what `top_ids` does, by a key for each token of which no two in a row are equal."""
+    """Return the same as `top_ids`, by sorting keys that are unique within a row."""
     if not count:
         return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-    bits = (logits + 0.0).view(torch.int32)  # which makes -0.0 the 0.0 that it equals
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     bits ^= (bits >> 31) & 0x7FFFFFFF  # negative floats are ordered by magnitude
     keys = bits.long() << 32
     keys += torch.arange(logits.shape[-1] - 1, -1, -1, device=logits.device)

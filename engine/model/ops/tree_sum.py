@@ -1,6 +1,6 @@
-"""The sum of tensors of one shape as a binary tree, in float32: ((a + b) + (c + d)) + ((e + f) + (g + h)).
+"""Sums tensors of one shape as a binary tree, in float32: ((a + b) + (c + d)) + ((e + f) + (g + h)).
 
-parts: a power of two of them, each [tokens, size], of one stride, and a token's values contiguous
+parts: a power of two of tensors, each [tokens, size], with equal strides and each token's values contiguous
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Ops of layers whose past is a state instead of a KV cache."""
+"""Ops of recurrent layers, which keep a state instead of KV."""

@@ -1,10 +1,10 @@
 """Causal depthwise convolution over each sequence's tokens.
 
 causal_conv(x, weight, bias, states, batch, silu) -> like x, contiguous
-    out[t] = sum over j < kernel of weight[:, j] * x[t - kernel + 1 + j] + bias, and SiLU of that, in float32; what
-    lies before a sequence's first token is 0
+    out[t] = sum over j < kernel of weight[:, j] * x[t - kernel + 1 + j] + bias, followed by SiLU if `silu`, in float32.
+    Inputs before a sequence's first token are 0.
     x: [tokens, channels]; weight: [channels, kernel]; bias: [channels] or None
-    states: `conv` [slots, RING, channels] of x's dtype, the input of position p at p % RING
+    states: `conv` [slots, RING, channels] of x's dtype, the input of position p at index p % RING
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CausalConv(Protocol):
 
 
 def select(dtype: torch.dtype, device: torch.device) -> CausalConv:
-    """The fastest version."""
+    """Return the fastest version."""
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu.recurrent import causal_conv as cpu
 
@@ -39,13 +39,16 @@ def select(dtype: torch.dtype, device: torch.device) -> CausalConv:
 
 @dataclass(frozen=True, slots=True)
 class Begins:
-    """The first rows of each sequence in a step, up to kernel - 1, which read what earlier steps have computed; and the
-    last rows, which steps to come read. All [n] int64 but `back`."""
+    """The rows of a step that share inputs with other steps. All tensors are [n] int64 but `back`.
+
+    `rows` are the first rows of each sequence, up to kernel - 1, which read inputs of earlier steps; `last_rows` are
+    its last rows, which later steps read.
+    """
 
     rows: Tensor
     slots: Tensor
     positions: Tensor
-    back: Tensor  #: [n, 1], rows of the sequence before each
+    back: Tensor  #: [n, 1], how many rows of the sequence in this step come before each row
     last_rows: Tensor
     last_slots: Tensor
     last_positions: Tensor
@@ -68,7 +71,8 @@ class Begins:
 def causal_conv_plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: States, batch: Batch, silu: bool
 ) -> Tensor:
-    """x: [tokens, channels]; weight: [channels, kernel]; bias: [channels] or None. Returns x's shape and dtype."""
+    """Convolve. x: [tokens, channels]; weight: [channels, kernel]; bias: [channels] or None. Returns x's shape and
+    dtype."""
     assert batch.states is not None
     kernel, ring, plans = weight.shape[1], states["conv"], batch.states.plans
     if ("conv", kernel) not in plans:
@@ -77,7 +81,7 @@ def causal_conv_plain(
     columns, start = weight.float().unbind(1), 0.0 if bias is None else bias.float()
 
     def convolved(inputs: list[Tensor]) -> Tensor:
-        """inputs: the rows that each column is multiplied with."""
+        """Return the weighted sum of `inputs`, which has one tensor of rows for each column of the weight."""
         total = start + columns[0] * inputs[0].float()
         for column, tap in zip(columns[1:], inputs[1:], strict=True):
             total = total + column * tap.float()
@@ -99,7 +103,8 @@ def causal_conv_plain(
 
 
 def save(x: Tensor, ring: Tensor, seq: StateRows, kernel: int) -> None:
-    """Write the inputs before a border that this step reaches to another slot, from the step or an earlier one."""
+    """Write the inputs before a border that this step reaches to a snapshot's slot. They are in x or, if older, in the
+    ring."""
     for position in range(seq.save_at - kernel + 1, seq.save_at):
         row = seq.first + position - seq.start
         ring[seq.save_slot, position % RING] = x[row] if position >= seq.start else ring[seq.slot, position % RING]

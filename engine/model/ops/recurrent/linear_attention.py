@@ -4,18 +4,17 @@ arXiv:2510.26692, and, without the delta rule, Mamba-2, arXiv:2405.21060, sectio
 linear_attention(q, k, v, decay, beta, states, batch, scale, eps) -> [tokens, heads, d_v] of v's dtype
     q, k:  [tokens, k_heads, d_k]; head h of v reads head h // (heads / k_heads) of both
     v:     [tokens, heads, d_v]
-    decay: [tokens, heads, 1] float32, or [tokens, heads, d_k] for one per channel, the logarithm, at most 0
-    beta:  [tokens, heads] float32, how much of what the state says about k is replaced; None adds v to it
-    scale: multiplies q; eps: q and k are divided by their lengths, sqrt(sum of squares + eps), unless it is None
+    decay: logarithms, at most 0: [tokens, heads, 1] float32, or [tokens, heads, d_k] for one per channel of a key
+    beta:  [tokens, heads] float32, the fraction by which the state's value for k moves to v; None: v is added to it
+    scale: multiplies q
+    eps:   q and k are divided by their lengths, sqrt(sum of squares + eps); None: they are not
     states: `state` [slots, heads, d_k, d_v], `keys` [slots, k_heads, CHUNK, d_k], `values` [slots, heads, CHUNK, d_v],
         `decays` [slots, heads, CHUNK, 1 or d_k], all float32
 
 With the state S at the last border, the decays G summed up from there, and rows i, j from there:
-
     k_ij = k_j * exp(G_i - G_j)
     u_i = beta_i * (v_i - S^T (k_i * exp(G_i)) - sum over j < i of (k_i . k_ij) u_j)        or v_i without beta
     o_i = S^T (q_i * exp(G_i)) + sum over j <= i of (q_i . k_ij) u_j
-
 and at the next border S becomes S * exp(G_last) + sum over j of k_last,j u_j^T. This is the chunkwise form, with the
 triangular system solved row by row, in decode as in a prompt. `linear_attention_plain` is the oracle.
 """
@@ -41,7 +40,7 @@ class LinearAttention(Protocol):
 
 
 def select(key_dim: int, value_dim: int, decay_dim: int, device: torch.device) -> LinearAttention:
-    """The fastest version."""
+    """Return the fastest version."""
     if dispatch.cpu_kernels(torch.float32, device):
         from engine.model.ops.cpu.recurrent import linear_attention as cpu
 
@@ -55,8 +54,8 @@ def linear_attention_plain(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, states: States, batch: Batch, scale: float,
     eps: float | None,
 ) -> Tensor:  # fmt: skip
-    """Compute one row after the other. q, k: [tokens, k_heads, d_k]; v: [tokens, heads, d_v]; decay: [tokens, heads,
-    1 or d_k]; beta: [tokens, heads]."""
+    """Compute row by row. q, k: [tokens, k_heads, d_k]; v: [tokens, heads, d_v]; decay: [tokens, heads, 1 or d_k];
+    beta: [tokens, heads]."""
     q, k = unit_q_and_k(q, k, scale, eps)
     out, values = torch.zeros_like(v), v.float()
     q = q.repeat_interleave(v.shape[1] // k.shape[1], dim=1)
@@ -75,7 +74,7 @@ def linear_attention_plain(
 
 
 def attend_row(q: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, own: States, position: int) -> Tensor:
-    """Return o [heads, d_v] of a row whose key is written, and write its u and its decay."""
+    """Return o [heads, d_v] of a row, and write its u and its decay to `own`, which must hold its key already."""
     row = position % CHUNK
     own["decays"][:, row] = decay if row == 0 else own["decays"][:, row - 1] + decay
     past, keys = own["decays"][:, row].exp(), decayed_keys(own, row)
@@ -88,7 +87,7 @@ def attend_row(q: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, own: St
 
 
 def move_state(own: States, position: int) -> None:
-    """Let the rows of a whole chunk, which ends at `position`, move the state."""
+    """Put the rows of a full chunk, which ends at `position`, into the state."""
     added = decayed_keys(own, CHUNK - 1).transpose(1, 2).contiguous() @ own["values"].clone()
     if position >= CHUNK:
         added += own["state"] * own["decays"][:, -1].exp()[..., None]
@@ -96,18 +95,18 @@ def move_state(own: States, position: int) -> None:
 
 
 def decayed_keys(own: States, row: int) -> Tensor:
-    """[heads, row + 1, d_k], the keys of a chunk as row `row` sees them."""
+    """Return [heads, row + 1, d_k]: the keys of a chunk up to `row`, decayed as that row sees them."""
     keys, decays = own["keys"][:, : row + 1], own["decays"][:, : row + 1]
     group = len(decays) // len(keys)
     return keys.repeat_interleave(group, dim=0) * (decays[:, row, None] - decays).exp()
 
 
 def read(rows: Tensor, weights: Tensor) -> Tensor:
-    """rows [heads, n, d_v], weights [heads, n] -> their weighted sum [heads, d_v]. No product of matrices: libraries
-    promise no bits for what lies at another address."""
+    """Return the weighted sum [heads, d_v] of rows [heads, n, d_v], with weights [heads, n]. Not as a product of
+    matrices, whose bits libraries let depend on addresses."""
     return (rows * weights[..., None]).sum(1)
 
 
 def inner(keys: Tensor, q: Tensor) -> Tensor:
-    """[heads, rows, d_k], [heads, d_k] -> [heads, rows]"""
+    """Return the inner products of keys [heads, rows, d_k] with q [heads, d_k]: [heads, rows]."""
     return (keys * q[:, None]).sum(-1)
