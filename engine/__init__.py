@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 # spins for milliseconds, so that one other busy process on the cores makes a step ten times longer.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
+from engine.wire.lora import LoRARequest
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -17,7 +18,7 @@ from engine.wire.structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from engine.offline.llm import LLM
 
-__all__ = ["LLM", "PoolingParams", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["LLM", "LoRARequest", "PoolingParams", "SamplingParams", "StructuredOutputsParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,8 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 # used when the configuration sets neither; the fields' own defaults suit a CPU, where such steps would take seconds
 GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 
+MAX_LORA_RANK = 256
+
 T = TypeVar("T")
 
 
@@ -214,6 +216,16 @@ class EngineConfig:
         "Embeddings of images that are kept, so that the same image is encoded once; a request's image may have no "
         "more. Its own limit per step is `max_num_batched_tokens`.",
     )
+    enable_lora: bool = option(False, "Compute requests with low-rank adapters (LoRA) of the model.")
+    max_loras: int = option(
+        8, "Adapters that sequences of one step may have, and for which memory is set aside beside the model."
+    )
+    max_lora_rank: int = option(
+        16, "Highest rank of an adapter, at most 256; slots are made for it, so no higher than needed."
+    )
+    max_cpu_loras: int | None = option(
+        None, "Adapters that are kept in host memory, those in slots among them. Default: `max_loras`."
+    )
     language_model_only: bool = option(
         False, "Serve a multimodal model as a text model: what encodes images is not loaded, and images are refused."
     )
@@ -259,9 +271,16 @@ class EngineConfig:
         return self.known_block_size if self.enable_prefix_caching else None
 
     def __post_init__(self) -> None:
-        for key in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel", "encoder_cache_size"):
+        for key in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel", "encoder_cache_size",
+                    "max_loras"):  # fmt: skip
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "at least 1")
+        if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
+            raise ConfigError("max_lora_rank", self.max_lora_rank, f"between 1 and {MAX_LORA_RANK}")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                "max_cpu_loras", self.max_cpu_loras, f"at least max_loras ({self.max_loras}), or left out"
+            )
         for key in ("block_size", "num_blocks", "max_model_len", "num_threads"):
             value = getattr(self, key)
             if value is not None and value < 1:

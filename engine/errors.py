@@ -4,6 +4,8 @@ ServingError
 ├── RequestError              400  the request itself is wrong
 │   ├── InvalidParameter      400  one field has a bad value: names field, value and limit
 │   │   └── InvalidImage         400  an image cannot be read: names it, what was wrong, and the limit
+│   ├── AdapterError          400  a LoRA adapter cannot be used: names it, what was wrong, and the limit
+│   │   └── AdapterNotFound      404  its folder or one of its files is not there
 │   ├── UnsupportedTask       400  the model cannot do what is asked of it, such as generate or embed
 │   ├── PromptTooLong         400  prompt does not fit the model's context (code: context_length_exceeded)
 │   ├── ModelNotFound         404  no model of that name is served
@@ -93,6 +95,22 @@ class InvalidImage(InvalidParameter):
     def __init__(self, field: str, value: object, limit: str):
         super().__init__(field, value, limit)
         self.param = field.partition("[")[0]
+
+
+class AdapterError(InvalidParameter):
+    """A LoRA adapter cannot be used with this model. `field` is a key of its configuration, or one of its files."""
+
+    def __init__(self, adapter: str, field: str, value: object, limit: str):
+        super().__init__(field, value, limit)
+        self.args = (adapter, *self.args)
+        self.message, self.param = f"adapter {adapter!r}: {self.message}", "model"
+        self.adapter = adapter
+
+
+class AdapterNotFound(AdapterError):
+    """The folder of a LoRA adapter, or one of its files, is not there."""
+
+    status, type = 404, "not_found_error"
 
 
 def _head(value: object) -> object:

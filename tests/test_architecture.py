@@ -20,7 +20,7 @@ ENGINE_ORDER = [
     {"text", "distributed"},
     {"pooling", "multimodal"},
     {"model"},
-    {"kv_transfer", "spec_decode"},
+    {"kv_transfer", "spec_decode", "lora"},
     {"runner"},
     {"core"},
     {"offline"},

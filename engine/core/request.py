@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engine.spec_decode.draft_length import SequenceDrafts
 from engine.text.free_text import FREE_TEXT, FreeText
-from engine.wire.block_hash import block_hash, root_hash, with_images
+from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
+from engine.wire.lora import LoRARequest, digest_of
 from engine.wire.messages import GenerateRequest, RequestTimes, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
@@ -97,12 +98,19 @@ class PrefixUse:
 
     salt: str = ""
     """Salt of the hashes: only requests with the same salt share blocks."""
+    adapter: str = ""
+    """Digest of the request's adapter, which is part of the hashes too."""
     skip_reading: bool = False
     """Whether the cache is ignored: the request needs an output for every token, so all are computed."""
     hashes: list[bytes] = field(default_factory=list)
     """Hashes of its leading full blocks, as many as were needed so far."""
     num_cached: int = 0
     """Prompt tokens that came from the cache."""
+
+    @property
+    def root(self) -> bytes:
+        """Parent hash of the first block."""
+        return root_hash(root_keys(self.salt, self.adapter))
 
 
 @dataclass(slots=True)
@@ -168,6 +176,7 @@ class Request:
     asked_by: RemoteRequest | None = None
     """The request of another engine for which this prompt is computed, if any."""
     images: list[MultiModalFeatureSpec] = field(default_factory=list)
+    lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     grammar: Grammar | FreeText = FREE_TEXT
@@ -189,7 +198,8 @@ class Request:
             order=order,
             clock=RequestClock(now, None if message.timeout_s is None else now + message.timeout_s),
             reply_to=message.reply_to,
-            prefix=PrefixUse(message.cache_salt, skip_reading=params.prompt_logprobs is not None),
+            prefix=PrefixUse(message.cache_salt, digest_of(message.lora), params.prompt_logprobs is not None),
+            lora=message.lora,
             remote=RemotePrompt(message.prefill),
             images=message.mm_features,
             pooling=message.pooling,
@@ -209,8 +219,9 @@ class Request:
             seed=asked_by.seed,
             order=order,
             clock=RequestClock(now, None if asked_by.timeout_s is None else now + asked_by.timeout_s),
-            prefix=PrefixUse(asked_by.cache_salt),
+            prefix=PrefixUse(asked_by.cache_salt, digest_of(asked_by.lora)),
             asked_by=asked_by,
+            lora=asked_by.lora,
             images=asked_by.mm_features,
         )
 
@@ -270,7 +281,7 @@ class Request:
         hashes = self.prefix.hashes
         while len(hashes) < count:
             start = len(hashes) * block_size
-            parent = hashes[-1] if start else root_hash((self.prefix.salt,))
+            parent = hashes[-1] if start else self.prefix.root
             if self.images:
                 parent = with_images(parent, self.images, start, start + block_size)
             hashes.append(block_hash(parent, self.tokens[start : start + block_size]))
@@ -279,7 +290,7 @@ class Request:
     def last_hash(self, block_size: int) -> bytes:
         """Return the hash of the last block of known tokens, full or not. It identifies the whole sequence."""
         full, rest = divmod(len(self.tokens), block_size)
-        parent = self.hashes(full, block_size)[-1] if full else root_hash((self.prefix.salt,))
+        parent = self.hashes(full, block_size)[-1] if full else self.prefix.root
         if not rest:
             return parent
         parent = with_images(parent, self.images, len(self.tokens) - rest, len(self.tokens))

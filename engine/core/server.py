@@ -18,16 +18,19 @@ from engine.core.output import Event, take_timelines
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.distributed.tp_group import TPGroup
-from engine.errors import Overloaded, ServingError
+from engine.errors import AdapterError, Overloaded, ServingError
+from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     MAX_LIVE_HANDOFFS,
     Abort,
+    AdapterLoaded,
     Add,
     CancelPrefill,
     Command,
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
+    LoadAdapter,
     Prefill,
     PrefillReplicas,
     RemoteRequestFailed,
@@ -124,6 +127,8 @@ class EngineServer:
                     self._subscribe(command)
                 case ResetPrefixCache():
                     self._core.scheduler.kv_cache.clear_cache()
+                case LoadAdapter(call_id, lora):
+                    self._load_adapter(call_id, lora)
                 case _:
                     self._hand_over(command)
 
@@ -145,6 +150,10 @@ class EngineServer:
         except ServingError as error:
             delta = TokenDelta(request_id=request.request_id, finish_reason="error", error=ErrorInfo.of(error))
             self._reply(request.reply_to, delta)
+
+    def _load_adapter(self, call_id: str, lora: LoRARequest) -> None:
+        error = AdapterError(lora.lora_name, "lora", lora.lora_name, "left out: this engine has no adapters")
+        self._push(self._status_to, self._encode(AdapterLoaded(call_id, ErrorInfo.of(error))))
 
     def _make_way(self, runs_when_idle: str | None = None) -> None:
         """Abort the request that runs only while there is no other work. runs_when_idle: id of a new request of this

@@ -11,11 +11,18 @@ from engine.wire.multimodal import MultiModalFeatureSpec
 BLOCK_HASH_BYTES = 16
 
 
+def root_keys(cache_salt: str, adapter: str = "") -> tuple[str, ...]:
+    """Return the keys of `root_hash`.
+
+    adapter: digest of the sequence's adapter, and not its name: new weights under an old name give another KV.
+    """
+    return (cache_salt, adapter) if adapter else (cache_salt,)
+
+
 def root_hash(keys: tuple[str, ...]) -> bytes:
     """Return the parent hash of a sequence's first block. Sequences share blocks only if all of these keys are equal.
 
-    keys: everything besides the tokens on which the KV, or access to it, depends: the cache salt, and an adapter's
-    name.
+    keys: everything besides the tokens on which the KV, or access to it, depends: see `root_keys`.
     """
     joined = b"".join(len(key.encode()).to_bytes(4, "little") + key.encode() for key in keys)
     return hashlib.blake2b(joined, digest_size=16, person=b"manta-kv-root").digest()
@@ -43,10 +50,14 @@ def with_images(parent: bytes, images: Sequence[MultiModalFeatureSpec], start: i
 
 
 def block_hashes(
-    tokens: list[int], block_size: int, cache_salt: str = "", images: Sequence[MultiModalFeatureSpec] = ()
+    tokens: list[int],
+    block_size: int,
+    cache_salt: str = "",
+    images: Sequence[MultiModalFeatureSpec] = (),
+    adapter: str = "",
 ) -> bytes:
     """Return the concatenated hashes of all full blocks of these tokens, equal to those of `Request.hashes`."""
-    content, last = array("i", tokens).tobytes(), root_hash((cache_salt,))
+    content, last = array("i", tokens).tobytes(), root_hash(root_keys(cache_salt, adapter))
     size = block_size * array("i").itemsize
     hashes = []
     for i, start in enumerate(range(0, len(content) - size + 1, size)):

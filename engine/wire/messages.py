@@ -1,12 +1,12 @@
 """Messages between an engine and the processes that use it (msgspec over ZMQ).
 
-To the engine:      Add, Abort, Subscribe, ResetPrefixCache;
+To the engine:      Add, Abort, Subscribe, ResetPrefixCache, LoadAdapter;
                     Prefill, CancelPrefill (to one that computes prompts for others);
                     RemoteRequestFailed, PrefillReplicas (to one whose prompts others compute)          (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
                     EngineUpdate to each router that subscribes;
-                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, and from an engine
-                    whose prompts others compute DispatchRemote and CancelDispatch.
+                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, AdapterLoaded, and
+                    from an engine whose prompts others compute DispatchRemote and CancelDispatch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 from engine.errors import ServingError
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.histogram import Histogram
+from engine.wire.lora import LoRARequest
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
@@ -39,6 +40,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prompt: list[int]
     mm_features: list[MultiModalFeatureSpec] = []
     """Images of the prompt, in order of position; they do not overlap."""
+    lora: LoRARequest | None = None
+    """The adapter that computes it; None for the model itself."""
     params: SamplingParams = SamplingParams()
     pooling: PoolingParams | None = None
     """Asks for a vector or a score instead of tokens; `params` then has no effect."""
@@ -222,6 +225,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Times that a step found the embeddings of an image in the cache."""
     spec_decode: SpecDecodeStats | None = None
     """None without speculative decoding."""
+    max_loras: int = 0
+    """Slots for adapters; 0 in an engine without adapters."""
+    adapters: list[str] = []
+    """Digests of the adapters in slots."""
+    running_adapters: list[str] = []
+    """Names of the adapters of running requests, in order."""
+    waiting_adapters: list[str] = []
     histograms: dict[str, Histogram] = {}
     """Histograms by the names that engine/core/stats.py gives them."""
 
@@ -301,7 +311,15 @@ class CancelDispatch(msgspec.Struct, frozen=True, tag=True):
     handoff_id: str
 
 
-Notice = EngineStatus | DispatchRemote | CancelDispatch
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """Answers LoadAdapter."""
+
+    call_id: str
+    error: ErrorInfo | None = None
+    """Why no request can be computed with the adapter."""
+
+
+Notice = EngineStatus | DispatchRemote | CancelDispatch | AdapterLoaded
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -373,8 +391,26 @@ class PrefillReplicas(msgspec.Struct, frozen=True, tag=True):
     pool: PeerPool = "prefill"
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Check that an adapter fits the model, and read its weights into host memory on every rank. Answered by
+    AdapterLoaded."""
+
+    call_id: str
+    lora: LoRARequest
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Empty the prefix cache, so that prompts are computed anew."""
 
 
-Command = Add | Abort | Subscribe | ResetPrefixCache | Prefill | CancelPrefill | RemoteRequestFailed | PrefillReplicas
+Command = (
+    Add
+    | Abort
+    | Subscribe
+    | ResetPrefixCache
+    | LoadAdapter
+    | Prefill
+    | CancelPrefill
+    | RemoteRequestFailed
+    | PrefillReplicas
+)

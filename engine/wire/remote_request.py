@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.wire.lora import LoRARequest
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.sampling_params import SamplingParams
 
@@ -32,3 +33,4 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True):
     decode: Peer
     timeout_s: float | None = None  #: seconds left until the request's deadline; None for no deadline
     mm_features: list[MultiModalFeatureSpec] = []  #: images of the prompt, with their pixels
+    lora: LoRARequest | None = None  #: the adapter that computes the prompt

@@ -7,8 +7,9 @@ from collections import deque
 from itertools import accumulate
 
 from engine.kv_transfer.protocol.messages import Progress
-from engine.wire.block_hash import block_hash, root_hash, with_images
+from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
 from engine.wire.handoff import FirstToken
+from engine.wire.lora import digest_of
 from engine.wire.remote_request import RemoteRequest
 
 MAX_READ_TOKENS = 4096  # per read, so that blocks of earlier reads survive the death of prefill
@@ -102,7 +103,8 @@ class ReceiveState:
 
 def hash_prompt(remote_request: RemoteRequest, block_size: int) -> bytes:
     """Return the hash of the request's last block, full or not. It covers all tokens of its prompt."""
-    parent, images = root_hash((remote_request.cache_salt,)), remote_request.mm_features
+    parent = root_hash(root_keys(remote_request.cache_salt, digest_of(remote_request.lora)))
+    images = remote_request.mm_features
     for start in range(0, len(remote_request.token_ids), block_size):
         tokens = remote_request.token_ids[start : start + block_size]
         parent = block_hash(with_images(parent, images, start, start + len(tokens)), tokens)

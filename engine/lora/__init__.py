@@ -1,0 +1,1 @@
+"""Low-rank adapters: their files, and their weights in an engine."""

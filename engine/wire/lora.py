@@ -1,0 +1,22 @@
+"""An adapter as requests name it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LoRARequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A low-rank adapter (LoRA, arXiv:2106.09685) in PEFT's format. Two adapters are the same if their digests are."""
+
+    lora_name: str
+    """What clients call it; for people, and without effect on what is computed."""
+    lora_path: str
+    """Folder or Hub id."""
+    digest: str = ""
+    """`AdapterFiles.digest`: hash of all that decides what it computes. Empty: not known, so an engine without a
+    cluster reads it from the files."""
+
+
+def digest_of(lora: LoRARequest | None) -> str:
+    """Return the digest of an adapter, empty for none."""
+    return "" if lora is None else lora.digest

@@ -1,0 +1,130 @@
+"""Folders as PEFT and others write them, and those that are refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.errors import AdapterError, AdapterNotFound
+from engine.lora.adapter_files import open_adapter
+
+Q = "model.layers.0.self_attn.q_proj"
+NAME = "base_model.model.{}.lora_{}.weight"
+
+
+def pair(module: str = Q, rank: int = 4, name: str = NAME) -> dict[str, torch.Tensor]:
+    return {name.format(module, "A"): torch.rand(rank, 16), name.format(module, "B"): torch.rand(32, rank)}
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **config: object) -> Path:
+    torch.manual_seed(0)
+    folder.mkdir(exist_ok=True)
+    save_file(pair() if tensors is None else tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"} | config
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", [NAME, "base_model.model.{}.lora_{}.default.weight", "{}.lora_{}.weight"], ids=["peft", "named", "bare"]
+)
+def test_both_styles_of_names_are_read(tmp_path, name):
+    adapter = open_adapter(write(tmp_path, pair(name=name)))
+    assert list(adapter.modules) == [Q] and adapter.rank == 4
+    assert adapter.modules[Q].a.shape == (4, 16) and adapter.modules[Q].b.shape == (32, 4)
+
+
+def test_the_scale_follows_alpha_its_patterns_and_rslora(tmp_path):
+    config = open_adapter(write(tmp_path, alpha_pattern={r"layers\.1\..*": 32, "k_proj": 2})).config
+    assert config.scale(Q, 4) == 8 / 4
+    assert config.scale("model.layers.1.self_attn.k_proj", 8) == 32 / 8  # the first that matches
+    assert config.scale("model.layers.0.self_attn.k_proj", 2) == 1
+    assert config.scale("model.layers.0.self_attn.my_k_proj", 2) == 4  # a suffix begins after a dot
+    assert open_adapter(write(tmp_path, use_rslora=True)).config.scale(Q, 4) == 8 / 2
+
+
+def test_a_digest_tells_the_arithmetic_and_nothing_else(tmp_path):
+    first = open_adapter(write(tmp_path / "a")).digest
+    assert open_adapter(write(tmp_path / "b", base_model_name_or_path="elsewhere", lora_dropout=0.1)).digest == first
+    others = [{"lora_alpha": 9}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 1}}]
+    digests = {open_adapter(write(tmp_path / "c", **other)).digest for other in others}
+    changed = {name: tensor + 1 for name, tensor in pair().items()}
+    assert len({first, *digests, open_adapter(write(tmp_path / "d", changed)).digest}) == 5
+
+
+@pytest.mark.parametrize("nothing", [None, False, [], {}, ""])
+def test_keys_that_ask_for_nothing_are_no_obstacle(tmp_path, nothing):
+    keys = ("use_dora", "modules_to_save", "layer_replication", "use_something_new", "kasa_config", "unheard_of")
+    open_adapter(write(tmp_path, **dict.fromkeys(keys, nothing)))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type must be LORA"),
+        ({"use_dora": True}, "use_dora must be left out: DoRA"),
+        ({"bias": "all"}, "bias must be none"),
+        ({"lora_bias": True}, "lora_bias must be left out"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save must be left out"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices must be left out"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication must be left out"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens must be left out"),
+        ({"use_quantum": True}, "use_quantum must be left out: this variant"),
+        ({"lora_alpha": "8"}, "lora_alpha must be a number"),
+        ({"alpha_pattern": {"(": 1}}, "alpha_pattern must be names or regular expressions"),
+        ({"alpha_pattern": {"q_proj": None, "k": "x"}}, "k must be a number"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused_by_name(tmp_path, config, message):
+    with pytest.raises(AdapterError) as caught:
+        open_adapter(write(tmp_path, **config), "sql")
+    assert str(caught.value).startswith(f"adapter 'sql': {message}")
+    assert str(pickle.loads(pickle.dumps(caught.value))).startswith(f"adapter 'sql': {message}")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 2)}, "adapters of embeddings"),
+        ({f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(2)} | pair(), "lora_magnitude_vector"),
+        ({f"base_model.model.{Q}.lora_B.bias": torch.ones(2)} | pair(), "lora_B.bias"),
+        ({"base_model.model.lm_head.weight": torch.ones(2, 2)} | pair(), "lm_head.weight"),
+        ({NAME.format(Q, "A"): torch.ones(4, 2)}, "q_proj.lora_B must be in adapter_model.safetensors"),
+        (pair() | {NAME.format(Q, "A"): torch.ones(2, 2)}, "of the same rank"),
+        (pair() | pair(name="base_model.model.{}.lora_{}.other.weight"), "one adapter"),
+        ({NAME.format(Q, "A"): torch.ones(4, 2, dtype=torch.int8)}, "of dtype"),
+        ({}, "a file with tensors"),
+    ],
+)
+def test_tensors_that_are_no_pairs_of_factors_are_refused(tmp_path, tensors, message):
+    with pytest.raises(AdapterError, match=message.replace(".", r"\.")):
+        open_adapter(write(tmp_path, tensors))
+
+
+def test_files_that_are_missing_or_cut_short_are_refused(tmp_path):
+    with pytest.raises(AdapterNotFound, match="must be a folder"):
+        open_adapter(tmp_path / "none")
+    with pytest.raises(AdapterNotFound, match=r"adapter_config\.json must be in the folder"):
+        open_adapter(tmp_path)
+    file = write(tmp_path) / "adapter_model.safetensors"
+    content = file.read_bytes()
+    for length in (0, 4, 100, len(content) - 1):
+        file.write_bytes(content[:length])
+        with pytest.raises(AdapterError, match=r"adapter_model\.safetensors must be .*whole"):
+            open_adapter(tmp_path)
+    file.rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(AdapterNotFound, match=r"adapter_model\.bin") as caught:
+        open_adapter(tmp_path)
+    assert caught.value.status == 404
+
+
+def test_an_ingress_reads_adapters_without_torch():
+    program = "import engine.lora.adapter_files, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
