@@ -19,7 +19,7 @@ BLOCK = 1024
 
 @triton.jit
 def gated_kernel(x, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (tokens, size / BLOCK): act(x[:, :size]) * x[:, size:]."""
+    """Compute act(x[:, :size]) * x[:, size:]. Grid (tokens, size / BLOCK)."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -33,7 +33,7 @@ def gated_kernel(x, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def swigluoai_kernel(x, out, size, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (tokens, size / BLOCK)."""
+    """Compute `swigluoai` of interleaved gates and values. Grid (tokens, size / BLOCK)."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -46,7 +46,7 @@ def swigluoai_kernel(x, out, size, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLO
 
 @triton.jit
 def relu2_kernel(x, out, size, BLOCK: tl.constexpr):
-    """Grid (tokens, size / BLOCK)."""
+    """Compute relu(x) ** 2. Grid (tokens, size / BLOCK)."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size

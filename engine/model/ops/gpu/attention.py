@@ -3,15 +3,15 @@
 
 A program owns a tile of rows of one sequence, with all query heads that share one KV head, so that K and V are read
 once for all of them. It walks over the keys with a running softmax (FlashAttention-2, arXiv:2307.08691). Keys are also
-split over programs (Flash-Decoding, https://pytorch.org/blog/flash-decoding, 2023), each sequence's by its length, so
-that one long sequence among short ones takes no longer than its share of the whole GPU. `plan_kernel` divides them on
-the device, once for all layers of a kind. Of a tile's programs the last to end combines the results of all.
+split over programs (Flash-Decoding, https://pytorch.org/blog/flash-decoding, 2023), by the length of each sequence, so
+that one long sequence among short ones uses the whole GPU too. `plan_kernel` divides them on the device, once for all
+layers of a kind. The last program of a tile to finish combines the results of all.
 
 CUDA graphs can hold it: the grid and every argument follow from shapes alone, and lengths are read on the device. A
-sequence with kv_len 0 pads such a batch; its output is 0. So do a sequence -1 and a tile without rows, for which
-nothing is written. Results depend on where the keys are split and so, in the last bits, on the other sequences of the
-batch. Tile sizes are estimates. Capped scores, sinks, chunks, images, plans, padding of chunks and the
-combination in place have run under Triton's interpreter only, not on a GPU yet.
+batch is padded by sequences with kv_len 0, whose output is 0, and by sequences -1 and tiles without rows, for which
+nothing is written. Results depend, in the last bits, on where keys are split and so on the other sequences of the
+batch. Tile sizes are estimates. Capped scores, sinks, chunks, images, plans, padding of chunks and the combination in
+place have run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from engine.device import copy_to
 from engine.model.batch import Batch, row_tiles
 
 LOG2_E = math.log2(math.e)
-CHUNK_ROWS, SMALL_CHUNK_ROWS, DECODE_ROWS = 128, 32, 16  # rows x heads of a tile; tl.dot wants 16 at least
+CHUNK_ROWS, SMALL_CHUNK_ROWS, DECODE_ROWS = 128, 32, 16  # rows x heads of a tile; tl.dot needs at least 16
 SMALL_HEAD_DIM = 128
 KEY_TILE_BYTES = 16 * 1024  # K, and as much V, in each stage of a pipeline in shared memory
-NUM_STAGES = 5  # a block's id is loaded before its K and V, so that this keeps three tiles in flight, not five
+NUM_STAGES = 5  # keeps three tiles in flight, not five, since a block's id is loaded before its K and V
 PROGRAMS_PER_PROCESSOR = 4  # enough to keep the memory busy
-MIN_SPLIT_TOKENS = 256  # keys that are worth a program
+MIN_SPLIT_TOKENS = 256  # fewest keys of a split, which must repay its program
 PLAN_BLOCK = 256  # tiles that are planned at a time
-COMBINED_VALUES = 8192  # of partial results, that a program holds at a time
+COMBINED_VALUES = 8192  # values of partial results that a program holds at a time
 PARTIAL_BYTES = 64 << 20
 INTERPRETED_PROCESSORS = 8
 
 
 @triton.jit
 def first_key(stop, rows, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first key that any row of a tile sees; its last row sees those below `stop`. WINDOW 0 and CHUNK 0: none."""
+    """Return the first key that any row of a tile sees. stop: end of the keys of its last row. WINDOW, CHUNK: 0 for
+    none."""
     all_see = stop - rows + 1  # keys that every row sees
     start = tl.zeros_like(stop)
     if WINDOW:
@@ -57,7 +58,7 @@ def load_tiles(
     tile, count, tiles, single, query_start, kv_len, image_ends,
     DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IMAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sequence, first row and rows of each tile, its keys [start, end), and where they end without images."""
+    """Return each tile's sequence, first row, number of rows, keys [start, end), and end of its keys without images."""
     here = tile < count
     if DECODE:
         seq = tl.load(single + tile, mask=here, other=-1)
@@ -83,10 +84,11 @@ def plan_kernel(
     DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IMAGES: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1). Divide the keys of `count` tiles into about `wanted` equal parts that do not cross tiles.
+    """Divide the keys of `count` tiles into about `wanted` equal parts (items) that do not cross tiles. Grid (1).
 
-    items [max_items, 9]: sequence, first row, rows, stop (see `load_tiles`), begin and end of the keys, first slot for
-    partial results of the tile, its number of splits, and which this is. A surplus item has sequence -1.
+    items [max_items, 9]: sequence, first row, number of rows, stop (see `load_tiles`), begin and end of the item's
+    keys, first slot for the tile's partial results, number of the tile's splits, index of this split. Surplus items
+    have sequence -1.
     """
     total = 0
     for first in range(0, count, BLOCK):
@@ -132,8 +134,8 @@ def add_keys(
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the running softmax, over keys [first, first + BLOCK_N) below `end`; row i, at position
-    length[i] - 1, sees those below row_end[i].
+    """Do one step of the running softmax, over keys [first, first + BLOCK_N) below `end`. Row i is at position
+    length[i] - 1 and sees the keys below row_end[i].
 
     acc [rows, head_dim], total and top [rows] float32: weighted values, sum of weights and largest score (base 2).
     """
@@ -177,11 +179,11 @@ def attend_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
     SLOT_ROWS: tl.constexpr, COMBINED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, kv_heads); items: see `plan_kernel`. SPLIT: some tiles may have several.
+    """Attend from the tile of each item of `plan_kernel`. Grid (items, kv_heads). SPLIT: tiles may have several items.
 
-    Each of these leaves its result in `partial` [slots, kv_heads, SLOT_ROWS, HEAD_DIM] and the logarithm (base 2) of
-    its weights' sum in `partial_top`, without HEAD_DIM. The last to arrive, by the count in `arrived` [slots,
-    kv_heads], combines them in the order of the keys, COMBINED at a time, and sets the count back to 0.
+    Each item of a split tile leaves its result in `partial` [slots, kv_heads, SLOT_ROWS, HEAD_DIM], and the logarithm
+    (base 2) of the sum of its weights in `partial_top` [slots, kv_heads, SLOT_ROWS]. They are counted in `arrived`
+    [slots, kv_heads]; the last one combines all in the order of keys, COMBINED at a time, and resets the count.
     """
     items += 9 * tl.program_id(0)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
@@ -241,7 +243,7 @@ def attend_kernel(
             place = mine * SLOT_ROWS + m
             tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
             tl.store(partial_top + place, top + tl.log2(total), mask=m < rows * GROUP)  # -inf without keys
-            tl.debug_barrier()  # all threads have stored before one of them tells it
+            tl.debug_barrier()  # all threads have stored before the arrival is counted
             counter = arrived + slot * kv_heads + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
                 tl.store(counter, 0)
@@ -260,7 +262,8 @@ def combine(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, SLOT_ROWS: tl.constexpr,
     COMBINED: tl.constexpr,
 ):  # fmt: skip
-    """Write the splits' outputs, weighted by their weights' sums. Other programs wrote them: .cg reads past the L1."""
+    """Write the outputs of a tile's splits, weighted by the sums of their weights. Loads with .cg, which bypasses the
+    L1, since other programs wrote them."""
     m, d = tl.arange(0, SLOT_ROWS), tl.arange(0, HEAD_PAD)
     inside = (m < rows * GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     acc = tl.zeros([SLOT_ROWS, HEAD_PAD], tl.float32)
@@ -308,15 +311,16 @@ def launch(
     q: Tensor, out: Tensor, batch: Batch, layer: int, scale: float, window: int | None,
     softcap: float | None, sinks: Tensor | None, chunk: int | None, tiles: int, block_m: int, *, decode: bool,
 ) -> None:  # fmt: skip
-    """Attend from the rows that decode, or from all chunks, and write their rows of `out`.
+    """Attend from the decoding rows, or from all chunks, and write their rows of `out`.
 
-    q, out: [tokens, heads, head_dim]. tiles: number of tiles; block_m: rows * heads / kv_heads of a tile. If keys
-    are split there are partial results in float32, [slots, kv_heads, slot_rows, head_dim]."""
+    q, out: [tokens, heads, head_dim]. tiles: number of tiles. block_m: rows of a tile times heads per KV head. If keys
+    are split, partial results are float32 [slots, kv_heads, slot_rows, head_dim].
+    """
     kv_cache = batch.kv_cache
     _, _, _, kv_heads, page, head_dim = kv_cache.shape
     group, head_pad = q.shape[1] // kv_heads, max(16, triton.next_power_of_2(head_dim))
     wide = q.dtype == torch.float32
-    small = not (decode or hopper(q.device))  # such a GPU has fewer registers for a tile, and less shared memory
+    small = not (decode or hopper(q.device))  # other GPUs have fewer registers for a tile, and less shared memory
     block_n = min(64 if small else 128, max(16, KEY_TILE_BYTES // (head_pad * q.element_size())))
     slot_rows = triton.next_power_of_2(group) if decode else block_m
     slot_bytes = kv_heads * slot_rows * head_dim * 4
@@ -328,7 +332,7 @@ def launch(
     split = min(seen) > MIN_SPLIT_TOKENS
     items = plan(batch, tiles, wanted, window or 0, chunk or 0, block_n, decode=decode)
     partial = partial_top = arrived = out  # not used
-    if split:  # each split tile has at most twice the splits that its share of the keys is worth
+    if split:  # rounding up gives a tile at most twice the splits of its share, so at most 2 * wanted in all
         partial = torch.empty((2 * wanted, kv_heads, slot_rows, head_dim), dtype=torch.float32, device=q.device)
         partial_top = torch.empty((2 * wanted, kv_heads, slot_rows), dtype=torch.float32, device=q.device)
         arrived = counters(q.device)
@@ -350,9 +354,8 @@ def launch(
 
 
 def plan(batch: Batch, tiles: int, wanted: int, window: int, chunk: int, block_n: int, *, decode: bool) -> Tensor:
-    """The division of the keys over programs, made by the first layer with this window for all such layers.
-
-    Returns [tiles + wanted, 9] int32: see `plan_kernel`."""
+    """Return how keys are divided over programs, [tiles + wanted, 9] int32: see `plan_kernel`. The first layer with
+    this window computes it for all such layers."""
     key, image_ends = (decode, window, chunk), batch.image_ends
     items = batch.plans.get(key)
     if items is None:
@@ -368,19 +371,18 @@ def plan(batch: Batch, tiles: int, wanted: int, window: int, chunk: int, block_n
 
 @cache
 def counters(device: torch.device) -> Tensor:
-    """Return counters by which programs count themselves. Every kernel leaves zeros, and steps do not overlap, so that
-    one tensor serves all."""
+    """Return counters for `arrived`. Every kernel leaves zeros, and steps do not overlap, so one tensor serves all."""
     return torch.zeros(2 * PROGRAMS_PER_PROCESSOR * processors(device), dtype=torch.int32, device=device)
 
 
 def tile_rows(longest: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows of a tile for the longest chunk of a batch; times the heads that share a KV head, nearly a power of two."""
+    """Return the rows of a tile, for a batch whose longest chunk has `longest` rows."""
     group = heads // kv_heads
     return chunk_rows(longest, group, head_dim, dtype, device) // group
 
 
 def chunk_rows(longest: int, group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows x heads of a tile, a power of two."""
+    """Return the rows of a tile times the heads that share a KV head, a power of two."""
     small = max(SMALL_CHUNK_ROWS, triton.next_power_of_2(group))
     if longest * group <= small or dtype == torch.float32:  # 128 rows of float32 do not fit into the registers
         return small
@@ -390,13 +392,13 @@ def chunk_rows(longest: int, group: int, head_dim: int, dtype: torch.dtype, devi
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Return whether tiles may have the shared memory of Hopper and newer GPUs for data centres."""
+    """Return whether this is Hopper or a newer GPU for data centres, with as much shared memory."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Number of streaming multiprocessors; a small number for the interpreter, which runs programs one by one."""
+    """Return the number of streaming multiprocessors; a small number for the serial interpreter."""
     if device.type == "cpu":
         return INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

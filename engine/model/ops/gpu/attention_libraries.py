@@ -1,15 +1,15 @@
-"""Paged attention by the fastest library that works here, behind the op's signature (ops/attention.py).
+"""Paged attention by the fastest library that works here, with the op's signature (ops/attention.py).
 
-FlashInfer, arXiv:2501.01005, for steps that only decode, and FlashAttention 4 or 3, arXiv:2407.08608, for any step. Our
-Triton kernels (attention.py) compute where there is none, and what libraries are not asked for: a cache in float8,
-float32, a softcap, sinks, chunks, images whose tokens see each other.
+FlashInfer, arXiv:2501.01005, computes steps that only decode, FlashAttention 4 or 3, arXiv:2407.08608, any step. Our
+Triton kernels (attention.py) compute what is left: if there is no library, a cache in float8, float32, a softcap,
+sinks, chunks, and images whose tokens see each other.
 
-A library is used only after a trial of the model's own shapes, as the engine starts: it has to compute batches as the
-oracle does, be captured in a CUDA graph, and follow other lengths when it is replayed. For steps that only decode, our
-own kernel and those that pass are then timed, and the one that is never far behind is taken: FlashInfer's kernels on
-Hopper split all sequences of a batch into as many parts, however long they are; ours split each by its length. Nothing
-of this has run on a GPU yet. FlashAttention 2 is not used: its blocks are multiples of 256 tokens. Nor is varlen
-attention of torch, whose split path leaves out rows (pytorch #194167).
+A library is used only after a trial with the model's shapes, as the engine starts: it must agree with the oracle, be
+captured in a CUDA graph, and follow other lengths on replay. For steps that only decode, our kernel and the libraries
+that pass are then timed, and the one with the best worst case is used: FlashInfer's kernels on Hopper split all
+sequences of a batch into the same number of parts, whatever their length; ours split by length. None of this has run
+on a GPU yet. FlashAttention 2 is not used, since its blocks are multiples of 256 tokens; nor is torch's varlen
+attention, whose split path leaves out rows (pytorch #194167).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_ERROR = 0.02  # root mean square, relative to the oracle's; bfloat16 gives 0.005
-EDGE = 16.0  # times larger are values of V at the border of a window, so that being off by one is a large error
+EDGE = 16.0  # factor on V at the border of a window, so that being off by one is a large error
 WORKSPACE_BYTES = 256 << 20  # FlashInfer's partial results; it counts in zeros at the front and leaves zeros there
-COUNTER_BYTES = 4 << 20  # of trtllm-gen: 4 for each query head of a sequence; without them each launch fills new ones
+COUNTER_BYTES = 4 << 20  # for trtllm-gen, 4 per query head and sequence; if not given, each launch fills new ones
 TIMED = ((8192,), (1024,) * 64, (32768,) + (1024,) * 63)  # lengths of sequences in the batches that are timed
-TIMED_CACHE_BYTES = 128 << 20  # larger than any cache of a GPU; a batch that needs more reads its blocks several times
+TIMED_CACHE_BYTES = 128 << 20  # exceeds any GPU's cache; the sequences of a batch that needs more share blocks
 TIMED_RUNS = 10
 
 Attend = Callable[[Tensor, Batch, int, float, int | None], Tensor]  # q, batch, layer, scale, window
@@ -62,7 +62,7 @@ class Library(NamedTuple):
     capabilities: tuple[tuple[int, int], ...]
     load: Callable[[torch.device], Attend]
     chunks: bool
-    """True if it takes sequences with several rows."""
+    """Whether it supports sequences with several rows."""
 
 
 def paged_attention(
@@ -81,7 +81,7 @@ def paged_attention(
 
 @cache
 def select(device: torch.device, shape: Shape) -> tuple[Attend | None, Attend | None]:
-    """Return the library for steps that only decode and the one for all others; None for our own kernels. Logs both."""
+    """Return and log the library for steps that only decode, and the one for all others; None means our own kernels."""
     right: Candidates = []
     for library in LIBRARIES:
         if (attend := load(library, device)) is None:
@@ -101,7 +101,7 @@ def select(device: torch.device, shape: Shape) -> tuple[Attend | None, Attend | 
 
 
 def fastest(candidates: Candidates, shape: Shape, device: torch.device) -> tuple[str, Attend | None]:
-    """Return the candidate whose worst ratio to the best, over the batches of TIMED, is the least. Logs all ratios."""
+    """Return the candidate whose largest ratio to the fastest, over TIMED, is smallest. Logs all ratios."""
     times = [seconds(attend or attention.paged_attention, shape, device) for _, attend in candidates]
     best = [min(column) for column in zip(*times, strict=True)]
     ratios = [[own / least for own, least in zip(row, best, strict=True)] for row in times]
@@ -111,7 +111,7 @@ def fastest(candidates: Candidates, shape: Shape, device: torch.device) -> tuple
 
 
 def seconds(attend: Attend, shape: Shape, device: torch.device) -> list[float]:
-    """Return what a layer's attention takes for each batch of TIMED, replayed from a graph as decode steps are."""
+    """Return the seconds of one layer's attention for each batch of TIMED, replayed from a graph as in decode."""
     found = []
     for lengths in TIMED:
         q, batch = small_batch([1] * len(lengths), lengths, shape, device, most_bytes=TIMED_CACHE_BYTES)
@@ -139,14 +139,14 @@ def load(library: Library, device: torch.device) -> Attend | None:
 
 
 def flash_infer(device: torch.device) -> Attend:
-    """Its `xqa` kernels on Hopper and RTX cards, NVIDIA's own (`trtllm-gen`) on Blackwell; read in 0.7.2.post1."""
+    """Return FlashInfer: `xqa` kernels on Hopper and RTX cards, `trtllm-gen` on Blackwell. Written for 0.7.2.post1."""
     function = importlib.import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     counters = torch.zeros(COUNTER_BYTES, dtype=torch.uint8, device=device)  # each launch leaves them at zero
 
     def attend(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None) -> Tensor:
         counted = counters if 4 * q.shape[0] * q.shape[1] <= COUNTER_BYTES else None
-        # it is not said to take a length of 0, so padding reads a token of some block; its rows are not used
+        # it is not documented to support length 0, so padding reads one token of some block; its rows are not used
         kv_len = batch.plans.get("at least 1")
         if kv_len is None:
             kv_len = batch.plans["at least 1"] = batch.kv_len.clamp(min=1)
@@ -177,7 +177,7 @@ def flash_attention_3(device: torch.device) -> Attend:
 
 
 def flash_attention_4(device: torch.device) -> Attend:
-    """Read in 4.0.0b36."""
+    """Return FlashAttention 4. Written for 4.0.0b36."""
     function = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
 
     def attend(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None) -> Tensor:
@@ -192,7 +192,7 @@ def flash_attention_4(device: torch.device) -> Attend:
     return attend
 
 
-LIBRARIES = (  # of those that take chunks, the first that works computes prompts
+LIBRARIES = (  # the first that supports chunks and works here computes prompts
     Library("FlashInfer", ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1)), flash_infer, chunks=False),
     Library("FlashAttention 4", ((10, 0), (10, 3)), flash_attention_4, chunks=True),
     Library("FlashAttention 3", ((9, 0),), flash_attention_3, chunks=True),
@@ -200,7 +200,7 @@ LIBRARIES = (  # of those that take chunks, the first that works computes prompt
 
 
 def tokens_outside_heads(batch: Batch, layer: int) -> tuple[Tensor, ...]:
-    """Views of K and V, [blocks, block_size, kv_heads, head_dim], where the cache has heads outside tokens."""
+    """Return views of K and V, [blocks, block_size, kv_heads, head_dim]; in the cache, heads are outside tokens."""
     return batch.kv_cache[:, layer].transpose(2, 3).unbind(1)
 
 
@@ -215,7 +215,7 @@ def repeat(replay: Callable[[], None], output: Tensor) -> Tensor:
 
 
 def check(attend: Attend, shape: Shape, device: torch.device, *, chunks: bool) -> None:
-    """Raise ValueError unless the library follows the oracle, also in a graph that is replayed with other lengths."""
+    """Raise ValueError unless the library agrees with the oracle, also in a graph replayed with other lengths."""
     for counts, lengths, others in trials(shape.window, chunks):
         q, batch = small_batch(counts, lengths, shape, device)
         compare(step(attend, q, batch, shape.window), q, batch, shape.window)
@@ -227,8 +227,8 @@ def check(attend: Attend, shape: Shape, device: torch.device, *, chunks: bool) -
 
 
 def trials(window: int | None, chunks: bool) -> list[tuple[list[int], tuple[int, ...], tuple[int, ...]]]:
-    """Return what is tried: the new tokens of each sequence, its length, and its length when a graph is replayed. Some
-    are longer than the window, if there is one, and some end at its border."""
+    """Return trials: new tokens of each sequence, lengths, and lengths on replay of the graph. If there is a window,
+    some sequences are longer than it, and some end at its border."""
     long = 300 if window is None else window + 37
     found = [
         ([1], (long,), (long - 10,)),
@@ -252,7 +252,7 @@ def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
 
 
 def compare(found: Tensor, q: Tensor, batch: Batch, window: int | None) -> None:
-    """Raise ValueError unless each row of a sequence that is no padding is near the oracle's."""
+    """Raise ValueError unless each row is close to the oracle's. Padding is not compared."""
     expected = attention_plain.paged_attention(q, batch, 1, 0.1, window).float().flatten(1)
     real = (batch.kv_len > 0).repeat_interleave(batch.query_start.diff())
     errors = (found.float().flatten(1) - expected).norm(dim=1) / expected.norm(dim=1)
@@ -264,9 +264,9 @@ def compare(found: Tensor, q: Tensor, batch: Batch, window: int | None) -> None:
 def small_batch(
     counts: list[int], kv_lens: tuple[int, ...], shape: Shape, device: torch.device, most_bytes: int = 1 << 40
 ) -> tuple[Tensor, Batch]:
-    """Return q, [sum(counts), heads, head_dim] of `shape.dtype`, and a step whose cache has two layers, both random.
+    """Return random q [sum(counts), heads, head_dim] of `shape.dtype`, and a step with a random cache of two layers.
 
-    most_bytes: of the cache; sequences share blocks if more were needed.
+    most_bytes: limit on the cache, above which sequences share blocks.
     """
     width = -(-max(kv_lens) // shape.block_size)
     block_bytes = 4 * shape.kv_heads * shape.block_size * shape.head_dim * shape.dtype.itemsize

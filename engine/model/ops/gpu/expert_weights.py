@@ -1,4 +1,4 @@
-"""Reads tiles of experts' weights for the product in moe.py, and packs what it can read. It has run under Triton's
+"""Reads tiles of experts' weights for the product in moe.py, and packs those that it can read. Has run under Triton's
 interpreter and compiles for Ampere and Hopper, but has not run on a GPU yet."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from engine.model.ops.gpu import int4, mxfp4
 from engine.model.ops.gpu.quantized_linear import INT4_GROUPS
 from engine.model.quantization.weight import QuantizedWeight
 
-GROUP_UNIT = 64  # inputs that a group of 8-bit weights has, or a multiple: a tile has no more
-FLOAT8_BIAS = tl.constexpr(2.0**120)  # between the exponents of float32 and float8_e4m3fn
+GROUP_UNIT = 64  # groups of 8-bit weights must be multiples of it, since a tile has at most 64 inputs
+FLOAT8_BIAS = tl.constexpr(2.0**120)  # corrects the exponent bias of float8_e4m3fn read as float32
 
 
 @triton.jit
@@ -20,9 +20,9 @@ def load_tile(
     values, scales, offsets, expert, n, start, size_n, size_k, groups,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """An expert's weights [BLOCK_N, BLOCK_K] of the outputs `n` and of the inputs from `start` on, 0 past the ends.
+    """Return an expert's weights [BLOCK_N, BLOCK_K], for outputs `n` and inputs from `start` on; 0 past the ends.
 
-    See PackedExperts; float8 comes as uint8, since GPUs before Ada have no such type.
+    See PackedExperts. float8 is read as uint8, since GPUs before Ada have no such type.
     """
     first = expert * size_n
     if FORMAT == "mxfp4":
@@ -44,7 +44,8 @@ def load_tile(
 
 
 def pack(weight: QuantizedWeight) -> tuple[Tensor, ...] | None:
-    """The values, scales and, of int4, offsets of an expert in PackedExperts; None if `load_tile` cannot read it."""
+    """Return an expert's values, scales and, for int4, offsets for PackedExperts; None if `load_tile` cannot read
+    it."""
     if weight.bits == 4:
         return int4.pack(weight) if weight.group_size in INT4_GROUPS else None
     if weight.zero is not None or (weight.scale.shape[1] > 1 and weight.group_size % GROUP_UNIT):

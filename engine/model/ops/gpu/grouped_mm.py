@@ -1,6 +1,6 @@
-"""The experts of a layer by torch's grouped products, all at once, without waiting for the device. See ops/moe.py.
+"""The experts of a layer as grouped products of torch, all at once, without waiting for the device. See ops/moe.py.
 
-The kernels that sort pairs and add them up have not run on a GPU yet.
+The kernels that sort pairs and combine them have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 from engine.model.ops.gpu.routing import combine, sort_pairs
 
 ALIGNMENT = 8  # values, 16 bytes: rows of both operands must start there
-MAJORS = (9, 10)  # compute capabilities that torch 2.13's grouped product has a kernel for (cuda/GroupedBlas.cpp)
+MAJORS = (9, 10)  # compute capabilities for which torch 2.13 has a grouped product (cuda/GroupedBlas.cpp)
 
 
 def fits(hidden_size: int, slice_size: int, dtype: torch.dtype) -> bool:
-    """Return whether the product takes such experts. slice_size: intermediate values of each that this rank holds."""
+    """Return whether torch's grouped product supports such experts. slice_size: intermediate size on this rank."""
     return dtype == torch.bfloat16 and hidden_size % ALIGNMENT == 0 and slice_size % ALIGNMENT == 0
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Return whether torch has a kernel for this GPU. Elsewhere it reads `offs` on the host: no graph can hold that."""
+    """Return whether torch has a kernel for this GPU. If not, it reads `offs` on the host, which no graph can hold."""
     return torch.cuda.get_device_capability(device)[0] in MAJORS
 
 
@@ -31,10 +31,11 @@ def mix_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor],
     experts: Tensor, weights: Tensor, biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sum a token's experts in the order of `experts`, the same in any batch.
+    """Compute the experts. The results of a token's experts are summed in the order of `experts`, in any batch.
 
     x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
-    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden]."""
+    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden].
+    """
     order, positions, ends, _ = sort_pairs(experts, len(gate_up), len(experts))
     hidden = F.grouped_mm(x[order // experts.shape[1]], gate_up.mT, offs=ends)
     if biases is None:

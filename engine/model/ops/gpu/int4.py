@@ -1,8 +1,7 @@
-"""Products with weights in int4, in Triton. Few rows are multiplied with the weight as it is. For many it is
-dequantized first and cuBLAS multiplies: one more pass over the weight, in addition to a product that reads it
-once per tile of rows.
+"""Products with int4 weights, in Triton. Few rows are multiplied with the weight as stored. For many rows it is
+dequantized first, then multiplied by cuBLAS: one more pass over the weight, where the kernel reads it once per tile.
 
-It has run under Triton's interpreter and compiles for Ampere and Hopper, but has not run on a GPU yet.
+Has run under Triton's interpreter and compiles for Ampere and Hopper, but has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from engine.model.quantization.weight import QuantizedWeight
 
-FEW, MANY = 16, 64  # rows of a tile; of more than MANY the weight is dequantized
+FEW, MANY = 16, 64  # rows of a tile; for more rows than MANY the weight is dequantized
 BLOCK_N, BLOCK_K = 32, 128
 
 
@@ -24,7 +23,7 @@ def load_int4(
     values, scales, offsets, n, start, size_n, size_k,
     GROUP: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The weights [len(n), BLOCK_K] of the outputs `n` and of the inputs from `start` on, which are in one group.
+    """Return the weights [len(n), BLOCK_K] for outputs `n` and inputs from `start` on, which must be in one group.
 
     values: [size_n, size_k / 2], two codes to a byte, the first in its low bits; a weight is code * scale + offset
     scales, offsets: [size_n, size_k / GROUP]
@@ -43,7 +42,7 @@ def int4_linear_kernel(
     x, values, scales, offsets, out, rows, size_n, size_k, stride_x,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (size_n / BLOCK_N); all rows are in one tile."""
+    """Multiply all rows, as one tile, with BLOCK_N outputs. Grid (size_n / BLOCK_N)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -61,7 +60,7 @@ def dequantize_kernel(
     values, scales, offsets, out, size_n, size_k,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (size_n / BLOCK_N, size_k / BLOCK_K)."""
+    """Dequantize a tile of the weight. Grid (size_n / BLOCK_N, size_k / BLOCK_K)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(1) * BLOCK_K
     weight = load_int4(values, scales, offsets, n, start, size_n, size_k, GROUP, BLOCK_K, out.dtype.element_ty)
@@ -70,21 +69,21 @@ def dequantize_kernel(
 
 
 def pack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """The values, scales and offsets that `load_int4` reads."""
+    """Return the values, scales and offsets that `load_int4` reads."""
     codes, scale = (weight.values + 8).to(torch.uint8), weight.scale.contiguous()
     offset = -8.0 * scale if weight.zero is None else -(8.0 + weight.zero) * scale
     return codes[:, 1::2] << 4 | codes[:, ::2], scale, offset
 
 
 class Int4:
-    """int4 with a scale for every 32 to 256 inputs."""
+    """A product with an int4 weight that has a scale for every 32 to 256 inputs."""
 
     def __init__(self, weight: QuantizedWeight):
         self.size, self.group_size = weight.values.shape, weight.group_size
         self.values, self.scale, self.offset = pack(weight)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [tokens, inputs], bias [outputs] -> [tokens, outputs] of x's dtype."""
+        """Multiply x [tokens, inputs], add bias [outputs]. Returns [tokens, outputs] of x's dtype."""
         (outputs, inputs), rows = self.size, len(x)
         packed, blocks = (self.values, self.scale, self.offset), {"GROUP": self.group_size, "BLOCK_N": BLOCK_N}
         block_k = min(self.group_size, BLOCK_K)

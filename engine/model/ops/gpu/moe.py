@@ -1,10 +1,10 @@
 """The experts of a layer, in Triton: two launches for all experts, however many tokens each of them gets.
 
-As in vLLM's fused_moe, pairs of a token and one of its experts are sorted by expert and divided into tiles of one
-expert's pairs each (routing.py). Only the device knows the number of tiles; the grid is for as many as there can be,
-and programs without a tile end at once. So nothing here waits for the device, and a CUDA graph can hold it. Quantized
-weights are read as they are, and dequantized tile by tile (expert_weights.py). This has run under Triton's interpreter
-only, not on a GPU yet.
+As in vLLM's fused_moe, pairs of a token and one of its experts are sorted by expert and divided into tiles, each with
+pairs of one expert (routing.py). Only the device knows the number of tiles: the grid is for the most that there can
+be, and programs without a tile end at once. So nothing here waits for the device, and a CUDA graph can hold it.
+Quantized weights are read as stored and dequantized tile by tile (expert_weights.py). This has run under Triton's
+interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.model.quantization.packed_experts import PackedExperts
 
 FEW, MANY = 16, 64  # rows of a tile
 BLOCK_K_BYTES = 128
-WHOLE_ROW = 1 << 30  # inputs of a group, where all of them have one scale
+WHOLE_ROW = 1 << 30  # group size if all inputs share one scale
 
 
 @triton.jit(do_not_specialize=["num_tiles", "pairs_per_row"])  # both follow the number of tokens
@@ -31,11 +31,11 @@ def grouped_kernel(
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, size_n / BLOCK_N): for the pairs of a tile, out[pair] =
-    x[pair // pairs_per_row] @ weight[expert].T + bias
+    """Compute out[pair] = x[pair // pairs_per_row] @ weight[expert].T + bias, for the pairs of a tile. Grid (tiles,
+    size_n / BLOCK_N).
 
-    scales, offsets, groups, FORMAT, GROUP: of a quantized weight, see `load_tile`; FORMAT is `dense` for others.
-    Tiles of one expert are neighbours, so that what they read of its weight is read from memory once.
+    scales, offsets, groups, FORMAT, GROUP: for quantized weights, see `load_tile`; FORMAT is `dense` for others.
+    Tiles of one expert are adjacent, so that its weight is read from memory once.
     """
     tile = tl.program_id(0)
     expert = tl.load(tiles + tile)
@@ -68,10 +68,11 @@ def grouped_kernel(
 def grouped_linear(
     x: Tensor, weight: Tensor | PackedExperts, bias: Tensor | None, order: Tensor, tiles: Tensor, tile_rows: int
 ) -> Tensor:
-    """[pairs, outputs], each pair's row of `x` times its expert's weight.
+    """Return the product of each pair's row of `x` with its expert's weight: [pairs, outputs].
 
-    x: [rows, inputs], with contiguous columns; with fewer rows than pairs, neighbouring pairs share one
-    weight: [experts, outputs, inputs], packed or not; bias: [experts, outputs] or None; order, tiles: see SortedPairs
+    x: [rows, inputs], with contiguous columns. If it has fewer rows than pairs, pairs / rows adjacent pairs share a
+    row. weight: [experts, outputs, inputs], packed or not; bias: [experts, outputs] or None; order, tiles: see
+    SortedPairs.
     """
     pairs, (_, size_n, size_k) = len(order), weight.shape
     out = torch.empty(pairs, size_n, dtype=x.dtype, device=x.device)
@@ -101,10 +102,11 @@ def mix_experts(
     x: Tensor, gate_up: Tensor | PackedExperts, down: Tensor | PackedExperts, activation: Callable[[Tensor], Tensor],
     experts: Tensor, weights: Tensor, biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sum a token's experts in the order of `experts`, the same in any batch.
+    """Compute the experts. The results of a token's experts are summed in the order of `experts`, in any batch.
 
     x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
-    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden]."""
+    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden].
+    """
     tile_rows = FEW if experts.numel() <= FEW * gate_up.shape[0] else MANY
     order, _, _, tiles = sort_pairs(experts, gate_up.shape[0], tile_rows)
     first, second = biases or (None, None)

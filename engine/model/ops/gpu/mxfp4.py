@@ -1,4 +1,4 @@
-"""Reads tiles of weights in MXFP4 (quantization/mxfp4.py) for products in Triton. It has run under Triton's interpreter
+"""Reads tiles of weights in MXFP4 (quantization/mxfp4.py) for products in Triton. Has run under Triton's interpreter
 and compiles for Ampere and Hopper, but has not run on a GPU yet."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def load_tile(
     blocks, scales, expert, n, start, size_n, size_k,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """An expert's weights [BLOCK_N, BLOCK_K] of the outputs `n` and of the inputs from `start` on, 0 past the ends.
+    """Return an expert's weights [BLOCK_N, BLOCK_K], for outputs `n` and inputs from `start` on; 0 past the ends.
 
     blocks: [experts, size_n, size_k / 2], two numbers to a byte, the first in its low bits
     scales: [experts, size_n, size_k / 32]
@@ -27,7 +27,7 @@ def load_tile(
     group = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
     inside = (n < size_n)[:, None] & (group < size_k // GROUP)[None, :]
     exponent = tl.load(scales + rows[:, None] * (size_k // GROUP) + group[None, :], mask=inside, other=0).to(tl.int32)
-    # a power of two by its bits; what float32 has no such bits for becomes 0
+    # a power of two made from its bits; those too small for a normal float32 become 0
     half_scale = (tl.maximum(exponent - 1, 0) << 23).to(tl.float32, bitcast=True)
     values = doubled(codes).to(tl.float32).reshape(BLOCK_N, BLOCK_K // GROUP, GROUP) * half_scale[:, :, None]
     return values.reshape(BLOCK_N, BLOCK_K).to(DTYPE)
@@ -35,7 +35,8 @@ def load_tile(
 
 @triton.jit
 def doubled(codes):
-    """Twice the number that each code of four bits stands for: a sign, two bits of exponent, one of fraction."""
+    """Return twice the number that each 4-bit code stands for. It is a sign, two bits of exponent and one of
+    fraction."""
     exponent = (codes >> 1) & 3
     magnitude = ((codes & 1) + tl.where(exponent > 0, 2, 0)) << tl.maximum(exponent - 1, 0)
     return tl.where(codes > 7, -magnitude, magnitude)

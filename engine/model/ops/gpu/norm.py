@@ -16,8 +16,8 @@ def rms_norm_kernel(
     HEADS: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, SHIFTED: tl.constexpr,
     ROWS: tl.constexpr, SIZE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows / ROWS); row r is head r % HEADS of token r // HEADS, whose values start at x + token * stride. ADD
-    normalises x + y and writes it to `total`."""
+    """Normalise rows; with ADD, normalise x + y and write the sum to `total`. Grid (rows / ROWS). Row r is head r %
+    HEADS of token r // HEADS, whose values start at x + token * stride."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, SIZE_PAD)
     inside = (row < rows)[:, None] & (i < SIZE)[None, :]

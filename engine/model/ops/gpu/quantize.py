@@ -1,5 +1,5 @@
-"""Quantizes the inputs of quantized weights, in Triton: one pass instead of eight small kernels, which would take as
-long as the product itself when few rows decode. See `quantize_rows` in quantization/weight.py."""
+"""Quantizes the inputs of quantized weights, in Triton: one pass in place of eight small kernels, which would take as
+long as the product itself in decode. See `quantize_rows` in quantization/weight.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.model.quantization.weight import FP8, FP8_MAX, INT8_MAX
 
 SCALED_COLUMNS = 1024
-ROUNDS = 12582912.0  # 1.5 * 2^23: floats of this size are integers, and sums are rounded to the nearest, ties to even
+ROUNDS = 12582912.0  # 1.5 * 2^23: floats of this size are integers, so adding it rounds to the nearest, ties to even
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride", "group_stride"])  # they follow the number of tokens
@@ -19,7 +19,7 @@ def quantize_kernel(
     x, values, scale, rows, stride, groups, largest, scale_stride, group_stride,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, INTEGER: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, groups of SIZE columns). Rows from `rows` on are zeros."""
+    """Quantize a group of SIZE columns of a row. Grid (rows, groups). Rows from `rows` on are filled with zeros."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = group * SIZE + tl.arange(0, SIZE_PAD)
     inside = tl.arange(0, SIZE_PAD) < SIZE
@@ -33,7 +33,7 @@ def quantize_kernel(
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) -> tuple[Tensor, Tensor]:
-    """x [rows, columns], with any stride between rows -> values [rows, columns], scale [rows, groups] float32."""
+    """Quantize x [rows, columns], of any row stride: values [rows, columns], scale [rows, groups] float32."""
     size = group_size or x.shape[1]
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(len(x), x.shape[1] // size, dtype=torch.float32, device=x.device)
@@ -41,9 +41,9 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) 
 
 
 def quantize_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The same in float8 as cuBLAS wants it: with a multiple of 4 rows, and the scales of a group next to each other.
+    """Quantize x to float8 as cuBLAS needs it: rows padded to a multiple of 4, and the scales of a group adjacent.
 
-    It has run under Triton's interpreter only, not on a GPU yet.
+    Has run under Triton's interpreter only, not on a GPU yet.
     """
     rows, columns = triton.cdiv(len(x), 4) * 4, x.shape[1]
     values = torch.empty(rows, columns, dtype=FP8, device=x.device)
@@ -62,7 +62,7 @@ def quantize(x: Tensor, values: Tensor, scale: Tensor, size: int) -> tuple[Tenso
 
 @triton.jit
 def scale_products_kernel(sums, rows_scale, scale, bias, out, columns, BIASED: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows, columns / BLOCK)."""
+    """Scale a product of int8. Grid (rows, columns / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < columns
@@ -74,11 +74,10 @@ def scale_products_kernel(sums, rows_scale, scale, bias, out, columns, BIASED: t
 
 
 def scale_products(sums: Tensor, rows_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Turn products of int8 [rows, columns] int32 into those that they stand for, in one pass.
+    """Scale products of int8, [rows, columns] int32, and add the bias, in one pass.
 
-    It has run under Triton's interpreter only, not on a GPU yet.
-
-    rows_scale: [rows, 1] float32; scale: [1, columns] float32
+    rows_scale: [rows, 1] float32; scale: [1, columns] float32. Has run under Triton's interpreter only, not on a GPU
+    yet.
     """
     rows, columns = sums.shape
     out = torch.empty(rows, columns, dtype=dtype, device=sums.device)

@@ -1,5 +1,5 @@
-"""Products with quantized weights on an NVIDIA GPU, by torch's own kernels; int4.py has ours. Nothing here is copied to
-the host, so CUDA graphs can hold it."""
+"""Products with quantized weights on an NVIDIA GPU, by torch's kernels; for int4 by ours (int4.py). Nothing is copied
+to the host, so CUDA graphs can hold them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.model.quantization.weight import FP8, QuantizedWeight
 
 BLOCK = 128  # rows and columns that share a scale in block-wise FP8
 INT4_GROUPS = (32, 64, 128, 256)
-INT8_ROWS = 32  # _int_mm takes no fewer than 17
+INT8_ROWS = 32  # _int_mm needs at least 17
 
 Quantize = Callable[..., tuple[Tensor, Tensor]]  # `quantize_rows` in quantization/weight.py
 Multiply = Callable[[Tensor, Tensor | None], Tensor]
@@ -27,7 +27,7 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
     if weight.activations == FP8 and outputs % 16 == inputs % 16 == 0 and dtype == torch.bfloat16:
         if per_row and capability >= (8, 9):
             return RowFP8(weight)
-        # cuBLAS has it for Hopper
+        # cuBLAS supports it on Hopper only
         if capability[0] == 9 and cuda_version() >= (12, 9) and in_square_blocks(weight) and dispatch.triton_found():
             return BlockFP8(weight)
     if weight.activations == torch.int8 and per_row and weight.zero is None and outputs % 8 == inputs % 8 == 0:
@@ -52,7 +52,7 @@ def in_square_blocks(weight: QuantizedWeight) -> bool:
 
 
 def find_quantize_rows() -> Quantize:
-    """Triton's `quantize_rows` if there is one."""
+    """Return Triton's `quantize_rows` if Triton is installed, else the plain one."""
     if dispatch.triton_found():
         from engine.model.ops.gpu.quantize import quantize_rows
     else:
@@ -61,11 +61,11 @@ def find_quantize_rows() -> Quantize:
 
 
 class RowFP8:
-    """float8 x float8, with a scale per output and, computed in every call, per row of the input."""
+    """A product float8 x float8, with a scale per output and, computed in every call, per row of the input."""
 
     def __init__(self, weight: QuantizedWeight):
         self.quantize = find_quantize_rows()
-        self.values = weight.values.T  # column-major, as the kernel wants it
+        self.values = weight.values.T  # column-major, as the kernel needs it
         self.scale = weight.scale.T.contiguous()  # [1, outputs]
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,7 +76,7 @@ class RowFP8:
 
 
 class BlockFP8:
-    """float8 x float8, with a scale per 128 x 128 weights and per 128 inputs of each row."""
+    """A product float8 x float8, with a scale per 128 x 128 weights and per 128 inputs of each row."""
 
     def __init__(self, weight: QuantizedWeight):
         from engine.model.ops.gpu.quantize import quantize_blocks
@@ -101,7 +101,7 @@ class BlockFP8:
 
 
 class Int8:
-    """int8 x int8, with a scale per output and, computed in every call, per row of the input."""
+    """A product int8 x int8, with a scale per output and, computed in every call, per row of the input."""
 
     def __init__(self, weight: QuantizedWeight):
         self.quantize = find_quantize_rows()

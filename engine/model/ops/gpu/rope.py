@@ -16,7 +16,7 @@ from engine.model.ops.norm_plain import HeadNorms
 
 @triton.jit
 def normed(x, scale, weight, inside, shift, SHIFTED: tl.constexpr):
-    """Part of RMSNorm's result; rounded as in ops/gpu/norm.py."""
+    """Apply RMSNorm's scale and weight to part of a head, rounded as in ops/gpu/norm.py."""
     factor = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
     wide = x.to(tl.float32) * scale
     wide = wide * (shift + factor) if SHIFTED else wide.to(x.dtype).to(tl.float32) * factor
@@ -29,8 +29,8 @@ def rotated(
     NORMED: tl.constexpr, SHIFTED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr, HALF_PAD: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one token's heads, after their norm with NORMED: both halves [heads, HALF_PAD] in x's dtype, which of
-    them are in bounds, and what is not rotated [heads, HEAD_PAD], where it is in the head."""
+    """Rotate one token's heads, with NORMED after their norm. Return both halves [heads, HALF_PAD] in x's dtype and
+    which of their elements are in bounds; then the same of the values that are not rotated [heads, HEAD_PAD]."""
     i, d = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, HEAD_PAD)[None, :]
     half: tl.constexpr = ROTARY_DIM // 2
     inside = (head < HEADS) & (i < half)
@@ -73,8 +73,8 @@ def rotate_and_write_kernel(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, QUANTIZED: tl.constexpr, HEADS_PAD: tl.constexpr,
     KV_HEADS_PAD: tl.constexpr, HALF_PAD: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens). `out` [tokens, HEADS, HEAD_DIM] is q, rotated. Tokens with a negative slot are padding and write
-    no KV."""
+    """Rotate q into `out` [tokens, HEADS, HEAD_DIM], rotate k, and write K and V. Grid (tokens). Tokens with a negative
+    slot are padding and write no KV."""
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = ROTARY_DIM // 2
     cos_sin = table + tl.load(positions + token) * ROTARY_DIM
@@ -114,9 +114,10 @@ def rotate_and_write_kernel(
 def rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int, norms: HeadNorms | None = None
 ) -> Tensor:
-    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> q rotated, contiguous, as libraries want it.
+    """Rotate q and k, and write K and V to the cache. Return q rotated and contiguous, as libraries need it.
 
-    table: [positions, rotary_dim]."""
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; table: [positions, rotary_dim].
+    """
     cache = batch.kv_cache
     _, _, _, kv_heads, page, head_dim = cache.shape
     rotary_dim = table.shape[1]

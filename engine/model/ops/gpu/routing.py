@@ -1,4 +1,4 @@
-"""Which expert computes which token, in Triton: a kernel that chooses, two that sort, one that adds the results up.
+"""Routes tokens to experts, in Triton: kernels that choose experts, sort pairs by expert, and combine the results.
 
 The plain versions are in ops/moe.py. Nothing here waits for the device. The kernels have run under Triton's interpreter
 and compile for Ampere and Hopper, but have not run on a GPU yet.
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAIRS = 1024  # that a program looks at at a time
-TILES = 128  # that a program writes at a time
-BLOCK = 1024  # columns of a program that adds up
+PAIRS = 1024  # pairs that a program reads at a time
+TILES = 128  # tiles that a program writes at a time
+BLOCK = 1024  # columns of a program that combines
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def top_k_softmax_kernel(
     logits, experts, weights, stride,
     NUM: tl.constexpr, NUM_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens)."""
+    """Choose the experts of a token by softmax. Grid (tokens)."""
     token = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, NUM_PAD), tl.arange(0, K_PAD)
     wide = tl.load(logits + token * stride + expert, mask=expert < NUM, other=float("-inf")).to(tl.float32)
@@ -58,7 +58,8 @@ def top_k_sigmoid_kernel(
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens). Groups of SIZE experts, each padded to SIZE_PAD: an expert's position is not its number then."""
+    """Choose the experts of a token by sigmoid. Grid (tokens). Groups of SIZE experts are padded to SIZE_PAD, so an
+    expert's position differs from its number."""
     token = tl.program_id(0).to(tl.int64)
     position, rank = tl.arange(0, GROUPS_PAD * SIZE_PAD), tl.arange(0, K_PAD)
     expert = position // SIZE_PAD * SIZE + position % SIZE_PAD
@@ -92,8 +93,8 @@ def top_k_sigmoid_kernel(
 def top_k_sigmoid(
     logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool
 ) -> tuple[Tensor, Tensor]:
-    """logits [tokens, num_experts] float32, correction [num_experts] -> experts [tokens, k] int64, weights [tokens, k]
-    float32, the best choice first."""
+    """Choose experts, best first: logits [tokens, num_experts] float32, correction [num_experts] -> experts [tokens, k]
+    int64, weights [tokens, k] float32."""
     (tokens, num), (num_groups, topk_groups) = logits.shape, groups
     size = num // num_groups
     experts = torch.empty(tokens, k, dtype=torch.int64, device=logits.device)
@@ -107,22 +108,21 @@ def top_k_sigmoid(
 
 
 class SortedPairs(NamedTuple):
-    """Pairs of a token and one of its experts, those of an expert together and in their order, in tiles."""
+    """Pairs of a token and one of its experts, sorted by expert, and divided into tiles."""
 
     order: Tensor
-    """[pairs] int64: the pair at each position; pair p is of token p // k"""
+    """[pairs] int64: the pair at each position; pair p belongs to token p // k"""
     positions: Tensor
     """[pairs] int64: the position of each pair"""
     ends: Tensor
     """[experts] int32: the position behind each expert's last pair"""
     tiles: Tensor
-    """[3, tiles] int64: the expert of each tile, and where its positions begin and end; surplus tiles begin at their
-    end or behind it"""
+    """[3, tiles] int64: the expert of each tile, and where its positions begin and end; surplus tiles are empty"""
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(experts, counts, pairs, PAIRS: tl.constexpr):
-    """Grid (experts)."""
+    """Count the pairs of an expert. Grid (experts)."""
     expert = tl.program_id(0)
     found = tl.zeros([PAIRS], tl.int32)
     for start in range(0, pairs, PAIRS):
@@ -136,7 +136,8 @@ def order_kernel(
     experts, counts, order, positions, ends, tiles, pairs, tile_rows, num_tiles,
     NUM: tl.constexpr, NUM_PAD: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (experts). The last expert's tiles reach to the end, which makes the surplus ones empty."""
+    """Write an expert's part of SortedPairs. Grid (experts). The last one also writes the surplus tiles, which are
+    empty."""
     expert, others = tl.program_id(0), tl.arange(0, NUM_PAD)
     each = tl.load(counts + others, mask=others < NUM, other=0)
     tiles_each = (each + tile_rows - 1) // tile_rows
@@ -163,7 +164,7 @@ def order_kernel(
 
 
 def sort_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPairs:
-    """experts: [tokens, k] int64, each from 0 to num_experts - 1. tile_rows: the most pairs of a tile."""
+    """Sort pairs by expert. experts: [tokens, k] int64, from 0 to num_experts - 1. tile_rows: most pairs of a tile."""
     pairs, device = experts.numel(), experts.device
     # each expert with a pair may need one tile that is not full
     num_tiles = (pairs + min(pairs, num_experts) * (tile_rows - 1)) // tile_rows
@@ -180,7 +181,7 @@ def sort_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPairs
 
 @triton.jit
 def combine_kernel(mixed, positions, weights, out, size, K: tl.constexpr, PERMUTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (tokens, size / BLOCK)."""
+    """Add up the results of a token's experts. Grid (tokens, size / BLOCK)."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(K):
@@ -192,9 +193,9 @@ def combine_kernel(mixed, positions, weights, out, size, K: tl.constexpr, PERMUT
 
 
 def combine(mixed: Tensor, weights: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Add up the results of each token's experts, in their order and times their weights [tokens, k].
+    """Add up the results of each token's experts, in their order, times weights [tokens, k].
 
-    mixed: [pairs, size], by pair, or by position if `positions` has the position of each pair
+    mixed: [pairs, size], by pair, or by position if `positions` gives the position of each pair
     """
     (tokens, k), size = weights.shape, mixed.shape[1]
     out = torch.empty(tokens, size, dtype=mixed.dtype, device=mixed.device)

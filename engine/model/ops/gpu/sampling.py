@@ -1,12 +1,12 @@
 """Draws tokens from the whole vocabulary, or under min_p, top_k and top_p without sorting it, in Triton. See
 engine/model/ops/sampling.py.
 
-The plain version sorts the tokens, most likely first, and finds where running sums of their weights pass a goal. Here a
-search over the value of the logit finds the same position, in some 40 passes over the row. One program to a row would
-take a millisecond for them; so first many programs collect the tokens of a row that are not too far below the best one,
-and the search runs over these if they suffice. So the same number draws the same token, unless it falls so close to the
-border between two tokens that the order of summation decides. A row's token does not depend on the other rows. Nothing
-here waits for the device. Collecting has run under Triton's interpreter only, not on a GPU yet.
+The plain version sorts tokens, most likely first, and finds where running sums of their weights pass a goal. Here a
+search over the values of logits finds the same position, in some 40 passes over the row. One program per row would take
+a millisecond for them; so many programs first collect the tokens of a row that are not far below the best one, and the
+search runs over these if they suffice. A random number draws the same token as in the plain version, unless it is so
+close to the border between two tokens that the order of summation decides. A row's token does not depend on other rows.
+Nothing here waits for the device. Collecting has run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 from engine.model.ops.sampling_plain import RandomRows
 
 BLOCK = 4096
-SEGMENT = 8192  # tokens of which a program collects the likeliest
-COLLECTED = 1024  # at most; if more of them are likely, the search runs over the whole row
-FAR = 10.0  # below the best logit: weights of 5e-5
+SEGMENT = 8192  # tokens of the vocabulary from which a program collects
+COLLECTED = 1024  # most tokens collected of a segment; if more are near, the search runs over the whole row
+FAR = 10.0  # distance below the best logit up to which tokens are near: weights above 5e-5
 
 
 @triton.jit
@@ -35,13 +35,13 @@ def sort_key(x):
 
 @triton.jit
 def weight_of(key, best):
-    """Probability of a logit relative to that of the best one."""
+    """Return the probability of a logit relative to that of the best one, from its sort key."""
     return tl.exp((key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) - best)
 
 
 @triton.jit
 def measures(logits, i, vocab, best, min_p, COUNT: tl.constexpr):
-    """Keys of tokens i, and their weights, 0 for those that min_p drops; with COUNT, 1 for each token that remains."""
+    """Return the keys of tokens i, and their weights, 0 if dropped by min_p. With COUNT, remaining tokens weigh 1."""
     x = tl.load(logits + i, mask=i < vocab, other=float("-inf"))
     weight = tl.exp(x - best)
     weight = tl.where(weight >= min_p, weight, 0.0)
@@ -53,8 +53,8 @@ def find_key(
     logits, vocab, best, min_p, low, goal,
     COUNT: tl.constexpr, STRICT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest key above `low` for which the tokens at or above it reach the goal together (with STRICT: pass it);
-    `low` if there is none. Each pass over the row tries three keys and leaves a quarter of the range."""
+    """Return the largest key above `low` at which the tokens at or above it together reach the goal (with STRICT:
+    exceed it); `low` if there is none. Each pass over the row tries three keys and leaves a quarter of the range."""
     below = tl.cast(low, tl.int64)  # reaches the goal
     above = tl.cast(sort_key(best), tl.int64) + 1  # does not: nothing is there
     while above - below > 1:
@@ -79,7 +79,7 @@ def find_key(
 
 @triton.jit
 def mass_above(logits, vocab, best, min_p, key, BLOCK: tl.constexpr):
-    """Weight and number of the tokens above a key, and the number of tokens that have this key."""
+    """Return weight and number of the tokens above a key, and the number of tokens with this key."""
     weights = tl.zeros([BLOCK], tl.float32)
     counts = tl.zeros([BLOCK], tl.int32)
     equals = tl.zeros([BLOCK], tl.int32)
@@ -96,9 +96,11 @@ def collect_kernel(
     logits, best, min_p, values, ids, masses, counts, vocab, stride,
     FAR: tl.constexpr, SEGMENT: tl.constexpr, COLLECTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, segments). Writes those logits of a segment that min_p leaves and that are less than FAR below the
-    best one, in the order of their ids, to `values` and `ids` [rows, segments, COLLECTED], and fills up with -inf.
-    masses [2, rows, segments]: weight of all tokens that min_p leaves, and of those; counts [rows, segments]: of those.
+    """Collect a segment's tokens that pass min_p and are less than FAR below the best logit. Grid (rows, segments).
+
+    Writes logits and ids, in the order of ids, to `values` and `ids` [rows, segments, COLLECTED]; -inf after them.
+    masses [2, rows, segments]: weight of all tokens that pass min_p, and of those that are also near; counts
+    [rows, segments]: number of the latter.
     """
     row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     best, min_p = tl.load(best + row), tl.load(min_p + row)
@@ -124,7 +126,7 @@ def draw_kernel(
     logits, best, values, ids, masses, counts, tokens, uniform, top_p, min_p, top_k, vocab, stride, segments,
     FAR_WEIGHT: tl.constexpr, COLLECTED: tl.constexpr, SEGMENTS_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows). `floor` is the smallest key that remains; the first `kept` tokens of this key stay."""
+    """Draw a token of a row. Grid (rows). `floor`: smallest key that remains; its first `kept` tokens stay."""
     row = tl.program_id(0).to(tl.int64)
     best, top_p, min_p, top_k = (
         tl.load(best + row), tl.load(top_p + row), tl.load(min_p + row), tl.load(top_k + row)
@@ -187,9 +189,9 @@ def draw_kernel(
 
 
 def draw_filtered(logits: Tensor, uniform: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor) -> Tensor:
-    """Draw tokens [rows] int64, an arbitrary one for a row without a finite best logit.
+    """Draw tokens [rows] int64, arbitrary for a row without a finite best logit.
 
-    logits: [rows, vocab] float32, already divided by the temperature
+    logits: [rows, vocab] float32, already divided by temperature
     uniform, top_p, min_p: [rows, 1] float32; top_k: [rows, 1] int32, the vocabulary's size or more for none
     """
     (rows, vocab), device = logits.shape, logits.device
@@ -213,8 +215,8 @@ def draw_filtered(logits: Tensor, uniform: Tensor, top_p: Tensor, min_p: Tensor,
 
 @triton.jit
 def draw_any_kernel(logits, tokens, uniform, vocab, stride, BLOCK: tl.constexpr):
-    """Grid (rows). Draw the token at which the running sum of weights passes `target`. Sums in another order differ a
-    little, so a token of weight 0 is ruled out by its weight and not by them."""
+    """Draw the token at which the running sum of weights exceeds `target`. Grid (rows). Tokens of weight 0 are excluded
+    by their weight, since sums in another order differ slightly."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     top = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -250,9 +252,9 @@ def draw_any_kernel(logits, tokens, uniform, vocab, stride, BLOCK: tl.constexpr)
 
 
 def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Draw tokens [rows] int64, an arbitrary one for a row without a finite best logit.
+    """Draw tokens [rows] int64, arbitrary for a row without a finite best logit.
 
-    logits: [rows, vocab] float32, already divided by the temperature; uniform: [rows, 1] float32
+    logits: [rows, vocab] float32, already divided by temperature; uniform: [rows, 1] float32
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -261,8 +263,8 @@ def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def draw_rows(logits: Tensor, best: Tensor, group: RandomRows) -> Tensor:
-    """See ops/sampling.py. Sums in torch run in parallel, so that one may grow a little at a token of weight 0, and a
-    banned token be drawn; `draw_any` checks the weights too."""
+    """Draw as in ops/sampling.py. torch's parallel sums would not do: one may grow slightly at a token of weight 0,
+    such as a banned one, and draw it; `draw_any` checks weights too."""
     scaled = group.scaled(logits)
     if group.width:
         return draw_filtered(scaled, group.uniform, group.top_p, group.min_p, group.top_k)
