@@ -1,4 +1,4 @@
-"""`python -m engine.model.ops.cpu` compiles all kernels, so that on this machine no start has to."""
+"""`python -m engine.model.ops.cpu` compiles all kernels, so that no later start on this machine has to."""
 
 import importlib
 import multiprocessing

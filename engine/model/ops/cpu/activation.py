@@ -25,7 +25,7 @@ from engine.model.ops.cpu.kernel import (
     take,
 )
 
-TOKENS = 2  # taken by a thread at a time
+TOKENS = 2  # tokens that a thread takes at a time
 
 
 @device_function
@@ -56,7 +56,7 @@ def silu_mul_f32(args: Any) -> None:
 
 @device_function
 def gelu_tanh_mul_rows(cast: Any, args: Any) -> None:
-    """GELU by tanh is g * sigmoid(2 * u), where u is what tanh is taken of: 1 + tanh(u) = 2 * sigmoid(2 * u)."""
+    """Multiply values by GELU of gates: g * (1 + tanh(u)) / 2 is computed as g * sigmoid(2 * u)."""
     x, out = cast(args[1]), cast(args[2])
     tokens, size = args[3], args[4]
     one, slope, cube = np.float32(1.0), np.float32(-2 * sqrt(2 / pi)), np.float32(0.044715)

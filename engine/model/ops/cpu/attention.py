@@ -1,7 +1,7 @@
 """Paged attention on a CPU.
 
-KV is read in place, a tile of tokens at a time (attention_tile.py). The work is divided by rows and KV heads: one row
-of a sequence that decodes, some rows of a prompt chunk.
+KV is read in place, a tile of tokens at a time (attention_tile.py). Work is divided by rows and KV heads: an item is
+one row of a sequence that decodes, or some rows of a prompt chunk.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from engine.model.ops.cpu.rope import rotate_head
 from engine.model.ops.cpu.vector import LANES, LOG2_E
 from engine.model.ops.norm_plain import HeadNorms
 
-TOKENS = 4  # whose KV a thread writes at a time
-TILE_ROWS = 128  # of a chunk, that read a key while it is in the core's cache
+TOKENS = 4  # tokens whose KV a thread writes at a time
+TILE_ROWS = 128  # most rows of a tile, which read a key while it is in the core's cache
 ITEMS_PER_THREAD = 4
 
 
@@ -93,8 +93,8 @@ ROTATE_AND_WRITE = Kernel({torch.bfloat16: rotate_and_write_bf16, torch.float32:
 def rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int, norms: HeadNorms | None = None
 ) -> Tensor:
-    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> q rotated. table: [positions, rotary_dim].
-    The memory of q and k may be overwritten."""
+    """Rotate q [tokens, heads, head_dim] and return it; rotate k and write k and v [tokens, kv_heads, head_dim] to the
+    cache. table: [positions, rotary_dim]. The memory of q and k may be overwritten."""
     if norms is not None:
         q, k = norms.apply(rms_norm, q, k)
     if batch.kv_scales is not None:
@@ -113,8 +113,8 @@ def find_keys(
     space: Space, side: int, start: int, first: int, last: int, table: Any, block_size: int, head_dim: int,
     block_stride: int, base: int, kv_size: int, size: int,
 ) -> None:  # fmt: skip
-    """Set the addresses of a tile's keys and values, for one head. Instead of a token before `first` or after `last`,
-    of which there may be no KV, the nearest is read."""
+    """Set the addresses of a tile's keys and values, for one head. A token before `first` or after `last` may have no
+    KV, so the nearest of these two is read in its place."""
     key_at, value_at = as_i64(space.key_at + 8 * TILE_TOKENS * side), as_i64(space.value_at + 8 * TILE_TOKENS * side)
     low, high = max(first - start, 0), min(last - start, TILE_TOKENS - 1)
     block, offset = (start + low) // block_size, (start + low) % block_size
@@ -132,15 +132,15 @@ def find_keys(
 
 @device_function
 def attend_rows(cast: Any, size: int, args: Any) -> None:
-    """An item is some rows of a sequence and `span` of its KV heads, whose KV is adjacent in a block. A `query` is one
-    head of one row; queries of an item with the same KV head find it in the core's cache."""
+    """Attend, item by item: some rows of a sequence and `span` of its KV heads, whose KV is adjacent in a block. A
+    `query` is one head of one row. Queries of an item with the same KV head find it in the core's cache."""
     q, out, numbers = cast(args[1]), cast(args[3]), as_f32(args[4])
     tiles, kv_lens = as_i64(args[5]), as_i32(args[6])
     table_stride, q_stride, out_stride, kv_heads, group = args[8], args[9], args[10], args[11], args[12]
     block_size, head_dim, block_stride, window, chunk = args[13], args[14], args[15], args[16], args[17]
     scale, softcap, sinks, image_ends = numbers[0], numbers[1], cast(args[18]), as_i32(args[19])
     head_size = size * block_size * head_dim
-    value_offset = args[20] * kv_heads * head_size  # 0 where a key is the value too
+    value_offset = args[20] * kv_heads * head_size  # 0 if keys are also the values
     max_rows, span = tiles[1], 1 if tiles[2] else kv_heads
     ranges = kv_heads // span
     items = tiles[0] * ranges
@@ -151,7 +151,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
         item = take(args, 1)
         if item >= items:
             break
-        # tiles of a sequence one after the other, which see the same keys
+        # consecutive items are tiles of one sequence, which see the same keys
         tile, first_head = 4 * (1 + item % tiles[0]), item // tiles[0] * span
         seq, row, rows, behind = tiles[tile], tiles[tile + 1], tiles[tile + 2], tiles[tile + 3]
         if kv_lens[seq] == 0:  # padding
@@ -159,7 +159,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
                 for i in range(first_head * group * head_dim, (first_head + span) * group * head_dim):
                     store(out, r * out_stride + i, np.float32(0.0))
             continue
-        kv_len = np.int64(kv_lens[seq]) - behind  # of the last row; each row before it is one token less far
+        kv_len = np.int64(kv_lens[seq]) - behind  # of the last row; each earlier row has one token less
         for query in range(span * rows * group):
             r, head = query // group % rows, (first_head + query // (rows * group)) * group + query % group
             begin_query(space, query, cast, q, (row + r) * q_stride + head * head_dim, head_dim)
@@ -186,7 +186,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
                 )  # fmt: skip
             count = min(kv_len - start, TILE_TOKENS)
             for head in range(span):
-                # tokens lie anywhere, so no hardware prefetcher finds what comes next: the next head of this tile, or
+                # blocks are scattered, so no hardware prefetcher finds what comes next: the next head of this tile, or
                 # the first head of the next tile
                 next_side, next_offset = side, (head + 1) * head_size
                 if head + 1 == span:
@@ -219,8 +219,8 @@ def paged_attention(
     q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
     *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """q [tokens, heads, head_dim] -> the same shape and dtype. sinks: [heads] of q's dtype. By the plain version where
-    head_dim is no multiple of LANES, or the cache is in float8."""
+    """Attend: q [tokens, heads, head_dim] -> the same shape and dtype. sinks: [heads] of q's dtype. Uses the plain
+    version if head_dim is no multiple of LANES, or the cache is in float8."""
     cache = batch.kv_cache
     _, _, _, kv_heads, block_size, head_dim = cache.shape
     if head_dim % LANES or batch.kv_scales is not None:
@@ -241,8 +241,8 @@ def paged_attention(
 
 
 def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
-    """q [tokens, heads, head_dim] -> [tokens, heads, rank]; by the plain version as in `paged_attention`. Heads share
-    what they read, so a tile has fewer rows, of all heads, or as many as one row's where there are threads to spare."""
+    """Attend: q [tokens, heads, head_dim] -> [tokens, heads, rank]. Uses the plain version as `paged_attention` does.
+    All heads read the same vectors, so a tile has all heads of a few rows: TILE_ROWS / heads, but at least one."""
     cache, heads = batch.kv_cache, q.shape[1]
     block_size, head_dim = cache.shape[4:]
     if head_dim % LANES or batch.kv_scales is not None:
@@ -260,10 +260,10 @@ def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: in
 
 
 def row_tiles(batch: Batch, tile_rows: int = TILE_ROWS) -> Tensor:
-    """[1 + tiles, 4] int64: sequence, first row, number of rows, and how many rows the sequence has after these.
+    """Cut a batch into tiles. Return [1 + tiles, 4] int64: sequence, first row, number of rows, and how many rows the
+    sequence has after these. The first row: number of tiles, most rows of one, whether KV heads are separate items.
 
-    Before them stand the number of tiles, the rows that one may have, and whether threads take its KV heads one by one.
-    The last rows of a chunk come first, since they see the most keys: threads then finish together.
+    The last rows of a chunk come first: they see the most keys, so that threads finish together.
     """
     tiles = []
     for chunk in batch.chunks:

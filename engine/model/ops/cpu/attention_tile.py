@@ -1,8 +1,8 @@
-"""The part that both attention kernels share: rows of queries against a tile of keys, both sides as matrix products.
+"""The common part of both attention kernels: rows of queries against a tile of keys, as products of matrices.
 
 A running softmax (FlashAttention, arXiv:2205.14135, section 3.1). Tiles of keys begin at multiples of TILE_TOKENS from
-the sequence's first token, and within one each sum has one order. So a row has the same bits however it is computed:
- alone, among the rows of a chunk, or after others came from a cache.
+the sequence's first token, and each sum within a tile has a fixed order. So a row has the same bits whether it is
+computed alone, among the rows of a chunk, or after others came from a cache.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from engine.model.ops.cpu.tile_product import (
 from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES, LOG2_E, clear, copy, divide_by_total, prefetch, weigh
 
 TILE_TOKENS = 128
-PART_TOKENS = 16  # whose keys and values are asked for with a few rows of the tile before
-FEW_ROWS = 4  # up to which keys and values are read where they lie
+PART_TOKENS = 16  # tokens of the next tile to prefetch with each few rows of a tile
+FEW_ROWS = 4  # up to this many rows, keys and values are read in place, not packed
 NO_WINDOW = 2**62
-LOWEST = np.float32(-1e30)  # a score that counts as none; infinities are not safe under fast math
-LOWEST_TOP = np.float32(-1e20)  # so that even a row of nothing else weighs 0
+LOWEST = np.float32(-1e30)  # the score of a key that is not seen; infinities are not safe under fast math
+LOWEST_TOP = np.float32(-1e20)  # above LOWEST, so that keys weigh 0 even in a row that sees none
 
 
 class Space(NamedTuple):
-    """A thread's memory, by addresses. A `query` is one head of one row."""
+    """A thread's memory, as addresses. A `query` is one head of one row."""
 
-    queries: int  #: [queries, head_dim] as q is
-    sums: int  #: [queries, width] float32, of values by weight
-    totals: int  #: [queries, LANES] float32, of weights
+    queries: int  #: [queries, head_dim] of q's dtype
+    sums: int  #: [queries, width] float32, weighted sums of values
+    totals: int  #: [queries, LANES] float32, sums of weights
     keys: int  #: [words of head_dim, TILE_TOKENS]
     values: int  #: [words of TILE_TOKENS, width]
     scores: int  #: [ROWS, TILE_TOKENS] float32
-    weights: int  #: [ROWS, TILE_TOKENS] as q is
+    weights: int  #: [ROWS, TILE_TOKENS] of q's dtype
     key_at: int  #: [2, TILE_TOKENS] int64, addresses of the keys of this tile and of the next
     value_at: int  #: [2, TILE_TOKENS] int64
-    begins: int  #: [queries] int64, first token that is seen
-    ends: int  #: [queries] int64, past the last
+    begins: int  #: [queries] int64, first token that each sees
+    ends: int  #: [queries] int64, token after the last that each sees
     tops: int  #: [queries] float32, highest score so far, as a power of 2
     shrinks: int  #: [LANES] float32
     end: int
@@ -59,7 +59,7 @@ def padded(size: int) -> int:
 
 @device_function
 def divide_space(start: int, queries: int, head_dim: int) -> Space:
-    """Divide the memory from address `start` on, a multiple of 64."""
+    """Divide memory that begins at address `start`, a multiple of 64."""
     width, line = padded(head_dim), 4 * TILE_TOKENS
     sums = start + 4 * queries * width
     totals = sums + 4 * queries * width
@@ -81,7 +81,7 @@ def divide_space(start: int, queries: int, head_dim: int) -> Space:
 
 @device_function
 def memory_for(queries: int, head_dim: int) -> Any:
-    """Zeros for a Space: also what is only there to fill whole tiles is read."""
+    """Return memory for a Space. It is zeroed, since what only fills up tiles is read too."""
     return np.zeros(divide_space(0, queries, head_dim).end + CACHE_LINE_BYTES, np.uint8)
 
 
@@ -93,7 +93,7 @@ def space_in(memory: Any, queries: int, head_dim: int) -> Space:
 
 @device_function
 def begin_query(space: Space, query: int, cast: Any, q: Any, source: int, head_dim: int) -> None:
-    """Copy a query from q[source] on, and clear its sums."""
+    """Copy a query from q[source], and clear its sums."""
     width = padded(head_dim)
     copy(cast(space.queries), query * head_dim, q, source, head_dim)
     clear(as_f32(space.sums + 4 * query * width), width)
@@ -112,10 +112,10 @@ def attend_tile(
     space: Space, cast: Any, size: int, side: int, first_query: int, queries: int, start: int, count: int,
     head_dim: int, key_offset: int, value_offset: int, next_side: int, next_offset: int, scale: Any, softcap: Any,
 ) -> None:  # fmt: skip
-    """Add the tile of keys from token `start` on to `queries` queries, none of which sees less than one before it.
+    """Add the tile of keys from token `start` on to `queries` queries. Each sees at least as far as the one before.
 
-    size: of an element, in bytes. side: which half of `key_at` and `value_at` holds the tile's addresses, of `count`
-    tokens or more, up to a multiple of COLUMNS. The offsets, in bytes, are of this head.
+    size: bytes of an element. side: half of `key_at` and `value_at` with the tile's addresses, which are set for
+    `count` tokens, rounded up to a multiple of COLUMNS. Offsets are those of this head, in bytes.
     """
     width, words, per_word = padded(head_dim), head_dim * size // 4, 4 // size
     key_at, value_at = space.key_at + 8 * TILE_TOKENS * side, space.value_at + 8 * TILE_TOKENS * side

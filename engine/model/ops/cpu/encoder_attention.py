@@ -1,6 +1,6 @@
-"""Attention of whole sequences on a CPU, a tile of tokens at a time (attention_tile.py).
+"""Attention over whole sequences on a CPU, a tile of tokens at a time (attention_tile.py).
 
-The work is divided by heads and rows. With a window only the keys that some row sees are read.
+Work is divided by heads and rows. With a window, only keys that some row sees are read.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from engine.model.ops.cpu.kernel import (
 )
 from engine.model.ops.cpu.vector import LANES
 
-TILE_ROWS = 128  # of one head, that read a key while it is in the core's cache
+TILE_ROWS = 128  # rows of one head that read a key while it is in the core's cache
 
 
 @device_function
 def find_keys(space: Space, start: int, count: int, k: int, v: int, k_stride: int, v_stride: int) -> None:
-    """Set the addresses of a tile's keys and values; what is only there to fill it repeats the last."""
+    """Set the addresses of a tile's keys and values. An incomplete tile is filled up with its last token."""
     key_at, value_at = as_i64(space.key_at), as_i64(space.value_at)
     for t in range(TILE_TOKENS):
         token = start + min(t, count - 1)
@@ -93,8 +93,8 @@ ATTEND = Kernel({torch.bfloat16: attend_bf16, torch.float32: attend_f32})
 
 
 def encoder_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim], contiguous. Heads
-    are padded with zeros to a multiple of LANES."""
+    """Attend: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim],
+    contiguous. Heads are padded with zeros to a multiple of LANES."""
     if rest := -q.shape[2] % LANES:
         q, k, v = (F.pad(x, (0, rest)) for x in (q, k, v))  # zeros change no score
         return encoder_attention(q, k, v, batch, scale, window)[..., :-rest].contiguous()
@@ -111,7 +111,7 @@ def encoder_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: floa
 
 
 def row_tiles(batch: Batch) -> Tensor:
-    """[tiles, 4] int64: first row and length of a sequence, the first of some of its rows, and their number."""
+    """Return [tiles, 4] int64: first row and length of a sequence, first row in it and rows of the tile."""
     starts = batch.query_start.tolist()
     lengths = [(start, end - start) for start, end in itertools.pairwise(starts)]
     tiles = [(a, n, row, min(TILE_ROWS, n - row)) for a, n in lengths for row in range(0, n, TILE_ROWS)]

@@ -1,14 +1,13 @@
-"""Kernels that were recorded once and are replayed as one parallel region.
+"""Records kernels once and replays them as one parallel region.
 
-A decode step of a few sequences is a hundred short kernels. Launched one by one, each costs its way through Python and
-torch, and a region in which threads wake up and wait for each other. In a replay each thread goes through the whole
-list, takes work from every kernel, and at its end waits for nothing but the work that others have taken and not
-finished. So a thread that is not awake yet, or has lost its core to another process, holds up the others only with
-what it has in hand.
+A decode step of a few sequences is a hundred short kernels. Launching one costs time in Python and torch, and a region
+in which threads wake up and wait for each other. In a replay each thread goes through the whole list and takes work
+from every kernel; at a kernel's end it waits only for work that others have taken and not finished. So a thread that is
+not awake yet, or has lost its core to another process, delays the others only by what it has taken.
 
-A thread that waits spins at first, which is the quickest where the cores are free; then it yields its core, and at last
-it sleeps, so that the awaited thread can run there. How long it spins is learnt: less after each wait that outlasted
-spinning and yielding, more after each that did not.
+A waiting thread first spins, which is fastest while cores are free; then it yields its core, and at last sleeps, so
+that the awaited thread can run there. How long to spin is learnt: less after each wait that had to sleep, more after
+each that spinning sufficed for.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from torch import Tensor
 
 from engine.model.ops.cpu.kernel import I64, Kernel, TokenCount, as_i64, device_function, kernel, recorder
 
-WIDTH = 40  # numbers of a kernel in a graph: its arguments as `Kernel.launch` packs them, and at the end these two
-ENTRY, INSIDE = WIDTH - 2, WIDTH - 1  # its address, and how many threads may have work of it in hand
+WIDTH = 40  # numbers per kernel in a graph: its arguments as packed by `Kernel.launch`, and at the end these two
+ENTRY, INSIDE = WIDTH - 2, WIDTH - 1  # the kernel's address, and how many threads may be working on it
 MIN_SPINS, MAX_SPINS = 64, 8192  # a spin is about 10 ns
 YIELDS = 64
 NAP_US = 50
@@ -42,7 +41,7 @@ usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 @intrinsic
 def call(_: Any, address: Any, args: Any) -> Any:
-    """Call the kernel at this address."""
+    """Call the kernel at an address."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, a: Any) -> Any:
         entry = ir.FunctionType(ir.VoidType(), [I64.as_pointer()])
@@ -62,7 +61,7 @@ def add_atomic(_: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def poll(_: Any, pointer: Any, index: Any) -> Any:
-    """Read what other threads write, a moment after the last time."""
+    """Pause briefly, then read pointer[index], which other threads write."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, a: Any) -> Any:
         if platform.machine() in ("x86_64", "AMD64"):
@@ -77,7 +76,7 @@ def poll(_: Any, pointer: Any, index: Any) -> Any:
 
 @device_function
 def wait_for_zero(counter: Any, index: Any, waits: Any) -> None:
-    """Return when counter[index] is 0. waits: spins to try, then how many waits had to yield, and to sleep."""
+    """Return when counter[index] is 0. waits: spins to try, number of waits that yielded, and that slept."""
     spins = waits[0]
     for _ in range(spins):
         if poll(counter, index) == 0:
@@ -106,19 +105,18 @@ def run_all(args: Any) -> None:
 
 
 RUN_ALL = Kernel({torch.int64: run_all})
-WAITS = np.array([MAX_SPINS, 0, 0], dtype=np.int64)  # of all replays in this process; see `wait_for_zero`
+WAITS = np.array([MAX_SPINS, 0, 0], dtype=np.int64)  # shared by all replays in this process; see `wait_for_zero`
 
 
 class Memory:
-    """Memory for what the kernels of a graph write, with room for `max_tokens` tokens. A block is used again as soon as
-    no tensor lies in it."""
+    """Memory for the outputs of a graph's kernels, for up to `max_tokens` tokens. A block without tensors is reused."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._blocks: dict[int, Tensor] = {}  # by their storages
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """shape: [tokens, ...]"""
+        """Return uninitialised memory. shape: [tokens, ...]"""
         whole = self._max_tokens, *shape[1:]
         size = dtype.itemsize * math.prod(whole)
         block = min((b for b in self._blocks.values() if len(b) >= size and is_free(b)), key=len, default=None)
@@ -140,15 +138,15 @@ def is_free(block: Tensor) -> bool:
 
 
 class Graph:
-    """The kernels that this thread launches inside a `with` block, which also run. Nothing else that happens there will
-    happen in a replay. Tensors that they read and write stay at their addresses; replays may be of other numbers of
+    """A recording of the kernels that this thread launches, and runs, inside a `with` block. A replay does nothing else
+    that happened there. Tensors that they read and write must keep their addresses; a replay may have another number of
     tokens, up to `max_tokens`."""
 
     def __init__(self, max_tokens: int) -> None:
         self.memory = Memory(max_tokens)
         self._rows: list[list[int]] = []
         self._kept: list[Tensor] = []
-        self._token_counts: list[int] = []  # where they are in the flattened table
+        self._token_counts: list[int] = []  # indices of token counts in the flattened table
         self._table = np.empty((0, WIDTH), dtype=np.int64)
         self._threads = 1
 
@@ -160,7 +158,7 @@ class Graph:
         self._table = np.array(self._rows, dtype=np.int64).reshape(-1, WIDTH)
 
     def add(self, entry: int, items: int, args: tuple[Tensor | int, ...], packed: Sequence[int]) -> None:
-        """Called by a kernel that is launched."""
+        """Record a launch. Called by `Kernel.launch`."""
         padding = ENTRY - len(packed)
         assert padding >= 0, "WIDTH is too small"
         first = WIDTH * len(self._rows) + 1
@@ -170,7 +168,7 @@ class Graph:
         self._threads = max(self._threads, items)
 
     def replay(self, tokens: int) -> None:
-        """Run all kernels again for this many tokens, on what their tensors hold by now."""
+        """Run all kernels again for this number of tokens, on the current contents of their tensors."""
         self._table[:, 0] = 0
         self._table.reshape(-1)[self._token_counts] = tokens
         RUN_ALL.launch(torch.int64, self._threads, WAITS.ctypes.data, self._table.ctypes.data, len(self._table))

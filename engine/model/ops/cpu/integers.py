@@ -1,4 +1,4 @@
-"""Inner loops over weights of eight and four bits, in LLVM IR like those of vector.py."""
+"""Inner loops over weights of eight and four bits, in LLVM IR like those in vector.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from numba.extending import intrinsic
 from engine.model.ops.cpu.kernel import I32, I64
 from engine.model.ops.cpu.vector import F32, F32P, LANES, VF32, VI32, constant, load16, prefetch_line, splat, store16
 
-VECTORS = 4  # of 16 outputs, whose weights lie side by side: a panel
+VECTORS = 4  # vectors of 16 outputs with adjacent weights, which form a panel
 PANEL = VECTORS * LANES
-AHEAD = 4096  # bytes of a weight that are asked for early: no hardware prefetcher looks past the end of a page
-QUAD = 4  # inputs of one output that lie side by side: an instruction multiplies and adds them
+AHEAD = 4096  # distance of prefetches, in bytes: hardware prefetchers do not look past the end of a page
+QUAD = 4  # adjacent inputs of one output, which one instruction multiplies and adds
 I8, I16 = ir.IntType(8), ir.IntType(16)
 BYTES, WORDS = ir.VectorType(I8, 32), ir.VectorType(I16, 16)  # in a register of AVX2
 PAIRED = 32  # inputs whose products with weights of four bits can be added up in 16 bits, two by two: 15 * 127 * 32 / 2
@@ -25,7 +25,7 @@ U8P, I8P, I32P = (types.CPointer(kind) for kind in (types.uint8, types.int8, typ
 
 
 def add_quads_vnni(builder: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-    """total + the sums of products of four bytes, all as 16 int32."""
+    """Return total + the sums of products of four bytes each, all as 16 int32."""
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(VI32, [VI32, VI32, VI32]), "llvm.x86.avx512.vpdpbusd.512"
     )
@@ -35,7 +35,8 @@ def add_quads_vnni(builder: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, s
 def add_quads_plain(
     builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value, *, signed: bool = False
 ) -> ir.Value:
-    """The same on any CPU. A product fits 16 bits if the second byte is not -128. signed: the first bytes are too."""
+    """Return the same as `add_quads_vnni`, on any CPU. Bytes of b must not be -128, so that products fit 16 bits.
+    signed: whether bytes of a are signed."""
     bytes, words = (ir.VectorType(kind, QUAD * LANES) for kind in (I8, I16))
     extend = builder.sext if signed else builder.zext
     products = builder.mul(extend(builder.bitcast(a, bytes), words), builder.sext(builder.bitcast(b, bytes), words))
@@ -47,8 +48,8 @@ def add_quads_plain(
 
 
 def add_quads_avx2(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The same with AVX2, of signed bytes. It multiplies unsigned bytes by signed ones, so the second ones, which are
-    not -128, take over the signs of the first ones."""
+    """Return the same with AVX2, for signed bytes. AVX2 multiplies unsigned bytes by signed ones, so signs of a are
+    moved to b, whose bytes must not be -128."""
     parts = []
     for first, second in zip(halves(builder, a), halves(builder, b), strict=True):
         size = call(builder, "llvm.abs.v32i8", BYTES, first, ir.Constant(ir.IntType(1), 0))
@@ -57,19 +58,19 @@ def add_quads_avx2(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Va
 
 
 def halves(builder: ir.IRBuilder, vector: ir.Value) -> list[ir.Value]:
-    """The two halves of 16 int32, as the bytes that one of AVX2's registers holds."""
+    """Return the two halves of 16 int32, each as the 32 bytes of an AVX2 register."""
     undefined, some = ir.Constant(VI32, ir.Undefined), LANES // 2
     masks = [ir.Constant(ir.VectorType(I32, some), list(range(start, start + some))) for start in (0, some)]
     return [builder.bitcast(builder.shuffle_vector(vector, undefined, mask), BYTES) for mask in masks]
 
 
 def pair_sums(builder: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-    """The sums of products of two bytes, in 16 bits, which must hold them."""
+    """Return the sums of products of two bytes each, which must fit 16 bits."""
     return call(builder, "llvm.x86.avx2.pmadd.ub.sw", WORDS, unsigned, signed)
 
 
 def quad_sums(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
-    """The sums of two neighbours of 16 bits each, of both halves, as 16 int32."""
+    """Add up adjacent pairs of 16-bit sums, in both halves. Return 16 int32."""
     ones = ir.Constant(WORDS, [1] * WORDS.count)
     low, high = (call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, LANES // 2), part, ones) for part in parts)
     return builder.shuffle_vector(low, high, ir.Constant(VI32, list(range(LANES))))
@@ -84,7 +85,7 @@ FEATURES = binding.get_host_cpu_features()
 has_vnni = FEATURES.get("avx512vnni", False)
 has_avx2 = FEATURES.get("avx2", False) and not has_vnni
 MIDDLE = 128 if has_vnni else 0
-"""What is added to weights of eight bits: VNNI multiplies unsigned ones. Those of four bits are unsigned always."""
+"""Added to weights of eight bits, since VNNI multiplies unsigned ones. Weights of four bits are always unsigned."""
 add_quads = {
     4: add_quads_vnni if has_vnni else add_quads_plain,
     8: add_quads_vnni if has_vnni else add_quads_avx2 if has_avx2 else partial(add_quads_plain, signed=True),
@@ -96,7 +97,7 @@ def load_vector(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, kind:
 
 
 def multiply_panel(bits: int, rows: int) -> Any:
-    """The product of `rows` rows of inputs in int8 with a panel of weights of 8 or 4 `bits`: code for both numbers."""
+    """Return an intrinsic that multiplies `rows` rows of int8 inputs with a panel of weights of 8 or 4 `bits`."""
     step_vectors = 1 if has_avx2 and rows > 1 else VECTORS  # whose sums stay in registers
 
     @intrinsic
@@ -104,10 +105,10 @@ def multiply_panel(bits: int, rows: int) -> Any:
         _: Any, out: Any, x: Any, x_scale: Any, x_sum: Any, last: Any, panel: Any, scale: Any, zero: Any, n: Any,
         size: Any,
     ) -> Any:  # fmt: skip
-        """out[r, o] = the product of row min(r, last) of x with output o of the panel; n groups of `size` inputs.
+        """Compute out[r, o]: row min(r, last) of x times output o of the panel, over n groups of `size` inputs.
 
-        x: int8 [rows, n * size]; x_scale float32 and x_sum int32: [rows, n], of each group; panel: values with 8 or
-        MIDDLE added, [inputs / (4 * quads), 64, 4 * quads]; scale: float32 [n, 64]; zero: likewise, with 8 added for 4
+        x: int8 [rows, n * size]; x_scale float32, x_sum int32: [rows, n], scale and sum of each group. panel: values
+        plus 8 or MIDDLE, [inputs / (4 * quads), 64, 4 * quads]; scale: float32 [n, 64]; zero: likewise, plus 8 for 4
         bits, or a null pointer.
         """
 
@@ -160,7 +161,7 @@ def multiply_panel(bits: int, rows: int) -> Any:
 def add_up(
     builder: ir.IRBuilder, bits: int, rows: list[ir.Value], panel: ir.Value, vectors: range, size: ir.Value
 ) -> list[list[ir.Value]]:
-    """Generate the sums over a group of inputs: 16 int32 for each row and vector, in memory that becomes registers."""
+    """Generate code for sums over a group of inputs: 16 int32 per row and vector, in memory that becomes registers."""
     quads = 8 // bits  # of inputs in a word
     dots = [[cgutils.alloca_once(builder, VI32) for _ in vectors] for _ in rows]
     for dot in itertools.chain(*dots):
@@ -212,21 +213,21 @@ def add_up(
 
 
 def nibbles(builder: ir.IRBuilder, word: ir.Value, index: int) -> ir.Value:
-    """The low (0) or high (1) nibble of each byte."""
+    """Return the low (index 0) or high (index 1) nibble of each byte."""
     return builder.and_(
         builder.lshr(word, ir.Constant(VI32, [4 * index] * LANES)), ir.Constant(VI32, [0x0F0F0F0F] * LANES)
     )
 
 
 def multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """a * b + c, rounded once: the same in code for any number of rows."""
+    """Return a * b + c, rounded once, so that code for any number of rows gives the same bits."""
     kind = ir.FunctionType(VF32, [VF32, VF32, VF32])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), [a, b, c])
 
 
 @intrinsic
 def magnitude(_: Any, value: Any) -> Any:
-    """The bits of a float32 without its sign: integers in the order of absolute values, with infinity and NaN last."""
+    """Return the bits of a float32 without its sign. As integers they are ordered by absolute value, NaN last."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         return builder.and_(builder.bitcast(args[0], I32), ir.Constant(I32, 0x7FFFFFFF))
@@ -241,7 +242,7 @@ def from_bits(_: Any, bits: Any) -> Any:
 
 @intrinsic
 def nearest(_: Any, value: Any) -> Any:
-    """A float32 rounded to the nearest integer, of two the even one, as int32."""
+    """Round a float32 to the nearest int32, ties to even."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         kind = ir.FunctionType(F32, [F32])

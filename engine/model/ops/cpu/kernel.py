@@ -1,9 +1,9 @@
 """The base of the CPU kernels: typed pointers, bfloat16, and torch's own threads.
 
-A kernel is a Numba function of one argument, an array of int64: element 0 is a counter from which the threads take
-their work, the others are addresses and sizes. `launch` runs it on all threads of torch's OpenMP pool, so that no
-second pool competes for the cores. Compiled code is cached on disk where NUMBA_CACHE_DIR says, next to the source, in
-the user's cache, or in a folder of the user's below /tmp: the first of these that can be written.
+A kernel is a Numba function of one argument, an array of int64: element 0 is a counter from which threads take work,
+the others are addresses and sizes. `launch` runs it on all threads of torch's OpenMP pool, so that no second pool
+competes for the cores. Compiled code is cached on disk, in the first of these folders that can be written:
+NUMBA_CACHE_DIR, the source's folder, the user's cache, a folder of the user's below /tmp.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ I32 = ir.IntType(32)
 OPTIONS = {"fastmath": True, "error_model": "numpy"}
 PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-# a function that is compiled into the kernels that call it: if one were called, it would be another copy of it, with
-# other instructions and bits, in a process that has just compiled the kernel than in one that has found it in the cache
+# decorator for functions that are inlined into kernels. If they were called, a process that has just compiled a kernel
+# would call another copy than one that has loaded the kernel from the cache, with other instructions and so other bits
 device_function = njit(nogil=True, boundscheck=False, forceinline=True, **OPTIONS)
 
 
 def keeps_code() -> bool:
-    """Return whether Numba finds a folder for compiled code. It raises RuntimeError where it does not."""
+    """Return whether Numba can cache compiled code on disk. It raises RuntimeError if it finds no folder."""
     try:
         njit(cache=True)(keeps_code)
     except RuntimeError:
@@ -50,7 +50,7 @@ def keeps_code() -> bool:
 
 
 def bring_compiled(folder: Path) -> None:
-    """Copy the kernels that an image was built with to Numba's cache: it reads no folder that it cannot write."""
+    """Copy an image's compiled kernels to Numba's cache; it cannot read them in a read-only folder."""
     for file in folder.rglob("*.nb[ci]") if config.CACHE_DIR else ():
         target = Path(config.CACHE_DIR) / file.relative_to(folder)
         if not target.exists():
@@ -69,22 +69,25 @@ compiled = cfunc(types.void(types.CPointer(types.int64)), cache=keeps_code(), **
 
 
 def kernel(function: Callable[[Any], None]) -> Callable[[], Any]:
-    """Make an entry point of `def name_bf16(args): name(as_bf16, args)`. It is compiled, or found in the cache, when it
-    is first asked for: most models need one dtype of each kernel. Each is written out, because the cache never finds a
-    closure over a compiled function again: Numba takes that function's number in this process for a part of the key."""
+    """Make an entry point from `def name_bf16(args): name(as_bf16, args)`. It is compiled, or loaded from the cache, on
+    first use, since most models need only one dtype of each kernel.
+
+    Each dtype is written out as a function: Numba's cache never finds a closure over a compiled function again, since
+    its key contains that function's number in this process.
+    """
     return cache(lambda: compiled(function))
 
 
 @intrinsic
 def take(_: Any, args: Any, count: Any) -> Any:
-    """Take the next `count` items of work for this thread: args[0] before it is raised, in one atomic step."""
+    """Take the next `count` items of work for this thread: return args[0] and increase it, atomically."""
     signature = types.int64(types.CPointer(types.int64), types.int64)
     return signature, lambda context, builder, sig, a: builder.atomic_rmw("add", a[0], a[1], "acq_rel")
 
 
 @intrinsic
 def as_bf16(_: Any, address: Any) -> Any:
-    """Pointer to bfloat16, which Numba knows as uint16."""
+    """Cast an address to a pointer to bfloat16, which Numba knows as uint16."""
     signature = types.CPointer(types.uint16)(types.int64)
     return signature, lambda context, builder, sig, a: builder.inttoptr(a[0], ir.IntType(16).as_pointer())
 
@@ -139,8 +142,8 @@ def store(_: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def divide(_: Any, a: Any, b: Any) -> Any:
-    """a / b as float32, rounded once. Numba's own division is an estimate where a loop is vectorised, and none in the
-    rest of that loop (`fastmath`), so that a value's bits would depend on its place in a row."""
+    """Return a / b as float32, rounded once. With `fastmath`, Numba's own division is an estimate in the vectorised
+    part of a loop and exact in the rest, so a value's bits would depend on its place in a row."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         return builder.fdiv(args[0], args[1], flags=("contract",))
@@ -150,7 +153,7 @@ def divide(_: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def power_of_two(_: Any, exponent: Any) -> Any:
-    """2.0 ** exponent as float32, for int32 exponents from -126 to 127."""
+    """Return 2.0 ** exponent as float32, for int32 exponents from -126 to 127."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, a: Any) -> Any:
         biased = builder.add(a[0], ir.Constant(I32, 127))
@@ -161,9 +164,9 @@ def power_of_two(_: Any, exponent: Any) -> Any:
 
 @device_function
 def exp(x: Any) -> Any:
-    """e ** x in float32, to 2e-7 relative; arithmetic only, so that loops over it can be vectorised.
+    """Return e ** x in float32, with a relative error of 2e-7. Arithmetic only, so that loops can be vectorised.
 
-    2 ** x split into its integer part and a polynomial for the rest (minimax, Cephes' exp2f).
+    Computed as 2 ** y, split into the integer part of y and a polynomial for the rest (minimax, Cephes' exp2f).
     """
     x = min(max(x * np.float32(1.4426950408889634), np.float32(-126.0)), np.float32(126.0))
     whole = np.floor(x + np.float32(0.5))
@@ -179,7 +182,7 @@ def exp(x: Any) -> Any:
 
 @cache
 def openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded; None if it is not GNU's."""
+    """Return the OpenMP runtime that torch has loaded; None if it is not GNU's."""
     library = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
     if not library.exists():
         return None
@@ -190,7 +193,7 @@ def openmp() -> ctypes.CDLL | None:
 
 
 class Recorder(threading.local):
-    """The graph that records this thread's kernels, if any."""
+    """The graph that records this thread's kernels, or None."""
 
     graph: Any = None
 
@@ -199,11 +202,11 @@ recorder = Recorder()
 
 
 class TokenCount(int):
-    """The number of a step's tokens, as an argument of a kernel: in a replay of a graph it may be another."""
+    """The number of a step's tokens, as an argument of a kernel. A replay of a graph may replace it."""
 
 
 class Kernel:
-    """A kernel's entry points by dtype, called with tensors and integers."""
+    """A kernel: one entry point per dtype, launched with tensors and integers."""
 
     imported: ClassVar[list[Kernel]] = []
 
@@ -218,8 +221,8 @@ class Kernel:
         self._direct[dtype] = PROTOTYPE(address)
 
     def launch(self, dtype: torch.dtype, items: int, *args: Tensor | int) -> None:
-        """Run over `items` items of work, on this thread alone if there is only one. Tensors are passed by address: the
-        caller makes sure that they are contiguous where the kernel needs it."""
+        """Run the kernel over `items` items of work, on this thread alone if there is only one. Tensors are passed by
+        address: the caller ensures that they are contiguous where the kernel needs it."""
         if dtype not in self._addresses:
             self.compile(dtype)
         values = [arg if isinstance(arg, int) else arg.data_ptr() for arg in args]
@@ -235,7 +238,7 @@ class Kernel:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory for a kernel's output."""
+    """Return memory for a kernel's output: in a recording the graph's, else new."""
     if recorder.graph is not None:
         return recorder.graph.memory.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype)
@@ -243,5 +246,5 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 @cache
 def constants(*values: float) -> Tensor:
-    """float32 values for a kernel, which takes only addresses and integers."""
+    """Return float32 values as a tensor for a kernel, which takes only addresses and integers."""
     return torch.tensor(values, dtype=torch.float32)

@@ -1,12 +1,12 @@
-"""The product of any number of rows with a weight in bfloat16 or float32.
+"""Products of any number of rows with a weight in bfloat16 or float32.
 
-Pairs of bfloat16 are multiplied by AVX-512's dot products of pairs, or each as float32.
+Pairs of bfloat16 are multiplied by AVX-512's dot products of pairs; without these, each one as float32.
 
 A packed weight is [outputs / 64, inputs / 2, 64, 2], in float32 [outputs / 64, inputs, 64, 1]: a column of 64 outputs
-lies in one piece, in the order in which it is read. A thread multiplies all rows by one column, a few rows at a time,
-and meanwhile asks for the column that it takes next, so that reading from memory and computing overlap. Each output is
-one sum in the order of the inputs: a row has the same bits with any others. Weights of parts of the inputs lie one
-below the other, and one call multiplies all; their products are added up as ops/tree_sum.py says.
+is contiguous, in the order in which it is read. A thread multiplies all rows by one column, a few rows at a time, and
+meanwhile prefetches the column that it takes next, so that reading memory and computing overlap. Each output is one sum
+in the order of the inputs, so a row has the same bits in any batch. Weights of parts of the inputs are stacked, and one
+call multiplies all of them; their products are added up as ops/tree_sum.py says.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ from engine.model.ops.cpu.vector import (
 )
 
 VECTORS = 4
-COLUMN = VECTORS * LANES  # outputs of one piece of a packed weight
-STEP_INPUTS = {torch.bfloat16: 2, torch.float32: 1}  # that a tile multiplies at a time
-STEP_BYTES = 4 * COLUMN  # of a column, for these
-BLOCK_ROWS = 384  # that a thread takes at a time, and that stay in its cache
-# vectors of a column that tiles of this many rows take at a time, as many as there are registers for: 32 of AVX-512, or
-# 16 of AVX2, half as long
+COLUMN = VECTORS * LANES  # outputs of a column of a packed weight
+STEP_INPUTS = {torch.bfloat16: 2, torch.float32: 1}  # inputs that a tile multiplies at a time
+STEP_BYTES = 4 * COLUMN  # bytes of a column for these inputs
+BLOCK_ROWS = 384  # rows that a thread takes at a time and that fit into its cache
+# rows of a tile -> vectors of a column that it takes at a time, as many as there are registers for: 32 of AVX-512, or
+# 16 of AVX2, which are half as long
 TILE_VECTORS = {6: 4, 4: 4, 2: 4, 1: 4} if HAS_BF16 else {4: 1, 2: 2, 1: 4}
 MAX_ROWS = max(TILE_VECTORS)
 PAIRS = ir.VectorType(BF16, 2 * LANES)
-PARTS = 8  # that can be added up
-TOKENS = 2  # of a sum, taken by a thread at a time
+PARTS = 8  # number of parts that `sum_8` adds up
+TOKENS = 2  # tokens of a sum that a thread takes at a time
 
 
 def multiply_tile(rows: int) -> Any:
-    """The product of `rows` rows with a column, TILE_VECTORS of it at a time, whose sums stay in registers."""
+    """Return an intrinsic that multiplies `rows` rows with a column, TILE_VECTORS at a time, with sums in registers."""
 
     @intrinsic
     def tile(
         _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, column: Any, bias: Any, inputs: Any, ahead: Any,
         pace: Any,
     ) -> Any:  # fmt: skip
-        """out[r, c] = bias[c] + sum over i < inputs of x[r, i] * column[i, c]. bias: a null pointer if there is none.
-        With each step `pace` bytes are asked for, from the address `ahead` on."""
+        """Compute out[r, c] = bias[c] + sum over i < inputs of x[r, i] * column[i, c]. bias: a null pointer if there is
+        none. Each step prefetches `pace` bytes, beginning at the address `ahead`."""
         dtype = out.dtype
 
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -100,7 +100,7 @@ def multiply_tile(rows: int) -> Any:
                     ]
                     if not start:
                         line = builder.add(wanted, builder.mul(loop.index, wanted_bytes))
-                        # by many tiles the same line is asked for again and again, which costs float32 a third of its
+                        # many tiles would prefetch the same line again and again, which costs float32 a third of its
                         # speed
                         min_bytes = number(0 if pairs else CACHE_LINE_BYTES)
                         with builder.if_then(builder.icmp_signed(">=", wanted_bytes, min_bytes)):
@@ -128,7 +128,7 @@ def multiply_tile(rows: int) -> Any:
 
 
 def add_product(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value, pairs: bool) -> ir.Value:
-    """total + a * b, of 16 words each: a float32, or a pair of bfloat16, whose products are added up in their order."""
+    """Return total + a * b for vectors of 16 words. A word is a float32 or a pair of bfloat16."""
     if pairs and HAS_BF16:
         signature = ir.FunctionType(VF32, [VF32, PAIRS, PAIRS])
         product = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512bf16.dpbf16ps.512")
@@ -144,7 +144,7 @@ def add_product(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value
 
 
 def prefetch_lines(builder: ir.IRBuilder, address: ir.Value, size: ir.Value) -> None:
-    """Ask for the lines of `size` bytes from an address on, at most STEP_BYTES."""
+    """Prefetch the cache lines of `size` bytes, at most STEP_BYTES, from an address on."""
 
     def ask(line: int) -> None:
         line_address = builder.add(address, ir.Constant(I64, line * CACHE_LINE_BYTES))
@@ -163,7 +163,7 @@ multiply_max, multiply_4, multiply_2, multiply_1 = (multiply_tile(rows) for rows
 
 @device_function
 def rows_at_once(left: int) -> int:
-    """Return how many of the rows that are left the next tile takes."""
+    """Return how many rows the next tile takes. left: rows that remain."""
     return MAX_ROWS if left >= MAX_ROWS and left != 8 else 4 if left >= 4 else 2 if left >= 2 else 1
 
 
@@ -182,7 +182,7 @@ def multiply_columns(cast: Any, item_bytes: Any, args: Any) -> None:
         ahead = args[2] + item_bytes * (following % columns * COLUMN if following < items else first) * inputs
         rest = (end - row) % MAX_ROWS
         tiles = (end - row) // MAX_ROWS + rest // 4 + rest % 4 // 2 + rest % 2
-        pace = STEP_BYTES // tiles  # each asks for a part
+        pace = STEP_BYTES // tiles  # each tile prefetches a part
         while row < end:
             x, out = cast(left + item_bytes * row * x_stride), cast(args[4] + item_bytes * (row * outputs + first))
             count = rows_at_once(end - row)
@@ -218,20 +218,20 @@ def supports(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[outputs, inputs] -> [outputs / 64, inputs / n, 64, n], where n are the inputs of a step"""
+    """Rearrange a weight: [outputs, inputs] -> [outputs / 64, inputs / n, 64, n], n being the inputs of a step."""
     MULTIPLY.compile(weight.dtype)  # now, and not in the first step
     size = STEP_INPUTS[weight.dtype]
     return weight.view(-1, COLUMN, weight.shape[1] // size, size).transpose(1, 2).contiguous()
 
 
 def packed_rows(weight: Tensor, rows: Tensor) -> Tensor:
-    """Return the given outputs' weights [len(rows), inputs] of a packed weight."""
+    """Return the weights of the given outputs, [len(rows), inputs], from a packed weight."""
     return weight[rows // COLUMN, :, rows % COLUMN].flatten(1)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> Tensor:
-    """x: [tokens, inputs], each token's values contiguous; weight: packed, and of this many parts of the inputs, whose
-    products lie side by side."""
+    """Return the product, [tokens, outputs]. x: [tokens, inputs], each token's values contiguous. weight: packed; if it
+    has several parts, each multiplies its part of the inputs, and the products are concatenated."""
     outputs, inputs = weight.shape[0] * COLUMN, weight.shape[1] * weight.shape[3]
     out = empty((len(x), outputs), x.dtype)
     MULTIPLY.launch(
@@ -243,7 +243,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> 
 
 @intrinsic
 def add(_: Any, a: Any, b: Any) -> Any:
-    """a + b, which is never reassociated."""
+    """Return a + b, which the compiler never reassociates."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         return builder.fadd(args[0], args[1], flags=CONTRACT)
@@ -283,7 +283,7 @@ SUM_8 = Kernel({torch.bfloat16: sum_8_bf16, torch.float32: sum_8_f32})
 
 
 def sum_8(parts: Sequence[Tensor]) -> Tensor:
-    """parts: [tokens, size] each, of one stride."""
+    """Return the sum of eight tensors as a binary tree. parts: [tokens, size] each, with equal strides."""
     tokens, size = parts[0].shape
     out = empty((tokens, size), parts[0].dtype)
     SUM_8.launch(out.dtype, -(-tokens // TOKENS), *parts, out, TokenCount(tokens), size, parts[0].stride(0))

@@ -22,12 +22,12 @@ from engine.model.ops.cpu.kernel import (
     take,
 )
 
-TOKENS = 4  # taken by a thread at a time
+TOKENS = 4  # tokens that a thread takes at a time
 
 
 @device_function
 def normalise(x: Any, source: Any, weight: Any, out: Any, target: Any, size: Any, numbers: Any) -> None:
-    """Write the norm of x[source : source + size] to out[target : target + size]."""
+    """Write the RMSNorm of x[source : source + size] to out[target : target + size]. numbers: eps and shift."""
     eps, shift = numbers[0], numbers[1]
     total = np.float32(0.0)
     for i in range(size):

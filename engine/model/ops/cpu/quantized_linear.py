@@ -1,8 +1,8 @@
 """Products with weights of eight and four bits on a CPU: docs/quantization.md.
 
-Inputs are rounded to int8 too, with a scale for each group of a row that has one in the weight, so that products are
-sums of integers within a group and a row's result depends on no other row. A thread reads a panel, all weights
-of 64 outputs in one piece, once for every few rows.
+Inputs are rounded to int8 too, with a scale for each group of a row, so that products are sums of integers within a
+group and a row's result does not depend on other rows. A thread reads a panel, all weights of 64 outputs, as one
+contiguous piece, once per few rows.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from engine.model.ops.cpu.kernel import (
 )
 from engine.model.quantization.weight import QuantizedWeight
 
-SMALLEST_BITS = np.float32(1e-12).view(np.int32)  # of a group of zeros
-TOKENS = 4  # whose inputs a thread rounds at a time
-INPUT_GROUP = 128  # inputs with one scale, if the checkpoint expects them as they are
-INT8_ROWS, INT4_ROWS = (4, 4) if has_avx2 else (6, 5)  # multiplied by a panel at a time: as many sums as registers hold
-BLOCK_ROWS = 90  # that a thread takes at a time
+SMALLEST_BITS = np.float32(1e-12).view(np.int32)  # least magnitude of a group, so that zeros can be scaled
+TOKENS = 4  # tokens whose inputs a thread rounds at a time
+INPUT_GROUP = 128  # inputs that share a scale, if the checkpoint does not expect them to be rounded
+INT8_ROWS, INT4_ROWS = (4, 4) if has_avx2 else (6, 5)  # rows multiplied by a panel at a time, with sums in registers
+BLOCK_ROWS = 90  # rows that a thread takes at a time
 
 
 @device_function
 def round_rows(cast: Any, args: Any) -> None:
-    """Round inputs to int8, with 0 in columns past `width`. Each group's largest number becomes 127 or -127."""
+    """Round inputs to int8. Each group's largest magnitude becomes 127; columns past `width` become 0."""
     x, values, scales, sums = cast(args[1]), as_i8(args[2]), as_f32(args[3]), as_i32(args[4])
     tokens, stride, width, groups, size = args[5], args[6], args[7], args[8], args[9]
     while True:
@@ -150,8 +150,8 @@ MULTIPLY_INT4 = Kernel({torch.bfloat16: multiply_int4_bf16})
 
 
 def select(weight: QuantizedWeight, dtype: torch.dtype) -> Integers | None:
-    """None for groups that are not whole words, and where inputs may not be rounded: in float32, unless the checkpoint
-    expects it."""
+    """Return the product with a weight; None if its groups are not whole words, or if inputs may not be rounded: in
+    float32 they may only be if the checkpoint expects it."""
     if weight.values.dtype != torch.int8 or (weight.activations is None and dtype != torch.bfloat16):
         return None
     if weight.scale.shape[1] > 1 and weight.group_size * weight.bits % (8 * QUAD):
@@ -160,14 +160,14 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> Integers | None:
 
 
 class Integers:
-    """Weights of eight or four bits by inputs of eight."""
+    """A product of inputs in eight bits with weights in eight or four bits."""
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype):
         self.outputs, self.inputs = weight.values.shape
         self.groups = weight.scale.shape[1]
         if weight.activations is None and weight.group_size % INPUT_GROUP == 0:
             self.groups = self.inputs // INPUT_GROUP
-        quads = 8 // weight.bits  # of inputs in a word
+        quads = 8 // weight.bits  # quads of inputs in a word
         middle = MIDDLE if weight.bits == 8 else 8
         values = F.pad(weight.values, (0, -self.inputs % (QUAD * quads), 0, -self.outputs % PANEL)).int() + middle
         self.size = values.shape[1] // self.groups
@@ -183,14 +183,14 @@ class Integers:
         self.multiply.compile(dtype)
 
     def panels(self, of_groups: Tensor) -> Tensor:
-        """[outputs, groups of the weight] -> [panels, groups, outputs of a panel]"""
+        """Rearrange entries of groups: [outputs, groups of the weight] -> [panels, groups, outputs of a panel]."""
         padded = F.pad(of_groups, (0, 0, 0, -self.outputs % PANEL))
         padded = padded.repeat_interleave(self.groups // padded.shape[1], dim=1)
         return padded.view(-1, PANEL, self.groups).transpose(1, 2).contiguous()
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [tokens, inputs], bias [outputs] -> [tokens, outputs] of x's dtype, bfloat16 or float32. Each row of x is
-        rounded to int8, with a float32 scale for each of its groups."""
+        """Multiply x [tokens, inputs], add bias [outputs]. Returns [tokens, outputs] of x's dtype, bfloat16 or float32.
+        Each row of x is rounded to int8, with a float32 scale per group."""
         tokens, groups, size = len(x), self.groups, self.size
         values, scale = empty((tokens, groups * size), torch.int8), empty((tokens, groups), torch.float32)
         sums, out = empty((tokens, groups), torch.int32), empty((tokens, self.outputs), x.dtype)

@@ -1,4 +1,4 @@
-"""Rotary embedding on a CPU, in place: q and k come fresh from their projection, and are read nowhere else."""
+"""Rotary embedding on a CPU, in place: q and k come from their projection and are not read elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.model.ops.cpu.kernel import (
     take,
 )
 
-TOKENS = 4  # taken by a thread at a time
+TOKENS = 4  # tokens that a thread takes at a time
 
 
 @device_function

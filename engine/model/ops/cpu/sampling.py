@@ -1,5 +1,5 @@
-"""Choosing a token of each row on a CPU: the likeliest in bfloat16, in one pass over the logits as integers of the same
-order, or one that is drawn from them."""
+"""Chooses a token of each row on a CPU: the most likely one in bfloat16, in one pass over logits as integers of the
+same order, or one that is drawn."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from engine.model.ops.cpu.kernel import (
 )
 from engine.model.ops.sampling_plain import MIN_TEMPERATURE, RandomRows, draw_rows_in_parts
 
-PART = 1024  # logits whose largest is found before it is asked which one it was
-SUMMED = 512  # logits whose weights are one sum; a token is looked for in one of these parts
+PART = 1024  # logits per part; the largest is found for each part first, its index only in the best part
+SUMMED = 512  # logits per part whose weights are summed; the token is then searched in one part
 
 
 @device_function
 def order(bits: int) -> int:
-    """An integer that is larger for a larger bfloat16 and largest for NaN; the same for both zeros."""
+    """Return an integer that is larger for a larger bfloat16 and largest for NaN; equal for both zeros."""
     if bits & 0x7FFF > 0x7F80:
         return 0x8000
     return bits if bits < 0x8000 else 0x8000 - bits
@@ -59,7 +59,7 @@ def argmax_bf16(args: Any) -> None:
 
 @device_function
 def weight_of(logit: Any, best: Any, slope: Any) -> Any:
-    """Return softmax before it is divided by the sum; 0 where that is no normal float32, as for banned tokens."""
+    """Return the softmax of a logit before division by the sum; 0 if it is no normal float32, as for banned tokens."""
     power = (logit - best) * slope
     return exp(power) if power > np.float32(-87.0) else np.float32(0.0)
 
@@ -81,7 +81,7 @@ def draw_f32(args: Any) -> None:
                 weights += weight_of(logits[i], best, slope)
             sums[part] = weights
             total += weights
-        # a part, and in it a token, of some weight at which the running sum passes the goal
+        # the part, and in it the token with a weight above 0, at which the running sum passes the goal
         goal, before, part = total * uniform[item], 0.0, 0
         while part + 1 < parts and before + sums[part] <= goal:
             before, part = before + sums[part], part + 1

@@ -1,4 +1,4 @@
-"""Steps on a CPU, as one graph for all of them, which is recorded as the engine starts."""
+"""Steps on a CPU as one graph, which is recorded as the engine starts and serves all steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.model.ops.cpu.graph import RUN_ALL, Graph
 logger = logging.getLogger(__name__)
 
 RECORDED = 1, 2, 2, 1  # tokens of each sequence in the step that is recorded
-REPLAYED = 2, 1  # in the one that shows whether that was all: fewer, as there may be memory without room for more
+REPLAYED = 2, 1  # tokens of each sequence in the step that checks the replay; no more than recorded, for memory's sake
 
 Forward = Callable[[Tensor, Batch], Tensor]
 
@@ -24,26 +24,26 @@ Forward = Callable[[Tensor, Batch], Tensor]
 def record(
     forward: Forward, x: Tensor, max_blocks: int, kv_caches: list[Tensor], kv_scales: list[Tensor | None]
 ) -> StepGraph | None:
-    """Record the kernels of a model; None if not all of them are ours. Nothing must be in the KV cache yet.
+    """Record the kernels of a model; return None if some are not ours. The KV cache must be empty.
 
-    forward: embedded tokens [tokens, hidden] and their batch -> hidden states [tokens, hidden].
-    x: [max_tokens, hidden], where the graph reads embedded tokens; as many as RECORDED, or more.
-    max_blocks: KV blocks of the longest sequence. kv_caches, kv_scales: of each KV cache group.
+    forward: returns hidden states [tokens, hidden] for embedded tokens [tokens, hidden] and their batch.
+    x: [max_tokens, hidden], where the graph reads embedded tokens; at least as many as in RECORDED.
+    max_blocks: KV blocks of the longest sequence. kv_caches, kv_scales: one per KV cache group.
     """
     graph = StepGraph(forward, x, max_blocks, kv_caches, kv_scales)
     recorded = graph.record()
     for kv_cache in kv_caches:
-        kv_cache[0] = 0  # where that left its KV
+        kv_cache[0] = 0  # clear the block that these steps wrote to
     if not recorded:
         logger.info("steps run kernel by kernel: not all of this model's are ours")
     return graph if recorded else None
 
 
 class StepGraph:
-    """Computes what the model does, with its kernels in one parallel region: see `record`.
+    """The model's layers with all kernels in one parallel region: see `record`.
 
-    Kernels find the sequences of a step, and how its rows are divided among them, in memory whose addresses stay; the
-    number of its tokens is written into the graph. So one recording serves steps that decode, prompts and mixtures.
+    Kernels read the sequences of a step, and the division of its rows, from memory with fixed addresses; the number of
+    tokens is written into the graph. So one recording serves steps that decode, prompts and mixtures.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StepGraph:
         self._forward, self._x, max_tokens = forward, x, len(x)
         self._positions = torch.empty(max_tokens, dtype=torch.int64)
         self._kv_len = torch.empty(max_tokens, dtype=torch.int32)
-        #: Of each group, for as many tokens and sequences as there may be.
+        #: Per KV cache group, for the largest numbers of tokens and sequences.
         self._kv = [
             KVGroup(
                 slot_mapping=torch.empty(max_tokens, dtype=torch.int64),
@@ -74,10 +74,8 @@ class StepGraph:
 
     @torch.inference_mode()
     def record(self) -> bool:
-        """Return whether a replay has the bits of the step itself: only kernels of ours are replayed.
-
-        What is recorded is a step of other tokens in other sequences, so what a replay lacks shows.
-        """
+        """Record a step. Return whether a replay of another step has the bits that it has without the graph, which
+        fails if any part of the model is not a kernel of ours. The two steps differ in tokens and sequences."""
         x, batch = self._example(RECORDED)
         sequences = len(batch.kv_len)
         self._copy(x, batch)
@@ -104,9 +102,8 @@ class StepGraph:
         return torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8))  # also where a model gives NaN
 
     def _example(self, counts: Sequence[int]) -> tuple[Tensor, Batch]:
-        """Return a step of sequences that begin with these numbers of tokens, one or two. They share the first block.
-
-        Its hidden states are random, [tokens, hidden], tokens = sum(counts)."""
+        """Return random hidden states [sum(counts), hidden], and a step of new sequences with counts[i] tokens each,
+        one or two. All of them use the first block."""
         rows, lengths = torch.arange(sum(counts)), torch.tensor(counts, dtype=torch.int32)
         single, chunks = split(counts, counts)
         first, *others = [
@@ -133,7 +130,7 @@ class StepGraph:
         return x.to(self._x.dtype), batch
 
     def _copy(self, x: Tensor, batch: Batch) -> None:
-        """Copy the inputs of a step to where the graph reads them."""
+        """Copy a step's inputs to the memory that the graph reads."""
         tiles, tokens, (sequences, blocks) = row_tiles(batch), len(x), batch.block_table.shape
         self._x[:tokens] = x
         self._positions[:tokens], self._kv_len[:sequences] = batch.positions, batch.kv_len

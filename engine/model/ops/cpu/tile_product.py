@@ -1,7 +1,7 @@
-"""Products of small matrices, whose sums stay in registers. float32, or bfloat16 with sums in float32.
+"""Products of small matrices, whose sums stay in registers: float32, or bfloat16 with sums in float32.
 
-Matrices consist of words of 32 bits: a float32, or two bfloat16 that are adjacent along the axis that is summed over.
-A word times a word is the sum of its one or two products, for which many CPUs have an instruction (AVX-512 BF16).
+Matrices consist of words of 32 bits: a float32, or two bfloat16 that are adjacent along the axis of summation. The
+product of two words is the sum of its one or two products, for which many CPUs have an instruction (AVX-512 BF16).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numba.extending import intrinsic
 from engine.model.ops.cpu.kernel import I32, I64, device_function
 from engine.model.ops.cpu.vector import BF16, F32P, HAS_BF16, LANES, VF32, VI32, constant, load16, splat, steps, store16
 
-ROWS, COLUMNS = 8, 2 * LANES  # of the largest tile
-PACK_WORDS = 8  # of a column, that `pack_columns` takes at a time
+ROWS, COLUMNS = 8, 2 * LANES  # size of the largest tile
+PACK_WORDS = 8  # words of each vector that `pack_columns` takes at a time
 CONTRACT = ("contract",)  # never reassociated: a row's sums have one order in tiles of any number of rows
 UNROLL = 4  # vectors in flight, to hide the latency of multiply-and-add
 VI32_HALF = ir.VectorType(I32, PACK_WORDS)
@@ -41,7 +41,7 @@ def splat_word(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, dtype:
 
 
 def add_product(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value, dtype: Any) -> ir.Value:
-    """total + a * b, of 16 words each."""
+    """Return total + a * b, for vectors of 16 words."""
     if dtype == types.uint16 and HAS_BF16:
         pairs = ir.VectorType(BF16, 2 * LANES)
         name, signature = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(VF32, [VF32, pairs, pairs])
@@ -58,8 +58,8 @@ def add_product(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value
 
 
 def multiply_into(builder: ir.IRBuilder, totals: list[ir.Value], args: Sequence[ir.Value], dtype: Any) -> None:
-    """Add the product of rows of a and 32 columns of b to totals, two vectors of a row. args: a, the words of its rows,
-    b and the words of its rows, and how many words are multiplied."""
+    """Add the product of rows of a and 32 columns of b to totals, two vectors per row. args: a, words per row of a, b,
+    words per row of b, number of words to sum over."""
     a, a_size, b, b_size, count = args
     rows, vectors = len(totals) // (COLUMNS // LANES), [ir.Constant(I64, i) for i in range(0, COLUMNS, LANES)]
     starts = [builder.mul(ir.Constant(I64, row), a_size) for row in range(rows)]
@@ -73,13 +73,13 @@ def multiply_into(builder: ir.IRBuilder, totals: list[ir.Value], args: Sequence[
 
 
 def offsets_of(builder: ir.IRBuilder, rows: int, size: ir.Value) -> list[ir.Value]:
-    """Return the offsets of the vectors of a tile of `rows` rows and 32 columns, whose rows have `size` elements."""
+    """Return the offset of each vector of a tile of `rows` rows and 32 columns. size: elements of a matrix's row."""
     starts = [builder.mul(ir.Constant(I64, row), size) for row in range(rows)]
     return [builder.add(start, ir.Constant(I64, i)) for start in starts for i in range(0, COLUMNS, LANES)]
 
 
 def products_of(rows: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Both products for tiles of `rows` rows and 32 columns."""
+    """Return the intrinsics of `product_tile` and `add_product_tile` for tiles of `rows` rows and 32 columns."""
 
     @intrinsic
     def product(_: Any, out: Any, out_size: Any, a: Any, a_size: Any, b: Any, b_size: Any, count: Any) -> Any:
@@ -126,14 +126,14 @@ product_1, add_product_1 = products_of(1)
 
 @device_function
 def rows_at_once(left: int) -> int:
-    """Return how many of the rows that are left the next tile takes."""
+    """Return how many rows the next tile takes. left: rows that remain."""
     return 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
 
 
 @device_function
 def product_tile(rows: Any, out: Any, out_size: Any, a: Any, a_size: Any, b: Any, b_size: Any, count: Any) -> None:
-    """out[r, c] = sum over i < count of a[r, i] * b[i, c], for 32 columns and as many rows as `rows_at_once` says. Each
-    matrix has rows of its `size`; a and b consist of words, `out` of float32."""
+    """Compute out[r, c] = sum over i < count of a[r, i] * b[i, c], for 32 columns and `rows` rows (1, 2, 4 or 8).
+    a_size, b_size, out_size: elements per row of each matrix; words in a and b, float32 in `out`."""
     if rows == 8:
         product_8(out, out_size, a, a_size, b, b_size, count)
     elif rows == 4:
@@ -148,8 +148,8 @@ def product_tile(rows: Any, out: Any, out_size: Any, a: Any, a_size: Any, b: Any
 def add_product_tile(
     rows: Any, out: Any, out_size: Any, shrink: Any, a: Any, a_size: Any, b: Any, b_size: Any, count: Any
 ) -> None:
-    """out[r, c] = out[r, c] * shrink[r] + what `product_tile` gives. Where shrink[r] is 0, what is in `out` does not
-    matter."""
+    """Compute out[r, c] = out[r, c] * shrink[r] + the result of `product_tile`. `out` may be anything where shrink[r]
+    is 0."""
     if rows == 8:
         add_product_8(out, out_size, shrink, a, a_size, b, b_size, count)
     elif rows == 4:
@@ -161,7 +161,7 @@ def add_product_tile(
 
 
 def pointers(builder: ir.IRBuilder, table: ir.Value, first: ir.Value, offset: ir.Value, count: int) -> list[ir.Value]:
-    """table[first:first + count], addresses in bytes, plus `offset`."""
+    """Return table[first : first + count], addresses in bytes, each plus `offset`, as pointers."""
     found = []
     for t in range(count):
         address = builder.load(builder.gep(table, [builder.add(first, ir.Constant(I64, t))]))
@@ -170,12 +170,12 @@ def pointers(builder: ir.IRBuilder, table: ir.Value, first: ir.Value, offset: ir
 
 
 def transposed(builder: ir.IRBuilder, vectors: list[ir.Value], word: ir.Value, dtype: Any) -> list[ir.Value]:
-    """Words [word, word + 8) of 16 vectors, transposed: one result for each word, with that of every vector."""
+    """Transpose words [word, word + 8) of 16 vectors: return one vector per word, with that word of every vector."""
     parts = []
     for vector in vectors:
         address = builder.bitcast(builder.gep(vector, [word]), VI32_HALF.as_pointer())
         parts.append(builder.load(address, align=dtype.bitwidth // 8))
-    # two squares of 8 by 8 words side by side, transposed by exchanging ever larger parts of them
+    # two squares of 8 by 8 words, side by side, transposed by exchanging ever larger parts
     lanes = ir.VectorType(I32, LANES)
     both = ir.Constant(lanes, list(range(LANES)))
     lines = [builder.shuffle_vector(parts[t], parts[t + PACK_WORDS], both) for t in range(PACK_WORDS)]
@@ -190,7 +190,7 @@ def transposed(builder: ir.IRBuilder, vectors: list[ir.Value], word: ir.Value, d
 
 
 def joined(builder: ir.IRBuilder, rows: list[ir.Value], i: ir.Value, dtype: Any) -> ir.Value:
-    """16 words of elements [i, i + 16) of one row of float32, or of two of bfloat16."""
+    """Return 16 words from elements [i, i + 16) of one row of float32, or of two rows of bfloat16."""
     element = ir.IntType(dtype.bitwidth)
     vector = ir.VectorType(element, LANES)
     parts = []
@@ -205,8 +205,8 @@ def joined(builder: ir.IRBuilder, rows: list[ir.Value], i: ir.Value, dtype: Any)
 
 @intrinsic
 def pack_columns(_: Any, out: Any, out_size: Any, vectors: Any, offset: Any, words: Any) -> Any:
-    """out[i, t] = word i of vector t, for 16 vectors at the addresses `vectors` + `offset`, in bytes; `words`, of a
-    vector, is a multiple of 8. A row of `out` has `out_size`."""
+    """Write out[i, t] = word i of vector t, for 16 vectors at the byte addresses `vectors` + `offset`. words: number of
+    words of a vector, a multiple of 8. out_size: words per row of `out`."""
     dtype = out.dtype
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -224,8 +224,8 @@ def pack_columns(_: Any, out: Any, out_size: Any, vectors: Any, offset: Any, wor
 
 @intrinsic
 def pack_row(_: Any, out: Any, rows: Any, offset: Any, size: Any) -> Any:
-    """Write a row of words, from one row of float32 or the two of bfloat16 that are summed over together. They are at
-    the addresses `rows` + `offset`, in bytes; `size`, of a row, is a multiple of 16."""
+    """Write a row of words from one row of float32, or from the two rows of bfloat16 that are summed over together, at
+    the byte addresses `rows` + `offset`. size: elements per row, a multiple of 16."""
     dtype = out.dtype
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -239,8 +239,8 @@ def pack_row(_: Any, out: Any, rows: Any, offset: Any, size: Any) -> Any:
 
 
 def product_in_place_of(rows: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Both products for a few rows, which would not repay packing what they are multiplied with: the same sums in the
-    same order."""
+    """Return the intrinsics of `multiply_columns` and `add_product_of_rows`, for so few rows that packing would not
+    pay. Sums have the same order as those of packed tiles."""
 
     @intrinsic
     def by_columns(_: Any, out: Any, out_size: Any, a: Any, vectors: Any, offset: Any, words: Any) -> Any:
@@ -249,7 +249,7 @@ def product_in_place_of(rows: int) -> tuple[Callable[..., None], Callable[..., N
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             target, size, left, table, start, number = args
             sources = pointers(builder, table, ir.Constant(I64, 0), start, COLUMNS)
-            parts = [sources[t : t + LANES] for t in range(0, COLUMNS, LANES)]  # each with its own sums
+            parts = [sources[t : t + LANES] for t in range(0, COLUMNS, LANES)]  # each has separate sums
             totals = [[cgutils.alloca_once(builder, VF32) for _ in parts] for _ in range(rows)]
             for total in itertools.chain(*totals):
                 builder.store(constant(0.0), total)
@@ -327,7 +327,7 @@ by_columns_4, by_rows_4 = product_in_place_of(4)
 
 @device_function
 def multiply_columns(rows: int, out: Any, out_size: int, a: Any, vectors: Any, offset: int, words: int) -> None:
-    """out[r, t] = sum over i < words of a[r, i] * word i of vector t, for up to 4 rows and 32 vectors."""
+    """Compute out[r, t] = sum over i < words of a[r, i] * word i of vector t, for up to 4 rows and 32 vectors."""
     if rows == 4:
         by_columns_4(out, out_size, a, vectors, offset, words)
     elif rows == 2:
@@ -341,8 +341,8 @@ def add_product_of_rows(
     rows: int, out: Any, out_size: int, shrink: Any, a: Any, a_size: int, vectors: Any, offset: int, size: int,
     count: int,
 ) -> None:  # fmt: skip
-    """out[r, c] = out[r, c] * shrink[r] + sum over i < count of a[r, i] * word (i, c), for up to 4 rows and c < size.
-    The words come from rows at the addresses `vectors` + `offset`, in bytes, as in `pack_row`."""
+    """Compute out[r, c] = out[r, c] * shrink[r] + sum over i < count of a[r, i] * word (i, c), for up to 4 rows and c <
+    size. Words come from rows at the byte addresses `vectors` + `offset`, as in `pack_row`."""
     if rows == 4:
         by_rows_4(out, out_size, shrink, a, a_size, vectors, offset, size, count)
     elif rows == 2:

@@ -1,5 +1,5 @@
-"""Inner loops that must use vectors of 16 float32, in LLVM IR because no auto-vectoriser can be trusted with them. On
-CPUs with shorter vectors LLVM splits them."""
+"""Inner loops that must use vectors of 16 float32, in LLVM IR because no auto-vectoriser can be relied on. On CPUs with
+shorter vectors LLVM splits them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.model.ops.cpu.kernel import I32, I64
 
 
 class BFloat16Type(ir.Type):
-    """LLVM's bfloat, which llvmlite has no class for."""
+    """LLVM's bfloat type, for which llvmlite has no class."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -63,7 +63,7 @@ def constant(value: float) -> ir.Constant:
 
 
 def load16(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, dtype: Any) -> ir.Value:
-    """Elements [index, index + 16) as float32, from a bfloat16 (uint16 to Numba) or float32 array."""
+    """Load elements [index, index + 16) of a bfloat16 (uint16 to Numba) or float32 array as float32."""
     address = builder.gep(pointer, [index])
     if dtype == types.float32:
         return builder.load(builder.bitcast(address, VF32.as_pointer()), align=4)
@@ -73,10 +73,10 @@ def load16(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, dtype: Any
 
 
 def store16(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, index: ir.Value, dtype: Any) -> None:
-    """Write 16 float32 values, rounded to nearest even for bfloat16."""
+    """Store 16 float32 values, rounded to nearest even for bfloat16."""
     if dtype == types.uint16 and HAS_BF16:
         value = builder.fptrunc(value, ir.VectorType(BF16, LANES))
-    elif dtype == types.uint16:  # LLVM would call a function, for each value, that is nowhere
+    elif dtype == types.uint16:  # for fptrunc LLVM would call a function per value that no library has
         bits, half = builder.bitcast(value, VI32), ir.Constant(VI32, [16] * LANES)
         odd = builder.and_(builder.lshr(bits, half), ir.Constant(VI32, [1] * LANES))
         bits = builder.add(builder.add(bits, ir.Constant(VI32, [0x7FFF] * LANES)), odd)
@@ -95,8 +95,8 @@ def steps(builder: ir.IRBuilder, count: ir.Value) -> Any:
 
 
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2 ** x to 2e-7 relative: the nearest whole number and a polynomial for the rest. Without AVX-512 for x up to 127,
-    and with 0 below -126."""
+    """Return 2 ** x with a relative error of 2e-7, from the nearest integer and a polynomial for the rest. Without
+    AVX-512, x must be at most 127, and the result is 0 below -126."""
     round = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VF32, [VF32]), f"llvm.nearbyint.v{LANES}f32")
     low = constant(-126.0)
     seen = builder.fcmp_ordered(">", x, low)
@@ -126,11 +126,11 @@ def reduced(builder: ir.IRBuilder, name: str, vector: ir.Value, *start: ir.Value
 def weigh(
     _: Any, out: Any, totals: Any, tops: Any, shrinks: Any, scores: Any, size: Any, rows: Any, count: Any, factor: Any
 ) -> Any:  # fmt: skip
-    """Turn the first `count` scores, a multiple of 16, of `rows` rows of `size`, up to 16, into weights of a softmax.
+    """Turn the first `count` scores of each row into softmax weights. Up to 16 rows of `size`; count: a multiple of 16.
 
-    tops[r], a power of 2, is raised to the row's highest score * factor, and shrinks[r] = 2 ** (what it was - it).
-    out[r, i] = 2 ** (scores[r, i] * factor - tops[r]). The 16 elements of totals[r] are multiplied by shrinks[r], and
-    element i added to lane i % 16. What has the lowest score weighs 0, and changes no bit of a sum.
+    tops[r], a power of 2, is raised to the row's highest score * factor; shrinks[r] = 2 ** (its old value - the new
+    one). out[r, i] = 2 ** (scores[r, i] * factor - tops[r]). The 16 elements of totals[r] are multiplied by shrinks[r],
+    and weight i is added to element i % 16. The lowest score weighs 0 and changes no bit of a sum.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:

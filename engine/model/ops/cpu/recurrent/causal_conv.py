@@ -1,6 +1,6 @@
-"""The causal convolution of recurrent layers on a CPU. See ops/recurrent/causal_conv.py, whose names are used here.
+"""The causal convolution of recurrent layers on a CPU. See ops/recurrent/causal_conv.py for names.
 
-An item of work is BLOCK channels of one sequence: what earlier steps left in its ring is read before it is written.
+An item of work is BLOCK channels of one sequence: inputs of earlier steps are read from its ring before it is written.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def copy_row(as_x: Any, target: int, source: int, width: int) -> None:
 
 @device_function
 def causal_conv_rows(as_x: Any, size: int, args: Any) -> None:
-    """size: bytes of a number. args: x, its numbers from row to row, weight, bias, ring, out, table of sequences, their
-    number, channels, kernel, whether SiLU follows, and the numbers from one slot's ring to the next."""
+    """Convolve, item by item. size: bytes of a number. args: x, its row stride, weight, bias, ring, out, table of
+    sequences, number of sequences, channels, kernel, whether SiLU follows, the ring's slot stride; strides in
+    numbers."""
     stride, seqs, channels, taps = args[2], args[8], args[9], args[10]
     blocks = (channels + BLOCK - 1) // BLOCK
     memory = np.zeros((RING + 2) * BLOCK, np.float32)
@@ -105,7 +106,8 @@ CAUSAL_CONV = Kernel({torch.bfloat16: causal_conv_bf16, torch.float32: causal_co
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: States, batch: Batch, silu: bool) -> Tensor:
-    """x: [tokens, channels]; weight: [channels, kernel]; bias: [channels] or None. Returns x's shape and dtype."""
+    """Convolve. x: [tokens, channels]; weight: [channels, kernel]; bias: [channels] or None. Returns a tensor like
+    x."""
     table, x = sequence_table(batch), x if x.stride(1) == 1 else x.contiguous()
     channels, taps = weight.shape
     out = torch.zeros(x.shape, dtype=x.dtype)

@@ -1,8 +1,8 @@
-"""Linear attention on a CPU. See ops/recurrent/linear_attention.py, whose names are used here.
+"""Linear attention on a CPU. See ops/recurrent/linear_attention.py for names.
 
-An item of work is one head of one sequence. Each sum is over keys' channels or over rows in order, in tiles of up to 8
-rows by 32 columns whose sums never depend on how many rows a tile has (tile_product.py): what a prompt computes in
-tiles has the bits that a decoded row has alone. A decoded row reads the state once, for its key and its query.
+An item of work is one head of one sequence. Sums run over keys' channels or over rows, in order, in tiles of up to 8
+rows by 32 columns whose sums never depend on the number of rows (tile_product.py). So what a prompt computes in tiles
+has the bits of a row that is decoded alone. A decoded row reads the state once, for its key and its query together.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES
 from engine.model.ops.norm_plain import unit_q_and_k
 from engine.model.state import CHUNK, States
 
-FEW_ROWS = 4  # of keys and queries, which are multiplied with keys where these lie
+FEW_ROWS = 4  # up to this many rows of keys and queries, keys are read in place, not packed
 
 
 class Space(NamedTuple):
-    """A thread's memory, by addresses; float32. `rows` are those of keys, and as many of queries behind them."""
+    """A thread's memory, as addresses; float32. `rows` holds rows of keys, followed by as many rows of queries."""
 
     rows: int  #: [2 * rows, d_k]
-    read: int  #: [2 * rows, d_v], what the state says about them
+    read: int  #: [2 * rows, d_v], their products with the state
     inner: int  #: [2 * rows, CHUNK], their products with the chunk's keys
     sums: int  #: [ROWS, d_v]
     keys: int  #: [d_k, CHUNK]
@@ -63,7 +63,7 @@ def divide_space(start: int, rows: int, key_dim: int, value_dim: int) -> Space:
 
 @device_function
 def multiply(out: int, rows: int, a: int, b: int, count: int, width: int) -> None:
-    """out[r, c] = sum over i < count of a[r, i] * b[i, c], c < width; matrices at addresses, with dense rows."""
+    """Compute out[r, c] = sum over i < count of a[r, i] * b[i, c], c < width. Matrices are at addresses and dense."""
     row = 0
     while row < rows:
         some = rows_at_once(rows - row)
@@ -77,7 +77,7 @@ def multiply(out: int, rows: int, a: int, b: int, count: int, width: int) -> Non
 
 @device_function
 def multiply_keys(space: Space, rows: int, key_dim: int, end: int) -> None:
-    """Fill `inner`: products of rows with the first `end` keys, and others up to a multiple of COLUMNS."""
+    """Fill `inner` with products of rows with the first `end` keys, rounded up to a multiple of COLUMNS."""
     for c in range(0, end, COLUMNS):
         row = 0
         while row < rows:
@@ -94,7 +94,7 @@ def multiply_keys(space: Space, rows: int, key_dim: int, end: int) -> None:
 
 @device_function
 def weigh(space: Space, r: int, row: int, end: int, inner: int) -> None:
-    """weights[r, j] = inner[j] * exp(G_row - G_j) for j < end, a row of the chunk; inner: an address."""
+    """Write weights[r, j] = inner[j] * exp(G_row - G_j) for j < end. row: of the chunk. inner: an address."""
     weights, decays, products = as_f32(space.weights + 4 * r * CHUNK), as_f32(space.decays), as_f32(inner)
     now = decays[row]
     for j in range(end):
@@ -103,7 +103,7 @@ def weigh(space: Space, r: int, row: int, end: int, inner: int) -> None:
 
 @device_function
 def add_rows(space: Space, r: int, rows: int, values: int, first: int, last: int, value_dim: int) -> None:
-    """sums[r + i] += sum over first <= j < last of weights[r + i, j] * values[j], for i < rows."""
+    """Add to sums[r + i]: the sum over first <= j < last of weights[r + i, j] * values[j], for i < rows."""
     if last <= first:
         return
     for c in range(0, value_dim, COLUMNS):
@@ -116,7 +116,7 @@ def add_rows(space: Space, r: int, rows: int, values: int, first: int, last: int
 
 @device_function
 def sum_before(space: Space, rows: int, first: int, values: int, value_dim: int) -> None:
-    """sums = what the rows of the chunk before `first` give to `rows` rows, by their weights."""
+    """Set sums, for `rows` rows, to the weighted sums of values over the chunk's rows before `first`."""
     sums = as_f32(space.sums)
     for i in range(rows * value_dim):
         sums[i] = np.float32(0.0)
@@ -132,8 +132,8 @@ def attend_tile(
     space: Space, values: int, v: int, v_stride: int, out: int, beta: int, beta_stride: int, first: int, rows: int,
     row: int, count: int, value_dim: int,
 ) -> None:  # fmt: skip
-    """Compute u and o of `rows` rows of the chunk from `row` on, which do not reach past a multiple of ROWS. `first`
-    counts them among the `count` rows of the portion. Addresses: v and out of the first of them, beta 0 for none."""
+    """Compute u and o of `rows` rows, from `row` of the chunk on; they must not cross a multiple of ROWS. first: index
+    of the first row among the `count` rows of the portion. v, out, beta: addresses for that row; beta is 0 for none."""
     base, sums, decays = row // ROWS * ROWS, as_f32(space.sums), as_f32(space.decays)
     if beta:
         for r in range(rows):
@@ -163,7 +163,7 @@ def attend_tile(
 
 @device_function
 def move_state(space: Space, state: int, values: int, key_dim: int, value_dim: int, begun: bool) -> None:
-    """Let the rows of a whole chunk move the state; `keys` holds their keys, which are decayed in place."""
+    """Put the rows of a full chunk into the state. `keys` holds their keys, which are decayed in place."""
     decays, last = as_f32(space.decays), as_f32(space.decays)[CHUNK - 1]
     for i in range(key_dim):
         keys = as_f32(space.keys + 4 * i * CHUNK)
@@ -184,7 +184,7 @@ def move_state(space: Space, state: int, values: int, key_dim: int, value_dim: i
 
 @device_function
 def find_keys(space: Space, kept: int, new: int, stride: int, row: int, end: int, key_dim: int) -> None:
-    """Set the addresses of a chunk's keys: those before `row` are kept, from there on new. Past `end` is the last."""
+    """Set the addresses of a chunk's keys: kept ones before `row`, new ones up to `end`, then the last one again."""
     key_at = as_i64(space.key_at)
     for j in range(row):
         key_at[j] = kept + 4 * j * key_dim
@@ -194,8 +194,8 @@ def find_keys(space: Space, kept: int, new: int, stride: int, row: int, end: int
 
 @device_function
 def linear_attention_rows(args: Any) -> None:
-    """args: q, k, v, decay, beta, out, state, keys, values, decays, table of sequences, their number, heads, k_heads,
-    d_k, d_v, the rows of the longest portion, and the numbers from one slot's state to the next."""
+    """Attend, item by item. args: q, k, v, decay, beta, out, state, keys, values, decays, table of sequences, number of
+    sequences, heads, k_heads, d_k, d_v, rows of the longest portion, stride from slot to slot of `state` in numbers."""
     seqs, heads, key_heads, key_dim, value_dim = args[12], args[13], args[14], args[15], args[16]
     group, q_stride, v_stride = heads // key_heads, key_heads * key_dim, heads * value_dim
     memory = np.zeros(divide_space(0, args[17], key_dim, value_dim).end + CACHE_LINE_BYTES, np.uint8)
@@ -279,8 +279,8 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, states: States, batch: Batch, scale: float,
     eps: float | None,
 ) -> Tensor:  # fmt: skip
-    """q, k: [tokens, k_heads, d_k]; v: [tokens, heads, d_v]; decay: [tokens, heads, 1]; beta: [tokens, heads]. Returns
-    [tokens, heads, d_v] of v's dtype."""
+    """Attend. q, k: [tokens, k_heads, d_k]; v: [tokens, heads, d_v]; decay: [tokens, heads, 1]; beta: [tokens, heads].
+    Returns [tokens, heads, d_v] of v's dtype."""
     assert batch.states is not None
     q, k = (x.contiguous() for x in unit_q_and_k(q, k, scale, eps))
     values, (heads, value_dim), (key_heads, key_dim) = v.float().contiguous(), v.shape[1:], k.shape[1:]
@@ -295,14 +295,14 @@ def linear_attention(
         out, states["state"], states["keys"], states["values"], states["decays"], table, len(table), heads, key_heads,
         key_dim, value_dim, longest, states["state"].stride(0),
     )  # fmt: skip
-    # once all heads have read those that they take the place of
+    # written last, since all heads must have read the keys that these replace
     states["keys"][slots, :, rows] = k[tokens]
     return out.to(v.dtype)
 
 
 def tables(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[seqs, 6] int64, the sequences; and slots, rows and tokens [n] int64 of the keys that are kept, those since the
-    last border."""
+    """Return the table of sequences; then slots, rows and tokens [n] int64 of keys to keep, those since the last
+    border."""
     table = sequence_table(batch)
     first, last, start, slot = table[:, :4].unbind(1)
     end = start + last - first

@@ -1,4 +1,4 @@
-"""The sequences of a step, as kernels of recurrent layers on a CPU read them."""
+"""The sequences of a step in the form that CPU kernels of recurrent layers read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.model.batch import Batch, state_rows
 
 
 def sequence_table(batch: Batch) -> Tensor:
-    """[seqs, 6] int64: the StateRows of each, made once for all layers of a step."""
+    """Return [seqs, 6] int64, the StateRows of each sequence. Made once per step, for all layers."""
     assert batch.states is not None
     plans = batch.states.plans
     if "sequences" not in plans:
