@@ -1,1 +1,1 @@
-"""Ranks that share a model, and the messages between processes: collectives, plan broadcast, ZMQ sockets."""
+"""Communication between processes: collectives of the ranks that share a model, plan broadcast, ZMQ sockets."""

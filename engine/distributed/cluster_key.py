@@ -1,4 +1,4 @@
-"""The secret by which the processes of one cluster know each other's sockets."""
+"""Shared secret by which the processes of one cluster authenticate each other's sockets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:  # an engine of one rank does without pyzmq
 
 
 class ClusterKey(msgspec.Struct, frozen=True, array_like=True):
-    """A CURVE key pair (CurveZMQ, https://rfc.zeromq.org/spec/26), which both ends of every connection use.
+    """A CURVE key pair (CurveZMQ, https://rfc.zeromq.org/spec/26) that both ends of every connection use.
 
-    Both halves are secret, so no list of admitted clients (ZAP) is needed: a handshake begins with a box that is sealed
-    for the public half of the listening end, which never crosses the wire. What follows is encrypted.
+    Both halves are kept secret, so no list of admitted clients (ZAP) is needed: a handshake begins with a box sealed
+    for the listener's public half, which never crosses the wire. All later traffic is encrypted.
     """
 
     public: bytes
@@ -31,16 +31,17 @@ class ClusterKey(msgspec.Struct, frozen=True, array_like=True):
         return "ClusterKey(...)"  # it must not get into a log
 
     def guard_listener(self, socket: zmq.Socket[Any]) -> None:
-        """Let the socket, before it binds, refuse every peer without this key."""
+        """Make the socket refuse every peer without this key. Call it before the socket binds."""
         socket.curve_server = True
         socket.curve_secretkey = self.secret
 
     def guard_connector(self, socket: zmq.Socket[Any]) -> None:
-        """Let the socket, before it connects, prove that it has this key, and talk to no peer without it."""
+        """Make the socket prove that it has this key, and refuse peers without it. Call it before the socket
+        connects."""
         socket.curve_serverkey = self.public
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
 
     def derive(self, data: bytes) -> bytes:
-        """Return a secret of 32 bytes that only holders of this key can compute from `data`."""
+        """Return 32 secret bytes that only holders of this key can compute from `data`."""
         return hashlib.blake2b(data, digest_size=32, key=self.secret).digest()

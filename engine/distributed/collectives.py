@@ -1,4 +1,4 @@
-"""Collective operations of ranks."""
+"""Interface of collective operations between ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 class Collectives(Protocol):
-    """A way of summing and gathering tensors between ranks."""
+    """A way to sum and gather tensors across ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return [size, *x.shape]."""
+        """Return every rank's `x`, stacked: [size, *x.shape]."""
 
     def abort(self, reason: str) -> None: ...
 

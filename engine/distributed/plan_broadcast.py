@@ -1,7 +1,7 @@
-"""Keeps ranks in step: rank 0 broadcasts every plan once, and the others compute it without answering.
+"""Keeps ranks in step: rank 0 broadcasts every plan once, and the others execute it without replying.
 
-All ranks get the same logits and draw the same random numbers, so they know the sampled tokens themselves. A checksum
-of the tokens that rank 0 sampled goes with a later plan: a rank that sampled others stops. For the cost see
+All ranks get the same logits and draw the same random numbers, so each knows the sampled tokens itself. A later plan
+carries a checksum of the tokens that rank 0 sampled: a rank that sampled others stops. For the cost see
 docs/measurements/performance.md.
 """
 
@@ -25,34 +25,34 @@ from engine.wire.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 30.0  # once all ranks have loaded the model
+JOIN_TIMEOUT_S = 30.0  # for ranks to join after all have loaded the model
 HEARTBEAT_MS = 1000
-SILENCE_MS = 10_000  # without an answer to heartbeats, after which the peer counts as gone
+SILENCE_MS = 10_000  # without an answer to heartbeats after which a peer counts as gone
 LINGER_MS = 1000
-HELLO, GONE = b"\x01", b"\x00"  # an XPUB socket receives these, and the topic, when a rank subscribes and leaves
+HELLO, GONE = b"\x01", b"\x00"  # an XPUB socket receives these, then a topic, when a rank subscribes or leaves
 TOPIC = re.compile(rb"rank (\d{1,6})")
-NAME = "plans"  # of the socket in metrics
+NAME = "plans"  # name of the socket in metrics
 
 
 class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Counts from 1, so that a lost message is noticed."""
     plan: StepPlan | None
-    """None at the end."""
+    """None to end the other ranks."""
     checked: int
-    """The step whose tokens `checksum` covers; 0 if none."""
+    """Step whose tokens `checksum` covers; 0 if none."""
     checksum: int
 
 
 class PlanBroadcaster:
-    """Rank 0's end, for one thread at a time."""
+    """Rank 0's end of the broadcast. Used by one thread at a time."""
 
     def __init__(self, group: TPGroup):
-        """Wait until all ranks have loaded their model and listen. Raises StartupError."""
+        """Wait until all ranks have loaded their model and are listening. Raises StartupError."""
         self._group = group
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # nothing is ever dropped; rank 0 is at most one step ahead
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop a plan; rank 0 is at most one step ahead
         _set_heartbeat(self._socket)
         if group.key is not None:
             group.key.guard_listener(self._socket)
@@ -68,16 +68,16 @@ class PlanBroadcaster:
             raise
 
     def send(self, plan: StepPlan | None) -> None:
-        """Send without waiting; `check` notices a rank that is gone. None ends the other ranks."""
+        """Send a plan without waiting; None ends the other ranks. `check` notices a rank that has gone."""
         self._number += 1
         self._socket.send(self._encode(PlanMessage(self._number, plan, self._checked, self._checksum)), zmq.NOBLOCK)
 
     def committed(self, result: StepResult) -> None:
-        """Note a step's tokens, for the other ranks to compare with theirs."""
+        """Record a step's tokens, for the other ranks to compare with theirs."""
         self._checked, self._checksum = result.step, checksum(result)
 
     def check(self) -> None:
-        """Raise EngineUnavailable if a rank is gone."""
+        """Raise EngineUnavailable if a rank has gone."""
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             word, rank = self._receive()
             if word == GONE and rank is not None:
@@ -89,7 +89,7 @@ class PlanBroadcaster:
             raise EngineUnavailable(reason)
 
     def close(self) -> None:
-        """Let the other ranks end."""
+        """End the other ranks and close the socket."""
         if not self._context.closed:
             self.send(None)
             self._context.destroy(linger=LINGER_MS)
@@ -113,7 +113,8 @@ class PlanBroadcaster:
                 missing.discard(rank)
 
     def _receive(self) -> tuple[bytes, int | None]:
-        """Return HELLO or GONE, and the rank; None for subscriptions to plans, and for what no rank sends."""
+        """Return HELLO or GONE, and the rank; None as the rank for subscriptions to plans and for malformed
+        messages."""
         message = self._socket.recv()
         word, topic = message[:1], message[1:]
         found = TOPIC.fullmatch(topic)
@@ -125,7 +126,7 @@ class PlanBroadcaster:
 
 
 class PlanReceiver:
-    """Another rank's end, for one thread at a time."""
+    """End of the broadcast at a rank above 0. Used by one thread at a time."""
 
     def __init__(self, group: TPGroup):
         self._rank = group.rank
@@ -151,14 +152,14 @@ class PlanReceiver:
         self._socket.connect(address)
 
     def receive(self, timeout_s: float) -> PlanMessage | None:
-        """Return the next message, or None if none came in time. Raises EngineUnavailable if rank 0 or a message is
-        lost."""
+        """Return the next message, or None if none arrives within `timeout_s`. Raises EngineUnavailable if rank 0 has
+        gone or a message is missing."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
-        if ready and self._socket.poll(0):  # a message that came just before the end counts
+        if ready and self._socket.poll(0):  # a message that arrived just before rank 0 went still counts
             data = self._socket.recv()
             try:
                 message = self._decode(data)
-            except Exception as error:  # noqa: BLE001 - if it was a plan, the number of the next one tells
+            except Exception as error:  # noqa: BLE001 - if it was a plan, the next one's number reveals the loss
                 REFUSALS.add(NAME, "malformed", repr(error))
                 return None
             self._number += 1

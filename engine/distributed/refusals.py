@@ -1,4 +1,5 @@
-"""Counts what the sockets of this process refuse. It is dropped, and no receiving loop ever ends by it."""
+"""Counts the messages and peers that this process's sockets refuse. They are dropped; no receiving loop ends because of
+them."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ logger = logging.getLogger(__name__)
 
 LOG_PERIOD_S = 60.0  # at most one line per socket in this time
 
-# malformed: it cannot be decoded. unexpected: it can, but makes no sense here. unauthenticated: a peer without the
-# cluster's key, which is not even heard.
+# malformed: a message that cannot be decoded. unexpected: one that can, but makes no sense here. unauthenticated: a
+# peer without the cluster's key, from which nothing is read.
 Reason = Literal["malformed", "unexpected", "unauthenticated"]
 
 Counts = dict[str, dict[str, int]]
-"""Refused messages and peers by socket and Reason."""
+"""Number of refused messages and peers, by socket, then by Reason."""
 
 
 class Refusals:
-    """Counts since the start of the process, for any thread."""
+    """Counts since the start of the process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +29,7 @@ class Refusals:
         self._quiet_until: dict[str, float] = {}  # by socket
 
     def add(self, socket: str, reason: Reason, detail: object) -> None:
-        """Count one more, and log it unless the socket has just logged another. socket: its name in metrics."""
+        """Count one refusal, and log it unless this socket has just logged another. socket: its name in metrics."""
         now = time.monotonic()
         with self._lock:
             reasons = self._counts.setdefault(socket, {})
@@ -45,11 +46,11 @@ class Refusals:
 
 
 REFUSALS = Refusals()
-"""Those of this process, as metrics count by process too."""
+"""Refusals of this process; there is one, since metrics are per process too."""
 
 
 def add_up(*several: Counts) -> Counts:
-    """Return the sums over several processes."""
+    """Return the sums of the counts of several processes."""
     total: Counts = {}
     for counts in several:
         for socket, reasons in counts.items():

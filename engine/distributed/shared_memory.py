@@ -42,7 +42,7 @@ _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 @intrinsic
 def _read(_: Any, counters: Any, index: Any) -> Any:
-    """Read a counter; everything that its writer wrote before is visible afterwards."""
+    """Read a counter. Everything that its writer wrote earlier is visible afterwards."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -61,10 +61,10 @@ def _write(_: Any, counters: Any, index: Any, value: Any) -> Any:
     return types.void(counters, types.int64, types.int64), generate
 
 
-@njit("int64(int64[::1], int64, int64, int64)", nogil=True, cache=True)  # other threads, such as the scheduler's, run
+@njit("int64(int64[::1], int64, int64, int64)", nogil=True, cache=True)  # nogil: other threads go on meanwhile
 def _barrier(counters: Any, rank: int, number: int, nap_us: int) -> int:
-    """Announce that `rank` has reached `number`, and wait for the others. Return -1 when all have, or after a while a
-    rank that has not, so that the caller can check what is wrong and come back."""
+    """Announce that `rank` has reached `number`, and wait for the others. Returns -1 once all have reached it, or after
+    a while a rank that has not, so that the caller can check what is wrong and call again."""
     step = CACHE_LINE_BYTES // 8
     _write(counters, rank * step, number)
     for other in range(len(counters) // step):
@@ -83,23 +83,23 @@ def _barrier(counters: Any, rank: int, number: int, nap_us: int) -> int:
 
 
 class SharedMemory:
-    """One rank's end.
+    """One rank's end of collectives over shared memory.
 
-    Each rank has two buffers and a counter. It writes into one buffer, raises its counter, and once all counters are as
-    high reads every rank's buffer. The buffers take turns: a rank that is at its next chunk has read the one before, so
-    one barrier per chunk is enough. Every rank adds up in rank order, so all get the same bits.
+    Each rank has two buffers and a counter. For each chunk it writes into one buffer, raises its counter, and reads
+    every rank's buffer once all counters are as high. The buffers alternate: a rank that has reached the next chunk has
+    read the previous one, so one barrier per chunk suffices. Every rank adds in rank order, so all get the same bits.
     """
 
     def __init__(self, rank: int, pids: list[int], path: str | None, timeout_s: float):
-        """pids: of all ranks. path: of rank 0's memory; None on rank 0, which makes it.
-        timeout_s: how long to wait for a rank that lives. Raises OSError if the system refuses.
-        """
+        """pids: process ids of all ranks.
+        path: path of rank 0's memory; None on rank 0, which creates it.
+        timeout_s: how long to wait for a rank that is alive. Raises OSError if the system refuses."""
         self.rank, self.size = rank, len(pids)
         self._timeout_s = timeout_s
         self._number = 0
         self._broken: str | None = None
         self._poll = select.poll()
-        self._peers: dict[int, int] = {}  # a file that becomes readable when the process ends -> its rank
+        self._peers: dict[int, int] = {}  # file (pidfd) that becomes readable when a rank's process ends -> rank
         for other, pid in enumerate(pids):
             if other != rank and pid != os.getpid():
                 file = os.pidfd_open(pid)
@@ -114,17 +114,17 @@ class SharedMemory:
             self._file = os.open(path, os.O_RDWR)
         memory = mmap.mmap(self._file, total)
         self._counters = np.frombuffer(memory, dtype=np.int64, count=head // 8)
-        self._left = self._counters[1 :: CACHE_LINE_BYTES // 8]  # 1 next to the counter of a rank that has left
+        self._left = self._counters[1 :: CACHE_LINE_BYTES // 8]  # flags, next to the counters: 1 if the rank has left
         self._buffers = torch.frombuffer(memory, dtype=torch.uint8, offset=head).view(2, self.size, CHUNK_BYTES)
         self._typed: dict[torch.dtype, list[tuple[Tensor, ...]]] = {}
 
     @property
     def path(self) -> str:
-        """The path at which other ranks open this rank's memory, until `close_file`."""
+        """Path by which other ranks open this rank's memory, valid until `close_file`."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close_file(self) -> None:
-        """Close the file, once every rank has mapped it."""
+        """Close the file. Call it once every rank has mapped it."""
         os.close(self._file)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -149,15 +149,15 @@ class SharedMemory:
         return out.view(self.size, *x.shape)
 
     def abort(self, reason: str) -> None:
-        """Let the present wait and all later ones raise EngineUnavailable."""
+        """Make the present wait and all later ones raise EngineUnavailable."""
         self._broken = reason
 
     def close(self) -> None:
-        """Tell ranks that still wait for this one that it has left, since its process may live on."""
+        """Signal the ranks that may be waiting for this one that it has left; its process may live on."""
         self._left[self.rank] = 1
 
     def _exchange(self, chunk: Tensor) -> list[Tensor]:
-        """Return every rank's chunk, valid until the next exchange but one."""
+        """Return every rank's chunk. The tensors stay valid during the next exchange, and not after it."""
         self._number += 1
         buffers = self._typed.get(chunk.dtype)
         if buffers is None:

@@ -1,4 +1,4 @@
-"""ZMQ sockets: one for many senders, those to many receivers, and a waker for a thread that polls sockets."""
+"""ZMQ sockets: one that receives from many senders, some that send to many receivers, and a waker for pollers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import zmq
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.refusals import REFUSALS, Reason
 
-FORGET_S = 60.0  # since the last message to a receiver, after which it counts as unused
-LOOK_S = 1.0  # between looks for peers that were turned away
+FORGET_S = 60.0  # without a message to a receiver after which its socket counts as unused
+LOOK_S = 1.0  # between two polls for peers that were turned away
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED | zmq.EVENT_DISCONNECTED
 
@@ -26,24 +26,24 @@ Message = TypeVar("Message")
 
 
 class HandshakeMonitor:
-    """Counts the peers that ZMQ turns away from a bound socket: without the cluster's key nothing they send is read.
+    """Counts the peers that ZMQ turns away from a bound socket. Without the cluster's key, nothing they send is read.
 
-    Of those that do not even speak ZMQ one may be missed, if it comes and goes while the handshake of another ends.
+    A peer that does not even speak ZMQ may be missed if it comes and goes while another peer's handshake ends.
     """
 
     def __init__(self, context: zmq.Context[Any], listener: zmq.Socket[Any], name: str):
         self._name = name
         self._look_at = 0.0
-        self._handshakes = 0  # that have ended
-        self._accepted: dict[int, int] = {}  # the same number when a connection was accepted, by its file descriptor
+        self._handshakes = 0  # number of ended handshakes
+        self._accepted: dict[int, int] = {}  # file descriptor of a connection -> `_handshakes` when it was accepted
         address = f"inproc://{uuid.uuid4().hex}"
         listener.monitor(address, EVENTS)
         self._events: Any = context.socket(zmq.PAIR)
-        self._events.setsockopt(zmq.RCVHWM, 0)  # or ZMQ's own thread would wait until it is read
+        self._events.setsockopt(zmq.RCVHWM, 0)  # no limit, or ZMQ's own thread would block until events are read
         self._events.connect(address)
 
     def look(self) -> None:
-        """Count the recent ones, unless they were just counted."""
+        """Count the peers turned away since the last call. Does nothing within LOOK_S of that."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -53,7 +53,7 @@ class HandshakeMonitor:
                 self._count(self._events.recv_multipart(zmq.NOBLOCK))
 
     async def watch(self) -> None:
-        """Count until cancelled; for a zmq.asyncio context."""
+        """Count peers until cancelled. Requires a zmq.asyncio context."""
         while True:
             self._count(await self._events.recv_multipart())
 
@@ -72,11 +72,13 @@ class HandshakeMonitor:
 
 
 class PullSocket(Generic[Message]):
-    """A bound PULL socket for messages of one type. What is none is refused, and ends nothing."""
+    """A bound PULL socket for messages of one type. It counts any other bytes as refused, and goes on."""
 
     def __init__(self, context: zmq.Context[Any], host: str, message: Any, *, name: str, key: ClusterKey | None = None):
-        """host: IP address of this machine. message: the type, or a union. name: of the socket in metrics.
-        key: that all senders have; None admits any sender."""
+        """host: an IP address of this machine.
+        message: type of the messages, possibly a union.
+        name: name of the socket in metrics.
+        key: cluster key that senders must have; None admits any sender."""
         self.name = name
         self.socket: Any = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
@@ -90,7 +92,7 @@ class PullSocket(Generic[Message]):
         self._decode = msgspec.msgpack.Decoder(message).decode
 
     def messages(self) -> Iterator[Message]:
-        """Yield all messages that have come, without waiting."""
+        """Yield all messages that have arrived, without waiting."""
         self._monitor.look()
         while True:
             try:
@@ -102,7 +104,7 @@ class PullSocket(Generic[Message]):
                 yield message
 
     async def serve(self, handle: Callable[[Message], None]) -> None:
-        """Hand over every message until cancelled; for a zmq.asyncio context."""
+        """Call `handle` for every message until cancelled. Requires a zmq.asyncio context."""
         watching = asyncio.create_task(self._monitor.watch())
         try:
             while True:
@@ -128,7 +130,7 @@ class PullSocket(Generic[Message]):
 
 
 class PushSockets:
-    """A PUSH socket for each receiver, made when it is first needed; for one thread.
+    """PUSH sockets, one per receiver, opened when first needed. For use in one thread.
 
     Sending never blocks. Messages that a receiver does not take are kept until its socket is forgotten or closed.
     """
@@ -139,14 +141,14 @@ class PushSockets:
         options: Mapping[int, int] | None = None,
         key: ClusterKey | None = None,
     ):
-        """options: of ZMQ. zmq.SNDHWM limits the messages that are kept for a receiver; later ones are lost.
-        key: that all receivers have; None for receivers without any."""
+        """options: ZMQ socket options. zmq.SNDHWM limits the messages kept for a receiver; further ones are dropped.
+        key: cluster key that receivers must have; None if they have none."""
         self._context, self._key = context, key
         self._options = {zmq.LINGER: 0, zmq.SNDHWM: 0, **(options or {})}
-        self._sockets: dict[str, tuple[zmq.Socket[bytes], float]] = {}  # by address, and last used at
+        self._sockets: dict[str, tuple[zmq.Socket[bytes], float]] = {}  # address -> (socket, time of last use)
 
     def connect(self, address: str) -> None:
-        """Make the socket if there is none. Raises zmq.ZMQError for an invalid address."""
+        """Open the socket of a receiver if there is none. Raises zmq.ZMQError for an invalid address."""
         if address in self._sockets:
             return
         socket = self._context.socket(zmq.PUSH)
@@ -163,7 +165,7 @@ class PushSockets:
         self._sockets[address] = (socket, time.monotonic())
 
     def send(self, address: str, message: bytes) -> bool:
-        """Return False if too many messages are kept for the receiver, and this one is lost. Raises like `connect`."""
+        """Send a message. Returns False, and drops it, if too many are kept for the receiver. Raises like `connect`."""
         self.connect(address)
         socket, _ = self._sockets[address]
         self._sockets[address] = (socket, time.monotonic())
@@ -183,13 +185,13 @@ class PushSockets:
             self.forget(address)
 
     def close(self) -> None:
-        """Close all sockets; messages that are still kept are lost."""
+        """Close all sockets. Messages still kept are lost."""
         for address in list(self._sockets):
             self.forget(address)
 
 
 class Waker:
-    """Ends the wait of a poller with which it is registered; pollers take any object with a `fileno`."""
+    """Ends the wait of the poller it is registered with. Pollers take any object that has a `fileno`."""
 
     def __init__(self) -> None:
         self._sender, self._receiver = socket.socketpair()

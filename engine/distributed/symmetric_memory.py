@@ -1,9 +1,10 @@
-"""All-reduce over memory that the GPUs of one machine map of each other: torch's symmetric memory.
+"""All-reduce over memory that the GPUs of one machine map from each other: torch's symmetric memory.
 
-Each GPU reads the others' addends itself, over NVLink: small tensors in one kernel that copies, adds and writes the
-result, larger ones in parts, which NVLink's switch adds up where it can. NCCL takes more hops, which counts for the
-tensors of decode steps; it keeps what is larger than the buffer. The kernels are torch's, and can be captured in a CUDA
-graph. They wait for the other ranks on the device, and nothing ends that wait when one dies but the end of the process.
+Each GPU reads the others' addends itself over NVLink. Small tensors take one kernel, which copies, adds and writes the
+result. Larger tensors are summed in parts, by NVLink's switch where it can. NCCL takes more hops, which matters for the
+small tensors of decode steps; it still sums tensors larger than the buffer. The kernels are torch's, and can be
+captured in a CUDA graph. They wait for the other ranks on the device. If a rank dies, only the end of the process ends
+that wait.
 
 This has not run on a GPU yet. Names of `torch._C` as in torch 2.11 to 2.14.
 """
@@ -18,22 +19,23 @@ from torch._C import _distributed_c10d as c10d
 
 from engine.distributed.collectives import Collectives
 
-#: Ranks whose larger sums NVLink's switch makes, by the major compute capability; fewer read as much from the switch.
-#: As vLLM measured (device_communicators/symm_mem.py); its 6 ranks are not among SIZES.
+#: Numbers of ranks for which NVLink's switch makes larger sums, by major compute capability; with fewer ranks it saves
+#: no traffic. From vLLM's measurements (device_communicators/symm_mem.py), without 6 ranks, which SIZES lacks.
 MULTICAST_SIZES = {9: (4, 8), 10: (8,)}
-SIZES = (2, 4, 8)  # ranks whose addends the kernels add in the same order on each
+SIZES = (2, 4, 8)  # numbers of ranks for which the kernels add in the same order on every rank
 DTYPES = (torch.bfloat16, torch.float32)
 ALIGNMENT = 16  # bytes
-ONE_SHOT_BYTES = 256 << 10  # at most, where every rank reads all of every other's
+ONE_SHOT_BYTES = 256 << 10  # up to this size every rank reads the whole tensors of all others
 BUFFER_BYTES = 16 << 20
 
 
 class SymmetricMemory:
-    """All-reduces by symmetric memory, and the rest by `plain`."""
+    """All-reduce over symmetric memory. Everything else is left to `plain`."""
 
     def __init__(self, plain: Collectives, buffer: Tensor, name: Any, multicast: bool, ops: Any):
-        """buffer: [bytes] uint8, mapped by all ranks of the process group `name`. multicast: NVLink's switch can add.
-        ops: torch.ops.symm_mem, or what stands for it."""
+        """buffer: [bytes] uint8, mapped by all ranks of the process group `name`.
+        multicast: whether NVLink's switch can add.
+        ops: torch.ops.symm_mem, or a substitute."""
         self._plain, self._buffer, self._name, self._ops = plain, buffer, name, ops
         self._in_parts = ops.multimem_all_reduce_ if multicast else ops.two_shot_all_reduce_
 
@@ -53,8 +55,10 @@ class SymmetricMemory:
         return self._plain.all_gather(x)
 
     def check(self, rank: int) -> str:
-        """Compare some sums with plain ones; return which torch refuses or gets wrong, or nothing. Every rank computes
-        all of them, since others wait for it: for ever, if it dies."""
+        """Compare some sums with those of `plain`. Returns which of them torch refuses or gets wrong, or "".
+
+        Every rank must compute all of them, since the others wait for it: forever if it dies.
+        """
         if self._buffer.is_cuda:
             torch.cuda.set_device(self._buffer.device)  # each thread has its own
         wrong = []
@@ -76,7 +80,7 @@ class SymmetricMemory:
         self._plain.abort(reason)
 
     def release(self) -> None:
-        """Give back the buffer, and leave `plain` open."""
+        """Free the buffer, but leave `plain` open."""
         c10d._unregister_process_group(self._name)
 
     def close(self) -> None:
@@ -87,8 +91,10 @@ class SymmetricMemory:
 def open_symmetric_memory(
     plain: Collectives, nccl: Any, store: Any, rank: int, size: int, name: Any
 ) -> SymmetricMemory:
-    """Map the buffers of all ranks, which call this together. nccl: the ProcessGroupNCCL of `plain`. name: of this
-    group in the process. Raises RuntimeError, on any rank or on some."""
+    """Map the buffers of all ranks, which must call this together. Raises RuntimeError, on all ranks or on some.
+
+    nccl: the ProcessGroupNCCL behind `plain`. name: unique name of this group in the process.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     group = c10d.ProcessGroup(store, rank, size)
     group._set_default_backend(c10d.ProcessGroup.BackendType.NCCL)

@@ -6,7 +6,7 @@ The ranks of one model come together like this:
                  group.join(timeout_s)
     rank 1, ...  group = TPGroup.connect(rank, size, address, timeout_s)
 
-Groups share nothing with each other, not even torch's default group, so a process may have several.
+Groups share no state, not even torch's default group, so a process may have several.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ if TYPE_CHECKING:  # the second needs pyzmq, which a single rank does without
 
 logger = logging.getLogger(__name__)
 
-COLLECTIVE_TIMEOUT_S = 120.0  # ranks do equal work, but a first step may compile kernels
-LOADING_TIMEOUT_S = 1800.0  # one rank may have its weights long before another
+COLLECTIVE_TIMEOUT_S = 120.0  # long, although ranks do equal work: a first step may compile kernels
+LOADING_TIMEOUT_S = 1800.0  # long: one rank may have its weights long before another
 POLL_INTERVAL_S = 0.01
 STORE_TIMEOUT = timedelta(seconds=10)  # for one answer of rank 0
 
 
 class TPGroup:
-    """The ranks that share one model. With one rank every collective is the identity."""
+    """The ranks that share one model. This base class has one rank, for which every collective is the identity."""
 
     local_size = 1  #: ranks on this machine
-    host = "127.0.0.1"  #: at which the other ranks reach this one
-    fixed_order = False  #: whether the bits of its sums are the same with any number of ranks
-    parts = 1  #: of each sum over the ranks, that every rank computes
-    vocab_multiple = 1  #: of which the rows of the vocabulary on a rank are a multiple
+    host = "127.0.0.1"  #: address at which the other ranks reach this one
+    fixed_order = False  #: whether sums have the same bits with any number of ranks
+    parts = 1  #: addends of each sum that every rank computes
+    vocab_multiple = 1  #: divisor of the number of vocabulary rows on a rank
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
-        """key: by which its sockets, and those of other engines, know each other; None admits all."""
+        """key: cluster key of its sockets and those of other engines; None admits all peers."""
         self.rank, self.size, self.key = rank, size, key
 
     @staticmethod
@@ -66,9 +66,9 @@ class TPGroup:
 
     @staticmethod
     def listen(size: int, host: str = "127.0.0.1", port: int = 0, **options: Any) -> ConnectedGroup:
-        """Return rank 0 of a group, which listens at `address`; `join` completes it. port: 0 takes any free one.
+        """Return rank 0 of a group, listening at `address`; `join` completes it. port: 0 takes any free port.
 
-        options: see `connect`.
+        options: as for `connect`.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)  # TCPStore would listen on all interfaces
@@ -81,9 +81,9 @@ class TPGroup:
     def connect(rank: int, size: int, address: str, timeout_s: float, **options: Any) -> ConnectedGroup:
         """Join the group whose rank 0 listens at `address` (host:port).
 
-        options: device is `auto` (the default), `cpu` or `cuda`; shared_memory=False takes gloo or NCCL alone even on
-        one machine; key is the same in all ranks.
-        Raises RendezvousTimeout, which names the missing ranks, or StartupError if another rank failed.
+        options: `device` is `auto` (the default), `cpu` or `cuda`; `shared_memory=False` uses only gloo or NCCL even on
+        one machine; `key` is the cluster key, the same on all ranks. Raises RendezvousTimeout, which names the missing
+        ranks, or StartupError if another rank failed.
         """
         deadline = time.monotonic() + timeout_s
         host, _, port = address.rpartition(":")
@@ -108,7 +108,7 @@ class TPGroup:
         return x
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of all ranks' parts, `self.parts` of each. May overwrite them."""
+        """Return the sum of all parts of all ranks; each has `self.parts` of them. May overwrite them."""
         (part,) = parts
         return self.all_reduce(part)
 
@@ -117,7 +117,7 @@ class TPGroup:
         return x
 
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
-        """Return every rank's value, in rank order. It polls, so it is meant for the start.
+        """Return every rank's value, in rank order. Meant for the start, since it polls.
 
         Raises RendezvousTimeout, which names the missing ranks, or StartupError if another rank failed.
         """
@@ -125,25 +125,26 @@ class TPGroup:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Let an error inside end the start of all ranks, not only of this one."""
+        """Make an error inside end the start of all ranks, not only of this one."""
         yield
 
     def before_close(self, release: Callable[[], None]) -> None:
-        """Have `release` called first by `close`. NCCL ends only once no CUDA graph holds a collective of its."""
+        """Register `release`, which `close` calls first. NCCL can end only once no CUDA graph holds one of its
+        collectives."""
 
     def abort(self, reason: str) -> None:
-        """Let everything that waits for other ranks raise, now and later; from any thread."""
+        """Make every present and future wait for other ranks raise. May be called from any thread."""
 
     def close(self) -> None:
-        """Release connections and memory, without telling the other ranks."""
+        """Release connections and memory, without notifying the other ranks."""
 
 
 class ConnectedGroup(TPGroup):
-    """Several ranks, each a process.
+    """Several ranks, each in its own process.
 
-    CPUs of one machine use shared memory, CPUs of several machines gloo, GPUs NCCL, and those of one machine symmetric
-    memory in addition. Neither gloo nor NCCL nor the store at which ranks meet encrypt or authenticate anything: the
-    network between ranks has to be trusted (docs/security.md).
+    CPUs of one machine use shared memory, CPUs of several machines gloo, and GPUs NCCL; GPUs of one machine use
+    symmetric memory as well. Gloo, NCCL and the store at which ranks meet neither encrypt nor authenticate anything:
+    the network between ranks must be trusted (docs/security.md).
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class ConnectedGroup(TPGroup):
         return plain
 
     def _share_gpu_memory(self, plain: ProcessGroup, group: Any) -> Collectives:
-        """Return `plain` unless symmetric memory works on all ranks."""
+        """Return collectives over symmetric memory if it works on all ranks, else `plain`."""
         store, name = dist.PrefixStore("symmetric memory", self._open_store()), f"manta {self.address}"
         shared: SymmetricMemory | None = None
         try:
@@ -277,7 +278,7 @@ class ConnectedGroup(TPGroup):
             problem = ""
         except Exception as error:  # noqa: BLE001 - any error that torch raises where there is none
             problem = str(error)
-        # the first question before the kernels, which wait on the device for a rank that does not start them
+        # agree that all ranks have mapped it before running kernels, which wait on the device for ranks that do not
         if self._all_can(problem) and shared is not None and self._all_can(self._check_shared(shared)):
             return shared
         if shared is not None:
@@ -285,8 +286,10 @@ class ConnectedGroup(TPGroup):
         return plain
 
     def _check_shared(self, shared: SymmetricMemory) -> str:
-        """Return what `shared.check` does, or raise StartupError if another rank keeps it waiting. It runs in a thread
-        that nothing joins, since nothing ends that wait."""
+        """Return the result of `shared.check`, or raise StartupError if another rank keeps it waiting.
+
+        The check runs in a thread that is never joined, since nothing can end its wait.
+        """
         found: Future[str] = Future()
 
         def check() -> None:
@@ -306,14 +309,14 @@ class ConnectedGroup(TPGroup):
         return found.result()
 
     def _all_can(self, problem: str) -> bool:
-        """Return whether no rank has a problem with shared memory."""
+        """Return whether no rank reports a problem with shared memory. problem: this rank's, or ""."""
         problems = [text for text in self.exchange(problem) if text]
         if problems:
             logger.warning("ranks on one machine do without shared memory, which cannot be had: %s", problems[0])
         return not problems
 
     def _share_memory(self, pids: list[int]) -> SharedMemory | None:
-        """Return None unless all ranks can share memory."""
+        """Return collectives over shared memory, or None unless all ranks can share it."""
         from engine.distributed.shared_memory import SharedMemory  # importing it compiles code
 
         shared, problem, path = None, "", ""
@@ -335,14 +338,14 @@ class ConnectedGroup(TPGroup):
         return shared if all_can else None
 
     def _check_sum(self) -> None:
-        """Check one sum, at which NCCL connects."""
+        """Check one sum. It makes NCCL connect."""
         device = "cuda" if self._cuda else "cpu"
         total = self.all_reduce(torch.tensor([2**self.rank], dtype=torch.float32, device=device))
         assert total.item() == 2**self.size - 1, "the ranks' first sum is wrong"
 
 
 class ProcessGroup:
-    """The collectives of torch.distributed."""
+    """Collectives of torch.distributed."""
 
     def __init__(self, group: Any, size: int):
         self._group, self._size = group, size
@@ -363,8 +366,8 @@ class ProcessGroup:
         return out.view(self._size, *x.shape)
 
     def abort(self, reason: str) -> None:
-        """Abort NCCL, in a separate thread: its kernels end at once, but the call waits until no CUDA graph holds a
-        collective (`commDestroySync`). A wait in gloo ends with the other rank's connection, or by its timeout."""
+        """Abort NCCL in a separate thread. Its kernels end at once, but the call blocks until no CUDA graph holds a
+        collective (`commDestroySync`). A wait in gloo ends when the other rank's connection ends, or by its timeout."""
         threading.Thread(target=self._group.abort, name="abort", daemon=True).start()
 
     def close(self) -> None:
@@ -381,7 +384,7 @@ class ProcessGroup:
 
 def gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
     kind: Any = dist.ProcessGroupGloo
-    options = kind._Options()  # the only way to say which interface to use
+    options = kind._Options()  # the only way to choose the network interface
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
     group = kind(store, rank, size, options)
@@ -396,7 +399,7 @@ def nccl(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta)
 
 
 def _machine() -> str:
-    """Return a name that is equal for processes that can share memory and reach each other by process id."""
+    """Return a name that is equal for processes that can share memory and address each other by process id."""
     if sys.platform != "linux":
         return socket.gethostname()
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]

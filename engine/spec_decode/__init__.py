@@ -1,1 +1,1 @@
-"""Speculative decoding: what guesses tokens that the model then checks, several in one step."""
+"""Speculative decoding: drafters guess tokens, and the model verifies several of them in one step."""

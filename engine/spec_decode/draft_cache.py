@@ -1,5 +1,5 @@
-"""The KV of a drafter. Its blocks have the ids of those in the target's first KV cache group, which keeps all tokens:
-tables, prefix cache and preemption are one."""
+"""KV cache of a drafter. Its blocks have the same ids as those of the target's first KV cache group, which keeps all
+tokens, so block tables, prefix cache and preemption are shared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Forward = Callable[[Tensor, Batch], Tensor]  # token ids and their batch -> the 
 
 
 class DraftCache:
-    """Keeps the tensor, and how many blocks each slot was given."""
+    """The cache tensor, and the number of blocks that each slot has."""
 
     def __init__(self, cfg: ModelConfig, target: Target):
         (group,) = cfg.kv_groups
@@ -34,7 +34,7 @@ class DraftCache:
         self.kv = torch.zeros((num_blocks + 1, *self._shape), dtype=self._dtype, device=self._device)
 
     def follow(self, plan: StepPlan) -> None:
-        """Take the changes of the block tables."""
+        """Apply the block table changes of a plan."""
         for new in plan.added:
             self._num_blocks[new.slot] = 0
         for change in plan.blocks:
@@ -46,22 +46,23 @@ class DraftCache:
                 self.kv[block, :, :, :, start:] = 0
 
     def capacity(self, step: DraftInputs, entry: int) -> int:
-        """Tokens for which an entry of the plan has blocks."""
+        """Return the number of tokens for which an entry of the plan has blocks."""
         blocks = self._num_blocks.get(step.plan.slots[entry], 0)
         return min(blocks, step.tables.shape[1]) * self.block_size
 
     def own(self, batch: Batch) -> Batch:
-        """The target's batch over this cache. What attention derived for the heads of the target stays with that."""
+        """Return the target's batch with this cache in place of the target's, and without state derived for the
+        target's heads."""
         own = replace(batch, kv_cache=self.kv, kv_scales=None, other_groups=(), views={})
         return replace(own, tiles=None, latent_tiles=None, plans={})
 
     def continue_drafts(
         self, step: DraftInputs, entries: list[int], ids: Tensor, positions: Tensor, forward: Forward
     ) -> Tensor:
-        """Return [n, plan.num_drafts] token ids: `ids`, the first draft of each of these entries, and those that follow
-        from it; -1 where an entry has no block for the KV of the one before.
+        """Return [n, plan.num_drafts] token ids: `ids`, the first draft of each entry, and the drafts that follow; -1
+        where an entry has no block for the KV of the previous draft.
 
-        positions: of the last token of each entry whose KV is there.
+        positions: position of each entry's last token whose KV is in the cache.
         """
         rows = copy_to(entries, ids.device)
         tables = step.tables.index_select(0, rows)
@@ -75,8 +76,8 @@ class DraftCache:
         return torch.stack(drafts, dim=1)
 
     def _single_rows(self, tables: Tensor, positions: Tensor, fits: Tensor) -> Batch:
-        """A batch of one token of each sequence. One that does not fit is written to the block behind the others, which
-        is there for that, and sees the first token of its sequence."""
+        """Return a batch with one token per sequence. A token that does not fit is written to the extra block at the
+        end of the cache, and attends only to the first token of its sequence."""
         count = len(positions)
         positions = torch.where(fits, positions, 0)
         blocks = tables.gather(1, (positions // self.block_size)[:, None]).squeeze(1).long()

@@ -1,18 +1,19 @@
-"""What drafts cost, learned from an engine's steps: to verify them, and to propose them with weights. Pure Python."""
+"""Cost of drafts, learned from an engine's steps: of verifying them, and of proposing them with weights. Pure
+Python."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-MEMORY = 200.0  # steps of about the same size after which the weight of one is 1/e
-TRUSTED_STEPS = 8.0  # of other sizes than the commonest, after which half of a measured slope counts
+MEMORY = 200.0  # steps of about the same size after which a step's weight is 1/e
+TRUSTED_STEPS = 8.0  # steps of sizes other than the commonest after which half of the measured slope counts
 FIT_EVERY = 8  # steps
 
 
 @dataclass(slots=True)
 class StepMean:
-    """Mean over the newest steps of about the same size."""
+    """Mean over recent steps of about the same size."""
 
     count: float = 0.0
     tokens: float = 0.0
@@ -28,7 +29,7 @@ UNKNOWN = StepMean()
 
 
 def line_through(means: list[StepMean]) -> tuple[float, float]:
-    """Return (fixed, slope) of seconds by tokens, by least squares. Neither is negative."""
+    """Return (fixed, slope) of seconds by tokens, fitted by least squares. Neither is negative."""
     count = sum(mean.count for mean in means)
     tokens = sum(mean.count * mean.tokens for mean in means) / count
     seconds = sum(mean.count * mean.seconds for mean in means) / count
@@ -39,10 +40,10 @@ def line_through(means: list[StepMean]) -> tuple[float, float]:
 
 
 class VerifyingCost:
-    """Cost of a step that only decodes, by its tokens, drafts included.
+    """Cost of a step that only decodes, by its number of tokens, drafts included.
 
-    A quarter of a doubling is a size here, remembered until it comes again. The first step of a size does not count,
-    since it may record a graph.
+    Sizes are grouped by quarters of a doubling, and each group is kept until it occurs again. The first step of a group
+    does not count, since it may record a CUDA graph.
     """
 
     def __init__(self) -> None:
@@ -61,9 +62,9 @@ class VerifyingCost:
     def coefficients(self) -> tuple[float, float]:
         """(seconds per step, additional seconds per token); zeros while nothing is known.
 
-        The slope is less than was measured as long as it rests on few steps: a token seems cheap until it was tried.
+        While few steps support the slope, it is lower than measured: tokens seem cheap until more have been tried.
         """
-        if self._fitted[0] * FIT_EVERY <= self._observed:  # seldom, since this is asked in every step
+        if self._fitted[0] * FIT_EVERY <= self._observed:  # rarely true: this runs in every step
             self._fitted = self._observed // FIT_EVERY + 1, self._fit()
         return self._fitted[1]
 
@@ -78,9 +79,9 @@ class VerifyingCost:
 
 
 class ProposalCost:
-    """Cost of the proposals of a drafter with weights, by the number of sequences: 1, 2 to 3, 4 to 7 and so on.
+    """Cost of proposing drafts with weights, by the number of sequences: 1, 2 to 3, 4 to 7 and so on.
 
-    Steps that propose nothing are measured as well: a drafter may compute something for each token of the target.
+    Steps without proposals are measured too, because some drafters compute something for every token of the target.
     """
 
     def __init__(self) -> None:
@@ -88,8 +89,8 @@ class ProposalCost:
         self._busy: dict[int, StepMean] = {}
 
     def observe_step(self, sequences: int, tokens: int, seconds: float) -> None:
-        """tokens: that were proposed for each sequence. The first step of a size that proposes does not count, since
-        the drafter may have to catch up there."""
+        """Record a step. tokens: number proposed for each sequence. The first proposing step of a size does not count,
+        because the drafter may have to catch up in it."""
         means, size = self._busy if tokens else self._idle, sequences.bit_length()
         if tokens and size not in means:
             means[size] = StepMean()
@@ -97,14 +98,14 @@ class ProposalCost:
             means.setdefault(size, StepMean()).add(tokens, seconds)
 
     def of(self, sequences: int) -> tuple[float, float]:
-        """Return the seconds of a step that proposes nothing, and of each token proposed for this many sequences:
-        as measured with the nearest number, 0 where nothing was."""
+        """Return the drafter's seconds in a step without proposals, and its seconds per token proposed for all of these
+        sequences. Both are from the nearest measured number of sequences; 0 where none was measured."""
         size = sequences.bit_length()
         idle, busy = self._nearest(self._idle, size), self._nearest(self._busy, size)
         return idle.seconds, max(0.0, busy.seconds - idle.seconds) / busy.tokens if busy.count else 0.0
 
     def _nearest(self, means: dict[int, StepMean], size: int) -> StepMean:
-        if (mean := means.get(size, UNKNOWN)).count or not means:  # quickly, since this is asked in every step
+        if (mean := means.get(size, UNKNOWN)).count or not means:  # fast path: this runs in every step
             return mean
         known = [other for other, mean in means.items() if mean.count]
         return means[min(known, key=lambda other: abs(other - size))] if known else UNKNOWN
@@ -115,12 +116,13 @@ class DraftCost:
         self._verifying, self._proposals = VerifyingCost(), ProposalCost()
 
     def observe_step(self, sequences: int, drafts: int, proposed: int, seconds: float, proposing_s: float) -> None:
-        """Record a step that only decodes. drafts: that were verified. proposed: tokens, for each sequence.
-        proposing_s: seconds of these that the drafter took."""
+        """Record a step that only decodes. drafts: verified drafts, in all. proposed: tokens proposed per sequence.
+        proposing_s: seconds of the step that the drafter took."""
         self._verifying.observe_step(sequences + drafts, seconds - proposing_s)
         self._proposals.observe_step(sequences, proposed, proposing_s)
 
     def of(self, sequences: int) -> tuple[float, float, float]:
-        """Return the seconds of a step, of each token in it, and of each that is proposed for this many sequences."""
+        """Return three costs in seconds: of a step, of each token in it, and of each token proposed for this many
+        sequences."""
         (fixed, slope), (idle, proposal) = self._verifying.coefficients, self._proposals.of(sequences)
         return fixed + idle, slope, proposal

@@ -1,4 +1,4 @@
-"""Length of drafts: as many tokens as are likely enough to be accepted for what they cost. Pure Python."""
+"""Length of drafts: as many tokens as are likely enough to be accepted to be worth their cost. Pure Python."""
 
 from __future__ import annotations
 
@@ -6,43 +6,44 @@ from dataclasses import dataclass, field
 
 from engine.spec_decode.drafter import SequenceDrafter
 
-OPTIMISM = 0.8  # expected rate of acceptance while nothing is known of a sequence
-OPTIMISM_WEIGHT = 2.0  # drafted tokens that it counts for
-MEMORY = 40.0  # drafted tokens after which the weight of one is about 1/e
-MAX_MISSES = 7  # a pause grows to 2**7 tokens
-REST = 16  # tokens for which a sequence looks for no draft once none was found
+OPTIMISM = 0.8  # acceptance rate assumed while nothing is known about a sequence
+OPTIMISM_WEIGHT = 2.0  # drafted tokens that this assumption counts for
+MEMORY = 40.0  # drafted tokens after which a token's weight is about 1/e
+MAX_MISSES = 7  # pauses grow up to 2**7 tokens
+REST = 16  # tokens for which drafting stops after no draft was found
 
 
 @dataclass(slots=True)
 class SequenceDrafts:
-    """Drafts of one sequence, and how they have fared."""
+    """Drafts of one sequence, and their record of acceptance."""
 
     prediction: list[int] = field(default_factory=list)
     """Tokens of the text that the client expects."""
     drafter: SequenceDrafter | None = None
     """None if a drafter with weights serves the sequence, or none has drafted for it yet."""
     started: bool = False
-    """Somebody has drafted for it, or found that it does not pay."""
+    """Whether drafting has begun, even if only to find that it does not pay."""
     proposed: list[int] = field(default_factory=list)
-    """Tokens that it proposes after the newest one."""
+    """Tokens that a drafter with weights proposes after the newest one."""
     in_flight: int = 0
-    """Drafted tokens of the step that is planned and not committed."""
+    """Drafted tokens in the step that is planned but not committed."""
     verified: tuple[int, int] | None = None
-    """Tokens of the prediction that the newest step accepted and rejected."""
+    """Numbers of predicted tokens that the newest step accepted and rejected."""
     num_drafted: int = 0
-    """Since the start, as the next."""
+    """Drafted tokens since the start; `num_accepted` likewise."""
     num_accepted: int = 0
     resume_at: int = 0
-    """Length of the sequence until which nothing is drafted, since the newest drafts were of no use."""
+    """Sequence length from which drafting resumes, after drafts were useless."""
     _tried: float = 0.0
     _accepted: float = 0.0
     _misses: int = 0
     _retries: bool = False
 
     def acceptance(self, length: int) -> float:
-        """Return the probability that a drafted token is accepted if those before it are. length: of the sequence.
+        """Return the probability that a drafted token is accepted if those before it are. length: length of the
+        sequence.
 
-        0 during a pause. After it the sequence is tried again, as if nothing were known of it.
+        0 during a pause. After a pause the sequence is tried again as if nothing were known about it.
         """
         if length < self.resume_at:
             return 0.0
@@ -52,11 +53,11 @@ class SequenceDrafts:
 
     @property
     def untried(self) -> bool:
-        """Return whether its rate of acceptance is a mere hope, at the start and after a pause."""
+        """Whether the acceptance rate is only assumed: at the start, and after a pause."""
         return self._retries or not self._tried
 
     def record(self, drafted: int, accepted: int, length: int) -> None:
-        """Record how many of the drafted tokens were accepted. The tokens after the first rejected one say nothing."""
+        """Record how many of the drafted tokens were accepted. Tokens after the first rejected one do not count."""
         self.num_drafted += drafted
         self.num_accepted += accepted
         tried = accepted + (accepted < drafted)
@@ -71,36 +72,36 @@ class SequenceDrafts:
             self._misses = 1
 
     def take_verified(self) -> tuple[int, int] | None:
-        """Return how many tokens of the prediction the newest step accepted and rejected; None if it verified none, or
-        this was asked before."""
+        """Return how many predicted tokens the newest step accepted and rejected; None if it verified none, or on a
+        second call."""
         verified, self.verified = self.verified, None
         return verified
 
     def rest(self, length: int) -> None:
-        """Look for no draft for a while, as none was found."""
+        """Stop drafting for REST tokens, because no draft was found."""
         self.resume_at = length + REST
 
     def pause(self, length: int) -> None:
-        """Draft nothing for a while, each time longer until a draft is accepted."""
+        """Stop drafting for a while. Pauses grow until a draft is accepted."""
         self._misses, self._retries = min(self._misses + 1, MAX_MISSES), True
         self.resume_at = length + 2**self._misses
 
 
 class StepDrafts:
-    """The drafts of one step: another token is worth its time as long as it makes the step yield more per second.
+    """The drafts of one step. Another draft token is worth its time as long as it raises the step's tokens per second.
 
-    A step of n tokens takes `fixed + slope * n` seconds. It yields one token per sequence, and each drafted one with
-    the probability that it and all before it are accepted. Where sequences already share the fixed cost of a step, as
+    A step of n tokens takes `fixed + slope * n` seconds. It yields one token per sequence, plus each draft token with
+    the probability that it and all before it are accepted. If many sequences already share the fixed cost of a step, as
     in a loaded engine, no draft is likely enough.
     """
 
     def __init__(self, sequences: int, fixed: float, slope: float, proposal: float = 0.0):
-        """sequences: that decode in this step. proposal: seconds that a drafter with weights takes for a token of
-        each."""
+        """sequences: number of sequences that decode in this step. proposal: seconds that a drafter with weights takes
+        to propose one token for each of them."""
         self._slope, self._seconds, self._yield = slope, fixed + slope * sequences, float(sequences)
         self._proposal = proposal
         self.least_acceptance = self._least()
-        """Rate of acceptance above which a drafted token is worth its time; 1 while the cost of a step is not known."""
+        """Acceptance rate above which a draft token is worth its time; 1 while the cost of a step is unknown."""
 
     def _least(self) -> float:
         return self._slope * self._yield / self._seconds if self._seconds else 1.0
@@ -116,8 +117,11 @@ class StepDrafts:
         return count
 
     def num_proposals(self, sequences: list[tuple[SequenceDrafts, int]], limit: int) -> int:
-        """Return how many tokens a drafter with weights should propose for these sequences of these lengths. They pause
-        if their rates of acceptance are to blame that it is none, and not the load."""
+        """Return how many tokens a drafter with weights should propose per sequence, given the sequences with their
+        lengths.
+
+        If the answer is none because of the sequences' acceptance rates, and not because of the load, they pause.
+        """
         acceptances = [drafts.acceptance(length) for drafts, length in sequences]
         count = self.proposals(acceptances, limit)
         if not count and self.proposals([OPTIMISM] * len(sequences), 1):
@@ -127,8 +131,8 @@ class StepDrafts:
         return count
 
     def proposals(self, acceptances: list[float], limit: int) -> int:
-        """Return how many tokens a drafter with weights should propose for these sequences. Each token takes its time
-        for all of them, and is verified, in the next step, for those of which it is likely enough."""
+        """Return how many tokens a drafter with weights should propose per sequence. Proposing a token takes time for
+        all of them; the next step verifies it only for sequences where it is likely enough."""
         seconds, tokens = self._seconds, self._yield
         for count in range(limit):
             chances = [chance for a in acceptances if (chance := a ** (count + 1)) * seconds > self._slope * tokens]
@@ -139,7 +143,7 @@ class StepDrafts:
         return limit
 
     def add(self, acceptance: float, count: int) -> None:
-        """Count the drafts of a sequence as part of the step."""
+        """Add the drafts of a sequence to the step."""
         self._seconds += self._slope * count
         self._yield += sum(acceptance**j for j in range(1, count + 1))
         self.least_acceptance = self._least()

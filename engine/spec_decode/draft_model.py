@@ -1,4 +1,4 @@
-"""A smaller model of the same vocabulary as drafter, arXiv:2211.17192."""
+"""Drafting with a smaller model of the same vocabulary, arXiv:2211.17192."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from engine.wire.plan import StepPlan
 
 
 class DraftModel:
-    """Computes every sequence from its first token on, however the target came by its KV. A prompt that was cached or
-    received takes steps of `max_num_batched_tokens` tokens here, and drafts begin once it has caught up."""
+    """A drafter that computes every sequence from its first token on, whether or not the target had to. It computes
+    cached or received prompts in steps of `max_num_batched_tokens` tokens, and drafts once it has caught up."""
 
     aux_layers: tuple[int, ...] = ()
     reads_all = False
@@ -40,7 +40,7 @@ class DraftModel:
         target.load(self._model, folder)
         self._cache, self._budget = DraftCache(cfg, target), max_num_batched_tokens
         self.block_bytes = self._cache.block_bytes
-        self._computed: dict[int, int] = {}  # tokens by slot; the newest may be rejected drafts
+        self._computed: dict[int, int] = {}  # computed tokens by slot; the newest may be rejected drafts
 
     def allocate(self, num_blocks: int) -> None:
         self._cache.allocate(num_blocks)
@@ -49,7 +49,7 @@ class DraftModel:
         self._cache.follow(plan)
         self._computed |= {new.slot: 0 for new in plan.added}
         for slot, first in zip(plan.slots, plan.starts, strict=True):
-            # a sequence that has caught up computes its newest token again: its KV before that is right
+            # a sequence that has caught up recomputes its newest token: the KV before that token is correct
             self._computed[slot] = min(self._computed.get(slot, 0), first)
 
     def propose(self, step: DraftInputs) -> Tensor:
@@ -59,7 +59,7 @@ class DraftModel:
         if not spans:
             return drafts
         hidden = self._model(*self._inputs(step, spans))
-        # the rows of the newest tokens, of the sequences that have caught up
+        # rows of the newest tokens of the sequences that have caught up
         first_rows = np.cumsum([0, *(stop - start for _, start, stop in spans)]).tolist()
         caught_up = {
             entry: row - start
@@ -82,8 +82,10 @@ class DraftModel:
         return drafts
 
     def _spans(self, step: DraftInputs, budget: int) -> list[tuple[int, int, int]]:
-        """Return entries of the plan, and the tokens [start, stop) that are computed of each now: all that are known,
-        and those that were just sampled, as far as the budget and the blocks reach. The rest can wait."""
+        """Return (entry of the plan, start, stop) for the tokens [start, stop) of each sequence to compute now.
+
+        They are all known and just-sampled tokens, as far as budget and blocks reach. The rest is computed later.
+        """
         plan, spans = step.plan, []
         for entry, (slot, first, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             start = self._computed[slot]

@@ -1,7 +1,7 @@
-"""The two kinds of drafters. A draft is accepted exactly where it equals the token that is sampled at its position, and
-that token is a function of (seed, position); so no drafter can change a text, and a bad one only wastes time.
+"""Interfaces of the two kinds of drafters. A draft is accepted only if it equals the token sampled at its position, and
+that token is a function of (seed, position). So no drafter can change a text; a bad one only wastes time.
 
-Speculative decoding: arXiv:2211.17192 (with a rejection rule instead of this comparison).
+Speculative decoding: arXiv:2211.17192 (which has a rejection rule instead of this comparison).
 """
 
 from __future__ import annotations
@@ -28,60 +28,63 @@ class HostDrafter(Protocol):
     """Guesses from token ids alone, in the scheduler: pure Python, a few microseconds per proposal."""
 
     def follow(self, tokens: list[int], cache_salt: str) -> SequenceDrafter:
-        """Begin a sequence. tokens: read at each proposal; until then they only ever grow. cache_salt: what was learnt
-        from sequences of another one is of no influence."""
+        """Begin to draft for a sequence.
+
+        tokens: list that is read at each proposal, and only grows. cache_salt: only sequences with the same salt
+        influence the drafts.
+        """
 
     def finish(self, tokens: list[int], num_prompt: int, cache_salt: str) -> None:
-        """Learn from a sequence that has ended: prompt, then output."""
+        """Learn from a sequence that has ended. tokens: prompt, then output."""
 
 
 @dataclass(slots=True)
 class DraftInputs:
-    """A step of the target model after its tokens were sampled, on the device.
+    """Tensors of a step of the target model after its tokens were sampled, on the device.
 
     Rows are those of `batch`: all tokens that the step computed, sequence after sequence. An entry that verified drafts
-    computed its last known token and the drafts; its rows after `last_rows` hold rejected tokens. So do its KV cells,
-    until the sequence overwrites them.
+    computed its last known token and the drafts; its rows after `last_rows` hold rejected tokens, and so do their KV
+    cells until the sequence overwrites them.
     """
 
     plan: StepPlan
-    """`added` names the sequences that entered a slot, `num_drafts` the tokens to propose per entry."""
+    """The step's plan: `added` has the sequences that entered a slot, `num_drafts` the tokens to propose per entry."""
     entries: list[int]
-    """The n entries of the plan that sampled."""
+    """Indices of the n plan entries that sampled."""
     batch: Batch
     """The target's inputs. A drafter's own KV has the same block ids, so `slot_mapping` and `block_table` hold for it;
     `kv_cache` is the target's. Each token of an entry that verified drafts is a separate sequence here."""
     tables: Tensor
-    """[entries of the plan, max_blocks] int32, their block tables."""
+    """[entries of the plan, max_blocks] int32, block tables of the entries."""
     next_ids: Tensor
-    """[rows] int64, the token after each that the step computed: known, or sampled in this step. Of no meaning
-    after `last_rows`."""
+    """[rows] int64, the token after each computed one, known or sampled in this step. Meaningless after
+    `last_rows`."""
     last_rows: Tensor
-    """[n] int64, of each entry the row whose next token is the newest one."""
+    """[n] int64, for each entry the row after which the newest token follows."""
     hidden: Tensor
-    """[rows, hidden], the model's last hidden states, from which logits are made."""
+    """[rows, hidden], the model's last hidden states, from which logits are computed."""
     aux_hidden: Tensor | None
-    """[rows, layers * hidden], the inputs of the layers that the drafter names in `aux_layers`."""
+    """[rows, layers * hidden], the inputs of the target's layers that the drafter lists in `aux_layers`."""
     history: Tensor
     """[slots, max_model_len] int32, the tokens of each sequence by slot."""
 
 
 class ModelDrafter(Protocol):
-    """Guesses with weights, on rank 0 with the target; the other ranks get its drafts with the next plan."""
+    """A drafter with weights. It runs on rank 0 with the target; the other ranks get its drafts with the next plan."""
 
     aux_layers: tuple[int, ...]
-    """Layers of the target whose inputs it wants to see."""
+    """Layers of the target whose inputs it needs (DraftInputs.aux_hidden)."""
     block_bytes: int
-    """Device memory that it needs for each KV block of the target; counted in the size of the cache."""
+    """Device memory that it needs per KV block of the target; the size of the KV cache accounts for it."""
 
     reads_all: bool
-    """It computes something for every token of the target, so it is asked after steps too that propose nothing."""
+    """Whether it computes something for every token of the target, and so runs even after steps without proposals."""
 
     def allocate(self, num_blocks: int) -> None:
-        """Make its KV cache, for as many blocks as the target's."""
+        """Allocate its KV cache, with as many blocks as the target's."""
 
     def follow(self, plan: StepPlan) -> None:
-        """Take note of a step of the target, of each in order."""
+        """Record a step of the target. Called for every step, in order."""
 
     def propose(self, step: DraftInputs) -> Tensor:
-        """Return [n, plan.num_drafts] int64, the tokens that may follow the newest one of each entry."""
+        """Return [n, plan.num_drafts] int64: tokens that may follow each entry's newest token."""

@@ -1,6 +1,6 @@
-"""EAGLE-3, arXiv:2503.01840: one decoder layer over the hidden states of three of the target's layers.
+"""EAGLE-3, arXiv:2503.01840: one decoder layer on the hidden states of three of the target's layers.
 
-Read are the authors' checkpoints, those of SpecForge, AngelSlim and Model Optimizer, and those of vLLM's speculators.
+Reads checkpoints of the authors, SpecForge, AngelSlim, Model Optimizer and vLLM's speculators.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from engine.spec_decode.drafter import DraftInputs
 from engine.spec_decode.head_drafter import HeadDrafter
 from engine.spec_decode.target import Target, Vocabulary, check_fits
 
-# Fields that change the computation, and what heads that can be computed have there; the last five are those of Model
-# Optimizer's `eagle_config`.
+# Fields that change the computation, and the values that are supported; the last five are of Model Optimizer's
+# `eagle_config`.
 NEEDED: dict[str, tuple[Any, ...]] = {
     "norm_before_fc": (None, False),
     "parallel_drafting": (None, False),
@@ -51,11 +51,11 @@ class Eagle3Config:
     draft_vocab_size: int
     norm_before_residual: bool
     aux_layers: tuple[int, ...]
-    """Layers of the target whose inputs are taken; vLLM's `eagle_aux_hidden_state_layer_ids`."""
+    """Layers of the target whose inputs the head reads; vLLM's `eagle_aux_hidden_state_layer_ids`."""
 
     @classmethod
     def from_folder(cls, folder: Path, target: Target) -> Eagle3Config:
-        """Raise ConfigError or ModelFolderError unless the head fits the target."""
+        """Read a head's configuration. Raises ConfigError or ModelFolderError if the head does not fit the target."""
         raw = read_json(folder, "config.json")
         raw |= raw.get("transformer_layer_config", {})
         nested = raw.get("eagle_config") or {}
@@ -64,11 +64,11 @@ class Eagle3Config:
                 limit = f"an EAGLE-3 head with {key} {json.dumps(values[-1])}, not {json.dumps(value)}"
                 raise ConfigError("speculative.model", str(folder), limit)
         raw["architectures"] = ["LlamaForCausalLM"]
-        # positions beyond those of its training too, to the end of the last block
+        # allow positions beyond those of its training, to the end of the target's last block
         raw["max_position_embeddings"] = target.config.max_position_embeddings + target.block_size
         layers, count = replace(ModelConfig.from_fields(raw, folder), keeps_all_kv=True), target.config.num_layers
         key = "eagle_aux_hidden_state_layer_ids"
-        # within `eagle_config` they are the layers whose outputs are taken, as SGLang reads them
+        # within `eagle_config` the ids mean layers whose outputs are read, as in SGLang
         after = [number + 1 for number in nested.get(key) or ()]
         aux = tuple(raw.get(key) or after or (2, count // 2, count - 3))
         if aux != tuple(sorted(set(aux) & set(range(count)))):
@@ -111,7 +111,7 @@ class Eagle3Layer(LlamaLayer):
 
 
 class DraftVocabulary(Sharded):
-    """The target's tokens that the head may guess: each of the head's ids, and how far the target's lies from it."""
+    """The target's tokens that the head may guess: maps each of the head's ids by its offset to the target's id."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -129,7 +129,7 @@ class Eagle3Head(NativeNames, nn.Module):
     unused: tuple[str, ...] = ()
 
     def __init__(self, cfg: Eagle3Config, stored: set[str]):
-        """stored: names of the checkpoint's tensors. It may lack an embedding or an output layer."""
+        """stored: names of the checkpoint's tensors. An embedding or an output layer may be missing."""
         super().__init__()
         layers, single = cfg.layers, TPGroup.single()
         size, vocab_size = layers.hidden_size, layers.vocab_size
@@ -143,7 +143,7 @@ class Eagle3Head(NativeNames, nn.Module):
         self.d2t = DraftVocabulary(cfg.draft_vocab_size) if cfg.draft_vocab_size != vocab_size else None
 
     def share(self, vocabulary: Vocabulary) -> None:
-        """Take from the target what the checkpoint has not."""
+        """Use the target's embedding and output layer where the checkpoint has none."""
         self.embed_tokens = self.embed_tokens or vocabulary.embed_tokens
         self.lm_head = self.lm_head or vocabulary.lm_head
 
@@ -168,7 +168,7 @@ class Eagle3Head(NativeNames, nn.Module):
         return super().checkpoint_name(path).removeprefix("model.").removesuffix(".")
 
     def canonical_name(self, name: str) -> str | None:
-        """The authors call the layer `midlayer`. `t2d` says which of the target's tokens `d2t` reaches."""
+        """Return our name of a tensor; None for `t2d`, which repeats `d2t`. The authors call the layer `midlayer`."""
         name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
         return None if name == "t2d" else name
 

@@ -1,8 +1,8 @@
-"""Drafting with a layer or two on top of the target's hidden states: EAGLE-3 and multi-token prediction.
+"""Drafting with one or two layers on top of the target's hidden states: EAGLE-3 and multi-token prediction.
 
-Such a head pairs the hidden state of a token with the token after it, and guesses the one after that; its own hidden
-state then replaces the target's. It computes a pair for every row of the target's step, so its KV is complete but
-for tokens whose KV came from another engine.
+Such a head takes the hidden state of a token together with the next token, and guesses the token after that. For
+further guesses its own hidden state replaces the target's. It computes such a pair for every row of the target's step,
+so its KV lacks only tokens whose KV came from another engine.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from engine.wire.plan import StepPlan
 
 class Head(Protocol):
     def target_states(self, step: DraftInputs) -> Tensor:
-        """Return [rows, hidden], made of the target's hidden states."""
+        """Return [rows, hidden], computed from the target's hidden states."""
 
     def __call__(self, input_ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return what logits are made from, and the hidden states for the next token; [rows, hidden] each."""
+        """Return the states from which logits are computed, and the hidden states for the next token; [rows, hidden]
+        each."""
 
     def best(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> the target's id of the most likely token, [rows] int64."""
+        """Return the most likely token of each row as the target's id: [rows, hidden] -> [rows] int64."""
 
 
 class HeadDrafter:
     reads_all = True
 
     def __init__(self, head: Head, cfg: ModelConfig, target: Target, aux_layers: tuple[int, ...] = ()):
-        """cfg: shape of the head's layers."""
+        """cfg: configuration of the head's layers."""
         self.aux_layers = aux_layers
         self._head, self._cache = head, DraftCache(cfg, target)
         self.block_bytes = self._cache.block_bytes

@@ -26,20 +26,20 @@ AUTHORS = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
 
 
 class MedusaHeads(nn.Module):
-    """hidden [rows, hidden] -> [rows, heads, hidden], what an output layer makes the logits of each head from."""
+    """Maps hidden [rows, hidden] to [rows, heads, hidden], from which an output layer computes each head's logits."""
 
     unused: tuple[str, ...] = ()
 
     def __init__(self, num_heads: int, num_layers: int, hidden_size: int, bias: bool, vocab_size: int | None):
-        """num_layers: residual layers of a head. vocab_size: of the heads' own output layers; None if the target's
-        takes their place."""
+        """num_layers: residual layers per head. vocab_size: that of the heads' own output layers; None to use the
+        target's output layer instead."""
         super().__init__()
         heads = range(num_heads)
         self.num_layers = num_layers
         self.hidden_size = hidden_size
-        #: The first layers of all heads, which have one input.
+        #: First layers of all heads, merged because they share their input.
         self.first = ReplicatedLinear(hidden_size, {f"blocks.{i}.layers.0": hidden_size for i in heads}, bias)
-        #: The further layers, by head and layer.
+        #: Further layers, by head, then by layer.
         self.blocks: Any = nn.ModuleList(
             nn.ModuleList(ReplicatedLinear(hidden_size, hidden_size, bias) for _ in range(1, num_layers)) for _ in heads
         )
@@ -56,7 +56,7 @@ class MedusaHeads(nn.Module):
         return torch.stack(rows, dim=1)
 
     def checkpoint_name(self, path: str) -> str:
-        """vLLM's name of a tensor."""
+        """Return vLLM's name of a tensor."""
         head, _, rest = path.removeprefix("blocks.").partition(".")
         layer, _, kind = rest.partition(".")
         if path.startswith("blocks."):
@@ -76,7 +76,8 @@ class MedusaDrafter:
     block_bytes, reads_all = 0, False
 
     def __init__(self, folder: Path, target: Target, num_tokens: int):
-        """Raise ConfigError or ModelFolderError if the heads do not fit the target, or are fewer than num_tokens."""
+        """num_tokens: tokens to draft. Raises ConfigError or ModelFolderError if the heads do not fit the target, or
+        are fewer than these."""
         raw, cfg = read_json(folder, "config.json"), target.config
         num_heads = raw.get("num_heads") or raw.get("medusa_num_heads") or 5
         num_layers = raw.get("num_hidden_layers") or raw.get("medusa_num_layers") or 1
@@ -101,7 +102,7 @@ class MedusaDrafter:
         """Do nothing: heads keep no KV."""
 
     def follow(self, plan: StepPlan) -> None:
-        """Do nothing: heads remember no token."""
+        """Do nothing: heads keep no state of sequences."""
 
     def propose(self, step: DraftInputs) -> Tensor:
         count = step.plan.num_drafts

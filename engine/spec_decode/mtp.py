@@ -1,4 +1,4 @@
-"""Multi-token prediction: a decoder layer that was trained with the target and follows the others in its checkpoint.
+"""Multi-token prediction: a decoder layer trained with the target, stored after the other layers in its checkpoint.
 
 DeepSeek V3, arXiv:2412.19437, section 2.2, GLM 4.5, arXiv:2508.06471, and Qwen3-Next.
 """
@@ -30,7 +30,7 @@ from engine.spec_decode.target import Target, Vocabulary
 
 
 class SharedHead(nn.Module):
-    """The norm before the output layer, which is the target's."""
+    """The norm before the output layer; the output layer itself is the target's."""
 
     def __init__(self, norm: RMSNorm):
         super().__init__()
@@ -43,17 +43,17 @@ class MTPLayer(NativeNames, nn.Module):
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, cfg: ModelConfig, layer_type: type[nn.Module], number: int):
-        """cfg: of the target, including this layer. number: of the layer."""
+        """cfg: the target's configuration, including this layer. number: index of this layer."""
         super().__init__()
         self.block = layer_type(cfg, TPGroup.single(), number)
         for module in self.block.modules():
             if isinstance(module, Attention | LatentAttention):
-                module.group = module.layer = 0  # the only one of its cache
+                module.group = module.layer = 0  # the only layer of the drafter's cache
         self.prefix = f"model.layers.{number}."
         self.enorm, self.hnorm, norm = (self.norm_type(cfg.hidden_size, cfg.rms_norm_eps) for _ in range(3))
         self.eh_proj = ReplicatedLinear(2 * cfg.hidden_size, cfg.hidden_size, bias=False)
         self.shared_head = SharedHead(norm)
-        self.vocabulary: list[Vocabulary] = []  # in a list, so that it is no module of this one
+        self.vocabulary: list[Vocabulary] = []  # in a list, so that it does not become a submodule
 
     def target_states(self, step: DraftInputs) -> Tensor:
         return step.hidden
@@ -65,7 +65,7 @@ class MTPLayer(NativeNames, nn.Module):
         return normed, self.chained(hidden, normed)
 
     def chained(self, hidden: Tensor, normed: Tensor) -> Tensor:
-        """Return which of the two takes the place of the target's hidden states of the next token."""
+        """Return which of the two replaces the target's hidden states for the next token."""
         return hidden
 
     def best(self, hidden: Tensor) -> Tensor:
@@ -75,7 +75,8 @@ class MTPLayer(NativeNames, nn.Module):
         return super().checkpoint_name(f".{path.removeprefix('block.')}").removeprefix("model..")
 
     def canonical_name(self, name: str) -> str | None:
-        """Embedding and output layer, of which some checkpoints have copies in this layer, are the target's."""
+        """Return our name of a tensor; None for copies of embedding and output layer, for which the target's are
+        used."""
         own = super().canonical_name(name) or ""
         if not own.startswith(self.prefix) or own.endswith(("embed_tokens.weight", "shared_head.head.weight")):
             return None
@@ -83,7 +84,7 @@ class MTPLayer(NativeNames, nn.Module):
 
 
 class QwenMTPLayer(MTPLayer):
-    """The layer of Qwen3-Next and Qwen 3.5, with attention, whose tensors lie in `mtp.` of the checkpoint."""
+    """The layer of Qwen3-Next and Qwen 3.5: with attention, and with its tensors under `mtp.` in the checkpoint."""
 
     packed: ClassVar[dict[str, str]] = Qwen3NextForCausalLM.packed | {
         "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm",
@@ -103,7 +104,7 @@ class QwenMTPLayer(MTPLayer):
 
 
 def layer_class(target: Target) -> type[MTPLayer]:
-    """Raise ConfigError if the target has no such layer."""
+    """Return the class of the target's layer for multi-token prediction. Raises ConfigError if it has none."""
     cfg = target.config
     if cfg.num_nextn_predict_layers and isinstance(target.model, Qwen3NextForCausalLM):
         return QwenMTPLayer
@@ -114,7 +115,7 @@ def layer_class(target: Target) -> type[MTPLayer]:
 
 
 def mtp_drafter(target: Target) -> HeadDrafter:
-    """Raise ConfigError if the target has no such layer."""
+    """Return a drafter with the target's layer for multi-token prediction. Raises ConfigError if it has none."""
     cfg, number, kind = target.config, target.config.num_layers, layer_class(target)
     layer_type = target.model.layer_type
     cfg = replace(

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the newest tokens where they last stood in the prompt or the output.
+"""Prompt lookup: proposes the tokens that followed the newest tokens at an earlier place in the prompt or output.
 
 Saxena, Prompt Lookup Decoding (2023), github.com/apoorvumang/prompt-lookup-decoding; vLLM's method `ngram`.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-INDEXED_AT_ONCE = 4096  # tokens per proposal, under a millisecond; a longer prompt is indexed over several
+INDEXED_AT_ONCE = 4096  # tokens per proposal, under a millisecond; a longer prompt takes several proposals
 CANDIDATES = 8  # earlier places that are compared, newest first
 
 
 def match_length(text: Sequence[int], place: int, tokens: list[int], known: int, longest: int) -> int:
-    """Return how many of the newest tokens, `longest` at most, are in `text` before `place`. At least `known` do."""
+    """Return how many of the newest `tokens`, at most `longest`, match the `text` before index `place`.
+
+    known: how many are known to match.
+    """
     length, limit, end = known, min(longest, place, len(tokens)), len(tokens)
     while length < limit and text[place - 1 - length] == tokens[end - 1 - length]:
         length += 1
@@ -20,7 +23,8 @@ def match_length(text: Sequence[int], place: int, tokens: list[int], known: int,
 
 
 class NgramDrafter:
-    """Finds the longest match of the last tokens, of `shortest` to `longest` of them; the newest of equal ones."""
+    """Finds the longest match, of `shortest` to `longest` tokens, of a sequence's newest tokens; the newest one among
+    equals."""
 
     def __init__(self, shortest: int, longest: int):
         assert 1 <= shortest <= longest
@@ -34,15 +38,15 @@ class NgramDrafter:
 
 
 class NgramSequence:
-    """The places of every n-gram of `shortest` tokens in one sequence, indexed as it grows."""
+    """Index of every n-gram of `shortest` tokens in one sequence, extended as the sequence grows."""
 
     def __init__(self, shortest: int, longest: int, tokens: list[int]):
         self._shortest, self._longest, self._tokens = shortest, longest, tokens
         self._newest: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its newest place
-        self._before: list[int] = [0] * shortest  # by such an index: the one of the place before; 0 if none
+        self._before: list[int] = [0] * shortest  # such an index -> that of the n-gram's previous place, 0 if none
 
     def places(self) -> list[int]:
-        """Return where the newest `shortest` tokens stood before: the indices after them, newest first.
+        """Return the indices after earlier occurrences of the newest `shortest` tokens, newest occurrence first.
 
         Returns none while a long prompt is still being indexed.
         """
@@ -69,5 +73,5 @@ class NgramSequence:
             length = match_length(tokens, place, tokens, self._shortest, self._longest)
             if length > longest:
                 best, longest = place, length
-        period = end - best  # what repeats itself is taken to continue so
+        period = end - best  # a repetition is assumed to go on
         return [tokens[best + i % period] for i in range(limit)] if best else []

@@ -1,4 +1,4 @@
-"""Opens the drafter with weights that a configuration names."""
+"""Opens the configured drafter with weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from engine.spec_decode.target import Target
 
 
 def open_drafter(config: EngineConfig, target: Target) -> ModelDrafter | None:
-    """Return None if the configuration names none, or if this engine only computes prompts for others. Raises
-    StartupError if its checkpoint is missing or does not fit."""
+    """Return the configured drafter with weights. None if there is none, or if this engine only computes prompts for
+    others.
+
+    Raises StartupError if its checkpoint is missing or does not fit.
+    """
     speculative, handoff = config.speculative, config.handoff
     if speculative is None or not speculative.has_weights or (handoff is not None and handoff.role == "prefill"):
         return None

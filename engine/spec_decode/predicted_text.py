@@ -1,4 +1,4 @@
-"""Predicted outputs: the client has sent what it takes the answer to be, such as a file before an edit.
+"""Predicted outputs: the client has sent what it expects the output to be, such as a file before an edit.
 
 OpenAI's field `prediction`.
 """
@@ -8,20 +8,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-WINDOW = 4096  # tokens of the prediction that are searched at once
+WINDOW = 4096  # tokens of the prediction searched at once
 TOKEN_BYTES = array("q").itemsize
 
 
 class PredictedText:
-    """Follows the prediction from its start on. Where the answer departs from it, it is found again further on, at the
-    first place of the two newest tokens."""
+    """Follows the prediction from its start. After the output departs from it, drafting resumes at the next place in
+    the prediction where the two newest tokens occur."""
 
     def __init__(self, prediction: list[int], tokens: list[int], num_prompt: int):
-        """tokens: of the sequence, read at each proposal; until then they only ever grow."""
+        """tokens: tokens of the sequence, a list that is read at each proposal and only grows."""
         self._prediction, self._tokens = prediction, tokens
-        self._bytes = as_bytes(prediction)  # which are searched ten times as fast as a list
-        self._read = num_prompt  # tokens of the sequence that were compared
-        self._next = 0  # in the prediction, after what was found last
+        self._bytes = as_bytes(prediction)  # bytes are searched ten times as fast as a list
+        self._read = num_prompt  # tokens of the sequence compared so far
+        self._next = 0  # index in the prediction after the last match
         self._lost = False
 
     def propose(self, limit: int) -> Sequence[int]:
@@ -43,7 +43,7 @@ class PredictedText:
             if found % TOKEN_BYTES == 0:
                 self._next, self._lost = found // TOKEN_BYTES + 2, False
                 return
-            first = found + 1  # the end of one token and the start of another
+            first = found + 1  # the match straddles two tokens
 
 
 def as_bytes(tokens: list[int]) -> bytes:

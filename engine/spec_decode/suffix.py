@@ -1,8 +1,9 @@
-"""Suffix decoding: what followed the newest tokens in the sequence itself and in earlier answers of the model.
+"""Suffix decoding: proposes the tokens that followed the newest tokens earlier, in the sequence itself or in other
+outputs of the model.
 
-Oliaro et al., SuffixDecoding, arXiv:2411.04975; vLLM's method `suffix`. Instead of suffix trees there is an index of
-n-grams, whose matches are extended: one entry per token instead of a path of nodes. So of the places of a common
-n-gram the newest are compared, and no others.
+Oliaro et al., SuffixDecoding, arXiv:2411.04975; vLLM's method `suffix`. Instead of suffix trees, an index of n-grams
+finds places whose matches are then extended: one entry per token instead of a path of nodes. Only the newest places of
+a common n-gram are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from engine.spec_decode.ngram import NgramSequence, match_length
 
 SHORTEST = 3  # tokens of a match
 CANDIDATES = 16  # places in earlier answers that are compared, newest first
-ANSWER_TOKENS = 2048  # of an answer its last ones are kept, so that its end holds no step up for long
+ANSWER_TOKENS = 2048  # last tokens of an answer that are kept; a limit, so that `finish` delays no step for long
 CACHED_TOKENS = 2**18  # of all answers
 
 Gram = tuple[str | int, ...]  # a cache salt, and tokens
@@ -28,20 +29,20 @@ Gram = tuple[str | int, ...]  # a cache salt, and tokens
 class Answer:
     tokens: array[int]
     before: array[int]
-    """For each token, the place where the n-gram before it stood earlier; 0 if it stood nowhere."""
+    """For each token, the previous place of the n-gram before it; 0 if there is none."""
     cache_salt: str
 
 
 class SuffixDrafter:
-    """Keeps the newest answers, with the places of every n-gram of `shortest` tokens in them."""
+    """The newest answers, with an index of every n-gram of `shortest` tokens in them."""
 
     def __init__(self, config: SpeculativeConfig, shortest: int = SHORTEST):
         self._factor, self._least = config.suffix_decoding_max_spec_factor, config.suffix_decoding_min_token_prob
         self._depth = config.suffix_decoding_max_tree_depth
-        self.longest = max(1, int(self._depth / (1 + self._factor)))  # a longer match leaves less to its draft
+        self.longest = max(1, int(self._depth / (1 + self._factor)))  # a longer match would shorten its draft
         self.shortest = min(shortest, self.longest)
         self._max_answers = config.suffix_decoding_max_cached_requests
-        # the tokens of all answers are numbered from 1 on; the place of an n-gram is the number of the token after it
+        # tokens of all answers are numbered from 1 on; the place of an n-gram is the number of the token after it
         self._next = 1
         self._answers: list[Answer] = []  # oldest first
         self._starts: list[int] = []  # number of the first token of each
@@ -51,7 +52,7 @@ class SuffixDrafter:
         return SuffixSequence(self, tokens, cache_salt)
 
     def finish(self, tokens: list[int], num_prompt: int, cache_salt: str) -> None:
-        """Keep the answer, and drop the oldest ones if there are too many."""
+        """Keep the answer, and drop the oldest answers if there are too many."""
         kept = tokens[max(num_prompt, len(tokens) - ANSWER_TOKENS) :]
         if len(kept) <= self.shortest or not self._max_answers:
             return
@@ -74,8 +75,8 @@ class SuffixDrafter:
                 del self._newest[gram]
 
     def places(self, tokens: list[int], cache_salt: str) -> list[tuple[Sequence[int], int]]:
-        """Return where the newest `shortest` tokens stood in answers of this salt: the answers, with the index of the
-        token after them."""
+        """Return the occurrences of the newest `shortest` tokens in answers of this salt, as (answer, index of the next
+        token)."""
         found: list[tuple[Sequence[int], int]] = []
         place = self._newest.get((cache_salt, *tokens[-self.shortest :]), 0)
         while place and len(found) < CANDIDATES and place >= self._starts[0]:
@@ -86,7 +87,8 @@ class SuffixDrafter:
         return found
 
     def choose(self, rests: list[list[int]], limit: int) -> list[int]:
-        """Return the tokens with which most of these continue, one after the other, as long as enough of all do."""
+        """Return the draft on which most of these continuations agree, token by token, as long as enough of all
+        continuations do."""
         drafts: list[int] = []
         least = self._least * len(rests)
         while rests and len(drafts) < limit:
@@ -100,19 +102,19 @@ class SuffixDrafter:
         return drafts
 
     def draft_tokens(self, match: int, limit: int) -> int:
-        """Return how many tokens may be drafted after a match of this many."""
+        """Return how many tokens may be drafted after a match of `match` tokens, at most `limit`."""
         return min(limit, int(self._factor * match), self._depth - match)
 
 
 class SuffixSequence:
-    """One sequence, whose own tokens are searched as well."""
+    """One sequence, whose own tokens are searched besides earlier answers."""
 
     def __init__(self, drafter: SuffixDrafter, tokens: list[int], cache_salt: str):
         self._drafter, self._tokens, self._salt = drafter, tokens, cache_salt
         self._own = NgramSequence(drafter.shortest, drafter.longest, tokens)
 
     def propose(self, limit: int) -> list[int]:
-        """Return tokens that followed the longest earlier match of the newest tokens, at most `limit`."""
+        """Return up to `limit` tokens that followed the longest earlier match of the newest tokens."""
         drafter, tokens, end = self._drafter, self._tokens, len(self._tokens)
         found: list[tuple[Sequence[int], int]] = [(tokens, place) for place in self._own.places()]
         found += drafter.places(tokens, self._salt)
@@ -120,7 +122,7 @@ class SuffixSequence:
             return []
         newest, lengths = tokens[-drafter.longest :], []
         for text, place in found:
-            if list(text[max(0, place - len(newest)) : place]) == newest:  # sooner than one by one
+            if list(text[max(0, place - len(newest)) : place]) == newest:  # fast path for the longest match
                 lengths.append(len(newest))
             else:
                 lengths.append(match_length(text, place, tokens, drafter.shortest, drafter.longest))
@@ -130,7 +132,7 @@ class SuffixSequence:
         for (text, place), length in zip(found, lengths, strict=True):
             if length == longest:
                 rest = list(text[place : place + limit])
-                if text is tokens and len(rest) < limit:  # what repeats itself is taken to continue so
+                if text is tokens and len(rest) < limit:  # a repetition is assumed to go on
                     rest = [tokens[place + i % (end - place)] for i in range(limit)]
                 rests.append(rest)
         return drafter.choose(rests, limit)

@@ -1,4 +1,4 @@
-"""What drafters with weights share with the model that they draft for."""
+"""The target model, as drafters with weights use it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.model.tensor_names import NativeNames
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model on rank 0, once its weights are loaded."""
+    """A model on rank 0 with loaded weights."""
 
     model: Model
     config: ModelConfig
@@ -31,10 +31,10 @@ class Target:
     device: torch.device
     block_size: int
     dummy: bool = False
-    """Weights are random, as with the load format `dummy`; so are the drafter's."""
+    """Whether weights are random (load format `dummy`); the drafter's then are too."""
 
     def load(self, draft: Loadable, folder: Path) -> None:
-        """Fill a drafter's module from the checkpoint in `folder`."""
+        """Fill a drafter's module with weights from the checkpoint in `folder`."""
         if self.dummy:
             fill_with_noise(draft)
         else:
@@ -42,8 +42,11 @@ class Target:
         pack_weights(draft)
 
     def vocabulary(self) -> Vocabulary:
-        """Return the target with one rank. Ranks of a group hold a part of each layer, and drafts are made on rank 0
-        alone, so there both are loaded once more."""
+        """Return the target's whole embedding and output layer, for drafts on rank 0.
+
+        With one rank this is the target itself. With several, each has only a part of every layer, so both are loaded
+        again.
+        """
         if self.tp.size == 1:
             return self.model
         whole = build(lambda: WholeVocabulary(self.config), self.dtype, self.device)
@@ -83,8 +86,8 @@ class WholeVocabulary(NativeNames, nn.Module):
 
 
 def check_fits(folder: Path, vocab_size: int, target: ModelConfig, hidden_size: int | None = None) -> None:
-    """Raise ConfigError unless a drafter's checkpoint is made for a target of this vocabulary and, if it reads hidden
-    states, of this width."""
+    """Raise ConfigError unless a drafter's checkpoint fits a target of this vocabulary size and, if it reads hidden
+    states, of this hidden size."""
     for what, own, needed in (
         ("a vocabulary", vocab_size, target.vocab_size),
         ("hidden states", hidden_size or target.hidden_size, target.hidden_size),

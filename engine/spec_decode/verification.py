@@ -1,4 +1,4 @@
-"""What a step says about the drafts that it has verified."""
+"""Outcome of the drafts that a step has verified."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from engine.device import copy_to
 
 
 def accepted_tokens(sampled: list[int], drafts: list[int]) -> list[int]:
-    """Return the drafts that were sampled at their positions, and the token after them."""
+    """Return the accepted tokens: the drafts equal to the tokens sampled at their positions, and the token after
+    them."""
     count = 0
     while count < len(drafts) and sampled[count] == drafts[count]:
         count += 1
-    # one that is not finite (-1) is left to the next step, which samples it again
+    # a token without finite logits (-1) is left to the next step, which samples it again
     return sampled[: count + 1] if count == 0 or sampled[count] >= 0 else sampled[:count]
 
 
 def last_rows(sampled_rows: Tensor, tokens: Tensor, drafts: list[list[int]]) -> Tensor:
-    """Return of each sequence the row that its newest token follows: the last of its `accepted_tokens`. Nothing waits
-    for the device.
+    """Return, for each sequence, the row after which its newest token follows: that of its last `accepted_tokens`. Does
+    not wait for the device.
 
-    sampled_rows, tokens: [n], each sequence has one more than `drafts`, which are by sequence.
+    sampled_rows, tokens: [n]; each sequence has one more than it has drafts. drafts: draft tokens by sequence.
     """
     counts = np.array([len(some) for some in drafts])
     lasts = np.cumsum(counts + 1) - 1
     first, last = copy_to(lasts - counts, tokens.device), copy_to(lasts, tokens.device)
     expected = copy_to([token for some in drafts for token in (*some, 0)], tokens.device)
-    # each sequence has its own end, for any token sampled there
+    # every sequence ends at its last row, whatever was sampled there
     ends = (tokens != expected).index_fill_(0, last, True)
     row = torch.arange(len(tokens), device=tokens.device)
     end = torch.where(ends, row, len(tokens)).flip(0).cummin(0).values.flip(0)[first]
