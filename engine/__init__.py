@@ -6,8 +6,8 @@ from engine import LLM, SamplingParams
 import os
 from typing import TYPE_CHECKING, Any
 
-# How often a thread spins at an OpenMP barrier before it sleeps; read once, when torch loads OpenMP. By default it
-# spins for milliseconds, so that one other busy process on the cores makes a step ten times longer.
+# How often a thread spins at an OpenMP barrier before it sleeps; read once, when torch loads OpenMP. The default spins
+# for milliseconds, so a single other busy process on the cores would make a step ten times longer.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from engine.wire.lora import LoRARequest
@@ -22,7 +22,7 @@ __all__ = ["LLM", "LoRARequest", "PoolingParams", "SamplingParams", "StructuredO
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM` when it is used: it takes torch seconds to load, which an ingress need not spend."""
+    """Import `LLM` on first use. It takes seconds to load torch, which an ingress does not need."""
     if name == "LLM":
         from engine.offline.llm import LLM
 

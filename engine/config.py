@@ -1,4 +1,4 @@
-"""Configuration of one engine: frozen, and only what is known before the engine starts."""
+"""Configuration of one engine: frozen, and limited to what is known before the engine starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 
 # default tokens per KV block; on a GPU, 64 tokens of a head's K are one tile of our Triton kernel
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
-# used when the configuration sets neither; the fields' own defaults suit a CPU, where such steps would take seconds
+# used on a GPU when the configuration sets neither; on a CPU, steps of this size would take seconds
 GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 
 MAX_LORA_RANK = 256
@@ -23,7 +23,7 @@ MAX_SPECULATIVE_TOKENS = 32  # per sequence and step; more never pay
 
 
 def check_choices(config: Any, section: str = "") -> None:
-    """Raise ConfigError for a field whose value is none of its Literal's."""
+    """Raise ConfigError for a field whose value is not among the choices of its Literal type."""
     for key, hint in get_type_hints(type(config)).items():
         value, kinds = getattr(config, key), (hint, *get_args(hint))
         choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
@@ -34,17 +34,19 @@ def check_choices(config: Any, section: str = "") -> None:
 
 
 def option(default: T, help: str, **flag: Any) -> T:
-    """A dataclass field with its help text, which `--help` shows too. flag: arguments of `typer.Option`."""
+    """Return a dataclass field with a help text, which `--help` shows too. flag: further arguments of
+    `typer.Option`."""
     return field(default=default, metadata={"help": help, **flag})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffConfig:
-    """Options of an engine in one of several pools: some compute prompts or images for others (docs/handoff.md)."""
+    """Options of an engine in one of several pools, of which some compute prompts or images for others
+    (docs/handoff.md)."""
 
     role: Literal["prefill", "decode", "encode"] = field(
         metadata={
-            "help": "`prefill` computes prompts for decode engines; `decode` may have its prompts computed by them; "
+            "help": "`prefill` computes prompts for decode engines; `decode` may let them compute its prompts; "
             "`encode` encodes images for both."
         }
     )
@@ -52,19 +54,19 @@ class HandoffConfig:
         "auto", "How KV blocks travel; `auto` takes the fastest transport that both sides have."
     )
     policy: Literal["auto", "always", "never"] = option(
-        "auto", "Whether a decode engine has prompts computed remotely; `auto` weighs the cost of both ways."
+        "auto", "Whether a decode engine lets prefill engines compute prompts; `auto` compares the costs."
     )
     lease_s: float = option(
         10.0,
-        "Time that a prefill engine keeps the blocks of a handoff after the last sign of life of the decode engine.",
+        "Seconds that a prefill engine keeps the blocks of a handoff after the decode engine's last heartbeat.",
     )
-    heartbeat_s: float = option(1.0, "Interval at which a decode engine gives a sign of life.")
+    heartbeat_s: float = option(1.0, "Seconds between the heartbeats of a decode engine.")
     progress_s: float = option(
-        5.0, "How long a link may go without an answer to a heartbeat, or a byte of a read, before it counts as cut."
+        5.0, "Seconds without an answer to a heartbeat, or without a byte of a read, after which a link counts as cut."
     )
-    accept_s: float = option(5.0, "Time within which a prefill engine must accept a request.")
-    quarantine_s: float = option(30.0, "Time that a pair of engines makes no handoffs after its link has failed.")
-    max_attempts: int = option(3, "Remote attempts per request, after which its prompt is computed locally.")
+    accept_s: float = option(5.0, "Seconds within which a prefill engine must accept a request.")
+    quarantine_s: float = option(30.0, "Seconds without handoffs between two engines after their link has failed.")
+    max_attempts: int = option(3, "Remote attempts per request; after them its prompt is computed locally.")
 
     def __post_init__(self) -> None:
         for key in ("lease_s", "heartbeat_s", "progress_s", "accept_s"):
@@ -78,26 +80,26 @@ class HandoffConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Options of speculative decoding, by vLLM's names (docs/speculative_decoding.md)."""
+    """Options of speculative decoding, named as in vLLM (docs/speculative_decoding.md)."""
 
     method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "medusa"] = field(
         metadata={
-            "help": "`ngram` proposes what followed the newest tokens earlier in prompt and output, `suffix` what "
-            "mostly did there and in earlier answers. The others have weights: a smaller model, or heads that read the "
-            "hidden states of this one."
+            "help": "`ngram` proposes the tokens that followed the newest ones earlier in prompt and output, `suffix` "
+            "those that mostly did there and in earlier answers. The others have weights: a smaller model, or heads "
+            "that read this model's hidden states."
         }
     )
     model: str | None = option(None, "`draft_model`, `eagle3` and `medusa`: folder or Hub id of the weights.")
     num_speculative_tokens: int = option(
-        5, "Tokens that are drafted at most for each sequence and step; load and acceptance decide up to there."
+        5, "Maximum number of drafted tokens per sequence and step; load and acceptance decide how many of them."
     )
-    prompt_lookup_min: int = option(2, "`ngram`: newest tokens that must have stood in the text before, at least.")
-    prompt_lookup_max: int = option(5, "`ngram`: newest tokens that are compared; of several places the longest wins.")
-    suffix_decoding_max_tree_depth: int = option(24, "`suffix`: tokens of a match and of the draft after it, together.")
-    suffix_decoding_max_cached_requests: int = option(10_000, "`suffix`: earlier answers that are kept; 0 keeps none.")
+    prompt_lookup_min: int = option(2, "`ngram`: minimum length of a match, in tokens.")
+    prompt_lookup_max: int = option(5, "`ngram`: maximum length of a match, in tokens; the longest match wins.")
+    suffix_decoding_max_tree_depth: int = option(24, "`suffix`: maximum length of a match and its draft together.")
+    suffix_decoding_max_cached_requests: int = option(10_000, "`suffix`: earlier answers to keep; 0 keeps none.")
     suffix_decoding_max_spec_factor: float = option(1.0, "`suffix`: drafted tokens per token of the match.")
     suffix_decoding_min_token_prob: float = option(
-        0.1, "`suffix`: least share of the matches that continue with all the drafted tokens."
+        0.1, "`suffix`: minimum share of the matches that continue with all drafted tokens."
     )
 
     def __post_init__(self) -> None:
@@ -123,12 +125,12 @@ class SpeculativeConfig:
 
     @property
     def has_weights(self) -> bool:
-        """True if the drafts are made on the device, by a second model."""
+        """Whether a second model on the device makes the drafts."""
         return self.method not in ("ngram", "suffix")
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> SpeculativeConfig:
-        """Raises ConfigError for unknown keys and methods."""
+        """Return the configuration with these options. Raises ConfigError for unknown keys and wrong values."""
         hints = get_type_hints(cls)
         for key, value in options.items():
             if key not in hints:
@@ -144,10 +146,10 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of one engine; the names are vLLM's where the meaning is the same."""
+    """Options of one engine, named as in vLLM where the meaning is the same."""
 
     model: str = option("pocket", "`pocket` (bundled), a local Hugging Face model folder, or a Hub id.")
-    tokenizer: str | None = option(None, "Folder or Hub id of a model whose tokenizer and chat template are used.")
+    tokenizer: str | None = option(None, "Folder or Hub id of a model whose tokenizer and chat template to use.")
     hf_overrides: str | None = option(None, "JSON object of fields that replace those of the model's config.json.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
@@ -155,46 +157,46 @@ class EngineConfig:
     )
     quantization: Literal["fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "mxfp4"] | None = option(
         None,
-        "`fp8`, `int8` or `int4`: what the weights of an unquantized model are rounded to as they are loaded. How a "
-        "checkpoint is quantized is read from it; the option may name it.",
+        "`fp8`, `int8` or `int4`: format to which the weights of an unquantized model are rounded as they are loaded. "
+        "The format of a quantized checkpoint is read from it; the option may name it.",
     )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
-        "auto", "`fp8` (the same as `fp8_e4m3`) stores each number of K and V in one byte; `auto` takes `dtype`."
+        "auto", "`fp8` (the same as `fp8_e4m3`) stores each number of K and V in one byte; `auto` uses `dtype`."
     )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "`auto` takes a GPU if torch finds one.")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "`auto` uses a GPU if torch finds one.")
     block_size: int | None = option(None, "Tokens per KV block. Default: 16 on a CPU, 64 on a GPU.")
     kv_cache_memory_gib: float | None = option(
         None,
-        "Size of the KV cache. Default: 2 GiB on a CPU; on a GPU, what is left of `gpu_memory_utilization` after a "
+        "Size of the KV cache. Default: 2 GiB on a CPU; on a GPU, the rest of `gpu_memory_utilization` after a "
         "profiling run.",
     )
     gpu_memory_utilization: float = option(
-        0.9, "Fraction of a GPU's memory that weights, KV cache and activations may fill together."
+        0.9, "Fraction of a GPU's memory for weights, KV cache and activations together."
     )
     enforce_eager: bool = option(
         False,
-        "Do without graphs of steps: launch every kernel by itself. Slower, with the same tokens.",
+        "Launch every kernel by itself, without CUDA graphs. Slower, with the same tokens.",
     )
     disable_custom_all_reduce: bool = option(
         False,
-        "Ranks on one machine do without memory that they share: they sum by NCCL or gloo alone (docs/gpu.md).",
+        "Let ranks on one machine sum by NCCL or gloo alone, without memory that they share (docs/gpu.md).",
     )
     determinism: Literal["strict"] | None = option(
         None,
-        "`strict` gives the same tokens and log-probabilities, bit for bit, with any number of ranks, in any batch "
-        "(docs/determinism.md). On a CPU, with weights that are not quantized.",
+        "`strict` gives the same tokens and log-probabilities, bit for bit, with any number of ranks and in any batch "
+        "(docs/determinism.md). Only on a CPU, with weights that are not quantized.",
     )
     torch_compile: bool = option(
         False,
-        "Compile the layers between the model's attentions with torch.compile as the engine starts (docs/gpu.md); "
-        "not with `enforce_eager`.",
+        "Compile the layers between attentions with torch.compile as the engine starts (docs/gpu.md); excludes "
+        "`enforce_eager`.",
     )
     cuda_graph_memory_gib: float = option(
         1.0,
-        "GPU memory kept free for CUDA graphs. Steps whose size has none are padded to a larger one, or run without.",
+        "GPU memory kept free for CUDA graphs. Steps of sizes without a graph are padded, or run without.",
     )
     load_format: Literal["auto", "dummy"] = option(
-        "auto", "`auto` reads the model's weights; `dummy` makes random ones of the same shapes, for measurements."
+        "auto", "`auto` reads the model's weights; `dummy` uses random ones of the same shapes, for measurements."
     )
     num_blocks: int | None = option(None, "Number of KV blocks, instead of a size in memory.")
     max_model_len: int | None = option(
@@ -202,19 +204,19 @@ class EngineConfig:
     )
     max_num_batched_tokens: int = option(
         2048,
-        "Maximum number of tokens that one step computes, of all sequences together. If it is not set, the offline "
-        "`LLM` and pools with GPUs use 8192.",
+        "Maximum number of tokens per step, over all sequences. If it is not set, the offline `LLM` on a GPU and pools "
+        "with GPUs use 8192.",
     )
     max_num_seqs: int = option(
         128,
-        "Maximum number of sequences that run at a time. If it is not set, the offline `LLM` and pools with GPUs "
-        "use 256.",
+        "Maximum number of sequences that run at a time. If it is not set, the offline `LLM` on a GPU and pools with "
+        "GPUs use 256.",
     )
     max_waiting: int = option(1024, "Requests that may queue before new ones are refused with Overloaded.")
     encoder_cache_size: int = option(
         16_384,
-        "Embeddings of images that are kept, so that the same image is encoded once; a request's image may have no "
-        "more. Its own limit per step is `max_num_batched_tokens`.",
+        "Capacity for image embeddings, which are kept so that an image is encoded only once. No image may have more. "
+        "A step makes at most `max_num_batched_tokens` of them.",
     )
     enable_lora: bool = option(False, "Compute requests with low-rank adapters (LoRA) of the model.")
     max_loras: int = option(
@@ -227,7 +229,7 @@ class EngineConfig:
         None, "Adapters that are kept in host memory, those in slots among them. Default: `max_loras`."
     )
     language_model_only: bool = option(
-        False, "Serve a multimodal model as a text model: what encodes images is not loaded, and images are refused."
+        False, "Serve a multimodal model as a text model: its image encoder is not loaded, and images are refused."
     )
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs", "`priority` orders requests by priority, then arrival; `fcfs` by arrival only."
@@ -237,8 +239,8 @@ class EngineConfig:
     )
     prefix_cache_retention_interval: int | None = option(
         None,
-        "Tokens between the states that recurrent layers keep of a long sequence for the prefix cache besides those at "
-        "the ends of prompts and where prompts part; 0 for no others. Default: as many as have KV as large as a state.",
+        "Tokens between the states of recurrent layers that the prefix cache keeps of a long sequence, besides those "
+        "at ends of prompts and where prompts diverge; 0 for none. Default: as many as have KV of a state's size.",
     )
     overlap: bool | None = option(
         None,
@@ -247,27 +249,27 @@ class EngineConfig:
     )
     num_threads: int | None = option(
         None,
-        "CPU threads of each rank. Default: one per core that the process may use, divided among a machine's ranks.",
+        "CPU threads per rank. Default: the cores that the process may use, divided among a machine's ranks.",
     )
-    tensor_parallel: int = option(1, "Ranks that share the model, each with a part of every layer.")
-    seed: int = option(0, "Seed of requests that bring none, in the offline `LLM`; a server derives it from their ids.")
+    tensor_parallel: int = option(1, "Number of ranks that share the model, each with a part of every layer.")
+    seed: int = option(0, "Offline `LLM`: seed of requests without one. A server derives such seeds from request ids.")
     speculative: SpeculativeConfig | None = option(
         None, "Speculative decoding, as a JSON object of vLLM's keys (docs/speculative_decoding.md)."
     )
     handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs, in any role.")
     encode: HandoffConfig | None = option(
-        None, "Options for image handoffs, in an engine whose images may be encoded by encode replicas."
+        None, "Options for image handoffs of an engine for which encode replicas may encode images."
     )
 
     @property
     def known_block_size(self) -> int:
-        """`block_size`, for callers without an engine. Raises AssertionError if it is left to the device."""
+        """`block_size`, for callers without an engine. Raises AssertionError if the device is to choose it."""
         assert self.block_size is not None, "only an engine can choose it, on its device"
         return self.block_size
 
     @property
     def shared_block_size(self) -> int | None:
-        """Size of the blocks that requests with a common prefix share; None if they share none."""
+        """Size of the blocks that requests with a common prefix share; None without prefix caching."""
         return self.known_block_size if self.enable_prefix_caching else None
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
-"""The device that a model runs on: arrays travel there, results come back, graphs replay.
+"""The device on which a model runs: sends arrays to it, fetches results, and replays graphs.
 
 A CPU computes at once, so there is nothing to wait for. A GPU works through a queue: the host puts copies and kernels
 into it, continues, and asks later whether the queue has reached an event. Everything here uses the thread's current
-stream, which is the device's default stream in every thread, so the order of the calls is the order of the work.
+stream, which is the device's default stream in every thread, so work runs in the order of the calls.
 """
 
 from __future__ import annotations
@@ -24,64 +24,67 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 16
-ALIGNMENT = 16  # bytes, of every array in a staged copy, so that it can be viewed as any dtype
+ALIGNMENT = 16  # bytes: start of every array in a staged copy, so that it can be viewed as any dtype
 POLL_INTERVAL_S = 20e-6
-MALLOPTS = {-1: 2**30, -3: 2**25}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD (the most it can be): mallopt(3)
+MALLOPTS = {-1: 2**30, -3: 2**25}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD (its maximum): mallopt(3)
 PR_SET_TIMERSLACK = 29
 
 Run = Callable[[], Tensor]
 
 
 class StagedCopy:
-    """Small arrays to be copied to the device. `add` returns a tensor at once; it holds the values after `send`."""
+    """Small arrays to copy to the device. `add` returns a tensor at once, which holds the values after `send`."""
 
     def add(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array)
 
     def send(self) -> None:
-        """Put the copies into the device's queue; called once."""
+        """Put the copies into the device's queue. Called once."""
 
 
 class DeviceEvent:
-    """A point in the device's queue: everything queued before the event was made comes first."""
+    """A point in the device's queue, after everything queued before the event was made."""
 
     def wait(self) -> None:
         """Return once the device has reached the event."""
 
     def reached(self, timeout_s: float) -> bool:
-        """Return whether the device reaches the event in time."""
+        """Return whether the device reaches the event within `timeout_s`."""
         return True
 
 
 class Device:
-    """A CPU, and what it has in common with a GPU."""
+    """A CPU, and the common interface of all devices."""
 
-    asynchronous = False  #: calls return before their work is done
+    asynchronous = False  #: whether calls return before their work is done
 
     def __init__(self, torch_device: torch.device):
         self.torch_device = torch_device
 
     def set_current(self) -> None:
-        """Make this the current device of the calling thread, which every thread does before it launches work."""
+        """Make this the calling thread's current device. Every thread must do so before it launches work."""
 
     def staged_copy(self) -> StagedCopy:
         return StagedCopy()
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Copy `tensor` to host memory. The values are there once an event made later has been reached."""
+        """Copy `tensor` to host memory. Its values are valid once an event made later has been reached."""
         return tensor
 
     def event(self) -> DeviceEvent:
         return DeviceEvent()
 
     def capture(self, run: Run) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
-        """Capture `run`, which has run before on the same tensors, as a graph. Return its output, which need not hold
-        values before the first replay; a function that replays it into that output; and one that destroys it."""
+        """Capture `run` as a graph; it must have run before on the same tensors.
+
+        Returns the graph's output, which has no defined values before the first replay, a function that replays the
+        graph, and one that destroys it.
+        """
         raise NotImplementedError("a CPU has no graphs")
 
     def timed(self, run: Run) -> tuple[Tensor, Callable[[], float]]:
-        """Return the output of `run`, and a function for the seconds that it took the device: called once an event made
-        later has been reached."""
+        """Return the output of `run`, and a function that returns the seconds that it took on the device. Call the
+        function once an event made later has been reached."""
         started, output = time.perf_counter(), run()
         seconds = time.perf_counter() - started
         return output, lambda: seconds
@@ -92,16 +95,16 @@ class Device:
 
 
 class PinnedCopy(StagedCopy):
-    """Arrays laid side by side in pinned memory, sent by one copy.
+    """Arrays side by side in pinned memory, sent in one copy.
 
-    Pinned memory must stay until the copy has ended: hold this object until a later event has been reached.
+    Pinned memory must live until the copy has ended: keep this object until a later event has been reached.
     """
 
     def __init__(self, torch_device: torch.device):
         self._torch_device = torch_device
         self._chunks: list[tuple[Tensor, Tensor]] = []  # on the host, on the device
-        self._used: list[int] = []  # bytes of each chunk
-        self._views: dict[np.dtype[Any], tuple[NDArray[Any], Tensor]] = {}  # of the last chunk, by dtype
+        self._used: list[int] = []  # bytes used of each chunk
+        self._views: dict[np.dtype[Any], tuple[NDArray[Any], Tensor]] = {}  # views of the last chunk, by dtype
 
     def add(self, array: NDArray[Any]) -> Tensor:
         start = -(-self._used[-1] // ALIGNMENT) * ALIGNMENT if self._used else 0
@@ -149,15 +152,15 @@ class CudaEvent(DeviceEvent):
 
 
 class CudaDevice(Device):
-    """One GPU: the current one of the thread that makes this object."""
+    """One GPU: the current one of the thread that creates this object."""
 
     asynchronous = True
 
     def __init__(self) -> None:
-        # with its index, since "cuda" alone means another device in a thread that has not chosen one
+        # with its index, since "cuda" alone means the thread's current device, which may be another one
         super().__init__(torch.device("cuda", torch.cuda.current_device()))
         sleep_precisely()
-        self._pool: Any = None  # memory that all graphs use, since only one of them runs at a time
+        self._pool: Any = None  # memory shared by all graphs, since only one of them runs at a time
         self._stream: Any = None
 
     def set_current(self) -> None:
@@ -187,7 +190,7 @@ class CudaDevice(Device):
         return output, graph.replay, graph.reset
 
     def timed(self, run: Run) -> tuple[Tensor, Callable[[], float]]:
-        """Measures by events in the queue, without waiting. This has not run on a GPU yet."""
+        """Measure by events in the queue, without waiting. This has not run on a GPU yet."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         output = run()
@@ -196,13 +199,13 @@ class CudaDevice(Device):
 
     def used_bytes(self) -> int:
         torch.cuda.synchronize(self.torch_device)
-        torch.cuda.empty_cache()  # what torch only keeps for later is not in use
+        torch.cuda.empty_cache()  # memory that torch keeps for later does not count as used
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free
 
 
 def copy_to(values: ArrayLike, torch_device: torch.device) -> Tensor:
-    """Copy values to a device. They go through pinned memory, because the host waits for copies of any other."""
+    """Copy values to a device, through pinned memory: the host would have to wait for copies of any other memory."""
     host = torch.from_numpy(np.asarray(values))
     if torch_device.type == "cuda":
         host = host.pin_memory()  # torch keeps it until the copy has ended
@@ -210,7 +213,7 @@ def copy_to(values: ArrayLike, torch_device: torch.device) -> Tensor:
 
 
 def sleep_precisely() -> None:
-    """Let this thread, and those that it starts, sleep no longer than they ask for: Linux adds up to 50 µs otherwise,
+    """Let this thread, and threads that it starts, sleep only as long as they ask to. Otherwise Linux adds up to 50 µs,
     which `CudaEvent.reached` would lose at every step."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
@@ -230,8 +233,8 @@ def open_device(name: str) -> Device:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep the memory of a step for the next one. It would return it to the system, and getting it back page
-    by page took a tenth of a prompt's time."""
+    """Make glibc keep the memory freed by one step for the next. By default it returns the memory to the system, and
+    getting it back page by page took a tenth of a prompt's time."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for option, size in MALLOPTS.items():
             mallopt(option, size)

@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 
 
 class ServingError(Exception):
-    """Root of the tree; raise a leaf."""
+    """Root of the tree. Raise only its leaves."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_error"
@@ -47,13 +47,13 @@ class ServingError(Exception):
 
     @property
     def code(self) -> str:
-        """Stable machine-readable name, for instance `invalid_parameter`."""
+        """Stable machine-readable name, such as `invalid_parameter`."""
         name = type(self).__name__
         return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
 
 
 class RequestError(ServingError):
-    """The request cannot be served as it is; sending it again will not help."""
+    """The request cannot be served as it is. Sending it again will not help."""
 
     status, type = 400, "invalid_request_error"
 
@@ -66,7 +66,7 @@ class RequestError(ServingError):
 
 
 class Described(str):
-    """What was found, in words, instead of a value that would say less; an error shows it without quotes."""
+    """A description of a value, for errors to show without quotes where the value itself would say less."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -90,7 +90,7 @@ class InvalidParameter(RequestError):
 
 
 class InvalidImage(InvalidParameter):
-    """An image of the request cannot be read, or is outside a limit. `field` is the path of its part."""
+    """An image of the request cannot be read, or exceeds a limit. `field` is the path of the image in the request."""
 
     def __init__(self, field: str, value: object, limit: str):
         super().__init__(field, value, limit)
@@ -114,7 +114,7 @@ class AdapterNotFound(AdapterError):
 
 
 def _head(value: object) -> object:
-    """Return the part of `value` that a message shows: printing all of a long list takes long."""
+    """Return the beginning of `value` for a message, since printing a whole long list takes long."""
     match value:
         case str():
             return value[:100]
@@ -135,10 +135,11 @@ class UnsupportedTask(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """The prompt, and at least one token of the answer if there is to be one, exceed the limit."""
+    """The prompt exceeds the limit, together with one token of the answer if there is to be one."""
 
     def __init__(self, tokens: int, limit: int, estimated: bool = False, answer: bool = True, prompt: str = "prompt"):
-        """estimated: the prompt has `tokens` or more. answer: tokens are to follow it. prompt: field that it is in."""
+        """estimated: whether `tokens` is only a lower bound. answer: whether output tokens will follow. prompt: field
+        of the prompt."""
         Exception.__init__(self, tokens, limit, estimated, answer, prompt)
         self.tokens, self.limit, self.param = tokens, limit, prompt.partition("[")[0]
         # clients know this error by its code (LangChain), or by "this model's maximum context length is" (litellm)
@@ -154,7 +155,7 @@ class PromptTooLong(RequestError):
 
 
 class ModelNotFound(RequestError):
-    """No model of that name is served here."""
+    """No model of this name is served here."""
 
     status, type = 404, "not_found_error"
 
@@ -164,7 +165,7 @@ class ModelNotFound(RequestError):
 
 
 class RequestNotFound(RequestError):
-    """The request that was asked about is not known, or no longer."""
+    """The requested request is unknown, or already forgotten."""
 
     status, type = 404, "not_found_error"
 
@@ -174,7 +175,7 @@ class RequestNotFound(RequestError):
 
 
 class InvalidApiKey(RequestError):
-    """The request has no API key, or one that this server does not know."""
+    """The request has no API key, or an unknown one."""
 
     status, type = 401, "authentication_error"
 
@@ -190,7 +191,7 @@ class BodyTooLarge(RequestError):
 
 
 class BodyTimeout(RequestError):
-    """The HTTP body did not come within this server's limit; the connection is closed."""
+    """The HTTP body did not arrive within this server's limit; the connection is closed."""
 
     status, type = 408, "timeout_error"
 
@@ -200,8 +201,10 @@ class BodyTimeout(RequestError):
 
 
 class UnsupportedMediaType(RequestError):
-    """The Content-Type is not JSON, or the Content-Encoding is a compression, of which a few bytes may unfold to any
-    size. Requiring JSON also keeps web pages of other origins from sending requests."""
+    """The Content-Type is not JSON, or the body is compressed: a few compressed bytes may expand to any size.
+
+    Requiring JSON also keeps web pages of other origins from sending requests.
+    """
 
     status = 415
 
@@ -256,7 +259,7 @@ class EngineUnavailable(ServingError):
 
 
 class OtherModel(ServingError):
-    """The replica runs another model of the same name, since one is being replaced by the other.
+    """The replica serves another model under the same name, because one is being replaced by the other.
 
     weights, vocabulary: ModelIdentity of the replica that refused.
     """
@@ -275,11 +278,11 @@ class StartupError(ServingError):
     """The engine cannot start as configured; the message says what to change."""
 
 
-CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]+(?=@)|(?<=[?&]password=)[^&#\s]+")  # of a URL; passwords may hold an @
+CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]+(?=@)|(?<=[?&]password=)[^&#\s]+")  # in a URL; a password may contain @
 
 
 def without_credentials(value: Any) -> Any:
-    """Return JSON without names and passwords in its URLs."""
+    """Return JSON without the user names and passwords in its URLs."""
     if isinstance(value, dict):
         return {key: without_credentials(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -298,7 +301,7 @@ class ConfigError(StartupError):
 
 
 class ModelFolderError(StartupError):
-    """A model folder is missing or lacks a file that is needed."""
+    """A model folder is missing or lacks a needed file."""
 
     def __init__(self, path: str, problem: str):
         super().__init__(path, problem)
@@ -308,7 +311,7 @@ class ModelFolderError(StartupError):
 
 
 class UnsupportedArchitecture(StartupError):
-    """Neither a native family nor transformers' own code can compute the model's architecture here, and why."""
+    """Neither a native family nor transformers' own code can compute the model's architecture; the message says why."""
 
     def __init__(self, architecture: str, reason: str):
         super().__init__(architecture, reason)

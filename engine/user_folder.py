@@ -1,4 +1,4 @@
-"""Folders of the user's own, also where the home cannot be written, as in a container."""
+"""Folders for the user's files, with a fallback where the home cannot be written, as in a container."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def user_folder(path: str) -> Path:
-    """Return a folder. One below `~` that cannot be written is below `private_folder` instead, with a warning."""
-    expanded = Path(os.path.expanduser(path))  # not Path.expanduser, which raises where there is no home at all
+    """Return a folder. If it is below `~` and cannot be written, it is replaced by one below `private_folder`, with a
+    warning."""
+    expanded = Path(os.path.expanduser(path))  # Path.expanduser would raise where there is no home at all
     if not path.startswith("~/") or can_write(expanded) or (private := private_folder()) is None:
         return expanded
     logger.warning("%s cannot be written: %s is used, which may not outlive a restart of the machine", path, private)
@@ -22,7 +23,7 @@ def user_folder(path: str) -> Path:
 
 
 def can_write(folder: Path) -> bool:
-    """Make a folder if it is missing, and return whether files can be made there."""
+    """Create a folder if it is missing. Returns whether files can be created in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

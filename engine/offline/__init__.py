@@ -1,1 +1,1 @@
-"""The offline API: `from manta import LLM`, an engine in the caller's process."""
+"""Offline API: `from manta import LLM`, an engine in the caller's process."""

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompt:
-    """Token ids with the images that some of them stand for."""
+    """Token ids, with the images that placeholders among them stand for."""
 
     token_ids: list[int]
     mm_features: list[MultiModalFeatureSpec]
@@ -62,7 +62,7 @@ Message = dict[str, Any]
 
 @dataclass(slots=True)
 class _Sequence:
-    """One unfinished sequence: what it is part of, and its text so far."""
+    """One unfinished sequence: the request it belongs to, and its text so far."""
 
     parent: RequestOutput
     output: CompletionOutput
@@ -76,11 +76,11 @@ class LLM:
     >>> llm.chat([{"role": "user", "content": "What is an ocean?"}])[0].outputs[0].text
 
     options: fields of EngineConfig (dtype, max_model_len, max_num_seqs, ...).
-    Raises StartupError if the model cannot be loaded. One thread at a time.
+    Raises StartupError if the model cannot be loaded. Not thread-safe: use it from one thread at a time.
     """
 
     def __init__(self, model: str = "pocket", **options: Any):
-        # there are no other clients, so there is no queue to keep short
+        # with a single client there is no need to keep the queue short
         options = {"model": str(model), "max_waiting": sys.maxsize, **options}
         if is_gpu(options.get("device", "auto")):
             options = GPU_DEFAULTS | options
@@ -101,7 +101,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine's thread and the other ranks; memory goes with the object."""
+        """Stop the engine's thread and the other ranks. Memory is freed with the object."""
         _close(self._core, self._ranks)
 
     def _start(self) -> EngineCore:
@@ -118,7 +118,7 @@ class LLM:
             group.close()
             self._ranks.close()
             raise
-        weakref.finalize(self, _close, core, self._ranks)  # if it is dropped without `close`, or the interpreter ends
+        weakref.finalize(self, _close, core, self._ranks)  # in case `close` is not called
         return core
 
     @property
@@ -135,10 +135,10 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt (text, or token ids); results in the order of the prompts.
+        """Continue each prompt (text, or token ids). Returns one result per prompt, in order.
 
         sampling_params: one for all prompts, or one for each.
-        Raises RequestError, before anything is computed, if any request could not be served as it is.
+        Raises RequestError, before anything is computed, if any request cannot be served.
         """
         return self._generate(_as_list(prompts), sampling_params, progress)
 
@@ -164,9 +164,9 @@ class LLM:
         progress: bool = True,
         **template_arguments: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages), or several, by the model's chat template.
+        """Answer one conversation (a list of messages), or several, using the model's chat template.
 
-        A message's content may hold images, as `{"type": "image", "image": a PIL.Image}` among its parts.
+        A message's content may contain images: parts of the form `{"type": "image", "image": <PIL.Image>}`.
         Without sampling_params, an answer may be as long as the context allows.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
@@ -201,12 +201,11 @@ class LLM:
         prompt_name: str | None = None,
         progress: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Make an embedding of each prompt (text, or token ids); results in the order of the prompts.
+        """Return an embedding of each prompt (text, or token ids), in order.
 
-        prompt_name: of a prompt in config_sentence_transformers.json to put in front of each text; None for the default
-        that it names, if any.
-        Raises RequestError, before anything is computed, if any prompt could not be served as it is, and EngineError
-        if an embedding is not finite.
+        prompt_name: name of a prompt in config_sentence_transformers.json to put in front of each text; None for the
+        file's default prompt, if it has one. Raises RequestError, before anything is computed, if any prompt cannot be
+        served, and EngineError if an embedding is not finite.
         """
         jobs = self._pooling_prompts().embed(_as_list(prompts), pooling_params or PoolingParams(), prompt_name)
         return [
@@ -225,10 +224,11 @@ class LLM:
         instruction: str | None = None,
         progress: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Tell how well each document fits the query; results in the order of the documents.
+        """Return how well each document fits the query, in the order of the documents.
 
-        A reranker reads both together. With an embedding model the score is the cosine of the two embeddings.
-        instruction: what a generative reranker is to look for, instead of its default. Errors: see `embed`.
+        A reranker reads query and document together. For an embedding model the score is the cosine of the two
+        embeddings. instruction: what a generative reranker should look for, in place of its default. Raises the same
+        errors as `embed`.
         """
         documents = [documents] if isinstance(documents, str) else list(documents)
         params, prompts = pooling_params or PoolingParams(), self._pooling_prompts()
@@ -252,10 +252,10 @@ class LLM:
     def request(
         self, prompt: Prompt | ImagePrompt, params: SamplingParams, request_id: str | None = None
     ) -> RequestOutput:
-        """A request that has not been computed yet; `run` fills it in.
+        """Return a request that is not computed yet; `run` computes it.
 
-        request_id: unique among those that run at a time, and the source of the seed if `params` has none; by
-        default the engine's seed and a running number.
+        request_id: id that is unique among concurrent requests, and the source of the seed if `params` has none. By
+        default it is made of the engine's seed and a running number.
         """
         images: list[MultiModalFeatureSpec] = []
         if isinstance(prompt, ImagePrompt):
@@ -273,7 +273,7 @@ class LLM:
     def run(
         self, jobs: Iterable[tuple[RequestOutput, SamplingParams]], *, total: int | None = None, progress: bool = True
     ) -> Iterator[RequestOutput]:
-        """Compute requests and yield each when it is finished; `jobs` is read only as fast as the engine takes them.
+        """Compute requests, and yield each when it is finished. `jobs` is read only as fast as the engine takes them.
 
         A request that is refused or fails is yielded too, with finish_reason "error".
         """
@@ -303,9 +303,10 @@ class LLM:
                     self._core.abort(request_id)
 
     def deltas(self, request: GenerateRequest) -> Generator[TokenDelta]:
-        """Compute a request of a server alone, and yield what an engine answers; closing the generator aborts it.
+        """Compute one request of a server, with nothing else running, and yield its deltas. Closing the generator
+        aborts it.
 
-        Raises RequestError, or EngineError if it fails.
+        Raises RequestError, or EngineError if the request fails.
         """
         self._core.check(request)
         self._core.add(request)
@@ -324,7 +325,8 @@ class LLM:
         return PoolingPrompts(self.tokenizer, self._model_config.supported_tasks, self.max_model_len)
 
     def _pool(self, jobs: list[PoolingPrompt], progress: bool) -> list[TokenDelta]:
-        """Compute the jobs; results in their order. Raises RequestError or EngineError; nothing is left behind then."""
+        """Compute the jobs. Returns their deltas in order. Raises RequestError or EngineError, after aborting
+        all jobs."""
         requests = [
             GenerateRequest(
                 request_id=f"{self.config.seed}-{next(self._numbers)}", prompt=job.token_ids, pooling=job.params
@@ -335,7 +337,7 @@ class LLM:
             self._core.check(request)
         ended: dict[str, TokenDelta] = {}
         live: set[str] = set()
-        # an encoder computes neighbours of one length together
+        # sorted by length, because an encoder computes requests of equal length together
         queue = iter(sorted(requests, key=lambda request: len(request.prompt), reverse=True))
         with _progress(progress) as bar:
             task = bar.add_task("pooling", total=len(requests), speed="")
@@ -368,7 +370,7 @@ class LLM:
         return list(sampling_params)
 
     def _messages(self, request: RequestOutput, params: SamplingParams) -> Iterator[GenerateRequest]:
-        """One engine request per sequence."""
+        """Yield one engine request per sequence."""
         if params.bad_words:
             ids = self.tokenizer.bad_words_token_ids(params.bad_words)
             params = msgspec.structs.replace(params, bad_words_token_ids=ids)
@@ -383,7 +385,8 @@ class LLM:
     def _feed(
         self, queue: Iterator[tuple[RequestOutput, SamplingParams]], live: dict[str, _Sequence]
     ) -> Iterator[RequestOutput]:
-        """Keep as many requests in the engine as it can run, and as many waiting; yields those it refuses."""
+        """Keep up to twice `max_num_seqs` requests in the engine: those that run, and as many waiting. Yields those
+        that it refuses."""
         while len(live) < 2 * self.config.max_num_seqs:
             job = next(queue, None)
             if job is None:
@@ -393,13 +396,13 @@ class LLM:
                 for message, output in zip(self._messages(request, params), request.outputs, strict=True):
                     self._core.add(message)
                     live[message.request_id] = _Sequence(request, output, TextStream(params, self.tokenizer))
-            except RequestError as error:  # the first of its sequences: they differ only in their seed
+            except RequestError as error:  # raised for the first of its sequences: they differ only in their seed
                 for output in request.outputs:
                     output.finish_reason, output.error = "error", str(error)
                 yield request
 
     def _record(self, event: Event, live: dict[str, _Sequence]) -> RequestOutput | None:
-        """Add a delta to its request; returns the request once all its sequences have ended."""
+        """Add a delta to its request. Returns the request once all its sequences have ended."""
         delta = event.delta
         sequence = live[delta.request_id]
         output, request = sequence.output, sequence.parent
@@ -439,7 +442,7 @@ def _numbers(delta: TokenDelta) -> np.ndarray:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return each prompt; one text or one list of token ids counts as one prompt. Raises InvalidParameter."""
+    """Return the prompts as a list; a single text or list of token ids is one prompt. Raises InvalidParameter."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Iterable):

@@ -1,4 +1,4 @@
-"""Results of the offline API; names follow vLLM."""
+"""Results of the offline API, named as in vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprob] | None = None  #: one per token, if requested
     finish_reason: Literal["stop", "length", "abort", "error"] | None = None
     stop_reason: str | int | None = None  #: the stop string or stop token id that ended the sequence
-    error: str | None = None  #: why it failed, if finish_reason is "error"; the text is what came before
+    error: str | None = None  #: reason of the failure if finish_reason is "error"; `text` is the output before it
     times: RequestTimes | None = None
     num_preemptions: int = 0
 
@@ -67,7 +67,7 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[Output]):
-    """One prompt, or a query with one document, and what the model makes of it."""
+    """One prompt, or one query with one document, and its result."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -82,6 +82,6 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """One query with one document, and how well they fit."""
+    """One query with one document, and their score."""
 
     __slots__ = ()

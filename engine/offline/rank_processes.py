@@ -1,7 +1,7 @@
-"""Ranks above 0 as child processes of an offline engine. In a cluster placement/ starts them as Ray actors.
+"""Ranks above 0 of an offline engine, as child processes. In a cluster, placement/ starts them as Ray actors.
 
-A child is `python -m engine.offline.rank_processes`. It reads its task from stdin and ends when stdin does, which
-closes however the parent ends. (multiprocessing's spawn would run the user's script again in every child.)
+A child is `python -m engine.offline.rank_processes`. It reads its task from stdin, and ends when stdin closes, which
+happens however the parent ends. (multiprocessing's spawn would run the user's script again in every child.)
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RENDEZVOUS_TIMEOUT_S = 120.0  # in which an interpreter imports torch, perhaps from a cold disk
+RENDEZVOUS_TIMEOUT_S = 120.0  # includes importing torch, perhaps from a cold disk
 END_TIMEOUT_S = 5.0
 FAILED = 1
 PARENT_DIED = 2
 
 
 class RankTask(msgspec.Struct, frozen=True):
-    """The task of a child process."""
+    """Task of a child process, sent to its stdin."""
 
     rank: int
     address: str
@@ -43,7 +43,7 @@ class RankTask(msgspec.Struct, frozen=True):
 
 
 class RankProcesses:
-    """The child processes. The constructor starts them, and `group` is aborted when one of them dies."""
+    """The child processes. The constructor starts them. If one of them dies, `group` is aborted."""
 
     def __init__(self, config: EngineConfig, group: TPGroup, address: str):
         self._group = group
@@ -57,7 +57,7 @@ class RankProcesses:
             raise
 
     def close(self) -> None:
-        """Close the pipes, wait for the ranks to end, and kill those that do not."""
+        """Close the pipes, wait for the ranks to end, and kill those that do not end in END_TIMEOUT_S."""
         self._closing.set()
         for process in self.processes:
             assert process.stdin is not None
@@ -71,12 +71,12 @@ class RankProcesses:
                 process.wait()
 
     def _start(self, task: RankTask) -> None:
-        folder = str(Path(__file__).resolve().parents[__name__.count(".")])  # in which the outermost package is
+        folder = str(Path(__file__).resolve().parents[__name__.count(".")])  # contains the outermost package
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],  # -P: not what the current folder has under that name
+            [sys.executable, "-P", "-m", __name__],  # -P: import nothing from the current folder
             stdin=subprocess.PIPE,
-            # or torch would print a page about a lost connection when rank 0 ends first
+            # else torch would print a page about a lost connection when rank 0 ends first
             env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": path},
         )
         self.processes.append(process)
@@ -104,12 +104,12 @@ def main() -> None:
         logger.error("rank %d ends: %s", task.rank, error)
         status = FAILED
     sys.stderr.flush()
-    # at once: threads may still wait for other ranks, and to unload torch takes most of a second of CPU time
+    # exit at once: threads may still wait for other ranks, and unloading torch takes most of a second of CPU time
     os._exit(status)
 
 
 def _run(task: RankTask) -> None:
-    import torch  # takes seconds, in which the parent may die
+    import torch  # here, since it takes seconds in which the parent may die
 
     from engine.distributed.tp_group import TPGroup
     from engine.runner.worker import Worker
@@ -128,7 +128,7 @@ def _run(task: RankTask) -> None:
 def _end_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    # not at once: rank 0 ends the broadcast before it closes the pipe, and an orderly end is better
+    # after a delay: rank 0 ends the broadcast before it closes the pipe, so an orderly end may be under way
     threading.Timer(END_TIMEOUT_S / 2, os._exit, (PARENT_DIED,)).start()
 
 

@@ -10,24 +10,24 @@ import msgspec
 
 
 class TokenBytes(Protocol):
-    """The part of a tokenizer that detokenizing needs."""
+    """The methods of a tokenizer that detokenizing needs."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
     def is_special(self, token_id: int) -> bool: ...
 
 
 class DecodedText(msgspec.Struct, frozen=True, gc=False):
-    """Text that a call of `Detokenizer.add` released. msgspec, because a stream makes one per token."""
+    """Text released by one call of `Detokenizer.add`. A msgspec struct, because a stream makes one per token."""
 
     text: str
-    offsets: list[int]  #: per token taken, the number of characters before it
+    offsets: list[int]  #: for each token taken, the number of characters before it
 
 
 class Detokenizer:
     """Turns one sequence's tokens into text.
 
-    It never releases part of a character, nor text that may turn out to be a stop string. Bytes that cannot be UTF-8
-    become U+FFFD once that is certain. The text does not depend on how tokens are grouped into calls.
+    It never releases part of a character, nor text that may turn out to begin a stop string. Invalid UTF-8 becomes
+    U+FFFD, once it is certain to be invalid. How tokens are grouped into calls does not change the text.
     """
 
     def __init__(
@@ -48,14 +48,15 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._in_character = False  # the bytes so far end within one
+        self._in_character = False  # whether the bytes so far end inside a character
         self._held = ""
         self._length = 0  # characters decoded so far, held ones included
 
     def add(self, token_ids: list[int], *, hide_last: bool = False) -> DecodedText:
-        """Take tokens up to the one that completes a stop string, which `stopped_by` then names; ignore the rest.
+        """Take tokens up to the one that completes a stop string, and ignore the rest. `stopped_by` is then that
+        string.
 
-        hide_last: the last token ends the sequence and is not part of the text.
+        hide_last: whether the last token ends the sequence and is not part of the text.
         """
         text, offsets = [], []
         for i, token_id in enumerate(token_ids):
@@ -71,7 +72,7 @@ class Detokenizer:
         return DecodedText("".join(text), offsets)
 
     def finish(self) -> str:
-        """Return the text that was held back, once no token follows; an incomplete character becomes U+FFFD."""
+        """Return the text still held back. Call it when no token follows; an incomplete character becomes U+FFFD."""
         if self.stopped_by is not None:
             return ""
         rest = self._release(self._utf8.decode(b"", final=True))
@@ -103,14 +104,14 @@ class Detokenizer:
         return text[:keep]
 
     def _first_match(self, text: str) -> tuple[str, int] | None:
-        """Return the stop string that ends first (of two, the longer one) and where it starts."""
+        """Return the stop string that ends first (the longer one of two) and where it starts."""
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         _, start, stop = min(found, default=(0, 0, ""))
         return (stop, start) if found else None
 
 
 def start_of_possible(markers: Sequence[str], text: str) -> int:
-    """Return where the suffix of `text` starts that may begin one of `markers`; len(text) if there is none."""
+    """Return the start of the longest suffix of `text` that may begin one of `markers`; len(text) if there is none."""
     longest = max((len(marker) for marker in markers), default=1) - 1
     for start in range(max(0, len(text) - longest), len(text)):
         if any(marker.startswith(text[start:]) for marker in markers):

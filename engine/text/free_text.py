@@ -1,10 +1,10 @@
-"""The grammar of an output without one."""
+"""Grammar of an output that is not constrained."""
 
 from __future__ import annotations
 
 
 class FreeText:
-    """Allows any text; its methods are those of Grammar."""
+    """Allows any text. Has the methods of Grammar."""
 
     constrains = False
     is_done = False

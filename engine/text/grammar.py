@@ -1,7 +1,7 @@
 """Grammars that constrain an output: compiled, then matched token by token, by llguidance.
 
-Both may take long, a second for a hostile regex, so both run in threads, outside the step loop (llguidance releases the
-GIL): a request waits for its own grammar and masks, and others wait for them no longer than MASK_WAIT_S.
+Both steps may take long, for instance a second for a hostile regex. So both run in threads outside the step loop
+(llguidance releases the GIL). A request waits for its own grammar and masks; other requests wait at most MASK_WAIT_S.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ if TYPE_CHECKING:
 
 MAX_CACHED_GRAMMARS = 128
 COMPILE_TIMEOUT_S = 10.0
-MASK_WAIT_S = 0.005  # for which a step waits once per mask; most take 10 to 100 us, new states of a lexer longer
+MASK_WAIT_S = 0.005  # that a step waits for a mask, once; most take 10 to 100 us, but new lexer states take longer
 THREADS = 4
-MAX_LEXER_STATES = 20_000  # 1 to 2 kB each, per request
-# At most one space, or a line break and its indentation, as in llama.cpp: a weak model that may put any number of
-# blanks between two tokens of JSON would put nothing else.
+MAX_LEXER_STATES = 20_000  # per request, of 1 to 2 kB each
+# At most one space, or a line break with its indentation, as in llama.cpp: a weak model that may write any number of
+# blanks between two tokens of JSON would write nothing else.
 WHITESPACE = "( |\n[ \t]{0,20})?"
-STOP_REASONS = {  # llguidance's names, where it says no more
+STOP_REASONS = {  # explanations for errors of which llguidance gives only a name
     "NoExtension": "no token of this model can continue the output; allow more, or give it an end",
     "LexerTooComplex": "its regular expressions have too many states; make them simpler or shorter",
     "ParserTooComplex": "it can be read in too many ways; make it simpler",
     "can't determine decoder type": "a grammar needs the bytes of each token, which only byte-level and byte-fallback "
     "tokenizers tell",
 }
-MAX_FORCED = 32  # tokens that are drafted at once because no others may come
+MAX_FORCED = 32  # forced tokens that are drafted at once
 MAX_REASON = 300  # characters of llguidance's error messages
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A compiled grammar, before any token."""
+    """A compiled grammar in its initial state."""
 
     matcher: LLMatcher
-    mask: bytes  #: the tokens that may come first
+    mask: bytes  #: mask of the tokens that may come first
 
 
 class Grammar:
-    """The state of one output in its grammar. One thread at a time."""
+    """State of one output in its grammar. Used by one thread at a time."""
 
     constrains = True
 
     def __init__(self, compiled: CompiledGrammar, output: list[int], threads: ThreadPoolExecutor):
-        """output: tokens that it has already."""
-        self.is_done = False  #: the output is complete; only its end may follow
-        self.drafts: list[int] = []  #: tokens that may come next, for which there are masks
-        self.forced = False  #: no others than these may come
-        self.error: str | None = None  #: the reason that no token is allowed any more
+        """output: tokens that the output already has."""
+        self.is_done = False  #: whether the output is complete, so that only its end may follow
+        self.drafts: list[int] = []  #: guesses of the next tokens, for which there are masks
+        self.forced = False  #: whether the grammar allows no tokens but the drafts
+        self.error: str | None = None  #: reason why no token is allowed any more
         self._matcher = compiled.matcher.deep_copy()
         self._num_bytes = len(compiled.mask)
         self._threads = threads
@@ -77,31 +77,32 @@ class Grammar:
             self._masks.set_result([compiled.mask])
 
     def waits(self, in_flight: int) -> bool:
-        """Return whether no step can be planned yet: the next mask depends on one of the `in_flight` tokens, or is
-        still being computed."""
+        """Return whether no step can be planned yet, because the next mask depends on one of the `in_flight` tokens or
+        is still being computed."""
         return in_flight > 0 or not self.ready()
 
     def ready(self) -> bool:
-        """Return whether the masks are ready, after waiting for them up to MASK_WAIT_S."""
+        """Return whether the masks are ready. Waits for them, up to MASK_WAIT_S after they were requested."""
         if not self._masks.done():
             with suppress(TimeoutError):
                 self._masks.result(max(0.0, self._requested_at + MASK_WAIT_S - time.monotonic()))
         return self._masks.done()
 
     def masks(self, num_drafts: int = 0) -> bytes:
-        """Return which tokens may come next, as `compute_mask` does, then which after each of the first drafts."""
+        """Return the mask of the next token, as from `compute_mask`, then the mask after each of the first `num_drafts`
+        drafts."""
         return b"".join(self._masks.result()[: num_drafts + 1])
 
     def accept(self, token: int) -> None:
-        """Continue the output with this token. `start_masks` must follow before the next is sampled."""
-        wait([self._masks])  # done by now, unless another engine chose the token
+        """Continue the output with this token. Call `start_masks` before the next token is sampled."""
+        wait([self._masks])  # already done, unless another engine sampled the token
         self._consume([token])
 
     def start_masks(self, guess: list[int] | None = None) -> None:
-        """Compute the next masks.
+        """Start to compute the next masks.
 
-        guess: tokens that may come next, to become `drafts` as far as the grammar allows them. Tokens that it forces
-        take their place. None if nothing is to be drafted.
+        guess: tokens that may come next; the grammar's longest allowed prefix of them becomes `drafts`. If the grammar
+        forces the next tokens, those become `drafts` instead. None drafts nothing.
         """
         self._requested_at = time.monotonic()
         self._masks = self._threads.submit(self._compute_masks, guess)
@@ -111,10 +112,10 @@ class Grammar:
         return [self._compute_mask()]
 
     def _compute_masks(self, guess: list[int] | None) -> list[bytes]:
-        """Return a mask for the next token, and one for that after each of `drafts`, which it sets."""
+        """Set `drafts`. Returns the mask of the next token, then the mask after each draft."""
         masks, self.drafts = [self._compute_mask()], []
         if guess is not None and self.error is None:
-            with suppress(BaseException):  # a panic in Rust is no Exception, and the first mask is good
+            with suppress(BaseException):  # a panic in Rust is not an Exception; the first mask is still valid
                 ahead = self._matcher.deep_copy()
                 forced = ahead.compute_ff_tokens()[:MAX_FORCED]
                 self.forced = bool(forced)
@@ -131,11 +132,11 @@ class Grammar:
         self.is_done = self.error is None and self._matcher.is_stopped()
 
     def _compute_mask(self) -> bytes:
-        """Return a mask that allows nothing after an error."""
+        """Return the mask of the next token; after an error, a mask that allows nothing."""
         try:
             mask = compute_mask(self._matcher, self._num_bytes)
             self._note_error()
-        except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and fails this output only
+        except BaseException as error:  # noqa: BLE001 - a panic in Rust is not an Exception, and fails only this output
             self.error = one_line(str(error))
         return mask if self.error is None else bytes(self._num_bytes)
 
@@ -148,12 +149,12 @@ class Grammar:
 class _CachedGrammar:
     compiled: Future[CompiledGrammar]
     wanted_until: float
-    """When the last request that waits for it gives up."""
+    """Time at which the last request waiting for the grammar gives up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """A request's grammar while it is compiled."""
+    """A request's grammar while it is being compiled."""
 
     params: StructuredOutputsParams
     compiled: Future[CompiledGrammar]
@@ -171,7 +172,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]):
-        """Load the tokenizer, which holds the GIL for a second with 150,000 tokens: so not while requests run."""
+        """Load the tokenizer. Do so before requests run: it holds the GIL, for a second with 150,000 tokens."""
         self._num_bytes = -(-vocab_size // 32) * 4
         threads = min(THREADS, os.cpu_count() or 1)
         self._queue = CompileQueue[CompiledGrammar](threads)
@@ -190,8 +191,10 @@ class GrammarCompiler:
             self._problem = f"left out: this model's tokenizer cannot be used for it ({one_line(str(error))})"
 
     def start(self, params: StructuredOutputsParams, output: list[int], now: float, client: str = "") -> Compilation:
-        """Start to compile, unless it is cached. output: tokens that the request has already. client: whose turn it
-        takes, if the same was not requested before."""
+        """Start to compile a grammar, unless it is cached.
+
+        output: tokens that the request already has. client: client to whom a new compilation is charged.
+        """
         key, deadline = (params.kind, params.text), now + COMPILE_TIMEOUT_S
         cached = self._cache.get(key)
         if cached is None or _was_refused(cached.compiled):
@@ -204,7 +207,8 @@ class GrammarCompiler:
         return Compilation(params, cached.compiled, output, deadline)
 
     def finish(self, compilation: Compilation) -> Grammar:
-        """Return the grammar. Raises InvalidParameter if it fails or takes too long, Overloaded if it never began."""
+        """Return the grammar. Raises InvalidParameter if it is invalid or takes too long, Overloaded if it was never
+        started."""
         params, compiled = compilation.params, compilation.compiled
         if not compiled.done():
             if not compiled.running():
@@ -212,7 +216,7 @@ class GrammarCompiler:
             raise params.invalid(f"simple enough to be compiled in {COMPILE_TIMEOUT_S:.0f} s")
         try:
             return Grammar(compiled.result(), compilation.output, self._matchers)
-        except InvalidParameter as error:  # made for the first request, perhaps with another parameter
+        except InvalidParameter as error:  # it may name the parameter of another request, so raise it with this one's
             raise params.invalid(error.limit) from None
 
     def close(self) -> None:
@@ -220,7 +224,7 @@ class GrammarCompiler:
         self._matchers.shutdown(wait=False, cancel_futures=True)
 
     def _compile_wanted(self, params: StructuredOutputsParams, cached: _CachedGrammar) -> CompiledGrammar:
-        """Raises Overloaded if no request waits for it any more, InvalidParameter."""
+        """Compile a grammar. Raises InvalidParameter, or Overloaded if no request waits for it any more."""
         if time.monotonic() >= cached.wanted_until:
             raise _never_began()
         return self._compile(params)
@@ -232,7 +236,7 @@ class GrammarCompiler:
 
         try:
             matcher = LLMatcher(self._tokenizer, source(params), log_level=0, limits=limits())
-            # every copy has the states that the lexer computes here
+            # lexer states computed here are shared by all copies of the matcher
             mask = b"" if matcher.is_error() else compute_mask(matcher, self._num_bytes)
         except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and fails this grammar only
             raise params.invalid(expected(params, str(error))) from None
@@ -258,14 +262,15 @@ def limits() -> LLParserLimits:
 
 
 def compute_mask(matcher: LLMatcher, num_bytes: int) -> bytes:
-    """Return which tokens may come next: one bit per token of the vocabulary, lowest first, in 32-bit words."""
+    """Return a mask of the tokens that may come next: one bit per token of the vocabulary, lowest first, in 32-bit
+    words."""
     mask = np.empty(num_bytes, dtype=np.uint8)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, num_bytes)
     return mask.tobytes()
 
 
 def source(params: StructuredOutputsParams) -> str:
-    """Return the grammar in llguidance's format. Raises any error of its GBNF translator, RecursionError too."""
+    """Return the grammar in llguidance's format. Raises any error of the GBNF translator, including RecursionError."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -276,14 +281,14 @@ def source(params: StructuredOutputsParams) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(params.text)
         case "choice":
-            # escapes of JSON strings are Lark's too
+            # Lark has the same escapes as JSON strings
             return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice or []))
         case "grammar":
             return LLMatcher.grammar_from_lark(gbnf_to_lark(params.text) if params.is_gbnf else params.text)
 
 
 def expected(params: StructuredOutputsParams, problem: str) -> str:
-    """Return what would have been valid instead of a grammar with this problem."""
+    """Return what would be valid in place of a grammar with this problem, for the error message."""
     valid = {
         "json": "a JSON schema that can be enforced",
         "json_object": "left out",
@@ -295,7 +300,7 @@ def expected(params: StructuredOutputsParams, problem: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return what llguidance says, in words that a client can do something with."""
+    """Return llguidance's message in words that a client can act on."""
     for name, meaning in STOP_REASONS.items():
         if name in text:
             return meaning

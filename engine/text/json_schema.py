@@ -1,10 +1,10 @@
-"""JSON schemas as llguidance takes them: it refuses a `format` that it does not know, and pydantic writes many."""
+"""Adapts JSON schemas to llguidance, which refuses a `format` that it does not know; pydantic writes many of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# What pydantic writes for types of Python that JSON has as any string; by JSON Schema's rules they assert nothing.
+# Formats that pydantic writes for Python types. JSON Schema does not define them, so they allow any string.
 ANNOTATIONS = frozenset(
     [
         "base64",
@@ -36,7 +36,7 @@ _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "prop
 
 
 def without_annotations(schema: Any) -> Any:
-    """Return the schema without formats that assert nothing, and `uuid` for a uuid of some version."""
+    """Return the schema without formats that allow any string, and with `uuid` in place of `uuid1` to `uuid8`."""
     if isinstance(schema, list):
         return [without_annotations(entry) for entry in schema]
     if not isinstance(schema, dict):

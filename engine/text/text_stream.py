@@ -12,27 +12,27 @@ from engine.wire.sampling_params import SamplingParams
 
 
 class TextChunk(msgspec.Struct):
-    """The text of one delta. msgspec, because a stream makes one per token."""
+    """Text of one delta. A msgspec struct, because a stream makes one per token."""
 
     text: str
-    token_ids: list[int]  #: tokens taken, whose text may still be held back; see Detokenizer
+    token_ids: list[int]  #: tokens taken; their text may still be held back (see Detokenizer)
     offsets: list[int]
     logprobs: list[TokenLogprob] | None
     prompt_logprobs: list[TokenLogprob | None] | None
     finish_reason: Literal["stop", "length"] | None = None  #: set in the last chunk of a sequence
     stop_reason: str | int | None = None  #: the stop string or stop token id that ended it
     pooled: bytes = b""  #: see TokenDelta
-    index: int = 0  #: of the sequence in its HTTP request
+    index: int = 0  #: index of the sequence in its HTTP request
 
 
 class TextStream:
-    """Turns deltas into text and ends the sequence at a stop string, of which the engine knows nothing.
+    """Turns deltas into text, and ends the sequence at a stop string. The engine does not know stop strings.
 
-    If a chunk has a finish_reason and its delta had none, the caller has to abort the request in the engine.
+    If a chunk has a finish_reason but its delta had none, the caller must abort the request in the engine.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: TokenBytes, index: int = 0):
-        """index: of the sequence, for its chunks."""
+        """index: index of the sequence in its HTTP request, for its chunks."""
         self._index = index
         self._include_stop = params.include_stop_str_in_output
         self._detokenizer = Detokenizer(

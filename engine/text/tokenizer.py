@@ -1,4 +1,5 @@
-"""Text to token ids and back, from the files of a model folder. Imports no torch, so that an ingress starts fast."""
+"""Converts text to token ids and back, with the files of a model folder. Imports no torch, so that an ingress starts
+fast."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, Req
 from engine.text.tokenizer_files import chat_template, decoder_steps, read_config, read_tokenizer, special_tokens
 
 NFC_SHRINKS = 3  # at most this many bytes become one when characters are composed
-CUT_TOKENS = 64  # that are cut off with the end of a text that was cut, since it may have had others there
+CUT_TOKENS = 64  # extra tokens kept when a text is cut before tokenizing, since tokens near the cut may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,15 @@ class _PairFrame:
     between: list[int]
     after: list[int]
     typed_from: int | None
-    """Number of tokens from the first text to those of type 1; None if there are none."""
+    """Number of tokens from the end of the first text to the first token of type 1; None if there is none."""
 
 
 class Tokenizer:
     """A `tokenizers` tokenizer, the bytes of each of its tokens, and the model's chat template."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], chat_template: str | None):
-        """special_tokens: by their names in a chat template, for instance `bos_token`. chat_template: in Jinja."""
+        """special_tokens: special tokens by their name in a chat template, such as `bos_token`. chat_template: Jinja
+        source."""
         self._backend = backend
         self._special_tokens = special_tokens
         self.chat_template = chat_template
@@ -44,10 +46,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, decodes: bool = True, template: str | None = None) -> Tokenizer:
-        """Read a model folder. Raises ModelFolderError if it has no tokenizer that can be read.
+        """Read a model folder. Raises ModelFolderError if it has no readable tokenizer.
 
-        decodes: tokens are to become text again, which a few decoders cannot do one by one.
-        template: used instead of the folder's chat template.
+        decodes: whether tokens will be decoded to text one by one, which a few decoders do not support.
+        template: chat template to use instead of the folder's.
         """
         backend, config = read_tokenizer(folder), read_config(folder)
         tokenizer = cls(backend, special_tokens(config), template or chat_template(folder, config))
@@ -59,7 +61,8 @@ class Tokenizer:
         return self._encode(text, add_special_tokens).ids
 
     def encode_prompt(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
-        """Raises PromptTooLong, and then before the text is tokenized if its length alone says so."""
+        """Return the token ids of a prompt. Raises PromptTooLong; for a text too long in any case, before tokenizing
+        it."""
         self.check_length(text, max_model_len)
         encoding = self._encode(text, add_special_tokens)
         if len(encoding) >= max_model_len:
@@ -69,15 +72,15 @@ class Tokenizer:
     def encode_truncated(
         self, text: str, max_tokens: int, side: Literal["left", "right"], add_special_tokens: bool = True
     ) -> list[int]:
-        """Return the last `max_tokens` tokens of a text, or with `right` the first ones. They take as long as they are
-        many, however long the text is, if the tokenizer tells `max_token_bytes`."""
+        """Return the last `max_tokens` tokens of a text, or its first ones for side `right`. With a known
+        `max_token_bytes` the time depends on `max_tokens`, not on the length of the text."""
         token_ids = self.encode(self._cut(text, max_tokens, side), add_special_tokens)
         return token_ids[:max_tokens] if side == "right" else token_ids[-max_tokens:]
 
     def check_length(self, text: str, max_model_len: int, *, answer: bool = True, field: str = "prompt") -> None:
-        """Raise PromptTooLong for a text that would not fit even if all its tokens were the longest one.
+        """Raise PromptTooLong for a text that would be too long even if every token of it were the longest one.
 
-        answer: tokens are to follow it. field: how the error names it.
+        answer: whether output tokens will follow the text. field: the text's name in the error.
         """
         if self.max_token_bytes is not None:
             at_least = len(text.encode()) // self.max_token_bytes
@@ -89,8 +92,8 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Tokenize texts, by default with the model's special tokens around each.
 
-        max_tokens: cut what is longer, special tokens included, at the end. Raises InvalidParameter if no text would be
-        left.
+        max_tokens: length to which each is cut at its end, special tokens included. Raises InvalidParameter if no text
+        would be left.
         """
         if max_tokens is None:
             found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
@@ -106,18 +109,19 @@ class Tokenizer:
         return [encoding.ids for encoding in whole]
 
     def encode_parts(self, texts: Sequence[str], max_tokens: int | None = None) -> list[list[int]]:
-        """Tokenize texts for `join_pair`. max_tokens: of a pair; what of a text does not fit may be left out."""
+        """Tokenize texts for `join_pair`. max_tokens: that of the pair; parts of a text that cannot fit may be left
+        out."""
         cut = list(texts) if max_tokens is None else [self._cut(text, max_tokens) for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch_fast(cut, add_special_tokens=False)]
 
     def join_pair(
         self, first: list[int], second: list[int], max_tokens: int | None = None
     ) -> tuple[list[int], int | None]:
-        """Return a pair of texts with the model's special tokens around them, and where the second one begins, if the
-        model's tokens have types.
+        """Join two tokenized texts with the model's special tokens. Returns the token ids and the position at which the
+        second text begins, or None if the model has no token types.
 
-        max_tokens: cut what is longer, special tokens included, the longer text first. Raises InvalidParameter if no
-        text would be left.
+        max_tokens: length to which the pair is cut, special tokens included, taking from the longer text first. Raises
+        InvalidParameter if no text would be left.
         """
         frame = self._pair_frame
         added = len(frame.before) + len(frame.between) + len(frame.after)
@@ -133,8 +137,8 @@ class Tokenizer:
         return token_ids, begin if begin < len(token_ids) else None
 
     def _cut(self, text: str, max_tokens: int, side: Literal["left", "right"] = "right") -> str:
-        """Return a part of a text that has its first `max_tokens` tokens, or with `left` its last ones; all of it where
-        the length of tokens has no bound."""
+        """Return a part of a text that contains its first `max_tokens` tokens, or its last ones for side `left`.
+        Returns all of it if the length of a token has no bound."""
         if self.max_token_bytes is None:
             return text
         num_chars = (max_tokens + CUT_TOKENS) * self.max_token_bytes
@@ -146,7 +150,7 @@ class Tokenizer:
         special = self._backend.post_process(empty, empty).ids
 
         def num_before(encoding: tokenizers.Encoding, joined: list[int]) -> int:
-            """Return how many special tokens come before a text."""
+            """Return how many special tokens precede a text."""
             counts = range(len(special) + 1)
             return next(i for i in counts if joined == special[:i] + encoding.ids + special[i:])
 
@@ -157,23 +161,23 @@ class Tokenizer:
         return _PairFrame(special[:begin], special[begin:end], special[end:], typed_from)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary spells it; None if there is none."""
+        """Return the id of a token in the vocabulary's spelling; None if there is none."""
         return self._backend.token_to_id(token)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        # a batch, since only that lets go of the GIL
+        # a batch, because only batch calls release the GIL
         return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the token ids of a conversation. Arguments: see render_chat_template."""
+        """Return the token ids of a conversation. Takes the arguments of render_chat_template."""
         return self.encode(self.render_chat_template(messages, tools, **kwargs), add_special_tokens=False)
 
     def render_chat_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> str:
-        """Return the text of a conversation, ready for the assistant's answer.
+        """Return the text of a conversation, up to where the assistant's answer begins.
 
         tools: functions that the model may call, in OpenAI's form. kwargs: variables of the template, such as
         `add_generation_prompt` and `continue_final_message`.
@@ -197,34 +201,34 @@ class Tokenizer:
         return any(name in (self.chat_template or "") for name in variables)
 
     def token(self, token_id: int) -> str | None:
-        """Return a token as the vocabulary spells it; None for an unknown id."""
+        """Return a token in the vocabulary's spelling; None for an unknown id."""
         return self._backend.id_to_token(token_id)
 
     def bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
-        """Tokenize each word as at the start of a text and, if that differs, as after a space."""
+        """Tokenize each word as at the start of a text, and as after a space where that differs."""
         texts = [text for word in words for text in (word, " " + word.lstrip())]
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [list(token_ids) for token_ids in dict.fromkeys(tuple(encoding.ids) for encoding in encodings)]
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether the token steers the model (end of turn, for instance) and is no text."""
+        """Return whether a token controls the model (an end of turn, for instance) and is not text."""
         return token_id in self._added and self._added[token_id].special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token between two others, often part of a character; empty for an unknown id."""
+        """Return the UTF-8 bytes of a token inside a text, often part of a character; empty for an unknown id."""
         if token_id not in self._bytes:
             self._bytes[token_id] = self._compute_bytes(token_id)
         return self._bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token; U+FFFD stands for bytes that are no whole character."""
+        """Return the text of a single token, with U+FFFD for bytes that are not a whole character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     @cached_property
     def max_token_bytes(self) -> int | None:
-        """The most bytes of text that become one token; None if that is unknown, or has no bound.
+        """Maximum number of bytes of text that become one token; None if it is unknown or unbounded.
 
-        Takes about a second for a large vocabulary.
+        Takes about a second to compute for a large vocabulary.
         """
         state = json.loads(self._backend.to_str())
         normalizers, splits = _steps(state["normalizer"]), _steps(state["pre_tokenizer"])
@@ -236,7 +240,7 @@ class Tokenizer:
         return longest * (NFC_SHRINKS if any(step["type"] == "NFC" for step in normalizers) else 1)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        # a batch, since only that lets go of the GIL: `encode` keeps it for seconds if the text is long
+        # a batch, because only batch calls release the GIL: `encode` holds it for seconds if the text is long
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     @cached_property
@@ -244,7 +248,8 @@ class Tokenizer:
         return decoder_steps(self._backend)
 
     def _check_decoder(self, folder: Path) -> None:
-        """Raise ModelFolderError if a token's text depends on other tokens, save the first and the last one."""
+        """Raise ModelFolderError if a token's text depends on its neighbours, other than at the start or end of
+        a text."""
         steps = self._decoder_steps
         after_fuse = steps[steps.index("Fuse") + 1 :] if "Fuse" in steps else []
         if "CTC" in steps or any(step not in ("Fuse", "Strip") for step in after_fuse):
@@ -256,7 +261,7 @@ class Tokenizer:
         if token is None:
             return b""
         if "ByteLevel" in self._decoder_steps:
-            # a special or plain word is taken as it is, as `tokenizers` does
+            # an added token, or one outside the byte alphabet, is plain text, as in `tokenizers`
             if token_id in self._added or any(char not in _BYTE_OF_CHAR for char in token):
                 return token.encode()
             return bytes(_BYTE_OF_CHAR[char] for char in token)
@@ -267,21 +272,22 @@ class Tokenizer:
 
     @cached_property
     def _between(self) -> tuple[Callable[[list[str]], str], str, str]:
-        """The decoder of tokens, and the text of the token `a` as the first and as the last one."""
+        """The decoding function, and the text of the token `a` as the first and as the last token."""
         decode = " ".join if self._backend.decoder is None else self._backend.decoder.decode
         before = decode(["a"])
         return decode, before, decode(["a", "a"]).removeprefix(before)
 
 
 def _left_for_texts(max_tokens: int, num_texts: int, num_special: int) -> int:
-    """Return how many tokens texts may have besides special ones. Raises InvalidParameter if that is not one each."""
+    """Return how many tokens remain for the texts besides special ones. Raises InvalidParameter if it is less than one
+    each."""
     if max_tokens - num_special < num_texts:
         raise InvalidParameter("truncate_prompt_tokens", max_tokens, f"at least {num_special + num_texts} here")
     return max_tokens - num_special
 
 
 def _steps(state: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, which may be a sequence of others."""
+    """Return the steps of a normalizer or pre-tokenizer, flattened if it is a sequence."""
     if state is None:
         return []
     parts = state.get("normalizers") or state.get("pretokenizers")
@@ -289,7 +295,7 @@ def _steps(state: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Return whether a normalizer or pre-tokenizer drops nothing of a text."""
+    """Return whether a normalizer or pre-tokenizer never drops text."""
     match step:
         case {"type": "Split" | "Punctuation", "behavior": behavior}:
             return behavior != "Removed"
@@ -300,7 +306,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others are moved past U+0100."""
+    """Return GPT-2's byte alphabet: printable Latin-1 bytes map to themselves, others to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}

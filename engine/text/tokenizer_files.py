@@ -1,7 +1,7 @@
-"""Reads the tokenizer of a model folder, of any kind, as a `tokenizers` tokenizer.
+"""Reads the tokenizer of a model folder, whatever its format, as a `tokenizers` tokenizer.
 
-Python code of the folder is never run. What is no tokenizer.json is converted by transformers, which the functions
-import, since that takes seconds.
+Python code in the folder is never run. Formats other than tokenizer.json are converted by transformers, which functions
+import only when needed, since that takes seconds.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tokenizers import AddedToken, decoders
 from engine.errors import ModelFolderError
 from engine.wire.model_identity import VOCABULARY_FILES
 
-MAX_REASON = 300  # characters of an error message of transformers
+MAX_REASON = 300  # characters shown of an error message of transformers
 
 
 @dataclass(frozen=True, slots=True)
 class TiktokenClass:
-    """Facts that the Python class of a tokenizer has and its tiktoken file lacks."""
+    """Facts that a tokenizer's Python class defines and its tiktoken file lacks."""
 
     pattern: str
-    """Regular expression of the pieces that tokens do not cross."""
+    """Regular expression for the pieces into which text is split before tokenizing."""
     special_tokens: Callable[[int], str]
-    """Gives the name of the nth token behind the vocabulary, where tokenizer_config.json names none."""
+    """Returns the name of the nth token after the vocabulary if tokenizer_config.json has none for it."""
     num_special_tokens: int
 
 
@@ -55,7 +55,7 @@ TIKTOKEN_CLASSES = {"TikTokenTokenizer": _KIMI, "QWenTokenizer": _QWEN}
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Read the tokenizer, without truncation and padding. Raises ModelFolderError."""
+    """Read the tokenizer of a model folder, without truncation and padding. Raises ModelFolderError."""
     config = read_config(folder)
     if (folder / "tokenizer.json").is_file():
         try:
@@ -65,18 +65,18 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         _add_tokens(folder, tokenizer, config)
     else:
         tokenizer = _convert(folder, config)
-    # files of embedding models ask for both, to one length for all texts
+    # files of embedding models enable both, to bring all texts to one length
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if decoder_steps(tokenizer)[-1:] == ["ByteLevel"]:
-        # transformers puts steps of sentencepiece before it when it saves a tokenizer of llama.cpp's; a byte-level
-        # vocabulary gives them nothing to do, unless one token that is none makes a text of all the others
+        # when transformers saves a tokenizer from llama.cpp it puts steps of sentencepiece before this one. With a
+        # byte-level vocabulary they do nothing, unless one token outside it turns all the others into text.
         tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[str]:
-    """Return the types of the decoder's steps, in their order."""
+    """Return the types of the decoder's steps, in order."""
     if tokenizer.decoder is None:
         return []
     return [step["type"] for step in _decoder_steps(json.loads(tokenizer.decoder.__getstate__()))]
@@ -88,19 +88,20 @@ def _decoder_steps(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, and special_tokens_map.json for what it does not name. Raises ModelFolderError."""
+    """Read tokenizer_config.json, and special_tokens_map.json for keys missing in it. Raises ModelFolderError."""
     return {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens by their names in a chat template, for instance `bos_token`."""
+    """Return the special tokens by their names in a chat template, such as `bos_token`."""
     tokens = {key: value for key, value in config.items() if key.endswith("_token") and value}
     contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
     return {key: value for key, value in contents.items() if isinstance(value, str)}
 
 
 def chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the chat template, of several the one named `default`. Raises ModelFolderError if it is no text."""
+    """Return the chat template, the one named `default` if there are several. Raises ModelFolderError if it is not
+    text."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -114,7 +115,7 @@ def chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _add_tokens(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Add the tokens that tokenizer.json does not know, as transformers does."""
+    """Add the tokens that tokenizer.json lacks, as transformers does."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for token_id, token in sorted(_added_tokens(folder, config).items()):
         if token.content not in known:
@@ -128,7 +129,7 @@ def _add_tokens(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str,
 
 
 def _added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
-    """Return them by their ids, from tokenizer_config.json or, as it was earlier, from added_tokens.json."""
+    """Return the added tokens by id, from tokenizer_config.json or else from the older added_tokens.json."""
     if (listed := config.get("added_tokens_decoder")) is None:
         named = special_tokens(config).values()
         ids = _read_json(folder / "added_tokens.json").items()
@@ -154,7 +155,7 @@ def _convert(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     try:
         converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         return converted.backend_tokenizer
-    except Exception as error:  # what comes depends on the kind
+    except Exception as error:  # its type depends on the kind of tokenizer
         reason = " ".join(str(error).split())[:MAX_REASON]
         if config.get("auto_map"):
             reason = "its tokenizer is Python code, which is not run; save it as tokenizer.json"
@@ -162,9 +163,9 @@ def _convert(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _tiktoken_ranks(file: Path) -> dict[bytes, int] | None:
-    """Return the tokens of a file of tiktoken, which are lines of base64 and an id; None for any other file.
+    """Return the ids of a tiktoken file's tokens, read from lines of base64 and an id; None for any other file.
 
-    tiktoken's own reader keeps copies of files by their path, and so gives an old one where a file has changed.
+    tiktoken's own reader caches files by path, and so returns old content after a file has changed.
     """
     if file.suffix not in (".model", ".tiktoken"):
         return None
