@@ -1,4 +1,4 @@
-"""The HTTP application: the routes of all APIs. They know nothing of Ray: an ingress passes in the models."""
+"""The HTTP application: routes of all APIs. Independent of Ray: an ingress passes in the models."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def http_app(
     store: StoreConfig = StoreConfig(),  # noqa: B008  frozen
     console: ConsoleConfig = ConsoleConfig(),  # noqa: B008  frozen
 ) -> FastAPI:
-    """Build the application. Raises ConfigError for a bad file of API keys.
+    """Build the application. Raises ConfigError for an invalid file of API keys.
 
-    models: by the names they are served under.
+    models: served models by name.
     """
     app = FastAPI(title="Manta", docs_url=None, redoc_url=None, redirect_slashes=False)
     api_keys = auth.keys()
@@ -79,10 +79,10 @@ def http_app(
         return error_response(error, request.scope)
 
     app.add_middleware(AuthMiddleware, api_keys=api_keys, config=auth)
-    if auth.cors_origins:  # outside of the check of keys: a browser's first question has none
+    if auth.cors_origins:  # outside the check of keys: a browser's preflight request has no key
         app.add_middleware(CORSMiddleware, allow_origins=auth.cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(MetricsMiddleware, telemetry=telemetry)  # it sees every response
-    # the last one is the outermost: the others see all requests alike
+    # added last, so outermost: the other middleware sees requests without the root path
     app.add_middleware(RootPathMiddleware, root_path=auth.root_path)
     return app
 
@@ -90,7 +90,7 @@ def http_app(
 def _then(
     lifespan: Callable[[Any], AbstractAsyncContextManager[Any]], close: Callable[[], Awaitable[None]]
 ) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
-    """Return the lifespan of an application with something to close at its end."""
+    """Return the lifespan of an application, extended by a call of `close` at its end."""
 
     @asynccontextmanager
     async def both(app: FastAPI) -> AsyncGenerator[Any]:

@@ -1,4 +1,4 @@
-"""The decode deployment: replicas that answer requests. Tokens go from the engine straight to the ingress."""
+"""Decode deployment: replicas that answer requests. Tokens go from the engine directly to the ingress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Decode(EngineDeployment):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
-        """peers: the deployments that may compute prompts for this one, and encode images."""
+        """peers: deployments that may compute prompts or encode images for this one."""
         pools = {kind: ServeRemotePool(peer, config.shared_block_size) for kind, peer in peers.items()}
         async with self._starting():
             await self._start_engine(config, spec, pools)
@@ -31,10 +31,8 @@ class Decode(EngineDeployment):
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
 
     async def generate(self, requests: list[EncodedRequest], _: RoutingContext) -> None:
-        """Return when the GenerateRequests have ended in the engine. The context is for this deployment's router alone.
-
-        Raises OtherModel, and what EngineReplica.run_requests does.
-        """
+        """Run GenerateRequests in the engine, and return when they have ended. The context is only for this
+        deployment's router. Raises OtherModel, and the errors of EngineReplica.run_requests."""
         for request in requests:
             if request.model not in (None, self._model):
                 raise OtherModel(request.request_id, self._model.weights, self._model.vocabulary)

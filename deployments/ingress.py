@@ -1,4 +1,4 @@
-"""The ingress deployment: the OpenAI API on Serve."""
+"""Ingress deployment: the HTTP APIs on Serve."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from placement.console_log import LogConfig, log_to_console
 logger = logging.getLogger(__name__)
 
 PEERS_TIMEOUT_S = 3.0
-READY_INTERVAL_S = 0.5  # between two looks at whether a request would be answered
-READY_TIMEOUT_S = 5.0  # of each
+READY_INTERVAL_S = 0.5  # between checks whether a request would be answered
+READY_TIMEOUT_S = 5.0  # of each check
 
 
 class IngressPeers:
-    """All ingresses of the application, as one of them sees them. Those that do not answer in time are left out."""
+    """All ingresses of the application. Those that do not answer in time are left out."""
 
     async def stats(self) -> list[IngressStats]:
         return [msgspec.msgpack.decode(answer, type=IngressStats) for answer in await self._ask("stats")]
@@ -78,7 +78,7 @@ class IngressPeers:
 
 @serve.ingress()
 class Ingress:
-    """Serves HTTP. Control calls go to the replicas; tokens come from the engines by the token channel."""
+    """Serves HTTP. Control calls go to the replicas; tokens arrive from the engines on the token channel."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -122,35 +122,35 @@ class Ingress:
         return self._app
 
     async def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
-        """Answer a request of another deployment's, as by HTTP: the JSON of the answer. headers: an API key, for
-        instance. Raises RefusedInProcess."""
+        """Answer a request of another deployment as if it had come by HTTP. Returns the answer's JSON. Raises
+        RefusedInProcess. headers: request headers, such as an API key."""
         return await in_process.answer(self._app, path, body, headers or {})
 
     async def stream(
         self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
     ) -> AsyncGenerator[Any]:
-        """Yield the JSON of each event of an answer to a body with `stream`. Raises RefusedInProcess."""
+        """Yield the JSON of each event of the answer to a body with `stream`. Raises RefusedInProcess."""
         async with aclosing(in_process.events(self._app, path, body, headers or {})) as events:
             async for event in events:
                 yield event
 
     async def stats(self) -> bytes:
-        """Return what this ingress counts: IngressStats, in msgpack."""
+        """Return this ingress's counts: IngressStats in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.own_stats())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve once a second where some model is autoscaled."""
+        """Return the queue reports of all models. Serve calls it once a second if a model is autoscaled."""
         numbers: dict[str, float] = {}
         for name, model in self._models.items():
             numbers |= queue_report(name, model.admission.num_waiting, model.admission.waiting_tokens)
         return numbers
 
     async def timelines(self, name: str) -> bytes:
-        """Return what this ingress knows of a request (SequenceTimeline.is_of): list[SequenceTimeline], in msgpack."""
+        """Return this ingress's timelines of a request (SequenceTimeline.is_of): list[SequenceTimeline] in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.timelines.of(name))
 
     async def overview(self) -> bytes:
-        """Return what this ingress shows on the console: IngressOverview, in msgpack."""
+        """Return this ingress's part of the console: IngressOverview in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.own_overview())
 
     def _served_model(self, info: ModelInfo, pool: ServePool, images: ImageConfig) -> ServedModel:
@@ -163,7 +163,7 @@ class Ingress:
         return ServedModel(info, tokenizer, pool, self._channel, self._telemetry, loader)
 
     async def _log_state(self) -> None:
-        """Log `ready` once a request would be answered, which `serve run` itself never says, and then totals."""
+        """Log `ready` once a request would be answered, which `serve run` never reports, and then totals."""
         while (endpoint := await self._ready_endpoint()) is None:
             await asyncio.sleep(READY_INTERVAL_S)
         seconds = time.time() - endpoint.deployed_at
@@ -175,22 +175,22 @@ class Ingress:
             endpoint = await asyncio.to_thread(ray_compat.http_endpoint, serve.get_replica_context().app_name)
             if endpoint.is_local:
                 await asyncio.to_thread(_get_health, endpoint.url)
-            else:  # the port may be on the loopback interface of another node
+            else:  # the port may be on another node's loopback interface
                 await asyncio.gather(*(model.check_health() for model in self._models.values()))
         except (OSError, HTTPException, RayError, RayServeException, ServingError):
             return None
         return endpoint
 
     async def __del__(self) -> None:
-        """Serve calls this after the last request, when it removes the replica."""
+        """Stop the ingress. Serve calls it after the last request, when it removes the replica."""
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self._telemetry.close)
 
 
 def _get_health(url: str) -> None:
-    """Raises OSError or HTTPException if the application does not answer there with 200."""
-    # the certificate is for the name that clients use, which is not the address here
+    """Raise OSError or HTTPException if the application does not answer its health check with 200."""
+    # no verification: the certificate is for the name that clients use, not for this address
     unchecked = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), unchecked)
     with direct.open(f"{url}/health", timeout=READY_TIMEOUT_S):

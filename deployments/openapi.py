@@ -1,4 +1,4 @@
-"""The OpenAPI document, built from the types that the routes take and return."""
+"""OpenAPI document, built from the types that the routes take and return."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "stri
 
 
 def openapi_document(routes: Iterable[Route], version: str, *, with_keys: bool) -> dict[str, Any]:
-    """Return the document of the routes that have a summary. It takes a tenth of a second.
+    """Return the document of all routes that have a summary. Takes a tenth of a second.
 
     with_keys: whether the routes require an API key.
     """

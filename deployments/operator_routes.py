@@ -1,4 +1,4 @@
-"""The routes for operators: health, metrics, load, and what happened to a request."""
+"""Routes for operators: health, metrics, load, and the timelines of requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class OperatorRoutes:
         return Response(await render_metrics(self._models.pools(), self._telemetry), media_type=CONTENT_TYPE)
 
     async def node_metrics(self, request: Request) -> Response:
-        """Return the metrics of one node: the proxy's, which has named it, or without a proxy the ingress's."""
+        """Return the metrics of one node: that of the proxy, which names it in a header, or without a proxy that of the
+        ingress."""
         node = request.headers.get(NODE_HEADER, self._telemetry.stats.node)
         return Response(await render_metrics(self._models.pools(), self._telemetry, node), media_type=CONTENT_TYPE)
 

@@ -1,5 +1,5 @@
 """Prefill and encode deployments: replicas that compute prompts or images for others. KV goes from rank to rank, not
-here."""
+through here."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Prefill(EngineDeployment):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
-        """peers: the deployment that may encode images for this one."""
+        """peers: deployments that may encode images for this one."""
         pools = {kind: ServeRemotePool(peer, config.shared_block_size) for kind, peer in peers.items()}
         async with self._starting():
             await self._start_engine(config, spec, pools)
 
     async def prefill(self, request: EncodedRequest, _: RoutingContext) -> None:
-        """Return when the RemoteRequest's handoff is over, so that a replica that is to stop waits for it.
+        """Run a RemoteRequest, and return when its handoff has ended, so that a stopping replica waits for it.
 
-        The context is for this deployment's router alone.
+        The context is only for this deployment's router.
         """
         await self._engine.run_request(request)

@@ -1,4 +1,4 @@
-"""Every private name of Ray that we use, except those in ray_driver.py. Ray is pinned to a minor version; look here
+"""All private names of Ray that we use, except those in ray_driver.py. Ray is pinned to a minor version; look here
 first when that changes."""
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from engine.distributed.cluster_key import ClusterKey
 
 logger = logging.getLogger(__name__)
 
-INGRESS = "ingress"  # name of that deployment
+INGRESS = "ingress"  # name of the ingress deployment
 DRIVER_EXIT_S = 30.0
 NAMESPACE = "manta"  # in Ray's key-value store
 SCALING_CHANGES = "scaling_changes"  # the newest ScalingChanges, in msgpack
 
 
 class CallRouter(RequestRouter):
-    """Serve's router, but it distinguishes calls of one HTTP request."""
+    """Serve's router, extended to distinguish the calls of one HTTP request."""
 
     def _get_pending_request_matching_internal_request_id(
         self, request_metadata: RequestMetadata | None = None
     ) -> PendingRequest | None:
-        """Serve's own looks up the id that all calls of one HTTP request share: the second would wait for ever."""
+        """Return the pending request with this very metadata. Serve's method looks for the id that all calls of one
+        HTTP request share, so the second call would wait forever."""
         waiting = self._pending_requests_to_fulfill
         return next((p for p in waiting if p.metadata is request_metadata and not p.future.done()), None)
 
 
 @contextmanager
 def apart_from_http_request() -> Iterator[None]:
-    """Calls that are made within belong to no HTTP request, so they end only when they are cancelled by us.
+    """Make the calls inside the block independent of any HTTP request, so that they end only when we cancel them.
 
-    Behind HAProxy, Serve cancels all calls that were made while an HTTP request was handled once its client has left,
-    also those of an answer that continues without it.
+    Behind HAProxy, when a client leaves, Serve cancels all calls made while its HTTP request was handled, even those of
+    an answer that continues without it.
     """
     context = serve.context._get_serve_request_context()
     apart = replace(context, _internal_request_id="", cancel_on_parent_request_cancel=False)
@@ -63,22 +64,20 @@ def apart_from_http_request() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class HttpEndpoint:
-    """The address at which clients reach an application."""
+    """Address at which clients reach an application."""
 
-    url: str  #: as the configuration names it
-    is_local: bool  #: this node has a proxy
+    url: str  #: URL from the configuration
+    is_local: bool  #: whether this node has a proxy
     deployed_at: float  #: in seconds since 1970
 
 
 def end_serve_run(reason: str) -> None:
-    """Say why the application cannot start, and end the `serve run` or `manta serve` that deploys it.
+    """Print why the application cannot start, and end the `serve run` or `manta serve` that deploys it.
 
-    Returns if there is no such process on this node, or if some model has been up: that one must not end for another's
-    sake, and a change that fails can be taken back.
-
-    Ray 2.60 builds an application of a YAML file in a worker process. When that fails, `serve run` shows a traceback
-    and then sleeps for ever. On SIGTERM it ends, with all its Ray processes and a status other than 0.
-    `serve deploy` and KubeRay have no such process; they show the error in the application's status.
+    Returns if there is no such process on this node, or if some model has been up: it must keep running, and a failed
+    change can be reverted. Ray 2.60 builds an application of a YAML file in a worker process; when that fails, `serve
+    run` prints a traceback and then sleeps forever. On SIGTERM it ends, with all its Ray processes and a nonzero
+    status. `serve deploy` and KubeRay have no such process; they show the error in the application's status.
     """
     pid = _serve_run_pid()
     if pid is None or _a_model_was_up():
@@ -86,13 +85,13 @@ def end_serve_run(reason: str) -> None:
     _write_to_console_of(pid, f"\nmanta cannot start. {reason}\n")
     internal_kv._internal_kv_put(_failed_key(), b"yes")
     os.kill(pid, signal.SIGTERM)
-    time.sleep(DRIVER_EXIT_S)  # it takes this process with it; raising now would only add a traceback
+    time.sleep(DRIVER_EXIT_S)  # its end will end this process too; raising now would only add a traceback
 
 
 def deployed_applications() -> list[dict[str, Any]]:
-    """Return the `applications` of the Serve configuration that is in force, or that is just being deployed.
+    """Return the `applications` of the Serve configuration that is in force or being deployed.
 
-    Empty where Serve does not run, or got its applications in other ways. Blocks for a call to Serve's controller.
+    Empty if Serve does not run, or got its applications in other ways. Blocks for a call to Serve's controller.
     """
     client = serve.context._get_global_client(raise_if_no_controller_running=False)
     if client is None:
@@ -103,14 +102,14 @@ def deployed_applications() -> list[dict[str, Any]]:
 
 
 def certificate() -> str | None:
-    """Return the path of the certificate that Serve's HTTP has; None without TLS. Blocks for a call to Serve's
+    """Return the path of the certificate of Serve's HTTP proxies; None without TLS. Blocks for a call to Serve's
     controller."""
     client = serve.context._get_global_client(raise_if_no_controller_running=False)
     return None if client is None else client.get_serve_details()["http_options"].get("ssl_certfile")
 
 
 def http_endpoint(application: str) -> HttpEndpoint:
-    """Return where an application is served. Blocks for calls to Serve's controller. Raises RayError or
+    """Return the address of an application. Blocks for calls to Serve's controller. Raises RayError or
     RayServeException."""
     client = serve.context._get_global_client()
     details = client.get_serve_details()
@@ -118,8 +117,8 @@ def http_endpoint(application: str) -> HttpEndpoint:
     if status is None:
         raise RayServeException(f"there is no application {application!r}")
     url = f"{client.root_url}{status['route_prefix'] or ''}".rstrip("/")
-    if details["http_options"].get("ssl_certfile"):  # None where it was not given
-        url = url.replace("http://", "https://", 1)  # Ray does not
+    if details["http_options"].get("ssl_certfile"):  # None if it was not given
+        url = url.replace("http://", "https://", 1)  # Ray's URL is always http
     node = ray.get_runtime_context().get_node_id()
     return HttpEndpoint(url, node in details["proxies"], status["last_deployed_time_s"])
 
@@ -131,7 +130,7 @@ def start_has_failed() -> bool:
 
 
 def serve_logs_to_console() -> bool:
-    """Return whether lines of Serve's loggers are seen on a console, and not in its files alone."""
+    """Return whether Serve's loggers write to the console, and not only to files."""
     from ray.serve._private.constants import RAY_SERVE_LOG_TO_STDERR
 
     shown: bool = RAY_SERVE_LOG_TO_STDERR
@@ -139,27 +138,28 @@ def serve_logs_to_console() -> bool:
 
 
 def remember_that_a_model_is_up() -> None:
-    """Record, for as long as this job runs, that its users mind if it ends. Blocks for a call to the GCS."""
+    """Record that a model has been up in this job, so that `end_serve_run` spares it. Blocks for a call to the GCS."""
     internal_kv._internal_kv_put(_served_key(), b"yes")
 
 
 def share(name: str, value: bytes) -> None:
-    """Store a value that all processes of the cluster can read, if there is a cluster. Blocks for a call to the GCS."""
+    """Store a value that all processes of the cluster can read. Does nothing without a cluster. Blocks for a call to
+    the GCS."""
     if internal_kv._internal_kv_initialized():
         internal_kv._internal_kv_put(name, value, namespace=NAMESPACE)
 
 
 def shared(name: str) -> bytes | None:
-    """Return what `share` has stored last. Blocks for a call to the GCS."""
+    """Return the value that `share` stored last, or None. Blocks for a call to the GCS."""
     value: bytes | None = internal_kv._internal_kv_get(name, namespace=NAMESPACE)
     return value
 
 
 @cache
 def cluster_key() -> ClusterKey:
-    """Return the key of all sockets of this cluster. The first process that asks makes it.
+    """Return the key of all sockets of this cluster. The first process that asks creates it.
 
-    It is in the store of Ray's GCS, so anyone who can run tasks in the cluster can read it. Blocks for two calls there.
+    It is kept in Ray's GCS, so anyone who can run tasks in the cluster can read it. Blocks for two calls to the GCS.
     """
     made = msgspec.msgpack.encode(ClusterKey.generate())
     internal_kv._internal_kv_put("cluster_key", made, overwrite=False, namespace=NAMESPACE)
@@ -167,7 +167,8 @@ def cluster_key() -> ClusterKey:
 
 
 def takes_commands_of_anybody() -> bool:
-    """Return whether Ray listens on a network and has no token authentication: anyone who can connect can run code."""
+    """Return whether Ray listens on a network without token authentication, so that anyone who can connect can run
+    code."""
     from ray._common.network_utils import is_localhost
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
@@ -175,7 +176,7 @@ def takes_commands_of_anybody() -> bool:
 
 
 async def broadcast(handle: DeploymentHandle, method: str, timeout_s: float, *args: Any) -> list[Any]:
-    """Return the answers of all replicas that give one in time, and the exceptions of the others.
+    """Return the answers of all replicas: an exception for each that fails or does not answer in time.
 
     Ray's own `results_async` gives no answer at all if one replica hangs.
     """
@@ -197,7 +198,7 @@ def haproxy_binary() -> str:
 
 
 def _serve_run_pid() -> int | None:
-    """The process of this job's driver, if that is a `serve run` or a `manta serve` on this node."""
+    """Return the process id of this job's driver if it is a `serve run` or `manta serve` on this node, else None."""
     context = ray.get_runtime_context()
     jobs: list[dict[str, Any]] = ray._private.state.jobs()
     for job in jobs:
@@ -221,7 +222,7 @@ def _failed_key() -> str:
 
 
 def _write_to_console_of(pid: int, text: str) -> None:
-    """Write straight to the process' stderr: what a worker prints reaches the driver too late."""
+    """Write directly to a process's stderr, because what a worker prints reaches the driver too late."""
     try:
         with open(f"/proc/{pid}/fd/2", "w") as console:
             console.write(text)

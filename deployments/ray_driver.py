@@ -39,7 +39,7 @@ SERVE_NAMESPACE = "serve"
 STATUS_INTERVAL_S = 0.5
 IMPORT_LIMIT_S = 60.0
 PROXY_LIMIT_S = 60.0
-# Ray's own limits for parts of its start, of which one has no variable. On a busy machine they are longer.
+# Ray's limits for parts of its start, longer on a busy machine. One of them has no environment variable.
 NODE_LIMIT_S = 30.0
 RAYS_LIMITS = {
     "RAY_gcs_server_port_wait_time_s": 30,
@@ -48,7 +48,7 @@ RAYS_LIMITS = {
 }
 NODE_INTERVAL_S = 0.1
 KILL_LIMIT_S = 30.0
-DASHBOARD_LIMIT_S = 60.0  # models that take longer to load are not waited for
+DASHBOARD_LIMIT_S = 60.0  # that the dashboard's start waits for models to load
 STARTING = ("NOT_STARTED", "DEPLOYING")  # of Serve's ApplicationStatus
 
 
@@ -138,17 +138,19 @@ def _start_ray(address: str | None, *, configure_logging: bool) -> None:
         ray.init(address=address, namespace=SERVE_NAMESPACE, configure_logging=configure_logging)
     except StartupError:
         raise
-    except Exception as error:  # Ray raises it bare
+    except Exception as error:  # Ray raises plain Exception
         raise StartupError(f"Ray does not start: {str(error).strip().partition(chr(10))[0]} {_load()}") from error
-    signal.signal(signal.SIGTERM, _interrupt)  # Ray has set its own, which ends this process with a stack trace
+    signal.signal(signal.SIGTERM, _interrupt)  # replaces Ray's handler, which ends this process with a stack trace
 
 
 @contextmanager
 def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None]]:
-    """Have `ray.init` leave out Ray's dashboard, which it would start, and wait for, before anything that models need;
-    give its agents ports, and say so where its raylet looks for them, since it ends if they have none after 15 s; and
-    wait for the node as long as the load asks for, instead of half a minute, but not for one that has ended.
-    Yields what starts the dashboard then; that does nothing if Ray was running already.
+    """Change how `ray.init` starts a node, inside the block.
+
+    It leaves out Ray's dashboard, which it would start and await before anything that models need. It gives Ray's
+    agents fixed ports, and announces them where the raylet looks, which would end without them after 15 s. It waits for
+    the node as long as the load requires, not half a minute, but not for a node that has ended. Yields a function that
+    starts the dashboard later; it does nothing if Ray was already running.
     """
     left_out: list[Callable[[], None]] = []
     nodes: list[Node] = []
@@ -234,7 +236,7 @@ def _wait_for(proxies: list[ray.ObjectRef]) -> None:
     while time.monotonic() - began < PROXY_LIMIT_S * patience():
         ready, proxies = ray.wait(proxies, num_returns=len(proxies), timeout=STATUS_INTERVAL_S)
         for proxy in ready:
-            with suppress(ActorDiedError):  # on a busy machine the controller may replace one that is slow
+            with suppress(ActorDiedError):  # on a busy machine the controller may replace a slow one
                 ray.get(proxy)
         if not proxies:
             return

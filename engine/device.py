@@ -75,11 +75,8 @@ class Device:
         return DeviceEvent()
 
     def capture(self, run: Run) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
-        """Capture `run` as a graph; it must have run before on the same tensors.
-
-        Returns the graph's output, which has no defined values before the first replay, a function that replays the
-        graph, and one that destroys it.
-        """
+        """Capture `run` as a graph; it must have run before on the same tensors. Returns the graph's output, which has
+        no defined values before the first replay, a function that replays the graph, and one that destroys it."""
         raise NotImplementedError("a CPU has no graphs")
 
     def timed(self, run: Run) -> tuple[Tensor, Callable[[], float]]:

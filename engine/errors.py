@@ -201,10 +201,8 @@ class BodyTimeout(RequestError):
 
 
 class UnsupportedMediaType(RequestError):
-    """The Content-Type is not JSON, or the body is compressed: a few compressed bytes may expand to any size.
-
-    Requiring JSON also keeps web pages of other origins from sending requests.
-    """
+    """The Content-Type is not JSON, or the body is compressed: a few compressed bytes may expand to any size. Requiring
+    JSON also keeps web pages of other origins from sending requests."""
 
     status = 415
 

@@ -1,1 +1,1 @@
-"""Turns engine requests into text: admission, sequences and their retries, and the channel that brings tokens."""
+"""Turns engine requests into text: admission, sequences and their retries, and the channel on which tokens arrive."""

@@ -1,9 +1,9 @@
-"""The queue of one model in one ingress, in front of the engines' own queues.
+"""Queue of one model in one ingress, before the engines' own queues.
 
-Engines get only as many sequences as they can run and a few more, so that they never idle and yet who is next is
-decided here, by engine/fairness/fair_queue.py, where clients are known. With several ingresses each gets a fraction of
-the engines' capacity and is fair among the clients that it serves itself: a client that reaches only one of them is
-limited to that one's fraction.
+Engines get only as many sequences as they can run and a few more, so that they never idle. Which request is next is
+decided here, where clients are known, by engine/fairness/fair_queue.py. With several ingresses, each gets a fraction of
+the engines' capacity and is fair among the clients that it serves: a client that reaches only one of them is limited to
+that one's fraction.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.messages import EngineStatus
 
-POLL_INTERVAL_S = 1.0  # between two polls of the engines, while they have work from here or are down
-CROWDED = 0.8  # fraction of KV blocks in use above which waiting requests are taken to wait for blocks
-MAX_DURATIONS = 64  # of the newest requests, averaged for Retry-After
+POLL_INTERVAL_S = 1.0  # between polls of the engines, while they work for this ingress or are down
+CROWDED = 0.8  # fraction of KV blocks in use above which waiting requests are assumed to wait for blocks
+MAX_DURATIONS = 64  # newest requests over whose durations Retry-After is averaged
 MAX_RETRY_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """Limits on the sequences that one ingress sends to the engines of a model, and on those that it lets wait."""
+    """Limits on the sequences that one ingress sends to a model's engines, and on those that wait in it."""
 
     max_num_seqs: int
-    """Sequences that one engine runs."""
+    """Maximum number of sequences that one engine runs."""
     num_engines: int
-    """Engines at the start, before any of them has reported."""
+    """Number of engines to assume before any of them has reported."""
     num_ingresses: int
-    """Ingresses that send to the same engines."""
+    """Number of ingresses that send to the same engines."""
     max_waiting: int
-    """Sequences that may wait in one ingress."""
+    """Maximum number of sequences that wait in one ingress."""
     max_waiting_tokens: int
-    """Tokens of their prompts."""
+    """Maximum number of their prompt tokens."""
 
 
 class Admission:
-    """Lets the requests of one model wait until the engines have capacity for them."""
+    """Makes the requests of one model wait until the engines have capacity for them."""
 
     def __init__(self, pool: EnginePool, limits: AdmissionLimits, stats: ModelStats, availability: Availability):
         self.stats, self.availability = stats, availability
-        self.num_engines = limits.num_engines  #: that reported last
+        self.num_engines = limits.num_engines  #: number of engines at the last report
         self._pool, self._limits = pool, limits
         window = _per_ingress(limits.num_engines * _engine_capacity(limits), limits)
         self._queue = FairQueue(window, limits.max_waiting, limits.max_waiting_tokens)
@@ -59,7 +59,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait in this queue."""
+        """Number of sequences in this queue."""
         return self._queue.num_waiting
 
     @property
@@ -69,11 +69,12 @@ class Admission:
 
     @property
     def num_running(self) -> int:
-        """Sequences of this ingress that are in the engines."""
+        """Number of this ingress's sequences that are in the engines."""
         return self._queue.num_running
 
     def check(self, client: str) -> None:
-        """Raise Overloaded if a request of this client would be refused, before any work is done for it."""
+        """Raise Overloaded if a request of this client would be refused. Call it before doing any work for the
+        request."""
         if self._queue.is_full_for(client):
             raise self._overloaded()
 
@@ -89,7 +90,7 @@ class Admission:
             raise self._overloaded()
         self._starts[queued] = started
         for other in dropped:
-            if not (refused := self._starts.pop(other)).done():  # its client may have left just now
+            if not (refused := self._starts.pop(other)).done():  # done if its client has just left
                 refused.set_exception(self._overloaded())
         self._start()
         try:
@@ -107,24 +108,24 @@ class Admission:
         self._queue.charge(queued, output_tokens)
 
     def _start(self) -> None:
-        """Let start what may run now; called after every change of the queue."""
+        """Start the requests that may run now. Called after every change of the queue."""
         for queued in self._queue.start():
-            if not (started := self._starts.pop(queued)).done():  # it may have been cancelled just now
+            if not (started := self._starts.pop(queued)).done():  # done if it has just been cancelled
                 started.set_result(None)
         self.stats.waiting = self.num_waiting
         if self._queue.num_running and (self._watch is None or self._watch.done()):
             self._watch = asyncio.create_task(self._watch_engines())
 
     async def _watch_engines(self) -> None:
-        """Adjust the window to what the engines report, as long as they work for this ingress.
+        """Adjust the window to the engines' reports, as long as they work for this ingress.
 
-        While they are down, continue without waiting requests, unless they are down because there are none.
+        While they are down it keeps polling even without running requests, unless they are scaled to zero.
         """
         while self._queue.num_running or (self.availability.is_down and not await self._pool.asleep()):
             await asyncio.sleep(POLL_INTERVAL_S)
             try:
                 statuses = await self._pool.statuses()
-            except EngineUnavailable:  # the window stays; requests sent there will get the error
+            except EngineUnavailable:  # keep the window: requests that are sent get the error
                 self.availability.report_down()
                 continue
             self.availability.report_up()
@@ -138,7 +139,7 @@ class Admission:
         return Overloaded(message, self._retry_after_s())
 
     def _retry_after_s(self) -> float:
-        """Return when the present queue will have been served, if requests take as long as the newest ones did."""
+        """Return the seconds until the current queue will be served, if requests take as long as recent ones did."""
         mean_s = sum(self._durations_s) / len(self._durations_s)
         return min(max(mean_s * self.num_waiting / self._queue.window, 1.0), MAX_RETRY_AFTER_S)
 
@@ -154,8 +155,8 @@ async def _wait(started: asyncio.Future[None], request_id: str, timeout_s: float
 def window(statuses: Sequence[EngineStatus], limits: AdmissionLimits) -> int:
     """Return how many sequences one ingress may have in the engines.
 
-    Each engine takes what it may run, and a few more to continue with. An engine whose requests wait for KV blocks
-    takes only what it does run, and the same few more.
+    That is, for each engine, the maximum it runs and a few more to continue with. An engine whose requests wait for KV
+    blocks counts only with the sequences that it actually runs, and the same few more.
     """
     headroom, total = _headroom(limits), 0
     for stats in (status.stats for status in statuses):

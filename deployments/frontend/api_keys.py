@@ -1,4 +1,4 @@
-"""The valid API keys, from the configuration, and from a file that may change at any time."""
+"""Valid API keys, from the configuration and from a file that may change at any time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.errors import ConfigError, Described, InvalidApiKey
 logger = logging.getLogger(__name__)
 
 OPTION = "ingress.api_keys_file"
-POLL_INTERVAL_S = 1.0  # between two checks of the file's modification time
+POLL_INTERVAL_S = 1.0  # between checks of the file's modification time
 LINE = re.compile(r"(?P<name>[^\s:]+):(?P<digest>[0-9a-f]{64})")
 RULE = "lines of `name:sha256 of the key in hexadecimal`, as `manta hash-key` prints them"
 
@@ -23,7 +23,7 @@ _Version = tuple[int, int, int]
 
 
 def hash_key(key: str) -> str:
-    """Return the digest that the file has. A plain SHA-256 is enough for long random keys only."""
+    """Return the digest of a key as stored in the file. A plain SHA-256 is safe for long random keys only."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -32,14 +32,15 @@ def key_line(name: str, key: str) -> str:
 
 
 class ApiKeys:
-    """The keys of a file: one per line, without empty lines and comments (`#`); and others that never change.
+    """Keys from a file, one per line, where empty lines and comments (`#`) are ignored, and further keys that never
+    change.
 
     A change of the file is noticed within a second. If the file cannot be read then, the old keys stay valid and the
-    log says so; an empty file admits no client.
+    failure is logged. An empty file admits no client.
     """
 
     def __init__(self, path: Path | None, lines: Iterable[str] = ()):
-        """lines: further keys, as the file would have them. Raises ConfigError if the file cannot be read, if a line is
+        """lines: further keys, as lines of such a file. Raises ConfigError if the file cannot be read, if a line is
         wrong, or if there is no key."""
         self._path = path
         self._fixed = _names("ingress.api_keys", lines)
@@ -53,12 +54,12 @@ class ApiKeys:
             raise ConfigError(OPTION, str(path), f"a file with at least one key: {RULE}")
 
     def name_of(self, key: str | None) -> str:
-        """Return the name of a key. Raises InvalidApiKey."""
+        """Return the name of a key. Raises InvalidApiKey if the key is missing or unknown."""
         self._reload_if_changed()
         if not key:
             raise InvalidApiKey("this server wants an API key: Authorization: Bearer <key>, or X-Api-Key: <key>")
         digest = hash_key(key)
-        # all are compared, each in constant time: how long it takes says nothing about the keys
+        # compare with all keys, each in constant time, so that the time reveals nothing about them
         matches = [
             name for known, name in [*self._fixed.items(), *self._names.items()] if hmac.compare_digest(known, digest)
         ]
@@ -86,9 +87,9 @@ def _version(path: Path) -> _Version:
 
 
 def _read(path: Path) -> tuple[_Version, dict[str, str]]:
-    """Return the file's version and its names by digest. Raises ConfigError, which quotes no part of a key."""
+    """Return the file's version, and its names by digest. Raises ConfigError, which quotes no part of a key."""
     try:
-        version = _version(path)  # before reading: a change in between is seen the next time
+        version = _version(path)  # before reading, so that a change in between is noticed next time
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(OPTION, str(path), f"a text file that can be read ({type(error).__name__})") from None

@@ -1,4 +1,4 @@
-"""Knows whether a model has a healthy replica, by the last report to one ingress."""
+"""Records whether a model has a healthy replica, as last seen by one ingress."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ logger = logging.getLogger(__name__)
 
 
 class Availability:
-    """Logs each change once, however often it is reported."""
+    """Whether a model is up. Logs each change once, however often it is reported."""
 
     def __init__(self, model: str):
         self.was_up = False
-        """There has been a healthy replica. Until then the model is still starting."""
+        """Whether there has been a healthy replica. If not, the model is still starting."""
         self._model = model
         self._down_since: float | None = None
 
     @property
     def is_down(self) -> bool:
-        """A request has waited in vain for a replica, and none has been seen since."""
+        """Whether a request has waited in vain for a replica, and none has been seen since."""
         return self._down_since is not None
 
     def report_up(self) -> None:

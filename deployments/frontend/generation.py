@@ -16,18 +16,18 @@ from engine.text.text_stream import TextChunk
 from engine.wire.messages import GenerateRequest, TokenDelta
 
 TIMEOUT_GRACE_S = 10.0
-"""Time beyond a request's deadline that its engine and its replica have to end it; they may both be lost."""
+"""Seconds beyond a request's deadline for its engine or replica to end it, in case both are lost."""
 
 STARTED_AT_ONCE = 32
 
 
 class LiveGeneration:
-    """Runs the sequences of one HTTP request in the engines, once."""
+    """Generation that runs the sequences of one HTTP request in the engines, once."""
 
     def __init__(
         self, context: SequenceContext, prompts: list[list[GenerateRequest]], client: str, record: Record | None = None
     ):
-        """prompts: for each prompt the requests of its sequences. client: whose turn it takes in the admission."""
+        """prompts: for each prompt, the requests of its sequences. client: client to whom admission charges them."""
         self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = Usage(
             prompt_tokens=sum(len(requests[0].prompt) for requests in prompts),
@@ -44,15 +44,15 @@ class LiveGeneration:
         self._admission, self._channel, self._client = context.admission, context.channel, client
         self._num_unfinished = len(self._sequences)
         self._timed_out = False
-        self.admitted = asyncio.Event()  #: set when it no longer waits for its turn
+        self.admitted = asyncio.Event()  #: set once the request is admitted
 
     async def chunks(self) -> AsyncGenerator[TextChunk]:
-        """Generate. Closing the generator early aborts in the engines what still runs.
+        """Generate. Closing the generator early aborts the sequences that are still running.
 
         Raises the first error of any sequence, and drops the others. Time spent waiting for admission counts.
         """
         first, size = next(iter(self._sequences)), len(self._sequences)
-        left: Reason = "abort"  # how sequences ended that have not come to their own end
+        left: Reason = "abort"  # reason recorded for sequences that did not finish
         failure: Exception | None = None
         all_metrics = [sequence.metrics for sequence in self._sequences.values()]
         try:
@@ -81,7 +81,7 @@ class LiveGeneration:
 
     @contextmanager
     def _inbox(self) -> Iterator[Inbox]:
-        """Give the inbox of all sequences, and at the end abort those that are unfinished."""
+        """Open an inbox for all sequences, and abort unfinished ones at the end."""
         inbox = self._channel.open(self._sequences)
         timer = self._start_timer(inbox)
         try:
@@ -97,17 +97,17 @@ class LiveGeneration:
     async def _start(self, inbox: Inbox) -> None:
         for i, sequence in enumerate(list(self._sequences.values())):
             if i % STARTED_AT_ONCE == STARTED_AT_ONCE - 1:
-                await asyncio.sleep(0)  # encoding a thousand requests would hold up all other streams
+                await asyncio.sleep(0)  # encoding a thousand requests at once would block all other streams
             sequence.start(inbox)
 
     def _take(self, delta: TokenDelta | None, inbox: Inbox) -> TextChunk | None:
-        """Return what a delta brings, if that is anything for the client."""
+        """Return the text of a delta, or None if it has nothing for the client."""
         if delta is None:
             self._check(inbox)
             return None
         live = self._sequences.get(delta.request_id)
         if live is None or live.finished:
-            return None  # of an attempt that was given up
+            return None  # it belongs to an attempt that was given up
         try:
             chunk = live.add(delta)
         except AttemptError as error:
@@ -117,7 +117,7 @@ class LiveGeneration:
         return chunk
 
     def _check(self, inbox: Inbox) -> None:
-        """Handle what comes without a delta: the deadline, and attempts that were lost."""
+        """Handle the events that come without a delta: the deadline, and lost attempts."""
         for sequence in [s for s in self._sequences.values() if not s.finished]:
             if self._timed_out:
                 raise sequence.retry.timeout()
@@ -130,7 +130,7 @@ class LiveGeneration:
         self._sequences[sequence.retry.request_id] = self._sequences.pop(failed)
 
     def _left_s(self) -> float | None:
-        """Return the time left of the sequence that may take longest; None without a limit."""
+        """Return the remaining seconds of the sequence with the latest deadline; None without a limit."""
         times = [s.retry.left_s(time.monotonic()) for s in self._sequences.values()]
         return max((left_s for left_s in times if left_s is not None), default=None)
 

@@ -1,7 +1,7 @@
-"""The state that lets a sequence continue in another engine when its own is lost. Knows no socket and no clock.
+"""State that lets a sequence continue in another engine when its own is lost. Uses no socket and no clock.
 
-Each attempt has its own request id: `<id>` first, then `<id>.1`, `<id>.2`. The ingress listens to the newest one
-only, so tokens of an engine that was thought dead and comes back are dropped.
+Each attempt has its own request id: `<id>`, then `<id>.1`, `<id>.2`. The ingress accepts only deltas of the newest
+attempt, so late tokens of an engine that was wrongly thought dead are dropped.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.sampling_params import seed_of
 
-BACK_OFF_S = 0.25  # before the first replay: a replica whose engine broke is gone by then
+BACK_OFF_S = 0.25  # before the first replay, by when a replica with a broken engine is gone
 MAX_BACK_OFF_S = 2.0
 MIN_TIMEOUT_S = 0.001  # timeout of an attempt that begins at the deadline
 
 
 class TokensLost(EngineError):
-    """The engine says that the request has ended, but its last tokens did not come; or later ones came before them."""
+    """Tokens of a request did not arrive, although it has ended in the engine or later tokens have arrived."""
 
     def __init__(self, request_id: str):
         Exception.__init__(self, request_id)
@@ -29,16 +29,16 @@ class TokensLost(EngineError):
         return f"tokens of request {self.args[0]} were lost"
 
 
-# Codes of errors that no request is to blame for, unless it is the one that kills its engines: hence the bound on
+# Codes of errors that are not the request's fault, unless it is the request that kills its engines: hence the limit on
 # replays.
 ENGINE_GONE = ("engine_unavailable", "tokens_lost", "other_model")
 
 
 class RetryState:
-    """One request, and the output that has come for it so far."""
+    """One request, with its output so far."""
 
     def __init__(self, request: GenerateRequest, max_replays: int, now: float):
-        """now: seconds on the clock that all other calls use; the deadline counts from here."""
+        """now: seconds on the clock of all calls; the deadline counts from here."""
         self.num_replays = 0  #: attempts after the first
         self.output: list[int] = []
         self.request = request
@@ -48,23 +48,22 @@ class RetryState:
 
     @property
     def request_id(self) -> str:
-        """Request id of the present attempt."""
+        """Request id of the current attempt."""
         return f"{self.request.request_id}.{self.num_replays}" if self.num_replays else self.request.request_id
 
     def back_off_s(self, now: float) -> float:
-        """Return how long to wait before the present attempt; never beyond the deadline."""
+        """Return how long to wait before the current attempt, at most until the deadline."""
         back_off_s = min(BACK_OFF_S * 2 ** (self.num_replays - 1), MAX_BACK_OFF_S) if self.num_replays else 0.0
         left_s = self.left_s(now)
         return back_off_s if left_s is None else min(back_off_s, left_s)
 
     def left_s(self, now: float) -> float | None:
-        """Return the seconds until the deadline, never below 0; None without one."""
+        """Return the seconds until the deadline, at least 0; None without a deadline."""
         return None if self._deadline_at is None else max(0.0, self._deadline_at - now)
 
     def attempt(self, now: float) -> GenerateRequest:
-        """Return the engine request of the present attempt. The output so far ends its prompt, and counts as output.
-
-        The engine derives a missing seed from the request id, so later attempts are given the first one's.
+        """Return the engine request of the current attempt. Its prompt ends with the output so far, which counts as
+        output. The engine derives a missing seed from the request id, so later attempts carry the first attempt's seed.
         """
         left_s = self.left_s(now)
         timeout_s = None if left_s is None else max(left_s, MIN_TIMEOUT_S)
@@ -74,7 +73,7 @@ class RetryState:
         params = request.params
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=signed(seed_of(request.request_id)))
-        if self.output:  # it came with the first token
+        if self.output:  # then prompt_logprobs have arrived with the first token
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         prompt = [*request.prompt, *self.output]
         return msgspec.structs.replace(
@@ -82,9 +81,10 @@ class RetryState:
         )
 
     def adopt(self, model: ModelIdentity) -> bool:
-        """Address the present attempt to the model that has replaced the one it was for. Returns False if that is
-        impossible: there is output of the old model, or the prompt's tokens mean something else to the new one."""
-        if self._model is None or self._model != self.request.model:  # once per attempt is enough
+        """Send the current attempt to the model that has replaced the requested one. Returns False if that is
+        impossible, because there is output of the old model or because the prompt's token ids mean something else to
+        the new one."""
+        if self._model is None or self._model != self.request.model:  # at most once per attempt
             return False
         if self.output or self._model.vocabulary != model.vocabulary:
             return False
@@ -92,10 +92,8 @@ class RetryState:
         return True
 
     def add(self, delta: TokenDelta) -> TokenDelta:
-        """Take a delta of the present attempt, and return it without what only a sequence's first token brings.
-
-        Raises TokensLost if one before it is missing, lost when its connection broke.
-        """
+        """Record a delta of the current attempt, and return it without the fields that belong to a sequence's first
+        token only. Raises TokensLost if an earlier delta is missing, because its connection broke."""
         if delta.position != len(self.output):
             raise TokensLost(self.request_id)
         if self.output and delta.num_cached_tokens:
@@ -104,9 +102,9 @@ class RetryState:
         return delta
 
     def replay(self, error: BaseException) -> str | None:
-        """Begin another attempt after this error, and return the reason for it; None if that is of no use.
+        """Begin another attempt after this error. Returns the reason, or None if another attempt is no use.
 
-        A full queue is an answer to a new request, but no reason to break one off that was running.
+        A full queue ends a new request, but not one that was already running.
         """
         if not isinstance(error, ServingError) or self.num_replays >= self._max_replays:
             return None
@@ -119,7 +117,7 @@ class RetryState:
         return reason
 
     def failure(self, error: BaseException) -> BaseException:
-        """Return the error for the client when an attempt has failed for good. How an engine was lost is in the log."""
+        """Return the error for the client after the last attempt has failed. How an engine was lost is only logged."""
         match error:
             case ServingError(code="request_timeout"):
                 return self.timeout()
@@ -129,10 +127,10 @@ class RetryState:
                 return error
 
     def timeout(self) -> RequestTimeout:
-        """Return a timeout with the limit that the client knows: an attempt has only what is left of it."""
+        """Return a timeout that states the client's own limit; an attempt has only the rest of it."""
         return RequestTimeout(self.request.request_id, self.request.timeout_s or 0.0)
 
 
 def signed(seed: int) -> int:
-    """Return the seed as SamplingParams takes it."""
+    """Return the 64-bit seed as a signed integer, as SamplingParams requires."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -1,5 +1,5 @@
-"""Finds silent data corruption: now and then an answer is computed again by another replica, and must have the same
-bits (docs/sdc_check.md)."""
+"""Detects silent data corruption: another replica recomputes a sample of the answers, which must have the same bits
+(docs/sdc_check.md)."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from engine.wire.sampling_params import seed_of
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 1.0  # between two looks at whether the engines are idle
-MAX_WAITING = 8  # answers that wait to be computed again; the oldest are dropped
+POLL_INTERVAL_S = 1.0  # between checks whether the engines are idle
+MAX_WAITING = 8  # answers waiting to be recomputed; beyond that the oldest are dropped
 TIMEOUT_S = 600.0  # of one computation
 
 
 class SampledAnswer:
-    """The tokens of an answer and their log-probabilities, whether its client asked for those or not."""
+    """Tokens of an answer with their log-probabilities, whether or not the client asked for the latter."""
 
     def __init__(self, request: GenerateRequest):
         self._hidden = request.params.logprobs is None
         params = msgspec.structs.replace(request.params, logprobs=request.params.logprobs or 0)
         self.request = msgspec.structs.replace(request, params=params)
-        """What to ask the engine for."""
+        """Request to send to the engine."""
         self.engine = ""
-        """The id of the engine that computed it."""
+        """Id of the engine that computed the answer."""
         self.tokens: list[tuple[int, float]] = []
-        """(token id, log-probability) of each."""
+        """(token id, log-probability) of each token."""
 
     def take(self, delta: TokenDelta, engine: str) -> TokenDelta:
-        """Return the delta as the client has asked for it."""
+        """Record a delta, and return it as the client asked for it."""
         self.engine = engine
         logprobs = [entry.logprob for entry in delta.logprobs or []]
         self.tokens += zip(delta.token_ids, logprobs, strict=False)
         return msgspec.structs.replace(delta, logprobs=None) if self._hidden else delta
 
     def again(self, reply_to: str) -> GenerateRequest:
-        """Return a request for the same tokens, to be computed whole and by an engine that has nothing else to do."""
+        """Return a request that recomputes the same tokens, without cached prefixes and on an idle engine."""
         params, count = self.request.params, len(self.tokens)
         return msgspec.structs.replace(
             self.request,
@@ -69,7 +69,7 @@ class SampledAnswer:
 
 
 class SdcCheck:
-    """Samples the answers of one model, and computes them again while there are no requests."""
+    """Samples the answers of one model, and recomputes them while there are no requests."""
 
     def __init__(self, every: int, pool: EnginePool, channel: TokenChannel, admission: Admission, stats: ModelStats):
         """every: one in this many answers is sampled."""
@@ -79,14 +79,14 @@ class SdcCheck:
         self._task: asyncio.Task[None] | None = None
 
     def sample(self, request: GenerateRequest) -> SampledAnswer | None:
-        """Return the answer to be filled if this request is one of those."""
+        """Return an empty answer to fill in if this request is sampled, else None."""
         if request.pooling is not None:
             return None
         self._num_answers += 1
         return None if self._num_answers % self._every else SampledAnswer(request)
 
     def ended(self, answer: SampledAnswer) -> None:
-        """Compute the answer again, once there is time."""
+        """Queue a complete answer, to be recomputed once the engines are idle."""
         self._waiting.append(answer)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work())
@@ -101,7 +101,7 @@ class SdcCheck:
                 again = await self._compute(answer)
             except (ServingError, TimeoutError) as error:
                 logger.warning("answers not checked count=%d error=%s", len(self._waiting) + 1, error)
-                self._waiting.clear()  # an engine is gone, or all of them sleep
+                self._waiting.clear()  # an engine is gone, or the model is scaled to zero
                 continue
             if again is None:
                 self._waiting.appendleft(answer)
@@ -109,13 +109,13 @@ class SdcCheck:
                 self._compare(answer, again)
 
     async def _is_idle(self) -> bool:
-        """Raises EngineUnavailable."""
+        """Return whether no engine has requests. Raises EngineUnavailable."""
         statuses = await self._pool.statuses()
         return not any(status.stats.running or status.stats.waiting for status in statuses)
 
     async def _compute(self, answer: SampledAnswer) -> SampledAnswer | None:
-        """Return the answer that another engine gives, or the same one if it is alone; None if a request was in the
-        way.
+        """Return the answer of another engine, or of the same one if it is the only one; None if a request interrupted
+        it.
 
         Raises ServingError, TimeoutError.
         """
@@ -129,13 +129,13 @@ class SdcCheck:
                 while True:
                     for delta in await inbox.take():
                         if delta is None:
-                            call.result()  # raises what ended it; the last delta may come later than its end
+                            call.result()  # raises the call's error; the last delta may arrive after the call has ended
                         elif delta.finish_reason == "abort" or (delta.error and delta.error.code == "overloaded"):
                             return None
                         elif delta.error is not None:
                             raise EngineError(request_id, delta.error.message)
                         elif delta.position != len(again.tokens):
-                            return None  # some were lost on the way
+                            return None  # deltas were lost
                         else:
                             again.take(delta, self._channel.engine_of(request_id))
                             if delta.finish_reason is not None:

@@ -27,16 +27,16 @@ from engine.wire.model_identity import ModelIdentity
 logger = logging.getLogger(__name__)
 
 FINAL_DELTA_S = 2.0
-"""Time after the end of the call in which the final delta may come: tokens do not pass through the call."""
+"""Seconds after a call's end in which the final delta may still arrive: tokens do not travel through the call."""
 
 
 Record = Callable[[int, TokenDelta], None]
-"""Gets each delta of a sequence, whose index comes first."""
+"""Called with the index of a sequence and each of its deltas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceContext:
-    """State that all sequences of one model share in an ingress."""
+    """State shared by all sequences of one model in an ingress."""
 
     model: str
     tokenizer: TokenBytes
@@ -46,24 +46,25 @@ class SequenceContext:
     stats: ModelStats
     timelines: RequestTimelines
     max_replays: int
-    """Number of times that one sequence may resume in another engine."""
+    """Maximum number of times that a sequence resumes in another engine."""
     sdc_check: SdcCheck | None = None
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of all sequences of an HTTP request. A prompt that several sequences share counts once."""
+    """Token counts over all sequences of an HTTP request. A prompt shared by several sequences counts once."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     has_prediction: bool = False
-    """The request came with what the client takes the answer to be."""
+    """Whether the request has a predicted output."""
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
     def count_prediction(self, prediction_tokens: tuple[int, int], num_tokens: int) -> None:
-        """Count what a delta says of the prediction. num_tokens: of the delta, up to a stop string."""
+        """Count a delta's accepted and rejected predicted tokens. num_tokens: tokens of the delta up to a stop
+        string."""
         accepted, rejected = prediction_tokens
         shown = min(accepted, num_tokens)
         self.accepted_prediction_tokens += shown
@@ -86,37 +87,38 @@ class ReportedError(ServingError):
 
 
 class Aborted(EngineError):
-    """The request's call was cancelled. Serve does so when the client is gone, sometimes before the ingress knows."""
+    """The request's call was cancelled. Serve does so when the client has left, sometimes before the ingress
+    notices."""
 
     def __init__(self, request_id: str):
         super().__init__(request_id, "it was aborted")
 
 
 AttemptError = (ReportedError, Aborted, TokensLost)
-"""What `Sequence.add` raises when the attempt has failed."""
+"""Errors that `Sequence.add` raises if the attempt has failed."""
 
 
 class Attempt:
-    """One attempt to run a sequence in an engine, which reports its end twice: in the final delta on the token channel,
-    and by returning from the call. Whichever is first, the sequence ends once.
+    """One attempt to run a sequence in an engine. Its end is reported twice: by the final delta on the token channel,
+    and by the return of the call. The sequence ends with whichever is first:
 
-    - The final delta comes first: the sequence is finished, and how the call ends means nothing.
-    - The call fails first: no more deltas are waited for.
+    - The final delta comes first: the sequence is finished, and the outcome of the call is ignored.
+    - The call fails first: the attempt has failed, and no more deltas are awaited.
     - The call returns first: the final delta has FINAL_DELTA_S to arrive; then it counts as lost.
     """
 
     def __init__(self, request_id: str, call: Coroutine[Any, Any, None], wake: Callable[[], None]):
-        """Start the call. wake: called when `error` is set."""
+        """Start the call. wake: function called when `error` is set."""
         self.request_id = request_id
         self.error: BaseException | None = None
-        """Why the final delta will not come, once that is known."""
+        """Reason why the final delta will not come, once known."""
         self._wake = wake
         self._closed = False
         self._call = asyncio.create_task(call)
         self._call.add_done_callback(self._on_call_ended)
 
     def close(self) -> bool:
-        """Cancel the call, which aborts the request in its engine. Returns False if the call had ended before."""
+        """Cancel the call, which aborts the request in its engine. Returns False if the call had already ended."""
         self._closed = True
         return self._call.cancel()
 
@@ -134,7 +136,7 @@ class Attempt:
 
 
 class Sequence:
-    """Turns the deltas of its attempts into text, and begins another attempt when an engine is lost (retry.py)."""
+    """Turns the deltas of its attempts into text, and starts another attempt when an engine is lost (retry.py)."""
 
     def __init__(
         self,
@@ -147,7 +149,8 @@ class Sequence:
         *,
         first: bool,
     ):
-        """index: among the sequences of the HTTP request. first: of those of its prompt, whose cached tokens count."""
+        """index: index of the sequence in the HTTP request. first: whether it is the first for its prompt, whose cached
+        tokens count."""
         self.index = index
         self._record = record
         self._sdc_check = context.sdc_check
@@ -173,13 +176,13 @@ class Sequence:
         self._attempt: Attempt | None = None
 
     def start(self, inbox: Inbox) -> None:
-        """Send the present attempt to an engine. inbox: woken when the attempt fails without a final delta."""
+        """Send the current attempt to an engine. inbox: inbox to wake if the attempt fails without a final delta."""
         request_id = self.retry.request_id
         self._attempt = Attempt(request_id, self._generate(), inbox.wake)
         self.metrics.sent(request_id)
 
     def add(self, delta: TokenDelta) -> TextChunk | None:
-        """Take a delta of the present attempt. Returns None if it has neither tokens nor an end.
+        """Take a delta of the current attempt. Returns None if it has neither tokens nor an end.
 
         Raises one of AttemptError if the attempt has failed.
         """
@@ -207,7 +210,7 @@ class Sequence:
         if chunk.finish_reason is not None:
             self.finished = True
             if delta.finish_reason is None:
-                self._channel.abort(delta.request_id, "stop")  # at a stop string, of which the engine does not know
+                self._channel.abort(delta.request_id, "stop")  # a stop string, which the engine cannot detect
             if self._sample is not None and self._sdc_check is not None and not self.retry.num_replays:
                 self._sdc_check.ended(self._sample)
             self.metrics.ended(chunk.finish_reason)
@@ -215,11 +218,12 @@ class Sequence:
 
     @property
     def lost(self) -> BaseException | None:
-        """Why the present attempt will have no final delta; None as long as it may have one."""
+        """Reason why the current attempt will have no final delta; None while it may still have one."""
         return None if self._attempt is None else self._attempt.error
 
     def go_on(self, error: BaseException, inbox: Inbox) -> None:
-        """The present attempt has failed: abort it and start the next. Raises an error if that is of no use."""
+        """Abort the current attempt, which has failed, and start another. Raises an error if another attempt is
+        no use."""
         failed = self.retry.request_id
         reason = self.retry.replay(error)
         if reason is None:
@@ -240,13 +244,13 @@ class Sequence:
         self.start(inbox)
 
     def abort(self) -> None:
-        """End the present attempt in its engine: by its call, or where that has ended, by the token channel, since the
-        engine may live though its replica does not."""
+        """End the current attempt in its engine: by cancelling its call, or, if the call has ended, through the token
+        channel, because the engine may outlive its replica."""
         if self._attempt is not None and not self._attempt.close():
             self._channel.abort(self._attempt.request_id)
 
     def _texts(self) -> tuple[str, str]:
-        """Return prompt and output with all their special tokens, as far as a timeline has them."""
+        """Return prompt and output, with their special tokens, up to the length that a timeline keeps."""
         prompt, output = (
             b"".join(map(self._tokenizer.token_bytes, tokens[:MAX_TEXT_TOKENS])).decode(errors="replace")
             for tokens in (self.retry.request.prompt, self.retry.output)
@@ -254,7 +258,8 @@ class Sequence:
         return prompt, output
 
     async def _generate(self) -> None:
-        """Return when the present attempt has ended in its engine. The pool waits for a replica if there is none."""
+        """Run the current attempt, and return when it has ended in its engine. The pool waits for a replica if there is
+        none."""
         retry = self.retry
         if retry.num_replays:
             await asyncio.sleep(retry.back_off_s(time.monotonic()))

@@ -1,4 +1,4 @@
-"""The metrics of one sequence: its counts, its log line, its spans of a trace, and its timeline."""
+"""Metrics of one sequence: its counts, log line, trace spans and timeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Reason = Literal["stop", "length", "abort", "error", "refused"]
 
 
 class SequenceMetrics:
-    """Measures a sequence from when its prompt is ready until it has ended for the client."""
+    """Measures a sequence from the time its prompt is ready until it has ended for the client."""
 
     def __init__(
         self,
@@ -35,11 +35,9 @@ class SequenceMetrics:
         quiet: bool = False,
         texts: Callable[[], tuple[str, str]] | None = None,
     ):
-        """quiet: another sequence stands for this one in logs, traces and timelines, unless it does not go well.
-
-        texts: returns what the timeline shows of prompt and output.
-        """
-        self.answered = False  #: a token of the present attempt has come
+        """quiet: whether another sequence represents this one in logs, traces and timelines, as long as nothing goes
+        wrong. texts: function that returns the prompt and output to show in the timeline."""
+        self.answered = False  #: whether the current attempt has produced a token
         self._http, self._stats, self._timelines = http, stats, timelines
         self._availability, self._quiet, self._texts = availability, quiet, texts
         self._timeline = SequenceTimeline(
@@ -55,7 +53,7 @@ class SequenceMetrics:
         )
 
     def waits(self) -> None:
-        """The sequence waits for admission from now on. `ended` must follow."""
+        """Record that the sequence begins to wait for admission. `ended` must follow."""
         self._waits_at = time.monotonic()
         self._note("the request came", self._http.started_at)
         self._note(f"its prompt of {self._timeline.prompt_tokens} tokens waits for admission", self._waits_at)
@@ -67,17 +65,17 @@ class SequenceMetrics:
         self._note("admitted", now)
 
     def sent(self, request_id: str) -> None:
-        """An attempt has been sent to the engines. request_id: the attempt's."""
+        """Record that an attempt was sent to the engines. request_id: id of the attempt."""
         self._note(f"sent to the engines as {request_id}")
 
     def answered_by(self, engine_id: str) -> None:
-        """The first delta of the present attempt has come."""
+        """Record the first delta of the current attempt."""
         self.answered, self._timeline.state = True, "running"
         self._timeline.engines.append(engine_id)
         self._note(f"first token from {engine_id}")
 
     def replayed(self, reason: str, error: BaseException) -> None:
-        """The attempt has failed, and another follows."""
+        """Record that the attempt failed and another one follows."""
         self.answered = False
         self._timeline.replays += 1
         self._note(
@@ -85,13 +83,13 @@ class SequenceMetrics:
         )
 
     def happened(self, timeline: list[TimelineEvent], engine_id: str) -> None:
-        """Add what happened in engines. engine_id: where the events without an engine happened."""
+        """Add events that happened in engines. engine_id: engine of the events that do not name one."""
         capacity = MAX_EVENTS - len(self._timeline.events)
         for event in timeline[: max(0, capacity)]:
             self._timeline.events.append(event if event.where else msgspec.structs.replace(event, where=engine_id))
 
     def delta(self, delta: TokenDelta, tokens: int) -> None:
-        """A delta has come. tokens: how many of its tokens the client gets."""
+        """Record a delta. tokens: number of its tokens that the client gets."""
         timeline = self._timeline
         if timeline.first_token_s is None and (delta.token_ids or delta.pooled):
             self._times, timeline.cached_tokens = delta.times, delta.num_cached_tokens
@@ -105,10 +103,8 @@ class SequenceMetrics:
         timeline.preemptions += delta.num_preemptions
 
     def ended(self, reason: Reason, error: Exception | None = None) -> None:
-        """The sequence has ended, as the client sees it. `refused` counts as no end. Only the first call matters.
-
-        While the model is starting, requests that fail for that reason are logged at the level `debug` only.
-        """
+        """Record the end of the sequence as the client sees it. `refused` counts as no end. Only the first call has an
+        effect. Failures caused by a model that is still starting are logged at level `debug` only."""
         now, timeline = time.monotonic(), self._timeline
         if timeline.state == "ended":
             return
@@ -151,7 +147,7 @@ class SequenceMetrics:
             trace.sequence(timeline, self._times)
 
     def _note(self, what: str, at: float | None = None) -> None:
-        """at: on the monotonic clock; None means now."""
+        """Add an event to the timeline. at: time on the monotonic clock; None for now."""
         since_1970 = self._http.ns_since_1970(time.monotonic() if at is None else at) / 1e9
         self._timeline.events.append(TimelineEvent(since_1970, self._timelines.ingress_id, what))
 

@@ -1,4 +1,4 @@
-"""The ZMQ socket at which the tokens of all engines arrive in an ingress, and the inboxes they are sorted into."""
+"""ZMQ socket at which the tokens of all engines arrive in an ingress, and the inboxes into which they are sorted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ MAX_UNMERGED = 32
 
 
 class Inbox:
-    """Filled by the token channel, read by one Generation. None never comes from an engine: it wakes the reader."""
+    """Deltas for one Generation, filled by the token channel. An entry None is not from an engine: it only wakes the
+    reader."""
 
     def __init__(self) -> None:
         self._waiting: list[TokenDelta | None] = []
@@ -38,10 +39,11 @@ class Inbox:
         self.put(None)
 
     async def take(self) -> list[TokenDelta | None]:
-        """Wait for a delta and return all that wait; if they are many, with those of a sequence merged into one.
+        """Wait for a delta, and return all that have arrived. If there are many, those of each sequence are merged into
+        one.
 
-        So a client that is slow to read gets fewer and larger chunks, and is never further behind than it has to be.
-        None comes last. A delta that reports an error is not merged.
+        So a slow client gets fewer and larger chunks, and falls no further behind than necessary. None comes last. A
+        delta that reports an error is not merged.
         """
         if not self._waiting:
             self._reader = asyncio.get_running_loop().create_future()
@@ -64,17 +66,17 @@ class Inbox:
 
 
 class TokenChannel:
-    """Sorts the deltas of all engines into the inboxes of the requests they belong to."""
+    """Sorts the deltas of all engines into the inboxes of their requests."""
 
     def __init__(self, host: str, stats: IngressStats, key: ClusterKey | None = None):
-        """host: address of this machine that engines reach. key: that all engines have."""
+        """host: address at which engines reach this machine. key: cluster key, shared with all engines."""
         self._stats = stats
         self._inboxes: dict[str, Inbox] = {}
-        self._working: dict[str, tuple[str, str]] = {}  # by request id: the engine's id and address
+        self._working: dict[str, tuple[str, str]] = {}  # request id -> id and address of its engine
         self._context = zmq.asyncio.Context()
         self._batches: PullSocket[TokenBatch] = PullSocket(self._context, host, TokenBatch, name="tokens", key=key)
         self._engines = PushSockets(zmq.Context(self._context), key=key)
-        self.address = self._batches.address  #: for `GenerateRequest.reply_to`
+        self.address = self._batches.address  #: value for `GenerateRequest.reply_to`
 
     def open(self, request_ids: Iterable[str]) -> Inbox:
         """Return one inbox for all these requests."""
@@ -90,19 +92,19 @@ class TokenChannel:
             self._working.pop(request_id, None)
 
     def move(self, old: str, new: str) -> None:
-        """Give the request another id, for another engine. What still comes for the old one is dropped."""
+        """Give a request another id, for another engine. Later deltas for the old id are dropped."""
         self._inboxes[new] = self._inboxes.pop(old)
         self._working.pop(old, None)
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> None:
-        """End the request in the engine that works for it, if it is known: once a delta has come."""
+        """End the request in its engine, if that is known, which it is after the first delta."""
         if request_id in self._working:
             _, address = self._working[request_id]
             self._engines.forget_unused()
             self._engines.send(address, msgspec.msgpack.encode(Abort(request_id, reason)))
 
     def engine_of(self, request_id: str) -> str:
-        """Return the id of the engine that works for a request, which must have had a delta."""
+        """Return the id of the engine that works on a request, which must have had a delta."""
         return self._working[request_id][0]
 
     async def run(self) -> None:
@@ -110,7 +112,7 @@ class TokenChannel:
         try:
             await self._batches.serve(self._dispatch)
         finally:
-            self._engines.close()  # its sockets are of a shadow context, which `destroy` does not know
+            self._engines.close()  # its sockets belong to a shadow context, which `destroy` does not close
             self._context.destroy(linger=0)
 
     def _dispatch(self, batch: TokenBatch) -> None:
@@ -125,13 +127,14 @@ class TokenChannel:
 
 
 def _follows(later: TokenDelta, before: TokenDelta) -> bool:
-    """Return whether the two can be merged: not if `later` reports an error, or if a delta between them is missing."""
+    """Return whether two deltas can be merged: not if `later` reports an error, or if a delta between them is
+    missing."""
     next_position = before.position + len(before.token_ids)
     return later.finish_reason not in ("error", "abort") and later.position == next_position
 
 
 def joined(parts: Sequence[TokenDelta]) -> TokenDelta:
-    """Merge deltas of a sequence that follow one another; a single one is returned as it is."""
+    """Return consecutive deltas of a sequence, merged into one."""
     first, last = parts[0], parts[-1]
     if len(parts) == 1:
         return first

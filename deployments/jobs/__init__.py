@@ -1,1 +1,1 @@
-"""Work that outlives its client: one record, one lease and one log for a request whose answer is kept."""
+"""Work that outlives its client: a record, a lease and a log for each request whose answer is kept."""

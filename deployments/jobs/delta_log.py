@@ -1,4 +1,4 @@
-"""What a job has generated so far, for any number of readers that follow it from the start."""
+"""Output of a job so far, for any number of readers that each follow it from the start."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 class Log(Generic[T]):
-    """Grows at its end, until it ends."""
+    """List of entries that grows until it ends."""
 
     def __init__(self) -> None:
         self.entries: list[T] = []
         self.ended = False
         self.error: BaseException | None = None
-        """Why no more will come."""
-        self._grown = asyncio.Event()  # another one after each entry that a reader waits for
+        """Error that ended the log, if any."""
+        self._grown = asyncio.Event()  # replaced each time readers are woken
 
     def add(self, entry: T) -> None:
         self.entries.append(entry)
@@ -36,7 +36,7 @@ class Log(Generic[T]):
         self._wake()
 
     async def follow(self, start: int = 0) -> AsyncGenerator[T]:
-        """Yield the entries from one on, until the log has ended. Raises its error."""
+        """Yield the entries from index `start` on, until the log has ended. Raises the log's error."""
         while True:
             while start < len(self.entries):
                 start += 1
@@ -53,10 +53,10 @@ class Log(Generic[T]):
 
 
 class DeltaLog(Log[tuple[int, TokenDelta]]):
-    """The deltas of all choices, each with the number of its choice, in the order in which they came."""
+    """Deltas of all choices in order of arrival, each with the index of its choice."""
 
     def outputs(self) -> list[TokenDelta]:
-        """Return one delta for each choice, with all that a client may see."""
+        """Return one delta per choice, merged and without fields that no client sees."""
         parts: dict[int, list[TokenDelta]] = {}
         for choice, delta in self.entries:
             parts.setdefault(choice, []).append(delta)
@@ -67,9 +67,9 @@ class DeltaLog(Log[tuple[int, TokenDelta]]):
 
 
 class LoggedGeneration:
-    """A Generation that a job computes, or has computed: reads its log, one token to a chunk.
+    """A Generation that a job computes or has computed: reads the job's log, and yields one token per chunk.
 
-    So a chunk, and what an API makes of it, depends on the tokens alone and not on how they came.
+    So chunks, and the events made of them, depend only on the tokens and not on how they arrived.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LoggedGeneration:
         log: DeltaLog,
         ids: NoEventIds,
     ):
-        """ids: of the events that are made of the chunks."""
+        """ids: ids of the events made of the chunks."""
         self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = Usage(prompt_tokens=sum(map(len, self.prompts)), has_prediction=bool(prompts[0][0].prediction))
         self._requests = [request for requests in prompts for request in requests]
@@ -87,7 +87,7 @@ class LoggedGeneration:
         self._frontend, self._log, self._ids = frontend, log, ids
 
     async def chunks(self) -> AsyncGenerator[TextChunk]:
-        """Raises what ended the log, and AnswerDiverged."""
+        """Yield the chunks. Raises the error that ended the log, and AnswerDiverged."""
         texts = {i: TextStream(request.params, self._frontend.tokenizer, i) for i, request in enumerate(self._requests)}
         try:
             async for choice, delta in self._log.follow():
@@ -103,7 +103,7 @@ class LoggedGeneration:
             raise
 
     def _add(self, delta: TokenDelta, texts: dict[int, TextStream], choice: int) -> TextChunk | None:
-        """Count a token, and return its text; None if its choice has ended at a stop string."""
+        """Count a token, and return its chunk; None if its choice has already ended at a stop string."""
         chunk, num_tokens = None, 0
         if choice in texts:
             chunk = texts[choice].add(delta)
@@ -119,7 +119,7 @@ class LoggedGeneration:
 
 
 def single_tokens(delta: TokenDelta) -> Iterator[TokenDelta]:
-    """Yield a delta token by token, and then its end. A stop token, whose text is hidden, comes with the end."""
+    """Yield a delta token by token, then its end. A hidden stop token is part of the end."""
     tokens, replace = delta.token_ids, msgspec.structs.replace
     hides_last = delta.finish_reason == "stop" and not delta.text_complete
     num_apart = len(tokens) - hides_last if delta.finish_reason is not None else len(tokens)

@@ -1,4 +1,4 @@
-"""Errors of jobs, in addition to those of engine/errors.py."""
+"""Errors of jobs, besides those of engine/errors.py."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class IdempotencyKeyReused(RequestError):
 
 
 class IdempotencyKeyInUse(Exception):
-    """Another ingress has begun the same request at this moment; no client sees this."""
+    """Another ingress has just begun the same request. Clients never see this error."""
 
 
 class StreamNotFound(RequestError):
-    """No answer of this id is stored, or not where this ingress can look."""
+    """No answer with this id is stored, or this ingress cannot access its store."""
 
     status, type = 404, "not_found_error"
 
@@ -34,7 +34,7 @@ class StreamNotFound(RequestError):
 
 
 class AnswerNotReproducible(RequestError):
-    """The rest of an answer cannot be computed, since the server is no longer the one that began it."""
+    """The rest of an answer cannot be computed, because the server has changed since it was begun."""
 
     status = 409
 
@@ -47,7 +47,7 @@ class AnswerNotReproducible(RequestError):
 
 
 class AnswerDiverged(RequestError):
-    """The answer differs from what its client has of it, or says that it has."""
+    """The answer differs from the part that its client already has, or claims to have."""
 
     status = 409
 
@@ -62,7 +62,7 @@ class AnswerDiverged(RequestError):
 
 
 class LeaseLost(ServingError):
-    """Another ingress has taken over the answer, since this one was silent for too long."""
+    """Another ingress has taken over the answer, because this one was silent for too long."""
 
     status, type, retryable = 503, "service_unavailable_error", True
 

@@ -1,8 +1,8 @@
-"""Positions of clients in a stream, as the ids of its events say.
+"""Event ids, which encode a client's position in a stream.
 
-The streams of jobs have one token to a group of events, so events are a function of the tokens. When a stream is
-computed again, the tokens of several choices may come in another order. So a position counts the tokens of each choice,
-with a check sum of them, and says which group its event is of.
+A job's stream has one token per group of events, so its events are a function of the tokens. When a stream is computed
+again, the tokens of different choices may interleave differently. So a position holds, for each choice, the number of
+its tokens and their checksum, and it says to which group its event belongs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.errors import InvalidParameter
 from engine.text.text_stream import TextChunk
 
 MAX_CHOICES = 16
-"""Streams of more have no ids, since an id has a place for each."""
+"""Limit for streams with ids, because an id contains the position of every choice."""
 LAST_EVENT_ID = "Last-Event-ID"
 MAX_ID = 1024
 KNOWN_ID = "the id of an event of this stream"
@@ -28,7 +28,7 @@ _ID = re.compile(rf"([0-9a-f]{{32}}):(\d{{1,9}})\.(\d{{1,2}})\.(\d{{1,9}})\.({_C
 
 @dataclass(frozen=True, slots=True)
 class ChoicePosition:
-    """What a client has of one choice."""
+    """A client's position in one choice."""
 
     tokens: int = 0
     ended: bool = False
@@ -52,26 +52,26 @@ class ChoicePosition:
 
     @property
     def is_possible(self) -> bool:
-        """Return whether some tokens have this position."""
+        """Whether some sequence of tokens has this position."""
         return self.tokens > 0 or self.checksum == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The position of an event in its stream."""
+    """Position of an event in its stream."""
 
     number: int
-    """Events before it."""
+    """Number of events before it."""
     choice: int
-    """Whose token, or end, its group is made of."""
+    """Index of the choice whose token, or end, its group of events was made of."""
     in_group: int
-    """Events of its group, up to this one."""
+    """Number of events in its group, up to and including this one."""
     choices: tuple[ChoicePosition, ...]
-    """The position of each choice after the group."""
+    """Position in each choice after the group."""
 
     @property
     def is_first(self) -> bool:
-        """Return whether the event came before the first token."""
+        """Whether the event precedes the first token."""
         return not any(choice.tokens or choice.ended for choice in self.choices)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Position:
 
 
 def parse_event_id(event_id: str) -> tuple[str, Position]:
-    """Return the id of the stream and the position in it. Raises InvalidParameter."""
+    """Return the stream's id and the position in it. Raises InvalidParameter."""
     match = _ID.fullmatch(event_id) if len(event_id) <= MAX_ID else None
     if match is not None:
         number, choice, in_group = map(int, match.groups()[1:4])
@@ -90,10 +90,10 @@ def parse_event_id(event_id: str) -> tuple[str, Position]:
 
 
 class NoEventIds:
-    """Replaces EventIds for a stream whose events have no ids: its client has none of them."""
+    """Stands in for EventIds in a stream whose events have no ids, so that its client cannot resume."""
 
     error: Exception | None = None
-    """What ended the stream, if something did."""
+    """Error that ended the stream, if any."""
 
     def ordered(self, chunk: TextChunk) -> Iterator[TextChunk]:
         yield chunk
@@ -105,24 +105,25 @@ class NoEventIds:
 
 
 class EventIds(NoEventIds):
-    """Gives ids to the events of a stream, one client's, and says which of them the client already has."""
+    """Assigns ids to the events of one client's stream, and recognises events that the client already has."""
 
     def __init__(self, stream_id: str, num_choices: int, known: Position | None):
-        """known: of the newest event that the client has. Raises InvalidParameter if it is of another stream."""
+        """known: position of the newest event that the client has. Raises InvalidParameter if it is of another
+        stream."""
         if known is not None and len(known.choices) != num_choices:
             raise InvalidParameter(LAST_EVENT_ID, f"{stream_id}:{known}", KNOWN_ID)
         self._stream_id, self._known = stream_id, known
-        self._number = 0 if known is None else known.number + 1  # of the next event that the client gets
-        self._come = [ChoicePosition()] * num_choices  # of each choice
-        self._sent = self._come.copy() if known is None else [*known.choices]  # what the client has
+        self._number = 0 if known is None else known.number + 1  # number of the next event that the client gets
+        self._come = [ChoicePosition()] * num_choices  # tokens received for each choice
+        self._sent = self._come.copy() if known is None else [*known.choices]  # tokens that the client has
         self._group, self._in_group = (0, ChoicePosition()), 0  # of the next event
         self._catches_up = known is not None and not known.is_first
-        self._last: TextChunk | None = None  # of whose events the client may not have all
-        self._new: list[TextChunk] = []  # what the client has nothing of, as long as something comes that it has
+        self._last: TextChunk | None = None  # chunk of whose events the client may lack some
+        self._new: list[TextChunk] = []  # chunks new to the client, held back while it catches up
 
     def ordered(self, chunk: TextChunk) -> Iterator[TextChunk]:
-        """Yield chunks of one token, or an end, in an order in which those come first that the client has, and last of
-        these the one whose events it may not have all of. The next events are made of the chunk that was yielded.
+        """Yield chunks of one token, or an end, so that those that the client already has come first; the last of these
+        is the one of whose events it may lack some. The next events are made of the yielded chunk.
 
         Raises AnswerDiverged if the client has other tokens.
         """
@@ -168,12 +169,13 @@ class EventIds(NoEventIds):
             raise AnswerDiverged(index, target.tokens)
 
     def fail(self, error: Exception) -> None:
-        """What follows is an error. It has no id: the stream can be resumed from where it was before."""
+        """Record the error that ends the stream. Its event has no id, so the stream can be resumed from the position
+        before it."""
         self.error = error
 
     def next(self, event: object = None) -> bytes | None:
-        """Return the line with the id of the next event, or None if the client has the event. One that has a
-        `sequence_number` gets the number that it has for this client."""
+        """Return the line with the id of the next event, or None if the client already has the event. If the event has
+        a `sequence_number`, set it to the event's number in this client's stream."""
         self._in_group += 1
         if self.error is not None:
             return b""

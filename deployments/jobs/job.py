@@ -1,4 +1,4 @@
-"""One job: an answer that is found in the store, or computed here by a task that no client can break off."""
+"""One job: an answer found in the store, or computed here by a task that no client can interrupt."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.wire.messages import GenerateRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.25  # between two looks at a job that another ingress has
+POLL_S = 0.25  # between polls of a job that another ingress computes
 
 
 class Job:
-    """An answer that this ingress works with."""
+    """An answer in use by this ingress."""
 
     def __init__(
         self,
@@ -35,9 +35,10 @@ class Job:
         *,
         stored: bool,
     ):
-        """on_end: called once nothing more is to be computed. stored: the record comes from the store."""
+        """on_end: function called once nothing more is to be computed. stored: whether the record comes from the
+        store."""
         self.job_id, self.record, self._on_end = job_id, record, on_end
-        self.num_requests = 0  #: that are being handled
+        self.num_requests = 0  #: number of requests for it being handled
         self._store, self._ttl_s, self._stored = store, ttl_s, stored
         self._key, self._lease = record_key(job_id), Lease(store, job_id, self._restore)
         self._starting = asyncio.Lock()
@@ -50,7 +51,7 @@ class Job:
 
     @property
     def started(self) -> bool:
-        """It is computed, or was."""
+        """Whether its computation has begun, here or, if the answer is complete, anywhere."""
         return self._task is not None or self._log.ended
 
     async def read(
@@ -61,10 +62,10 @@ class Job:
         fingerprint: str | None,
         ids: NoEventIds,
     ) -> LoggedGeneration:
-        """Return the answer from its start on, and begin to compute it if it has not begun.
+        """Return the answer from its start, and begin to compute it if that has not begun.
 
-        fingerprint: of the model that would compute it. ids: of the reader's stream. Raises StoreUnavailable,
-        IdempotencyKeyInUse, AnswerNotReproducible.
+        fingerprint: fingerprint of the model that would compute it. ids: event ids of the reader's stream. Raises
+        StoreUnavailable, IdempotencyKeyInUse, AnswerNotReproducible.
         """
         async with self._starting:
             if not self.started:
@@ -77,7 +78,7 @@ class Job:
         return LoggedGeneration(frontend, prompts, self._log, ids)
 
     async def close(self) -> None:
-        """Stop computing, so that another ingress may continue; what is complete is stored first."""
+        """Stop computing, so that another ingress may continue. A complete answer is stored first."""
         self.cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -88,7 +89,7 @@ class Job:
             self._task.cancel()
 
     async def _add(self, fingerprint: str | None) -> bool:
-        """Store the record: from now on this answer is promised. Returns whether the lease is this ingress's."""
+        """Store the record, which promises this answer. Returns whether this ingress got the lease."""
         self.record.fingerprint = fingerprint
         await self._store.settled()
         added, leased = await asyncio.gather(
@@ -120,7 +121,7 @@ class Job:
             self._on_end(self)
 
     async def _take_over(self) -> bool:
-        """Wait until no other ingress computes the answer. Returns False if it is complete then.
+        """Wait until no other ingress computes the answer. Returns False if the answer is then complete.
 
         Raises StoreUnavailable, StoredValueCorrupt.
         """
@@ -152,8 +153,8 @@ class Job:
             await self._lease.release()
 
     async def _fail(self, error: Exception) -> None:
-        """Let the readers know, and other ingresses continue. An answer that has failed before its first token is
-        forgotten, so that its key is free."""
+        """End the log with an error, and release the lease so that other ingresses may continue. An answer that fails
+        before its first token is deleted, so that its key is free."""
         if self._log.ended:
             logger.warning("job not stored job_id=%s error=%s", self.job_id, error)
         else:

@@ -1,4 +1,4 @@
-"""The jobs of an application, of which this ingress computes some."""
+"""Jobs of an application, of which this ingress computes some."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ class Jobs:
         self._live: dict[str, Job] = {}
 
     async def open(self, job_id: str, owner: str, new: JobRecord | None) -> Job:
-        """Return the job of this id; if there is none, that of `new`, if it is given.
+        """Return the job with this id. If there is none, create it from `new`, if given.
 
         Raises StreamNotFound, StoreUnavailable, StoredValueCorrupt.
         """
         job = self._live.get(job_id) or await self._find(job_id, new)
         if job is None or job.record.owner != owner:
             raise StreamNotFound(job_id, self._ttl_s, self._store.shared)
-        if job.started:  # if it is complete, only the store keeps it
+        if job.started:  # a complete job is kept only by the store
             return job
-        return self._live.setdefault(job_id, job)  # another request may have waited for the store, too
+        return self._live.setdefault(
+            job_id, job
+        )  # another request may have opened it while this one waited for the store
 
     async def _find(self, job_id: str, new: JobRecord | None) -> Job | None:
         stored = await JobRecord.load(self._store, job_id)
@@ -36,11 +38,11 @@ class Jobs:
         return Job(job_id, record, self._store, self._ttl_s, self.forget, stored=stored is not None)
 
     async def is_computed(self, job_id: str) -> bool:
-        """Return whether some ingress works on a job. Raises StoreUnavailable."""
+        """Return whether some ingress is computing the job. Raises StoreUnavailable."""
         return await Lease(self._store, job_id).is_held()
 
     async def revoke(self, job_id: str, *, delete: bool) -> None:
-        """Stop computing a job, in any ingress. Raises StoreUnavailable."""
+        """Stop computing a job in any ingress. delete: delete it from the store too. Raises StoreUnavailable."""
         if (job := self._live.get(job_id)) is not None:
             await job.close()
         await Lease(self._store, job_id).seize()
@@ -48,11 +50,11 @@ class Jobs:
             await self._store.delete(record_key(job_id))
 
     def forget(self, job: Job) -> None:
-        """From now on the store is asked."""
+        """Drop a job from memory. Later requests for it read the store."""
         if self._live.get(job.job_id) is job:
             del self._live[job.job_id]
 
     async def close(self) -> None:
-        """Give up what is computed here."""
+        """Stop computing all jobs of this ingress."""
         await asyncio.gather(*(job.close() for job in list(self._live.values())))
         await self._store.close()

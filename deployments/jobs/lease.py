@@ -1,4 +1,4 @@
-"""Which ingress works on a job."""
+"""Lease of a job: says which ingress computes it."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from contextlib import asynccontextmanager
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 
 LEASE_S = 10.0
-"""Time for which a job belongs to an ingress that gives no sign."""
+"""Seconds after which a silent ingress loses a job."""
 RENEW_S = LEASE_S / 4
 RETRY_S = 1.0
-"""Until a lease is renewed again where the store has failed; shorter than the store takes to settle."""
+"""Seconds until a lease is renewed after the store has failed; shorter than the store takes to settle."""
 
 
 async def _nothing() -> None: ...
 
 
 class Lease:
-    """One holder's claim on a job. It ends by itself when its ingress is silent, and another holder can seize it.
+    """One holder's claim on a job. It expires when its ingress is silent, and other holders can seize it.
 
-    Every method but `kept` raises StoreUnavailable.
+    All methods except `kept` raise StoreUnavailable.
     """
 
     def __init__(self, store: KeyValueStore, job_id: str, restore: Callable[[], Awaitable[None]] = _nothing):
-        """restore: stores the job again, unless it is stored. Called where its lease was lost."""
+        """restore: stores the job again unless it is stored; called if the lease was lost with the store's values."""
         self._store, self._key, self._restore = store, lease_key(job_id), restore
         self._holder = secrets.token_hex(16).encode()
 
     async def take(self) -> bool:
-        """Return whether the job is this holder's now, which it is unless it is another's."""
+        """Take the job unless another holder has it. Returns whether this holder has it now."""
         return await self._store.add(self._key, self._holder, LEASE_S)
 
     async def renew(self) -> bool:
-        """Return whether the job is still this holder's, or free, and then hold it for LEASE_S more."""
+        """Hold the job for another LEASE_S. Returns False if another holder has it."""
         if await self.holds():
             return True
         if await self.is_held():
@@ -44,15 +44,15 @@ class Lease:
         return await self.take()
 
     async def seize(self) -> None:
-        """Take the job away from its holder, which notices within RENEW_S."""
+        """Take the job from its holder, which notices within RENEW_S."""
         await self._store.set(self._key, self._holder, LEASE_S)
 
     async def is_held(self) -> bool:
-        """Return whether an ingress works on the job."""
+        """Return whether any ingress holds the job."""
         return await self._store.get(self._key) is not None
 
     async def holds(self) -> bool:
-        """Return whether the job is this holder's."""
+        """Return whether this holder has the job, and extend the lease if so."""
         return await self._store.replace(self._key, self._holder, self._holder, LEASE_S)
 
     async def release(self) -> None:
@@ -60,7 +60,7 @@ class Lease:
 
     @asynccontextmanager
     async def kept(self) -> AsyncGenerator[None]:
-        """Renew the lease meanwhile, and cancel the present task once another holder has it."""
+        """Keep renewing the lease inside the block, and cancel the current task once another holder has it."""
         task = asyncio.current_task()
         assert task is not None
         heartbeat = asyncio.create_task(self._heartbeat(task))
@@ -82,5 +82,6 @@ class Lease:
 
 
 def lease_key(job_id: str) -> str:
-    """Return the key of a job's lease in the store: no job's, for any stream id that a client sends."""
+    """Return the store key of a job's lease, which differs from the keys of all records for any id that a client
+    sends."""
     return f"manta:lease:{job_id}"

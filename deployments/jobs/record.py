@@ -1,4 +1,4 @@
-"""What a store has of a job: its request, and the tokens once it is complete."""
+"""Stored record of a job: its request, and its tokens once it is complete."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from engine.wire.sampling_params import seed_of
 
 
 class JobRecord(msgspec.Struct):
-    """One job. What could differ between two computations of a request is fixed here: ids, time and seed."""
+    """One job. It fixes everything that could differ between two computations of its request: ids, time and seed."""
 
     owner: str
-    """Name of the API key, or empty."""
+    """Name of the API key that created it, or empty."""
     route: str
     body: bytes
     headers: list[tuple[str, str]]
-    """Those that count: of the first request, for all that follow."""
+    """Relevant headers of the first request, which apply to all that follow."""
     created: int
     """Seconds since 1970."""
     secret: str
-    """32 random hex digits, of which seeds and ids are made."""
+    """32 random hex digits, from which seeds and ids are derived."""
     fingerprint: str | None = None
-    """The model that began it; see ModelInfo."""
+    """Fingerprint of the model that began it (ModelInfo)."""
     outputs: list[TokenDelta] | None = None
-    """What each choice generated, once all have ended."""
+    """Output of each choice, once all have ended."""
 
     @classmethod
     def new(cls, owner: str, route: str, body: bytes, headers: Mapping[str, str]) -> JobRecord:
         return cls(owner, route, body, [*headers.items()], int(time.time()), secrets.token_hex(16))
 
     def hex_id(self, name: str) -> str:
-        """Return 32 hex digits for something that the request has, the same in each computation."""
+        """Return a 32-digit hexadecimal id for a part of the answer, the same in every computation."""
         return hashlib.sha256(f"{self.secret} {name}".encode()).hexdigest()[:32]
 
     def seeded(self, prompts: list[list[GenerateRequest]]) -> list[list[GenerateRequest]]:
-        """Return the requests of each prompt with seeds that are the same in each computation. Their ids are not."""
+        """Return the requests with seeds that are the same in every computation. Their ids differ."""
         numbers = iter(range(sum(map(len, prompts))))
 
         def seeded(request: GenerateRequest) -> GenerateRequest:
@@ -58,16 +58,17 @@ class JobRecord(msgspec.Struct):
 
     @classmethod
     async def load(cls, store: KeyValueStore, job_id: str) -> JobRecord | None:
-        """Raises StoreUnavailable, StoredValueCorrupt."""
+        """Return the stored record of a job, or None. Raises StoreUnavailable, StoredValueCorrupt."""
         value = await store.get(key := record_key(job_id))
         return None if value is None else store.unsealed(key, value, msgspec.msgpack.Decoder(cls).decode)
 
 
 def job_id_of(owner: str, key: str) -> str:
-    """Return the id of the job of a key, the same in every ingress. Without the key it cannot be guessed."""
+    """Return the job id for an owner's idempotency key, the same in every ingress. It cannot be guessed without the
+    key."""
     return hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()[:32]
 
 
 def record_key(job_id: str) -> str:
-    """Return the key of a job's record in the store."""
+    """Return the store key of a job's record."""
     return f"manta:job:{job_id}"

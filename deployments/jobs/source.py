@@ -1,4 +1,4 @@
-"""Where the tokens of a request come from."""
+"""Sources of the tokens for a request: generated live, or read from a job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Generation(Protocol):
 
 
 class GenerationSource(Protocol):
-    """Starts the generation of one HTTP request, and has what else belongs to its answer."""
+    """Starts the generation of one HTTP request, and provides the ids and the time of its answer."""
 
     @property
     def created(self) -> int:
@@ -36,32 +36,33 @@ class GenerationSource(Protocol):
 
     @property
     def started(self) -> bool:
-        """Return whether nothing is left to be admitted."""
+        """Whether the answer exists or is being computed, so that nothing needs admission."""
         ...
 
     @property
     def job_id(self) -> str | None:
-        """The id of the job by which the answer is found again; None if nothing is kept."""
+        """Id by which the answer's job is found again; None if nothing is kept."""
         ...
 
     @property
     def event_ids(self) -> NoEventIds:
-        """The ids of the events of a stream, from `start` on."""
+        """Ids of a stream's events, valid after `start`."""
         ...
 
     def hex_id(self, name: str) -> str:
-        """Return 32 hex digits for a part of the answer."""
+        """Return a 32-digit hexadecimal id for a part of the answer."""
         ...
 
     async def start(
         self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
     ) -> Generation:
-        """prompts: for each prompt the requests of its sequences. fingerprint: of the model that would compute it."""
+        """Start the generation. prompts: for each prompt, the requests of its sequences. fingerprint: fingerprint of
+        the model that would compute it."""
         ...
 
 
 class LiveSource:
-    """An answer of which nothing is kept."""
+    """Source of an answer that is not kept."""
 
     started, job_id = False, None
     event_ids = NoEventIds()
@@ -79,7 +80,7 @@ class LiveSource:
 
 
 class DerivedSource(LiveSource):
-    """An answer of which nothing is kept, and which is the same whenever it is computed: what would differ follows
+    """Source of an answer that is not kept, but is the same whenever it is computed, because ids, time and seeds come
     from the record of its request."""
 
     def __init__(self, record: JobRecord):
@@ -95,13 +96,13 @@ class DerivedSource(LiveSource):
 
 
 class JobSource:
-    """The answer of a job, which is computed once, and whose parts are the same whenever it is asked for."""
+    """Source of a job's answer: computed once, with ids that are the same for every reader."""
 
     def __init__(self, job: Job, known: Position | None = None):
-        """known: what the client already has of its stream."""
+        """known: position up to which the client already has the stream."""
         self.created, self.job_id = job.record.created, job.job_id
         self.event_ids: NoEventIds = NoEventIds()
-        """Without ids if there are more than MAX_CHOICES choices."""
+        """No ids if there are more than MAX_CHOICES choices."""
         self._job, self._known = job, known
 
     @property
@@ -114,7 +115,8 @@ class JobSource:
     async def start(
         self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
     ) -> Generation:
-        """Raises what Job.read does, and InvalidParameter for a position of another stream."""
+        """Start or join the generation. Raises the errors of Job.read, and InvalidParameter for a position of another
+        stream."""
         num_choices = sum(map(len, prompts))
         if num_choices <= MAX_CHOICES or self._known is not None:
             self.event_ids = EventIds(self._job.job_id, num_choices, self._known)

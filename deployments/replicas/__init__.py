@@ -1,1 +1,1 @@
-"""Replicas: the control actor of one engine, and the pools of replicas as their callers see them."""
+"""Replicas: the control actor of one engine, and pools of replicas as their callers see them."""

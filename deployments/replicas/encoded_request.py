@@ -1,4 +1,4 @@
-"""A request for an engine, in bytes that no process in between decodes."""
+"""A request for an engine, encoded once: no process on its way decodes it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from engine.wire.remote_request import RemoteRequest
 
 @dataclass(frozen=True, slots=True)
 class EncodedRequest:
-    """The commands for a GenerateRequest or RemoteRequest in msgpack, and what the control actor reads."""
+    """Commands that start and cancel a GenerateRequest or RemoteRequest, in msgpack, and the fields that the control
+    actor reads."""
 
     request_id: str  #: the handoff id of a RemoteRequest
     timeout_s: float | None
-    model: ModelIdentity | None  #: a replica of another model refuses the request; None goes anywhere
+    model: ModelIdentity | None  #: model that must serve the request; None for any
     start: bytes
     cancel: bytes
 

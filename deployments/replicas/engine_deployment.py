@@ -1,4 +1,4 @@
-"""The base of decode and prefill replicas: a Serve replica that controls one engine."""
+"""Base of decode and prefill replicas: a Serve replica that controls one engine."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from placement.spec import GroupSpec
 
 logger = logging.getLogger(__name__)
 
-EXIT_DELAY_S = 0.2  # open calls get their answer before the process ends
+EXIT_DELAY_S = 0.2  # before the process ends, so that open calls get their answer
 
 
 class EngineDeployment:
-    """The control actor. Neither tokens nor KV pass here."""
+    """Control actor of one engine. Neither tokens nor KV pass through it."""
 
     _engine: EngineReplica
     _ranks: RankGroup | None = None  # until the constructor starts them
-    _commands_to: str  # where the engine takes commands
+    _commands_to: str  # address on which the engine takes commands
     _model: ModelIdentity
     _tasks: Sequence[asyncio.Task[None]] = ()
 
     @asynccontextmanager
     async def _starting(self) -> AsyncGenerator[None]:
-        """Wrap a constructor: report why a replica cannot start, and stop what has started."""
+        """Wrap a constructor: if the replica cannot start, report why and stop what has started."""
         started = time.monotonic()
         try:
             yield
@@ -51,7 +51,7 @@ class EngineDeployment:
             self._stop()
             await asyncio.to_thread(ray_compat.end_serve_run, str(error))
             raise
-        except EngineUnavailable as error:  # a second try may do better
+        except EngineUnavailable as error:  # a second attempt may succeed
             self._stop()
             logger.error("replica cannot start: %s", error)
             raise
@@ -60,9 +60,9 @@ class EngineDeployment:
     async def _start_engine(
         self, config: EngineConfig, spec: GroupSpec, peers: Mapping[PeerPool, RemotePool] | None = None
     ) -> RankReady:
-        """Return once the model is loaded. Raises StartupError or EngineUnavailable.
+        """Start the engine, and return once the model is loaded. Raises StartupError or EngineUnavailable.
 
-        peers: where its engine may have prompts computed, and images encoded.
+        peers: pools that may compute prompts or encode images for this engine.
         """
         replica_id = serve.get_replica_context().replica_id
         engine_id = f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
@@ -80,18 +80,18 @@ class EngineDeployment:
         return ready
 
     async def record_replica_metadata(self) -> dict[str, str]:
-        """Tell all routers (routing/router.py) about this replica. Called by Serve once."""
+        """Return what all routers need to know about this replica (routing/router.py). Serve calls it once."""
         return {"commands_to": self._commands_to, "weights": self._model.weights, "vocabulary": self._model.vocabulary}
 
     async def status(self) -> bytes:
-        """Return the newest ReplicaStatus, in msgpack. Raises EngineUnavailable if the engine hangs or is gone."""
+        """Return the newest ReplicaStatus in msgpack. Raises EngineUnavailable if the engine hangs or is gone."""
         return msgspec.msgpack.encode(self._engine.status())
 
     async def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the numbers of a ReplicaReport. Called by Serve once a second if the model is autoscaled."""
+        """Return the numbers of a ReplicaReport. Serve calls it once a second if the model is autoscaled."""
         try:
             return ReplicaReport.of(self._engine.status()).numbers()
         except EngineUnavailable:
@@ -104,7 +104,7 @@ class EngineDeployment:
     async def _exit_with_engine(self, ranks: RankGroup) -> None:
         """End this process when a rank dies or the engine hangs.
 
-        Serve would stop a replica that hangs in an orderly way, and give its requests `drain_s` to end, in vain.
+        An orderly stop by Serve would in vain give the requests of a hanging replica `drain_s` to end.
         """
         ends = [asyncio.create_task(ranks.run()), asyncio.create_task(self._engine.until_unhealthy())]
         try:
@@ -116,11 +116,11 @@ class EngineDeployment:
         logger.error("replica exits, since its engine ended: %s", reason)
         self._engine.fail(reason)
         ranks.kill()  # those whose `run` failed still live
-        # an exit makes Serve replace the group at once; failing health checks would take it much longer
+        # Serve replaces the group at once when the process exits; failing health checks would take much longer
         asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 
     async def __del__(self) -> None:
-        """Called by Serve after the last request, when it removes the replica."""
+        """Stop the replica. Serve calls it after the last request, when it removes the replica."""
         self._stop()
 
     def _stop(self) -> None:

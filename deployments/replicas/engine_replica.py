@@ -1,4 +1,4 @@
-"""The control side of one engine: opens and ends requests there, and judges its health. Knows no Ray."""
+"""Control side of one engine: starts and ends requests there, and judges its health. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from engine.wire.messages import (
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0  # of `until_unhealthy`
-MAX_FAILED_POLLS = 3  # in a row: after a pause of this very process, statuses are still to be read
-TIMEOUT_GRACE_S = 5.0  # the engine ends a late request itself; this is for one that does not
+MAX_FAILED_POLLS = 3  # in a row: after this process itself was paused, statuses are still waiting to be read
+TIMEOUT_GRACE_S = 5.0  # for the engine to end a late request itself
 
 
 class EngineReplica:
     """One engine as its replica sees it.
 
-    A call stays open as long as its request lives in the engine, so that counting calls is counting requests.
+    A call stays open as long as its request lives in the engine, so the number of calls is the number of requests.
     """
 
     def __init__(
@@ -49,13 +49,10 @@ class EngineReplica:
         key: ClusterKey | None = None,
         node: str = "",
     ):
-        """host: address of this machine under which the engine reaches `status_to`.
-        stall_timeout_s: time without a step while work is queued, or without any status, after which the engine counts
-            as hung.
-        peers: where the engine may have prompts computed, and images encoded.
-        key: the engine's, which is secret outside the cluster.
-        node: see ReplicaStatus.
-        """
+        """host: address of this machine at which the engine reaches `status_to`. stall_timeout_s: seconds without a
+        step while work is queued, or without any status, after which the engine counts as hung. peers: pools that may
+        compute prompts or encode images for the engine. key: cluster key of the engine's sockets. node: as in
+        ReplicaStatus."""
         self._stall_timeout_s, self._node = stall_timeout_s, node
         self._dispatchers = {kind: RemoteDispatcher(pool, self._send, kind) for kind, pool in (peers or {}).items()}
         self._calls: dict[str, asyncio.Future[None]] = {}
@@ -83,14 +80,15 @@ class EngineReplica:
         finally:
             for dispatcher in self._dispatchers.values():
                 dispatcher.close()
-            self._commands.close(linger=0)  # of a shadow context, which `destroy` does not know
+            self._commands.close(linger=0)  # it belongs to a shadow context, which `destroy` does not close
             self._context.destroy(linger=0)
 
     async def run_request(self, request: EncodedRequest) -> None:
-        """Return when the request, or the handoff of a RemoteRequest, has ended in the engine, however it ended.
+        """Start a request in the engine, and return when it has ended there, for any reason; for a RemoteRequest, when
+        its handoff has ended.
 
-        Tokens and KV do not come here. When cancelled, the engine drops the request at once. Raises EngineUnavailable
-        if the engine breaks.
+        Tokens and KV do not come here. If this is cancelled, the engine drops the request at once. Raises
+        EngineUnavailable if the engine breaks.
         """
         name, timeout_s = request.request_id, request.timeout_s
         if self._broken is not None:
@@ -113,8 +111,8 @@ class EngineReplica:
             self._calls.pop(name)
 
     async def run_requests(self, requests: Sequence[EncodedRequest]) -> None:
-        """Return when all of them have ended in the engine. Raises the first error of `run_request`, and then drops the
-        others."""
+        """Run all requests, and return when all have ended. If one fails, its error is raised and the others are
+        dropped."""
         if len(requests) == 1:
             await self.run_request(requests[0])
             return
@@ -126,12 +124,12 @@ class EngineReplica:
             raise group.exceptions[0] from None
 
     def reset_prefix_cache(self) -> None:
-        """Requests that come later find nothing cached. Raises EngineUnavailable if the engine is unhealthy."""
+        """Empty the engine's prefix cache. Raises EngineUnavailable if the engine is unhealthy."""
         self.check_health()
         self._send(ResetPrefixCache())
 
     def fail(self, reason: str) -> None:
-        """End all open calls with EngineUnavailable, and refuse new ones: the engine is gone."""
+        """End all open calls with EngineUnavailable, and refuse new ones, because the engine is gone."""
         self._broken = reason
         for dispatcher in self._dispatchers.values():
             dispatcher.close()
@@ -140,7 +138,7 @@ class EngineReplica:
                 ended.set_exception(EngineUnavailable(reason))
 
     def check_health(self) -> None:
-        """Raise EngineUnavailable if the engine is gone, is silent, or makes no progress."""
+        """Raise EngineUnavailable if the engine is gone, silent, or makes no progress."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
         silent_s = time.monotonic() - self._status_at
@@ -150,7 +148,7 @@ class EngineReplica:
             raise EngineUnavailable(f"work is queued, but no step ended for {self._status.last_step_age_s:.0f} s")
 
     async def until_unhealthy(self) -> str:
-        """Return what is wrong once `check_health` raises and continues to raise."""
+        """Wait until `check_health` keeps raising. Returns what is wrong."""
         failures = 0
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -168,7 +166,7 @@ class EngineReplica:
         if self._status is None:
             raise EngineUnavailable("the engine has just started")
         routing = {kind: dispatcher.pool.routing for kind, dispatcher in self._dispatchers.items()}
-        refused = add_up(self._status.refused, REFUSALS.counts())  # those of the engine's processes, and of this one
+        refused = add_up(self._status.refused, REFUSALS.counts())  # of the engine's processes, and of this one
         return ReplicaStatus.of(msgspec.structs.replace(self._status, refused=refused), routing, self._node)
 
     def _handle(self, notice: Notice) -> None:

@@ -1,4 +1,4 @@
-"""A decode replica waits for a prefill engine that fits it before it takes requests. Knows no Ray."""
+"""Makes a starting decode replica wait for a prefill engine that fits it. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ POLL_INTERVAL_S = 0.2
 async def pair(engine: EngineReplica, pool: RemotePool, timeout_s: float) -> None:
     """Wait until a prefill engine with the fingerprint of `engine` is up.
 
-    When the prefill pool was up once and is down now, or is scaled to zero, the replica starts without it and computes
-    prompts itself. Raises StartupError after `timeout_s`, or when the prefill engines run another model or another KV
+    If the prefill pool was up once and is down now, or is scaled to zero, the replica starts without it and computes
+    prompts itself. Raises StartupError after `timeout_s`, or if the prefill engines run another model or another KV
     layout; the error names both engines and the difference.
     """
     try:
@@ -35,7 +35,7 @@ async def pair(engine: EngineReplica, pool: RemotePool, timeout_s: float) -> Non
 
 async def _find(engine: EngineReplica, pool: RemotePool) -> EngineStatus | None:
     while True:
-        state = await pool.state()  # asked first: what has come by the time it is not deploying is all there is
+        state = await pool.state()  # asked first: once it is not deploying, the statuses that follow are complete
         try:
             own = engine.status()
         except EngineUnavailable:  # it has just started
@@ -53,7 +53,7 @@ async def _find(engine: EngineReplica, pool: RemotePool) -> EngineStatus | None:
 
 
 def mismatch(decode: EngineStatus, prefill: EngineStatus) -> str:
-    """Return what differs between the fingerprints, which are lists of `name=value`."""
+    """Return a message that says how the fingerprints, lists of `name=value`, differ."""
     theirs, ours = prefill.fingerprint.split(), decode.fingerprint.split()
     has = ", ".join(part for part in theirs if part not in ours) or "less"
     needs = ", ".join(part for part in ours if part not in theirs) or "nothing"

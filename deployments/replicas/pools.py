@@ -1,4 +1,4 @@
-"""The replicas of one model, as an ingress sees them. Knows no Ray; serve_pool.py does."""
+"""Pools of replicas of one model, as an ingress sees them. Independent of Ray; serve_pool.py is not."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from engine.wire.messages import EngineStatus, GenerateRequest, PeerPool
 
 
 class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__struct_config__.tag):
-    """An engine's newest status, and what else its replica knows.
+    """An engine's newest status, with what its replica adds.
 
-    The tag is that of an EngineStatus, so that each of the two can be read as the other.
+    Its tag is that of EngineStatus, so that each of the two can be decoded as the other.
     """
 
-    #: of its prefill requests, by the pool that they go to
+    #: routing of its prefill requests, by the pool to which they go
     routing: dict[PeerPool, RoutingStats] = msgspec.field(default_factory=dict)
-    node: str = ""  #: Ray's id of its node; the first rank's, of a group over several
+    node: str = ""  #: Ray's id of its node; of the first rank's node if it spans several
 
     @classmethod
     def of(cls, status: EngineStatus, routing: dict[PeerPool, RoutingStats], node: str = "") -> ReplicaStatus:
@@ -31,9 +31,9 @@ class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__
 
 class EnginePool(Protocol):
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
-        """Return when the requests have ended in their engine, which is the same for all. Cancelling the call aborts
-        them there. avoid: ids of engines that should not get them if there are others.
+        """Run requests in one engine, and return when all have ended there. Cancelling the call aborts them.
 
+        avoid: ids of engines that should not get them if there are others.
         Waits for a replica if there is none. Raises ServingError; EngineUnavailable if the replica is lost meanwhile.
         """
 
@@ -41,17 +41,19 @@ class EnginePool(Protocol):
         """Return one status per healthy replica. Raises EngineUnavailable if there is none."""
 
     async def asleep(self) -> bool:
-        """Return whether there is no replica because none is needed: the next request starts one."""
+        """Return whether there are no replicas because none is needed; the next request starts one."""
 
     async def reset_prefix_cache(self) -> None:
-        """Have all replicas forget their cached prefixes, in all pools. Raises EngineUnavailable if one is silent."""
+        """Empty the prefix caches of all replicas in all pools. Raises EngineUnavailable if a replica does not
+        answer."""
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
-        """Return one status per healthy replica that computes prompts or images for these, by pool."""
+        """Return one status per healthy replica that computes prompts or images for this pool, by the replica's
+        pool."""
 
 
 class ModelReplicas(msgspec.Struct, frozen=True):
-    """The replicas of one model: those that answer requests, and those that compute prompts or images for them."""
+    """Replicas of one model: those that answer requests, and those that compute prompts or images for them."""
 
     model: str
     decode: list[ReplicaStatus]
@@ -61,7 +63,7 @@ class ModelReplicas(msgspec.Struct, frozen=True):
 
     @classmethod
     async def of(cls, model: str, pool: EnginePool) -> ModelReplicas:
-        """Leave out replicas that do not answer."""
+        """Return the replicas of a pool that answer."""
 
         async def statuses() -> list[ReplicaStatus]:
             try:
@@ -74,7 +76,7 @@ class ModelReplicas(msgspec.Struct, frozen=True):
         return cls(model, decode, peers.get("prefill", []), peers.get("encode", []), asleep)
 
     def on(self, node: str) -> ModelReplicas:
-        """Return those of one node."""
+        """Return the replicas on one node."""
         decode, prefill, encode = (
             [status for status in pool if status.node == node] for pool in (self.decode, self.prefill, self.encode)
         )
@@ -82,10 +84,10 @@ class ModelReplicas(msgspec.Struct, frozen=True):
 
     @property
     def by_role(self) -> dict[Role, list[ReplicaStatus]]:
-        """The replicas of each role, in the order in which they work for a request."""
+        """Replicas by role, in the order in which they work on a request."""
         return {"encode": self.encode, "prefill": self.prefill, "decode": self.decode}
 
     @classmethod
     async def of_all(cls, pools: Mapping[str, EnginePool]) -> list[ModelReplicas]:
-        """pools: by model name."""
+        """Return the replicas of all pools. pools: by model name."""
         return await asyncio.gather(*(cls.of(name, pool) for name, pool in pools.items()))

@@ -1,4 +1,4 @@
-"""Takes the prefill requests of a decode engine to prefill replicas. Knows no Ray."""
+"""Sends the prefill requests of a decode engine to prefill replicas. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ logger = logging.getLogger(__name__)
 # deploying: replicas of the newest configuration are still to come; up: a replica is running
 PoolState = Literal["deploying", "up", "down"]
 
-POLL_INTERVAL_S = 1.0  # for the statuses of the prefill engines
+POLL_INTERVAL_S = 1.0  # between polls of the prefill engines' statuses
 
 
 class RemotePool(Protocol):
-    """The prefill or the encode replicas of one model."""
+    """Prefill or encode replicas of one model."""
 
-    routing: RoutingStats  #: how prefill requests found their replicas
+    routing: RoutingStats  #: totals of the routing of prefill requests
 
     async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:
-        """Have a replica compute the prompt; return when the handoff is over there, however it ended.
+        """Have a replica compute the prompt. Returns when the handoff has ended there, for any reason.
 
-        Cancelling this call cancels the request there. avoid: ids of engines that should not get the request, if there
+        Cancelling the call cancels the request there. avoid: ids of engines that should not get the request if there
         are others. Raises ServingError.
         """
 
@@ -36,14 +36,16 @@ class RemotePool(Protocol):
         """Return one status per healthy replica."""
 
     async def state(self) -> PoolState:
-        """Return what Serve says of the replicas, which may be ahead of `statuses`."""
+        """Return the state of the replicas in Serve, which may be newer than `statuses`."""
 
 
 class RemoteDispatcher:
-    """Makes one call per prefill request, open until its handoff is over, so that a stopping replica waits for it."""
+    """Makes one call per prefill request. The call stays open until the handoff ends, so that a stopping replica waits
+    for it."""
 
     def __init__(self, pool: RemotePool, send: Callable[[Command], None], kind: PeerPool = "prefill"):
-        """send: sends a command to the engine that asks. kind: what the engines of the pool compute for it."""
+        """send: function that sends a command to this replica's engine. kind: kind of the pool, which says what it
+        computes."""
         self.pool, self._kind = pool, kind
         self._send = send
         self._calls: dict[str, asyncio.Task[None]] = {}
@@ -60,7 +62,8 @@ class RemoteDispatcher:
             call.cancel()
 
     def start(self, own: Callable[[], EngineStatus]) -> None:
-        """Tell the engine from now on which prefill engines are up. own: returns the engine's newest status."""
+        """Start to tell the engine periodically which prefill engines are up. own: returns the engine's newest
+        status."""
         self._watching = asyncio.create_task(self._watch(own))
 
     def close(self) -> None:
@@ -76,7 +79,7 @@ class RemoteDispatcher:
         except ServingError as error:
             logger.warning("prefill request failed handoff_id=%s request_id=%s attempt=%d: %s",
                            handoff_id, remote_request.request_id, remote_request.attempt, error)  # fmt: skip
-            retry = error.retryable and not isinstance(error, Overloaded)  # Overloaded: all replicas are full
+            retry = error.retryable and not isinstance(error, Overloaded)  # Overloaded means that all replicas are full
             self._send(RemoteRequestFailed(handoff_id, str(error), retry))
         finally:
             del self._calls[handoff_id]
@@ -90,7 +93,7 @@ class RemoteDispatcher:
         try:
             status = own()
         except EngineUnavailable:
-            return  # it takes nothing in, and is about to be replaced
+            return  # the engine takes no commands, and is about to be replaced
         found = await self.pool.statuses()
         fingerprint, handoffs = status.with_pool(self._kind)
         others = [other.engine_id for other in found if other.fingerprint != fingerprint]

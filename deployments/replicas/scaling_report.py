@@ -1,7 +1,7 @@
-"""The reports of replicas and ingresses to the autoscaling policy: numbers by name, which is what Serve carries.
+"""Reports of replicas and ingresses to the autoscaling policy: numbers by name, the only form that Serve carries.
 
-Serve collects them once a second and keeps those of the last seconds; the policy reads them in Serve's controller,
-which has no use for an engine's modules: they are imported for their types only.
+Serve collects them once a second, and keeps those of the last seconds. The policy reads them in Serve's controller,
+which should not load an engine's modules: they are imported for type checking only.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from deployments.routing.config import Role
 if TYPE_CHECKING:
     from engine.wire.messages import EngineStatus
 
-SPILLS = ("saturated", "no_prefill_replica", "quarantined")  # reasons of engine/core/remote_prefill_policy.py
+SPILLS = ("saturated", "no_prefill_replica", "quarantined")  # reasons in engine/core/features/remote_prefill_policy.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """The state of one engine now, and its totals since its start (`_total`)."""
+    """Current state of one engine, and totals since its start (`_total`)."""
 
     running: float  #: sequences that hold KV
     waiting: float  #: sequences that hold none
@@ -31,11 +31,11 @@ class ReplicaReport:
     prefill_tokens_total: float  #: prompt tokens computed here
     prefills_total: float  #: prompts computed here
     cached_tokens_total: float  #: prompt tokens found in the prefix cache
-    local_total: float  #: prompts given to this engine to compute
+    local_total: float  #: prompts that this decode engine computed itself
     spilled_total: float  #: those of them that no prefill replica could take
     output_tokens_total: float
-    itl_s_total: float  #: seconds between tokens, summed up
-    itl_total: float  #: how many times between tokens that sums up
+    itl_s_total: float  #: sum of the inter-token latencies, in seconds
+    itl_total: float  #: number of latencies in that sum
     decode_step_s: float  #: see EngineStats.decode_seconds_per_step
     decode_sequence_s: float  #: see EngineStats.decode_seconds_per_sequence
     token_s: float  #: see EngineStats.prompt_seconds_per_token
@@ -69,7 +69,7 @@ class ReplicaReport:
 
 
 class ScalingChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool was given another number of replicas."""
+    """A change of a pool's number of replicas."""
 
     at: float  #: seconds since 1970
     model: str
@@ -77,12 +77,12 @@ class ScalingChange(msgspec.Struct, frozen=True, kw_only=True):
     before: int
     after: int
     reason: str  #: see ScalingDecision.reason
-    desired: int  #: replicas that the load asked for, before delays and bounds
-    inputs: dict[str, float]  #: the figures that decided
+    desired: int  #: replicas that the load requires, before delays and bounds
+    inputs: dict[str, float]  #: figures on which the decision rests
 
 
 def queue_report(model: str, waiting: float, waiting_tokens: float) -> dict[str, float]:
-    """Return the admission queue of one model in one ingress: its sequences, and the tokens of their prompts."""
+    """Return a report of the admission queue of one model in one ingress: its sequences, and their prompt tokens."""
     return {waiting_of(model): waiting, waiting_tokens_of(model): waiting_tokens}
 
 

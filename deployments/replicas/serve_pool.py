@@ -1,4 +1,4 @@
-"""The replicas of one model on Serve. Every call of an ingress or a decode replica to them is made here."""
+"""Replicas of one model on Serve. All calls of ingresses and decode replicas to them are made here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
 
 class ServePool:
-    """An EnginePool: replicas of a `Decode` deployment, and of the `Prefill` deployments that compute for it."""
+    """An EnginePool of the replicas of a `Decode` deployment, and of the deployments that compute for it."""
 
     def __init__(
         self,
@@ -42,24 +42,24 @@ class ServePool:
         may_sleep: bool = False,
         note: Callable[[str, str], None] | None = None,
     ):
-        """block_size: tokens per KV block of the replicas; None where they share no prefixes.
-        may_sleep: whether there may be no replicas while none is needed.
-        note: called with each request id and where the request is sent; from any thread.
-        """
+        """peers: handles of the deployments that compute for it.
+        block_size: tokens per KV block of the replicas; None if they share no prefixes.
+        may_sleep: whether the pool may have no replicas while none is needed.
+        note: function called with each request id and where the request is sent; from any thread."""
         self._may_sleep = may_sleep
         self.routing = RoutingStats()
         self._handle, self._peers, self._prompts = handle, peers or {}, PromptDigester(block_size)
         self._note = note
 
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
-        first = requests[0]  # of several, its prefix stands for all
+        first = requests[0]  # routing uses its prefix for all of them
         prompt = self._prompts.digest(
             first.request_id, first.prompt, first.cache_salt, first.session_id, first.mm_features
         )
         if len(requests) > 1:
             prompt = replace(prompt, num_tokens=sum(len(request.prompt) for request in requests))
         if first.params.prompt_logprobs is not None:
-            prompt = replace(prompt, keys=())  # all of it is computed, cached or not
+            prompt = replace(prompt, keys=())  # all of the prompt is computed, cached or not
         note = partial(self._note_all, [request.request_id for request in requests])
         call = RoutingContext(prompt, self.routing, avoid, first.model, note)
         with ray_compat.apart_from_http_request():
@@ -95,7 +95,7 @@ class ServePool:
 
 
 class ServeRemotePool:
-    """A RemotePool: replicas of a `Prefill` deployment."""
+    """A RemotePool of the replicas of a `Prefill` deployment."""
 
     def __init__(self, handle: DeploymentHandle, block_size: int | None = None):
         """block_size: as for ServePool; needed only to send prefill requests."""
@@ -123,7 +123,8 @@ class ServeRemotePool:
 
 
 async def _answer(response: DeploymentResponse, call: RoutingContext) -> None:
-    """Wait for the call to end, and tell its router how. Cancelling this cancels the call. Raises ServingError."""
+    """Wait for a call to end, and report its outcome to its router. Cancelling this cancels the call. Raises
+    ServingError."""
     outcome: CallOutcome = "ended"
     try:
         await response
@@ -131,7 +132,7 @@ async def _answer(response: DeploymentResponse, call: RoutingContext) -> None:
     except asyncio.CancelledError:
         response.cancel()
         raise
-    except Exception as error:  # Ray's, Serve's or gRPC's: the call is lost
+    except Exception as error:  # of Ray, Serve or gRPC: the call is lost
         translated = _translate(error)
         outcome = "lost" if isinstance(translated, EngineUnavailable) else "ended"
         raise translated from error
@@ -140,7 +141,7 @@ async def _answer(response: DeploymentResponse, call: RoutingContext) -> None:
 
 
 async def _deployment_status(handle: DeploymentHandle) -> Any:
-    """Ask Serve's controller for the DeploymentStatusOverview; None while there is no such deployment."""
+    """Return Serve's DeploymentStatusOverview; None while there is no such deployment."""
     name = handle.deployment_id
     status = await asyncio.to_thread(serve.status)
     application = status.applications.get(name.app_name)

@@ -1,4 +1,4 @@
-"""The choice of an engine for each request, and the memory that the next choice needs. No clock, no socket, no Ray."""
+"""Chooses an engine for each request, and remembers what the next choice needs. No clock, no socket, no Ray."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from engine.wire.messages import EngineUpdate
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
-    engines: list[str]  #: all of them, best first; the request is placed on the first one
+    engines: list[str]  #: all engines, best first; the request is placed on the first
     reason: RoutingReason
-    cached_tokens: int  #: prompt tokens that are expected to be cached there
+    cached_tokens: int  #: prompt tokens expected to be cached on the first engine
 
 
 class Balancer:
     """One router's view of the engines of one pool.
 
-    An engine that has just lost a request counts as unhealthy: it comes last until it reports again. Otherwise it would
-    appear idle and draw all requests to itself.
+    An engine that has just lost a request counts as unhealthy, and comes last until it reports again. Otherwise it
+    would seem idle and attract all requests.
     """
 
     def __init__(self, config: RoutingConfig, role: Role, block_size: int, rng: random.Random | None = None):
@@ -38,9 +38,9 @@ class Balancer:
         self._unhealthy: set[str] = set()
 
     def choose(self, prompt: PromptDigest, engines: Sequence[str]) -> RoutingDecision:
-        """Place the prompt on one of the engines, of which there is at least one.
+        """Place a prompt on one of the engines; there must be at least one.
 
-        A second call for one request moves it: the first choice did not take it.
+        A second call for the same request moves it, because the first engine did not take it.
         """
         moved = self.placements.end(prompt.request_id, confirmed=False)
         lookup = self._make_lookup(prompt)
@@ -64,12 +64,12 @@ class Balancer:
         return RoutingDecision(ranked, reason, placement.cached_tokens)
 
     def use_stats(self, stats: RoutingStats) -> None:
-        """Count in `stats` from now on."""
+        """Count in `stats` from now on; keep the policy's name."""
         if stats is not self.stats:
             stats.policy, self.stats = self.stats.policy, stats
 
     def update(self, update: EngineUpdate) -> bool:
-        """Take in what an engine reports. Return False if an update before it is missing: a snapshot is needed."""
+        """Apply an engine's report. Returns False if an earlier report is missing, so that a snapshot is needed."""
         self._unhealthy.discard(update.engine_id)
         self.placements.report(update.engine_id, update.load, update.admitted)
         for request_id, cached_tokens in update.prefilled:
@@ -79,7 +79,8 @@ class Balancer:
         return self.placements.update_blocks(update)
 
     def end(self, request_id: str, *, confirmed: bool) -> None:
-        """The request's call is over. confirmed: its engine had it, and will report what became of its prompt."""
+        """Record that the request's call has ended. confirmed: its engine had the request, and will report the prompt's
+        outcome."""
         self.placements.end(request_id, confirmed=confirmed)
 
     def mark_unhealthy(self, engine: str) -> None:

@@ -1,4 +1,4 @@
-"""Options of routing in serve_config.yaml."""
+"""Routing options in serve_config.yaml."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ RUNNING_WEIGHT = {"decode": 0.25, "prefill": 0.0, "encode": 0.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingConfig:
-    """The choice among the replicas of one pool (docs/routing.md)."""
+    """Options for choosing among the replicas of one pool (docs/routing.md)."""
 
     policy: PolicyName = option(
         "prefix_aware",
-        "`prefix_aware` takes the replica where a request costs least, `power_of_two` the less busy of two at random, "
-        "`round_robin` one after the other.",
+        "`prefix_aware` picks the replica where a request costs least, `power_of_two` the less busy of two random "
+        "replicas, `round_robin` each in turn.",
     )
-    # 2: the request that computes a block waits for it once, and each later one once more
+    # 2: the request that computes a block waits for it once, and those queued behind it wait once more
     prefix_weight: float = option(
         2.0,
-        "Cost of a block of the prompt that has to be computed, relative to a block that is queued before it. Larger "
-        "values follow the cache, 0 looks at load only.",
+        "Cost of computing a block of the prompt, relative to a block that is queued before it. Larger values favour "
+        "cached prefixes; 0 considers load only.",
     )
     running_weight: float | None = option(
-        None, "Cost of a KV block that other requests use; by default 0.25 in a decode pool and 0 in a prefill pool."
+        None, "Cost of a KV block that other requests use. Default: 0.25 in a decode pool, 0 in a prefill pool."
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The cost of sending a prompt to an engine, in KV blocks of prompt that have to be computed."""
+"""Cost of sending a prompt to an engine, in KV blocks of prompt to compute."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from deployments.routing.routing_context import PromptDigest
 from engine.wire.messages import EngineLoad
 
 
-@dataclass(slots=True)  # not frozen: a choice makes one per engine, and that takes twice as long
+@dataclass(slots=True)  # not frozen, which takes twice as long to make: a choice makes one per engine
 class EngineCandidate:
-    """One engine, seen with one prompt in mind."""
+    """One engine as a candidate for one prompt."""
 
     engine: str
     load: EngineLoad
-    cached: int  #: leading blocks of the prompt that it has or will have
+    cached: int  #: number of leading blocks of the prompt that it has or will have
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingCost:
-    """decode:  prefix_weight * uncached blocks + queued blocks + running_weight * blocks in use
+    """Cost of a prompt on an engine, in blocks to compute:
+
+    decode:  prefix_weight * uncached blocks + queued blocks + running_weight * blocks in use
     prefill: the same with a running_weight of 0, since blocks that only wait to be read slow nothing down
 
-    Queued blocks are prompt blocks of other requests that the engine still has to compute, so they count as much as
-    the request's own. Blocks in use are read by every step of the answers to come, which costs less than computing
-    them.
-
-    Each embedding of an image that is still to be made counts as a token of a prompt, in addition to its placeholder.
+    Queued blocks are prompt blocks of other requests that the engine still has to compute, so they count as much as the
+    request's own. Blocks in use are read by every later decode step, which costs less than computing them. Each image
+    embedding still to be made counts as one more token, besides its placeholder.
     """
 
     block_size: int
@@ -38,7 +38,8 @@ class RoutingCost:
         return self.prefix_weight * self.uncached(prompt, candidate) + self.load(candidate)
 
     def uncached(self, prompt: PromptDigest, candidate: EngineCandidate) -> float:
-        """Blocks, with the fraction of the last one. An embedding to be made counts as one token more."""
+        """Return the blocks to compute, as a fraction where the last is not full. An embedding to make counts as one
+        token."""
         tokens = self.uncached_tokens(prompt, candidate) + self.uncached_embeds(prompt, candidate)
         return tokens / self.block_size
 
@@ -46,14 +47,15 @@ class RoutingCost:
         return prompt.num_tokens - self.cached_tokens(prompt, candidate)
 
     def uncached_embeds(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:
-        """Embeddings of the images that do not end in cached blocks. The encoder cache may still have them."""
+        """Return the number of embeddings of images that do not end in cached blocks. The encoder cache may still have
+        them."""
         if not prompt.images:
             return 0
         cached = self.cached_tokens(prompt, candidate)
         return sum(embeds for end, embeds in prompt.images if end > cached)
 
     def cached_tokens(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:
-        """Tokens that need not be computed; at least one always is."""
+        """Return how many tokens need not be computed. At least one always has to be."""
         return min(candidate.cached, (prompt.num_tokens - 1) // self.block_size) * self.block_size
 
     def new_blocks(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:
@@ -65,16 +67,18 @@ class RoutingCost:
         return queued / self.block_size + self.running_weight * load.blocks_used
 
     def would_wait(self, prompt: PromptDigest, candidate: EngineCandidate) -> bool:
-        """Return whether the request would wait for a slot or for blocks until another request has ended: longer than
-        computing any prompt takes."""
+        """Return whether the request would have to wait for a slot or blocks until another request ends. That takes
+        longer than computing any prompt."""
         load = candidate.load
         no_slot = load.slots > 0 and load.sequences >= load.slots
         return no_slot or 0 < load.blocks_total < load.blocks_used + self.new_blocks(prompt, candidate)
 
     def overloaded(self, prompt: PromptDigest, candidate: EngineCandidate, others: Sequence[EngineCandidate]) -> bool:
-        """Return whether the request is better off elsewhere, even with its whole prompt cached here and none there.
+        """Return whether the request is better off elsewhere, even if its whole prompt is cached here and none of it
+        there.
 
-        It would have to wait here and not there, or more work is ahead of it here than its whole prompt is there.
+        That is so if it would have to wait here but not there, or if this engine has more work queued than another
+        would have with the whole prompt added.
         """
         with_capacity = [other for other in others if not self.would_wait(prompt, other)]
         if self.would_wait(prompt, candidate) and with_capacity:

@@ -1,4 +1,4 @@
-"""One router's memory: the engines of its pool and the requests it placed on them. No clock, no socket."""
+"""One router's memory of the engines in its pool and of the requests that it placed on them. No clock, no socket."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from engine.wire.messages import EngineLoad, EngineUpdate
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One request on one engine, from the router's choice until the engine has computed its prompt."""
+    """One request on one engine, from the router's choice until its prompt is computed there."""
 
     engine: str
-    tokens: int  #: prompt tokens that have to be computed there
-    blocks: int  #: KV blocks that it takes in addition to the cached ones
-    keys: Sequence[int]  #: blocks that the engine will have cached once the prompt is computed
+    tokens: int  #: prompt tokens to compute there
+    blocks: int  #: KV blocks that it needs besides the cached ones
+    keys: Sequence[int]  #: keys of the blocks that the engine will have cached once the prompt is computed
     cached_tokens: int  #: prompt tokens that the router expects to be cached
-    embeds: int = 0  #: embeddings of images that have to be made there
+    embeds: int = 0  #: image embeddings to make there
 
 
 @dataclass(slots=True)
 class EngineRecord:
-    """One engine: its last report, the placements that this report misses, and its KV blocks."""
+    """One engine: its last report, placements that the report does not include yet, and its KV blocks."""
 
     reported: EngineLoad = field(default_factory=EngineLoad)
-    pending: dict[str, Placement] = field(default_factory=dict)  #: by request: the placements that no report includes
+    pending: dict[str, Placement] = field(default_factory=dict)  #: placements that no report includes yet, by request
     load: EngineLoad = field(default_factory=EngineLoad)  #: the last report plus the pending placements
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     last_update: int | None = None  #: number of the newest update whose block changes were applied
@@ -48,24 +48,23 @@ UNKNOWN = EngineRecord()  # never changed
 
 
 class Placements:
-    """One record per engine and one per request.
+    """Records of all engines and of all placed requests.
 
-    A report is the truth: it replaces the one before, and the requests that it names as admitted are no longer pending.
-    A placement also stops being pending when its request ends. So nothing adds up over time, and a wrong estimate is
-    gone with its request.
+    A report replaces the one before, and the requests that it lists as admitted stop being pending. A placement also
+    stops being pending when its request ends. So errors never accumulate: a wrong estimate goes with its request.
     """
 
     def __init__(self) -> None:
         self.records: defaultdict[str, EngineRecord] = defaultdict(EngineRecord)  # by engine
         self._placements: dict[str, Placement] = {}
-        self._ended: set[str] = set()  # placements whose call is over: the engine's last word on the prompt is missing
+        self._ended: set[str] = set()  # placements whose call has ended, but whose engine has not reported the outcome
 
     def engine(self, engine: str) -> EngineRecord:
-        """Return what is known of the engine, for reading only."""
+        """Return what is known of the engine. Do not modify the result."""
         return self.records.get(engine, UNKNOWN)
 
     def place(self, request_id: str, placement: Placement) -> None:
-        """Record that the request was sent to `placement.engine`, and no longer waits at another."""
+        """Record that the request was sent to `placement.engine`, in place of any earlier engine."""
         self.resolve(request_id)
         self._placements[request_id] = placement
         record = self.records[placement.engine]
@@ -74,7 +73,7 @@ class Placements:
         record.prefixes.expect(placement.keys)
 
     def report(self, engine: str, load: EngineLoad, admitted: Iterable[str]) -> None:
-        """Take over the engine's load, which includes the admitted requests."""
+        """Record an engine's load, which includes the admitted requests."""
         for request_id in admitted:
             self._settle_load(request_id)
         record = self.records[engine]
@@ -82,11 +81,12 @@ class Placements:
         record.load = record.total_load()
 
     def update_blocks(self, update: EngineUpdate) -> bool:
-        """Apply the update's block changes. Return False if an update before it is missing: a snapshot is needed."""
+        """Apply the update's block changes. Returns False if an earlier update is missing, so that a snapshot is
+        needed."""
         record = self.records[update.engine_id]
         if update.snapshot:
             record.prefixes.reset(block_keys(update.stored))
-            # what the engine said about these was in an update that never came
+            # the engine reported these in an update that was lost
             for request_id in [r for r in self._ended if self._placements[r].engine == update.engine_id]:
                 self.resolve(request_id)
         elif record.last_update == update.number - 1:
@@ -97,10 +97,10 @@ class Placements:
         return True
 
     def end(self, request_id: str, *, confirmed: bool) -> bool:
-        """End the request's call; return whether it was placed.
+        """Record the end of a request's call. Returns whether the request was placed.
 
-        confirmed: its engine had the request, and so will say what became of the prompt. Its blocks stay expected
-        until then.
+        confirmed: its engine had the request, and so will report the prompt's outcome. The blocks stay expected until
+        then.
         """
         placement = self._placements.get(request_id)
         if placement is None:
@@ -113,7 +113,7 @@ class Placements:
         return True
 
     def resolve(self, request_id: str) -> Placement | None:
-        """Drop and return the placement: its prompt is computed, or never will be."""
+        """Remove and return a placement whose prompt is computed, or never will be."""
         self._settle_load(request_id)
         self._ended.discard(request_id)
         placement = self._placements.pop(request_id, None)
@@ -122,7 +122,7 @@ class Placements:
         return placement
 
     def forget(self, engine: str) -> None:
-        """Drop the engine, which is gone, with everything placed on it."""
+        """Drop an engine that is gone, with everything placed on it."""
         self.records.pop(engine, None)
         self._placements = {r: p for r, p in self._placements.items() if p.engine != engine}
         self._ended &= self._placements.keys()

@@ -1,4 +1,4 @@
-"""Rules that rank the engines for a prompt. Pure: what is known of the engines is an argument, and so is chance."""
+"""Policies that rank the engines for a prompt. Pure: knowledge of the engines and randomness are arguments."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from deployments.routing.routing_context import PromptDigest
 from deployments.routing.stats import RoutingReason
 
 Lookup = Callable[[str], EngineCandidate]
-"""Returns what is known of an engine. It takes time, so a policy asks only for the engines that it weighs."""
+"""Returns what is known of an engine. This takes time, so policies call it only for engines that they compare."""
 
 
 class Policy(Protocol):
     def rank(self, prompt: PromptDigest, engines: Sequence[str], lookup: Lookup) -> tuple[list[str], RoutingReason]:
-        """Return all of the engines, of which there is at least one, the best first; and why that one is."""
+        """Return all engines, best first, and the reason for the best one. There is at least one engine."""
 
 
 class PrefixAware:
-    """The engine where the request costs least. Engines where it would wait for others to end come after the rest."""
+    """Prefers the engine where the request costs least. Engines where it would have to wait for other requests come
+    last."""
 
     def __init__(self, cost: RoutingCost):
         self._cost = cost
@@ -33,7 +34,7 @@ class PrefixAware:
         costs = {c.engine: (self._cost.would_wait(prompt, c), self._cost.total(prompt, c)) for c in candidates}
         ranked = sorted(engines, key=costs.__getitem__)
         equal = bisect_right(ranked, costs[ranked[0]], key=costs.__getitem__)
-        if equal > 1:  # all else equal, prompts that begin alike go together, from all ingresses
+        if equal > 1:  # all else being equal, all ingresses send prompts that begin alike to the same engine
             start = str(prompt.keys[0]) if prompt.keys else prompt.request_id
             best = rendezvous_order(start, ranked[:equal])[0]
             ranked.sort(key=lambda engine: engine != best)
@@ -44,7 +45,7 @@ class PrefixAware:
 
 
 class PowerOfTwo:
-    """The one of two random engines that has fewer sequences; then the other one, then the rest.
+    """Prefers the one of two random engines that has fewer sequences; then the other one, then the rest.
 
     M. Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001.
     """
@@ -63,7 +64,7 @@ class PowerOfTwo:
 
 
 class RoundRobin:
-    """One engine after the other, in the order of their names, while engines come and go."""
+    """Takes engines in turn, in the order of their names, while engines come and go."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -87,11 +88,11 @@ def make_policy(name: PolicyName, cost: RoutingCost, rng: random.Random) -> Poli
 
 
 def rendezvous_order(key: str, engines: Iterable[str]) -> list[str]:
-    """Return the engines in an order that depends on nothing but the key, so it is the same in every process.
+    """Return the engines in an order that depends only on the key and their names, so it is the same in every process.
 
-    When an engine goes, only the keys that it was first for move, evenly to all others; when one comes, it takes an
-    even part of each engine's keys. Highest random weight hashing: Thaler and Ravishankar, A Name-Based Mapping Scheme
-    for Rendezvous, 1996.
+    When an engine goes, only the keys that preferred it move, evenly to all others. When one comes, it takes an even
+    share of each engine's keys. Highest random weight hashing: Thaler and Ravishankar, A Name-Based Mapping Scheme for
+    Rendezvous, 1996.
     """
-    seed = hashlib.blake2b(key.encode(), digest_size=16).digest()  # a key of blake2b must not be long
+    seed = hashlib.blake2b(key.encode(), digest_size=16).digest()  # hashed, since blake2b limits the length of its key
     return sorted(engines, key=lambda engine: (hashlib.blake2b(engine.encode(), key=seed).digest(), engine))

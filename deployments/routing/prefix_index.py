@@ -1,4 +1,4 @@
-"""The KV blocks of one engine, as far as one router knows. No clock, no socket."""
+"""KV blocks of one engine, as far as one router knows them. No clock, no socket."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ FOLD_AT = 2048  # changes
 
 
 def block_keys(hashes: bytes) -> list[int]:
-    """Return the first 64 bits of each block hash. Two hashes with equal keys make an estimate wrong, nothing else."""
+    """Return the first 64 bits of each block hash. If two hashes share a key, only an estimate is wrong."""
     words = array("Q")
     words.frombytes(hashes)
     return words[:: BLOCK_HASH_BYTES // words.itemsize].tolist()
 
 
 class PrefixIndex:
-    """Blocks that the engine reports, and blocks that it will have because a prompt was sent there.
+    """Blocks that an engine reports, and blocks that it will have because a prompt was sent there.
 
-    An engine has no block without the one before it in the chain (`BlockPool` evicts a chain from its end), so a
+    An engine never has a block without the previous one in the chain (`BlockPool` evicts a chain from its end), so a
     binary search finds how much of a prompt it has.
 
-    Memory: 8 bytes per reported block, and some 150 per block of a prompt that was sent. The engine's own cache
-    and queue bound both, so nothing is ever dropped to save memory.
+    Memory: 8 bytes per reported block, and about 150 per block of a prompt that was sent. Both are bounded by the
+    engine's own cache and queue, so nothing is ever dropped to save memory.
     """
 
-    __slots__ = ("_expected", "stored")  # a choice reads those of all engines: each cache line counts
+    __slots__ = ("_expected", "stored")  # a choice reads the indexes of all engines, so every cache line counts
 
     def __init__(self) -> None:
         self.stored = KeySet()  #: keys of all reported blocks
@@ -45,11 +45,12 @@ class PrefixIndex:
         self.stored.update(stored, removed)
 
     def expect(self, keys: Sequence[int]) -> None:
-        """A prompt with these uncached blocks was sent to the engine."""
+        """Record that a prompt with these uncached blocks was sent to the engine."""
         self._expected.update(keys)
 
     def unexpect(self, keys: Sequence[int]) -> None:
-        """Undo `expect`: the prompt is computed or dropped, and the engine's reports tell which blocks it has."""
+        """Undo `expect`, because the prompt is computed or dropped and the engine's reports now say which blocks it
+        has."""
         for key in keys:
             if self._expected[key] > 1:
                 self._expected[key] -= 1
@@ -59,7 +60,7 @@ class PrefixIndex:
     def match(self, keys: Sequence[int], guess: int = 0) -> int:
         """Return how many leading blocks of a prompt the engine has or will have.
 
-        guess: an answer to try first, from 0 to the number of keys. Many engines have the same part of a prompt.
+        guess: a result to try first, from 0 to the number of keys: many engines have the same part of a prompt.
         """
         stored, expected = self.stored, self._expected
         if not keys:
@@ -71,10 +72,10 @@ class PrefixIndex:
 
 
 class KeySet:
-    """A large set of 64-bit keys in 8 bytes each: a sorted array, and the changes since it was made.
+    """A large set of 64-bit keys in 8 bytes each: a sorted array, and the changes since it was built.
 
-    A Python set would take ten times the memory, and with ten million keys each full garbage collection would take
-    three seconds.
+    A Python set would take ten times the memory; with ten million keys, every full garbage collection would take three
+    seconds.
     """
 
     __slots__ = ("_changed", "_sorted")
@@ -114,7 +115,7 @@ class KeySet:
 
 
 def _to_array(keys: np.ndarray) -> array[int]:
-    """Python's array, since a binary search in numpy's takes twice as long."""
+    """Convert to Python's array, in which a binary search takes half the time it takes in numpy's."""
     found = array("Q")
     found.frombytes(keys.tobytes())
     return found

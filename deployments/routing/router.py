@@ -1,5 +1,5 @@
-"""Serve's request router with our Balancer inside. Serve makes one wherever there is a handle: for decode replicas in
-every ingress, for prefill replicas in every decode replica."""
+"""Serve's request router with our Balancer inside. Serve creates one for every handle: for decode replicas in each
+ingress, for prefill replicas in each decode replica."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def engine_id_of(replica_id: ReplicaID) -> str:
 
 
 def eligible_replicas(candidates: list[RunningReplica], call: RoutingContext) -> list[RunningReplica]:
-    """Return the replicas of the call's model, but not those to avoid if there are others.
+    """Return the replicas that serve the call's model, without those to avoid if there are others.
 
-    Without a replica of that model, all of them are eligible, and refuse the call.
+    If no replica serves that model, all are eligible, and will refuse the call.
     """
     fitting = [r for r in candidates if call.model in (None, _model_of(r))] or candidates
     return [r for r in fitting if engine_id_of(r.replica_id) not in call.avoid] or fitting
@@ -39,14 +39,15 @@ def _model_of(replica: RunningReplica) -> ModelIdentity:
 
 
 class EngineRouter(CallRouter):
-    """Asks a Balancer, and feeds it with what engines report. Serve keeps the replicas and the limits of each."""
+    """Request router that asks a Balancer, and feeds it the reports of the engines. Serve manages the replicas and
+    their limits."""
 
     _balancer: Balancer
-    _subscriber: KVEventSubscriber | None = None  # until the first call: some handles only ask for statuses
+    _subscriber: KVEventSubscriber | None = None  # opened by the first call: some handles only ask for statuses
     _receive_task: asyncio.Task[None] | None = None
 
     def initialize_state(self, *, role: Role, block_size: int, **routing: Any) -> None:
-        """Take over RequestRouterConfig.request_router_kwargs. routing: keys of RoutingConfig."""
+        """Take over RequestRouterConfig.request_router_kwargs. routing: fields of RoutingConfig."""
         self._balancer = Balancer(RoutingConfig(**routing), role, block_size)
 
     async def choose_replicas(
@@ -54,11 +55,11 @@ class EngineRouter(CallRouter):
     ) -> list[list[RunningReplica]]:
         assert pending_request is not None
         if self._subscriber is None:
-            key = ray_compat.cluster_key()  # known since the process has started
+            key = ray_compat.cluster_key()  # does not block: cached since the process started
             self._subscriber = KVEventSubscriber(ray.util.get_node_ip_address(), self._apply, key)
             self._receive_task = asyncio.get_running_loop().create_task(self._subscriber.run())
             self._subscribe()
-        pending_request.routing_context.should_backoff = True  # or a full pool would be asked without a pause
+        pending_request.routing_context.should_backoff = True  # else Serve would retry a full pool without a pause
         call = next(arg for arg in pending_request.args if isinstance(arg, RoutingContext))
         eligible = eligible_replicas(candidate_replicas, call)
         with_capacity = self.select_available_replicas(eligible) or eligible
@@ -79,7 +80,7 @@ class EngineRouter(CallRouter):
         self._subscribe()
 
     def _subscribe(self) -> None:
-        """Follow the engines of the current replicas, and no others."""
+        """Subscribe to the engines of the current replicas, and to no others."""
         engines = {engine_id_of(replica_id): replica for replica_id, replica in self.curr_replicas.items()}
         self._balancer.keep(engines)
         if self._subscriber is not None:
@@ -91,8 +92,8 @@ class EngineRouter(CallRouter):
         load = self._balancer.placements.engine(update.engine_id).load
         for replica_id in self.curr_replicas:
             if engine_id_of(replica_id) == update.engine_id:
-                # Serve's own count of open calls: it learns of the end of gRPC calls late, and asks the replica again
-                # when it has had no call for some seconds
+                # correct Serve's own count of open calls: it learns late that gRPC calls have ended, and polls
+                # replicas that had no call for some seconds
                 self.on_new_queue_len_info(replica_id, load.sequences)
         return understood
 

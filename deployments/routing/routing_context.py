@@ -1,4 +1,4 @@
-"""The context that a Serve call gives to the router of its handle: the digest of its prompt, and the call itself."""
+"""Context that a Serve call gives to its handle's router: the digest of its prompt, and the call itself."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from engine.wire.block_hash import block_hashes
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
 
-# answered: the engine had the request, and has ended it. lost: the replica is gone, or its engine. ended: all else.
+# answered: the engine had the request and has ended it. lost: the replica or its engine is gone. ended: anything else.
 CallOutcome = Literal["answered", "lost", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptDigest:
-    """The part of a prompt that routers compare, computed once, where its token ids are known first."""
+    """The parts of a prompt that routers compare, computed once, where its token ids first become known."""
 
     request_id: str
     num_tokens: int
     keys: Sequence[int]  #: `block_keys` of its full blocks, in order
-    session: str = ""  #: requests of one session should meet in one engine; empty for none
-    images: tuple[tuple[int, int], ...] = ()  #: the end of each image in the prompt, and its embeddings
+    session: str = ""  #: session key: requests of one session should go to one engine; empty for none
+    images: tuple[tuple[int, int], ...] = ()  #: (end in the prompt, number of embeddings) of each image
 
 
 class PromptDigester:
     def __init__(self, block_size: int | None):
-        """block_size: tokens per KV block of the engines; None where they share no prefixes."""
+        """block_size: tokens per KV block of the engines; None if they share no prefixes."""
         self._block_size = block_size
         self._last: tuple[list[int], str, Sequence[int]] = ([], "", ())
 
@@ -48,7 +48,7 @@ class PromptDigester:
         if self._block_size is None:
             return ()
         known, salt, keys = self._last
-        if known is not tokens or salt != cache_salt:  # several answers to one prompt share the list
+        if known is not tokens or salt != cache_salt:  # else it is another answer to the same prompt
             keys = block_keys(block_hashes(tokens, self._block_size, cache_salt, images))
             self._last = (tokens, cache_salt, keys)
         return keys
@@ -58,10 +58,10 @@ EMPTY = PromptDigest("", 0, ())
 
 
 class RoutingContext:
-    """The router runs in the caller's process, but perhaps in another thread.
+    """Context of one call. The router runs in the caller's process, but possibly in another thread.
 
-    Nothing of it travels to the replica: what arrives there is empty. The caller closes it when the call has ended,
-    which Serve may not know yet: over gRPC, Serve learns that a replica has accepted a call only when the call ends.
+    It does not travel to the replica, where it arrives empty. The caller closes it when the call has ended, which Serve
+    may not know yet: over gRPC, Serve learns that a replica has accepted a call only when the call ends.
     """
 
     def __init__(
@@ -73,10 +73,9 @@ class RoutingContext:
         note: Callable[[str], None] | None = None,
     ):
         """stats: where the router counts.
-        avoid: engines that should not get the call if there are others.
-        model: the model that the call is for, if there are such engines.
-        note: called with a sentence about where the router sends the call, each time it tries.
-        """
+        avoid: ids of engines that should not get the call if there are others.
+        model: model that the call needs, if any engine serves it.
+        note: function called each time the router sends the call somewhere, with a sentence that says where."""
         self.prompt, self.avoid, self.model = prompt, avoid, model
         self.stats = RoutingStats() if stats is None else stats
         self.note = note or (lambda _: None)
@@ -84,9 +83,9 @@ class RoutingContext:
         self._release: Callable[[CallOutcome], object] | None = None
 
     def placed(self, release: Callable[[CallOutcome], object]) -> None:
-        """release: called when the call has ended; perhaps twice, and from any thread."""
+        """Register `release`, which is called when the call has ended: perhaps twice, and from any thread."""
         self._release = release
-        if self._outcome is not None:  # just now: `close` may have come too early to see `release`
+        if self._outcome is not None:  # `close` may have run just before `release` was set
             release(self._outcome)
 
     def close(self, outcome: CallOutcome) -> None:

@@ -8,20 +8,20 @@ import msgspec
 
 from deployments.routing.config import PolicyName
 
-# longest_prefix: no engine has more of the prompt. shorter_prefix: some other has. no_prefix: none has any of it.
-# prefix_ignored: the policy does not look. session: where its session belongs. session_moved: elsewhere, since too much
-# was to do there.
+# longest_prefix: no engine has more of the prompt. shorter_prefix: another one has. no_prefix: none has any of it.
+# prefix_ignored: the policy ignores prefixes. session: the engine of the request's session. session_moved: another one,
+# because that engine is overloaded.
 RoutingReason = Literal["longest_prefix", "shorter_prefix", "no_prefix", "prefix_ignored", "session", "session_moved"]
 
 
 class RoutingStats(msgspec.Struct):
-    """Tokens are counted over the requests whose engine has reported what was cached."""
+    """Routing totals. Tokens are counted over the requests whose engine has reported what was cached."""
 
     policy: PolicyName = "prefix_aware"
     routed: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(get_args(RoutingReason), 0))
     estimated_tokens: int = 0  #: prompt tokens that were expected to be cached
-    cached_tokens: int = 0  #: prompt tokens that were
-    drift_tokens: int = 0  #: how far the two were apart, summed over requests
+    cached_tokens: int = 0  #: prompt tokens that were cached
+    drift_tokens: int = 0  #: sum over requests of the absolute difference of the two
 
     def record_estimate(self, estimated: int, cached: int) -> None:
         self.estimated_tokens += estimated

@@ -1,4 +1,4 @@
-"""The router's end of the engines' KV event channels: one ZMQ socket for all of them. Knows no Ray."""
+"""The router's end of the engines' KV event channels: one ZMQ socket for all of them. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ RENEW_S = SUBSCRIPTION_S / 3
 
 
 class KVEventSubscriber:
-    """Subscribes to engines, and asks one for a new snapshot when an update of it was lost."""
+    """Subscribes to engines, and asks for a new snapshot when an engine's update was lost."""
 
     def __init__(self, host: str, on_update: Callable[[EngineUpdate], bool], key: ClusterKey | None = None):
-        """host: address of this machine that engines reach. on_update: returns False if it needs a snapshot first.
-        key: that all engines have."""
+        """host: address at which engines reach this machine.
+        on_update: function that handles an update, and returns False if it needs a snapshot first.
+        key: cluster key, shared with all engines."""
         self._on_update = on_update
         self._awaiting_snapshot: set[str] = set()
-        self._engines: dict[str, str] = {}  # by id: the address where it takes commands
+        self._engines: dict[str, str] = {}  # engine id -> address on which it takes commands
         self._context = zmq.asyncio.Context()
         self._updates: PullSocket[EngineUpdate] = PullSocket(
             self._context, host, EngineUpdate, name="engine_updates", key=key
@@ -35,7 +36,7 @@ class KVEventSubscriber:
         self._out = PushSockets(zmq.Context(self._context), key=key)
 
     def subscribe(self, engines: Mapping[str, str]) -> None:
-        """Follow these engines from now on, and no others. engines: by id, the address where each takes commands."""
+        """Subscribe to these engines, and unsubscribe from all others. engines: command address by engine id."""
         for engine_id in self._engines.keys() - engines:
             self._out.forget(self._engines.pop(engine_id))
             self._awaiting_snapshot.discard(engine_id)
@@ -50,7 +51,7 @@ class KVEventSubscriber:
             await self._updates.serve(self._handle)
         finally:
             renewing.cancel()
-            self._out.close()  # its sockets are of a shadow context, which `destroy` does not know
+            self._out.close()  # its sockets belong to a shadow context, which `destroy` does not close
             self._context.destroy(linger=0)
 
     async def _renew(self) -> None:
@@ -61,7 +62,7 @@ class KVEventSubscriber:
 
     def _handle(self, update: EngineUpdate) -> None:
         if update.engine_id not in self._engines:
-            return  # Serve says that it is gone
+            return  # Serve has reported it gone
         if self._on_update(update):
             self._awaiting_snapshot.discard(update.engine_id)
         elif update.engine_id not in self._awaiting_snapshot:

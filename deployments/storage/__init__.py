@@ -1,1 +1,1 @@
-"""Values that outlive a request, and perhaps its ingress, by key, in memory, in a file, or in Redis."""
+"""Key-value stores whose values outlive a request, and perhaps its ingress: in memory, in a file, or in Redis."""

@@ -1,4 +1,4 @@
-"""Which store there is, and for how long values are kept in it."""
+"""Options of the store, and how long it keeps values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ SQLITE, REDIS = "sqlite://", ("redis://", "rediss://", "unix://")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """The store of responses, of keyed answers and of batches, and how long it keeps the first two."""
+    """The store of responses, idempotent answers and batches. The first two expire."""
 
     url: str | None = None
     """`redis://host:6379/0`, `rediss://` for TLS, `sqlite:///path`; None for the memory of each ingress."""
     max_bytes: int = 256 * 2**20
-    """Limit in memory, where the oldest values are dropped, and of a file, which takes no more until some have expired.
+    """Maximum size. A full store in memory drops its oldest values; a full file takes no more until some have expired.
     Redis has its own `maxmemory`."""
     response_ttl_s: float = 24 * 3600.0
     idempotency_ttl_s: float = 24 * 3600.0
 
     def check(self) -> None:
-        """Raise ConfigError for a URL of another kind, or if the client of Redis is not installed."""
+        """Raise ConfigError for a URL of an unknown kind, or if the Redis client is needed and not installed."""
         if self.url is None or self.url.startswith(f"{SQLITE}/"):
             return
         if not self.url.startswith(REDIS):
@@ -36,7 +36,7 @@ class StoreConfig:
 
 
 def open_store(config: StoreConfig) -> KeyValueStore:
-    """Raises ConfigError for a file that cannot be opened."""
+    """Open the configured store. Raises ConfigError if its file cannot be opened."""
     if config.url is None:
         return MemoryStore(config.max_bytes)
     if config.url.startswith(SQLITE):

@@ -1,4 +1,4 @@
-"""Values by key that expire: what a store of any kind does."""
+"""Interface of a store of values that expire."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CHECKSUM_BYTES = 4
-LOG_INTERVAL_S = 10.0  # between two lines about a store that cannot be used
+LOG_INTERVAL_S = 10.0  # between log lines about an unavailable store
 
 
 class StoreUnavailable(ServingError):
@@ -33,7 +33,7 @@ class StoreUnavailable(ServingError):
 
 
 class StoredValueCorrupt(ServingError):
-    """The stored value is not the one that was put there."""
+    """The stored value is not the one that was written."""
 
     def __init__(self, key: str):
         super().__init__(key)
@@ -43,18 +43,18 @@ class StoredValueCorrupt(ServingError):
 
 
 class KeyValueStore(ABC):
-    """Values by key. Every method raises StoreUnavailable."""
+    """Values by key. All methods raise StoreUnavailable."""
 
     shared: bool
-    """All ingresses see the same values, also after they were started again."""
+    """Whether all ingresses see the same values, even after a restart."""
 
     def __init__(self) -> None:
         self.errors = {"unavailable": 0, "corrupt": 0}
-        """Calls that failed, and values that could not be read."""
+        """Numbers of failed calls and of corrupt values."""
         self._logged_at = -LOG_INTERVAL_S
 
     def unavailable(self, reason: str) -> StoreUnavailable:
-        """Return the error of a call that has failed, and count it."""
+        """Count a failed call, and return its error."""
         self.errors["unavailable"] += 1
         if time.monotonic() >= self._logged_at + LOG_INTERVAL_S:
             self._logged_at = time.monotonic()
@@ -62,12 +62,12 @@ class KeyValueStore(ABC):
         return StoreUnavailable(reason)
 
     def unsealed(self, key: str, value: bytes, decode: Callable[[bytes], T]) -> T:
-        """Return what a value of `sealed` says. Raises StoredValueCorrupt."""
+        """Return the decoded content of a value made by `sealed`. Raises StoredValueCorrupt."""
         try:
             if value != sealed(value[CHECKSUM_BYTES:]):
                 raise msgspec.DecodeError("its check sum is wrong")
             return decode(value[CHECKSUM_BYTES:])
-        except msgspec.DecodeError as error:  # or it is of another version
+        except msgspec.DecodeError as error:  # corrupt, or written by another version
             self.errors["corrupt"] += 1
             logger.error("stored value corrupt key=%s reason=%s", key, error)
             raise StoredValueCorrupt(key) from error
@@ -80,23 +80,24 @@ class KeyValueStore(ABC):
 
     @abstractmethod
     async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
-        """Set a value, unless the key has one. Returns whether it was set."""
+        """Set a value unless the key already has one. Returns whether it was set."""
 
     @abstractmethod
     async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
-        """Set a value. Returns False, and does nothing, if the key has not the expected one."""
+        """Set a value if the key has the expected one. Returns whether it was set."""
 
     @abstractmethod
     async def delete(self, key: str) -> None: ...
 
     async def settled(self) -> None:  # noqa: B027  most stores do not forget leases, nor end while others live
-        """Wait, after the store was away, until those who hold a lease in it have renewed that; before one is taken."""
+        """Wait until all holders have had time to renew their leases after the store was unavailable. Call it before
+        taking one."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Return once everything is written."""
+        """Close the store. Returns once everything is written."""
 
 
 def sealed(value: bytes) -> bytes:
-    """Return a value with its check sum in front."""
+    """Return a value with its checksum in front."""
     return zlib.crc32(value).to_bytes(CHECKSUM_BYTES, "little") + value

@@ -7,18 +7,18 @@ from collections import OrderedDict
 
 from deployments.storage.key_value import KeyValueStore
 
-MAX_VALUES = 100_000  # besides max_bytes
+MAX_VALUES = 100_000  # a second limit, besides max_bytes
 
 
 class MemoryStore(KeyValueStore):
-    """Drops its oldest values when it is full."""
+    """Store in this process's memory, which drops its oldest values when it is full."""
 
     shared = False
 
     def __init__(self, max_bytes: int):
         super().__init__()
         self._max_bytes = max_bytes
-        self._values: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # with the time they expire; oldest first
+        self._values: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # (time of expiry, value), oldest first
         self._bytes = 0
 
     async def get(self, key: str) -> bytes | None:
@@ -47,7 +47,8 @@ class MemoryStore(KeyValueStore):
     async def close(self) -> None: ...
 
     async def _set_if(self, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
-        """Set a value if the key has the expected one, or none if that is None. Returns whether it was set."""
+        """Set a value if the key has the expected one, or no value if `expected` is None. Returns whether it was
+        set."""
         if await self.get(key) != expected:
             return False
         await self.set(key, value, ttl_s)

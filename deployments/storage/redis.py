@@ -1,4 +1,4 @@
-"""Values in a Redis, for all ingresses of a cluster."""
+"""Values in a Redis, shared by all ingresses of a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deployments.storage.key_value import KeyValueStore
 
 TIMEOUT_S = 2.0  # of each command, connecting included
 SETTLE_S = 3.0
-"""Between the first answer of a Redis that was away, maybe without its values, and the first lease that is taken."""
+"""Seconds without new leases after a Redis is available again, perhaps without its values."""
 REPLACE = "return redis.call('get',KEYS[1]) == ARGV[1] and redis.call('set',KEYS[1],ARGV[2],'px',ARGV[3]) and 1 or 0"
 
 

@@ -1,7 +1,7 @@
-"""Values in a file of SQLite, for the ingresses of one machine.
+"""Values in an SQLite file, shared by the ingresses of one machine.
 
-When a call returns, it is on the disk (WAL, fsync at each commit). One thread does all work: while it commits, the next
-calls come together, and share the next commit, so that an fsync is paid once for many requests.
+When a call returns, its change is on disk (WAL, fsync at each commit). One thread does all the work. Calls that arrive
+during a commit share the next one, so one fsync serves many requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deployments.storage.key_value import KeyValueStore
 from engine.errors import ConfigError
 
 T = TypeVar("T")
-LOCK_TIMEOUT_S = 2.0  # how long another ingress may hold the file
+LOCK_TIMEOUT_S = 2.0  # how long another ingress may lock the file
 TIMEOUT_S = 10.0  # of each call; more than LOCK_TIMEOUT_S
 MAX_CALLS = 256  # in one commit
 CLEAN_UP_S = 60.0  # between two removals of expired values
@@ -31,14 +31,14 @@ class SqliteStore(KeyValueStore):
     shared = True
 
     def __init__(self, path: str, max_bytes: int):
-        """Raises ConfigError if the file cannot be opened. Its folder is made."""
+        """Create the file and its folder if missing. Raises ConfigError if the file cannot be opened."""
         super().__init__()
         file = Path(path)
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file.touch(mode=0o600)
-            file.chmod(0o600)  # prompts and answers are in it, and in its log, which gets the same mode
+            file.chmod(0o600)  # it contains prompts and answers, and so does its log, which gets the same mode
             self._database = _open(file, max_bytes)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError("ingress.store", path, f"a file of SQLite that can be written ({error})") from None
@@ -92,14 +92,15 @@ class SqliteStore(KeyValueStore):
                 return
 
     def _clean_up(self) -> None:
-        """Free space before new values need it."""
+        """Remove expired values, before new values need their space."""
         if time.monotonic() > self._cleaned_up_at + CLEAN_UP_S:
             self._cleaned_up_at = time.monotonic()
-            with suppress(sqlite3.Error):  # the calls that follow will say it
+            with suppress(sqlite3.Error):  # the next calls will report it
                 self._database.execute("delete from stored where expires_at <= ?", (time.time(),))
 
     def _commit(self, calls: list[Call]) -> None:
-        """Do all calls in one transaction; if it fails, each in its own, so that one does not fail for another."""
+        """Run all calls in one transaction. If that fails, run each in its own, so that no call fails because of
+        another."""
         begun = False
         try:
             self._database.execute("begin immediate")
@@ -109,7 +110,7 @@ class SqliteStore(KeyValueStore):
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("rollback")
-            if len(calls) == 1 or not begun:  # no other process would get the file either
+            if len(calls) == 1 or not begun:  # if the file is locked, single calls would fail too
                 _settle([(future, error) for _, future in calls])
             else:
                 for call in calls:
@@ -142,7 +143,7 @@ def _set(database: sqlite3.Connection, key: str, value: bytes, ttl_s: float) -> 
 
 
 def _set_if(database: sqlite3.Connection, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
-    """Set a value if the key has the expected one, or none if that is None. Returns whether it was set."""
+    """Set a value if the key has the expected one, or no value if `expected` is None. Returns whether it was set."""
     if _get(database, key) != expected:
         return False
     _set(database, key, value, ttl_s)
@@ -150,7 +151,7 @@ def _set_if(database: sqlite3.Connection, key: str, expected: bytes | None, valu
 
 
 def _settle(results: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    """Give the results to those who wait for them, unless they have left; the event loop is woken once."""
+    """Deliver results to their waiting callers, skipping those that have left. Wakes the event loop only once."""
 
     def settle() -> None:
         for future, result in results:

@@ -177,9 +177,7 @@ class BlockPool:
 
     def invalidate(self, blocks: list[int]) -> None:
         """Remove the blocks that only the caller holds from the prefix cache: they may hold non-finite numbers.
-
-        `take_invalid` reports them to their next owner, who must clear them.
-        """
+        `take_invalid` reports them to their next owner, who must clear them."""
         for block in blocks:
             if self._ref_counts[block] == 1:
                 self._invalid.add(block)

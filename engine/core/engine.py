@@ -262,10 +262,8 @@ class EngineCore:
         return self.runner.collect(launched)
 
     def _name_lost_rank(self) -> None:
-        """Raise EngineUnavailable naming the lost rank, if it becomes known within RANK_CHECK_INTERVAL_S.
-
-        A failed collective may be noticed earlier, and only says that a connection has ended.
-        """
+        """Raise EngineUnavailable naming the lost rank, if it becomes known within RANK_CHECK_INTERVAL_S. A failed
+        collective may be noticed earlier, and only says that a connection has ended."""
         deadline = time.monotonic() + RANK_CHECK_INTERVAL_S
         while self._broadcaster and time.monotonic() < deadline:
             self._broadcaster.check()

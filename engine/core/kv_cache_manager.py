@@ -42,10 +42,7 @@ class KVCacheManager:
 
     def match(self, request: Request, shorten: Shorten) -> int:
         """Return how many leading blocks of a request are cached, without that of its last token, which is always
-        computed.
-
-        shorten: function that may lower this number.
-        """
+        computed. shorten: function that may lower this number."""
         if not self._reads_cache(request):
             return 0
         size = self.pool.block_size

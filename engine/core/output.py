@@ -21,11 +21,8 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 def tokens_delta(
     request: Request, position: int, logprobs: list[TokenLogprob] | None, now: float, *, first: bool
 ) -> TokenDelta:
-    """Return the output of a request from output token `position` on.
-
-    logprobs: of these tokens, possibly of further ones.
-    first: True if the output starts with the first token that this engine sampled.
-    """
+    """Return the output of a request from output token `position` on. logprobs: of these tokens, possibly of further
+    ones. first: True if the output starts with the first token that this engine sampled."""
     tokens = request.tokens[request.num_prompt + position :]
     if not (first or logprobs or request.timeline or request.drafts.prediction):
         return TokenDelta(request_id=request.request_id, position=position, token_ids=tokens)

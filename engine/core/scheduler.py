@@ -297,9 +297,7 @@ class Scheduler:
         self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float
     ) -> Event:
         """Record the tokens that a step sampled for a request, and end the request at the first token that stops it.
-
-        The caller records token times, for all requests of the step together.
-        """
+        The caller records token times, for all requests of the step together."""
         request.in_flight -= 1
         if tokens[0] < 0:
             return self._fail_sampling(request, now)

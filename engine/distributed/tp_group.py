@@ -286,10 +286,8 @@ class ConnectedGroup(TPGroup):
         return plain
 
     def _check_shared(self, shared: SymmetricMemory) -> str:
-        """Return the result of `shared.check`, or raise StartupError if another rank keeps it waiting.
-
-        The check runs in a thread that is never joined, since nothing can end its wait.
-        """
+        """Return the result of `shared.check`, or raise StartupError if another rank keeps it waiting. The check runs
+        in a thread that is never joined, since nothing can end its wait."""
         found: Future[str] = Future()
 
         def check() -> None:

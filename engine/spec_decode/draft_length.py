@@ -41,10 +41,7 @@ class SequenceDrafts:
 
     def acceptance(self, length: int) -> float:
         """Return the probability that a drafted token is accepted if those before it are. length: length of the
-        sequence.
-
-        0 during a pause. After a pause the sequence is tried again as if nothing were known about it.
-        """
+        sequence. 0 during a pause. After a pause the sequence is tried again as if nothing were known about it."""
         if length < self.resume_at:
             return 0.0
         if self._retries:

@@ -82,10 +82,8 @@ class DraftModel:
         return drafts
 
     def _spans(self, step: DraftInputs, budget: int) -> list[tuple[int, int, int]]:
-        """Return (entry of the plan, start, stop) for the tokens [start, stop) of each sequence to compute now.
-
-        They are all known and just-sampled tokens, as far as budget and blocks reach. The rest is computed later.
-        """
+        """Return (entry of the plan, start, stop) for the tokens [start, stop) of each sequence to compute now. They
+        are all known and just-sampled tokens, as far as budget and blocks reach. The rest is computed later."""
         plan, spans = step.plan, []
         for entry, (slot, first, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             start = self._computed[slot]

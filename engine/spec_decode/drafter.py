@@ -28,11 +28,8 @@ class HostDrafter(Protocol):
     """Guesses from token ids alone, in the scheduler: pure Python, a few microseconds per proposal."""
 
     def follow(self, tokens: list[int], cache_salt: str) -> SequenceDrafter:
-        """Begin to draft for a sequence.
-
-        tokens: list that is read at each proposal, and only grows. cache_salt: only sequences with the same salt
-        influence the drafts.
-        """
+        """Begin to draft for a sequence. tokens: list that is read at each proposal, and only grows. cache_salt: only
+        sequences with the same salt influence the drafts."""
 
     def finish(self, tokens: list[int], num_prompt: int, cache_salt: str) -> None:
         """Learn from a sequence that has ended. tokens: prompt, then output."""

@@ -12,10 +12,8 @@ CANDIDATES = 8  # earlier places that are compared, newest first
 
 
 def match_length(text: Sequence[int], place: int, tokens: list[int], known: int, longest: int) -> int:
-    """Return how many of the newest `tokens`, at most `longest`, match the `text` before index `place`.
-
-    known: how many are known to match.
-    """
+    """Return how many of the newest `tokens`, at most `longest`, match the `text` before index `place`. known: how many
+    are known to match."""
     length, limit, end = known, min(longest, place, len(tokens)), len(tokens)
     while length < limit and text[place - 1 - length] == tokens[end - 1 - length]:
         length += 1

@@ -10,10 +10,7 @@ from engine.spec_decode.target import Target
 
 def open_drafter(config: EngineConfig, target: Target) -> ModelDrafter | None:
     """Return the configured drafter with weights. None if there is none, or if this engine only computes prompts for
-    others.
-
-    Raises StartupError if its checkpoint is missing or does not fit.
-    """
+    others. Raises StartupError if its checkpoint is missing or does not fit."""
     speculative, handoff = config.speculative, config.handoff
     if speculative is None or not speculative.has_weights or (handoff is not None and handoff.role == "prefill"):
         return None

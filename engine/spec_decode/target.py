@@ -42,11 +42,8 @@ class Target:
         pack_weights(draft)
 
     def vocabulary(self) -> Vocabulary:
-        """Return the target's whole embedding and output layer, for drafts on rank 0.
-
-        With one rank this is the target itself. With several, each has only a part of every layer, so both are loaded
-        again.
-        """
+        """Return the target's whole embedding and output layer, for drafts on rank 0. With one rank this is the target
+        itself. With several, each has only a part of every layer, so both are loaded again."""
         if self.tp.size == 1:
             return self.model
         whole = build(lambda: WholeVocabulary(self.config), self.dtype, self.device)

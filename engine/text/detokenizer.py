@@ -54,10 +54,7 @@ class Detokenizer:
 
     def add(self, token_ids: list[int], *, hide_last: bool = False) -> DecodedText:
         """Take tokens up to the one that completes a stop string, and ignore the rest. `stopped_by` is then that
-        string.
-
-        hide_last: whether the last token ends the sequence and is not part of the text.
-        """
+        string. hide_last: whether the last token ends the sequence and is not part of the text."""
         text, offsets = [], []
         for i, token_id in enumerate(token_ids):
             if self.stopped_by is not None:

@@ -191,10 +191,8 @@ class GrammarCompiler:
             self._problem = f"left out: this model's tokenizer cannot be used for it ({one_line(str(error))})"
 
     def start(self, params: StructuredOutputsParams, output: list[int], now: float, client: str = "") -> Compilation:
-        """Start to compile a grammar, unless it is cached.
-
-        output: tokens that the request already has. client: client to whom a new compilation is charged.
-        """
+        """Start to compile a grammar, unless it is cached. output: tokens that the request already has. client: client
+        to whom a new compilation is charged."""
         key, deadline = (params.kind, params.text), now + COMPILE_TIMEOUT_S
         cached = self._cache.get(key)
         if cached is None or _was_refused(cached.compiled):

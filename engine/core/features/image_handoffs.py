@@ -28,10 +28,7 @@ Note = Callable[[str], None]  # adds an event to the timeline of a request
 
 class ImageHandoffs:
     """Handoffs of images. To an encode engine an image is a prompt of placeholders, and its embeddings are that
-    prompt's KV.
-
-    They arrive in blocks of their own, from which a step copies them into the encoder cache.
-    """
+    prompt's KV. They arrive in blocks of their own, from which a step copies them into the encoder cache."""
 
     def __init__(
         self, channel: HandoffChannel, fingerprint: str, image_token_id: int, num_blocks: int, block_size: int

@@ -75,11 +75,8 @@ class ReceiveState:
 
     @property
     def verified(self) -> int:
-        """Leading prompt tokens, in whole blocks, whose KV is here and correct in all groups.
-
-        With several groups, or one with a window, no tokens beyond the skipped ones count until all blocks are
-        validated.
-        """
+        """Leading prompt tokens, in whole blocks, whose KV is here and correct in all groups. With several groups, or
+        one with a window, no tokens beyond the skipped ones count until all blocks are validated."""
         skip, size = self._remote_request.skip, self._block_size
         by_blocks = len(self._ends) == 1 and len(self.local) == -(-(self._num_tokens - skip) // size)
         if not by_blocks and self.validated < len(self.local):

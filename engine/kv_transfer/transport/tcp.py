@@ -291,10 +291,8 @@ def shared_secret(cluster: ClusterKey | None, source: bytes) -> bytes:
 
 
 def prove(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
-    """Return a 32-byte proof that only a holder of the secret can make.
-
-    side: the sender's side, so that no side can echo the other's proof.
-    """
+    """Return a 32-byte proof that only a holder of the secret can make. side: the sender's side, so that no side can
+    echo the other's proof."""
     return hmac.digest(secret, b"".join([side, *nonces]), "sha256")
 
 
