@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: its requests as chats, and their output as its messages."""
+"""Anthropic's Messages API, translated to and from chats."""

@@ -1,4 +1,4 @@
-"""Turns of Anthropic's conversations, whose content is blocks, as messages of a chat."""
+"""Converts the turns of Anthropic's conversations, whose content is blocks, to chat messages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pydantic_core import PydanticCustomError
 
 from deployments.openai.conversation import MAX_PARTS, ContentPart, FunctionCall, ImagePart, Message, TextPart, ToolCall
 
-BLOCKS = {  # that a turn may have, by its role
+BLOCKS = {  # types of blocks that a turn may have, by its role
     "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
 BILLING = "x-anthropic-billing-header:"
-"""The beginning of a text that Claude Code puts before the system prompt. It differs between requests, so with it no
-prefix would be found in a cache."""
+"""Start of a text that Claude Code puts before the system prompt. It differs between requests, so it would prevent
+prefix cache hits."""
 
 
 class Block(BaseModel):
-    """A JSON object of which only these fields are read: others, such as `cache_control`, do not change the prompt."""
+    """A JSON object of which only these fields are read: others, such as `cache_control`, do not affect the prompt."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
@@ -33,7 +33,7 @@ class TextBlock(Block):
 class Base64Source(Block):
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
-    """Not relied on: an image is recognised by its content."""
+    """Ignored: the type is recognised from the image's content."""
     data: str
 
 
@@ -47,7 +47,7 @@ class ImageBlock(Block):
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
 
     def part(self, path: str) -> ImagePart:
-        """path: how errors name the block."""
+        """Return the image as part of a chat message. path: path of the block, for errors."""
         source = self.source
         url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
         part = ImagePart(type="image_url", image_url=url)
@@ -91,7 +91,7 @@ class ToolResultBlock(Block):
         return check_blocks(content, ("text", "image"), "a tool's result")
 
     def message(self, path: str) -> Message:
-        """path: how errors name the block."""
+        """Return the result as a chat message. path: path of the block, for errors."""
         blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content or []
         parts: list[ContentPart] = [_part(block, f"{path}.content[{i}]") for i, block in enumerate(blocks)]
         if self.is_error:
@@ -122,7 +122,8 @@ class Turn(BaseModel):
 
 
 def check_blocks(content: object, allowed: tuple[str, ...], where: str) -> object:
-    """Name blocks that are not read: in an error for each branch of a union that would be lost."""
+    """Raise an error that names a block of an unsupported type. Pydantic's errors for each branch of a union would hide
+    it."""
     for block in content if isinstance(content, list) else ():
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind not in allowed:
@@ -143,11 +144,11 @@ def _part(block: TextBlock | ImageBlock, path: str) -> ContentPart:
 
 
 def chat_messages(system: Text, turns: list[Turn]) -> list[Message]:
-    """Return the conversation with one message per tool result, and one for all turns of a role that follow each other:
-    Anthropic's API takes them as one, and some templates refuse two.
+    """Return the conversation with one message per tool result, and with consecutive turns of one role merged:
+    Anthropic's API treats them as one, and some templates refuse two.
 
-    Many templates also refuse system messages behind others, which Claude Code sends, so those become text of the user
-    in the tags that it writes itself where a model knows no such messages.
+    Many templates also refuse system messages after others, which Claude Code sends. Those become user text, in the
+    tags that Claude Code itself uses for models without such messages.
     """
     messages = []
     parts = [part for part in text_parts(system) if part.text and not part.text.startswith(BILLING)]

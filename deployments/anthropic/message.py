@@ -1,4 +1,4 @@
-"""The response to a request for a message, full or as events."""
+"""Response to a message request, complete or as events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from deployments.openai.parsers import output_parser
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, OutputEvent, Reasoning
 
 SIGNATURE = "unsigned"
-"""Signature of all reasoning: some clients send back only what has one, and here it is not checked."""
+"""Signature of all reasoning. It is never checked, but some clients send back only signed reasoning."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class MessageResponse:
     message_id: str
     output: ChatOutput
     max_tokens: int
-    """The limit that the request asked for, which may be more than the context holds."""
+    """Limit in the request, which may exceed the context."""
     _index: int = field(default=-1, init=False)
     """Index of the newest content block, -1 before the first."""
     _block: Content | None = field(default=None, init=False)
@@ -55,7 +55,7 @@ class MessageResponse:
     _called: bool = field(default=False, init=False)
 
     async def full(self) -> AnthropicMessage:
-        """Put the events together."""
+        """Run the generation and return the complete message."""
         message = self._message()
         arguments: dict[int, str] = {}  # JSON by index of the block
         async with aclosing(self.events()) as events:
@@ -77,7 +77,8 @@ class MessageResponse:
         return message
 
     async def events(self) -> AsyncGenerator[Event]:
-        """Yield the events of a stream. The first comes with the first token, when it is known what was cached."""
+        """Yield the events of a stream. The first comes with the first token, when the number of cached tokens is
+        known."""
         async with aclosing(self.output.chunks()) as chunks:
             started = False
             async for chunk in chunks:
@@ -148,7 +149,7 @@ def _extend(block: Content, delta: TextDelta | ThinkingDelta | SignatureDelta | 
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as far as they are complete, as Anthropic's client does with a stream's."""
+    """Return a call's arguments as far as they are complete, as Anthropic's client does for streams."""
     try:
         found = from_json(arguments, allow_partial=True)
     except ValueError:

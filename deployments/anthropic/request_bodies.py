@@ -55,7 +55,7 @@ class CustomTool(Block):
     description: str | None = None
     input_schema: dict[str, JsonValue]
     strict: bool | None = None
-    """Enforces the schema."""
+    """Whether to enforce the schema."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,7 +78,7 @@ class CustomTool(Block):
 class ToolChoiceBody(StrictModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """The tool that must be called; given with the type `tool`, and only then."""
+    """Tool that must be called; required with the type `tool`, and only allowed then."""
     disable_parallel_tool_use: bool | None = None
 
     def for_chat(self) -> ToolChoice:
@@ -94,7 +94,7 @@ class ToolChoiceBody(StrictModel):
 class Thinking(StrictModel):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=1, le=INT32)
-    """Tokens of reasoning after which its end is forced; given with the type `enabled`, and only then."""
+    """Reasoning tokens after which its end is forced; required with the type `enabled`, and only allowed then."""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted` drops the reasoning from the response; the model still reasons."""
 
@@ -121,11 +121,11 @@ class CountTokensBody(RequestBody):
     foreign_fields = FOREIGN_FIELDS
 
     messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    """An answer continues a last turn of the assistant."""
+    """The conversation. If its last turn is the assistant's, the answer continues it."""
     system: Text = ""
     tools: list[CustomTool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoiceBody | None = None
-    """The use that the model may make of the tools. With the type `none` it is not shown them either."""
+    """How the model may use the tools. With the type `none` it does not see them either."""
     thinking: Thinking | None = None
     """Sets the variable `enable_thinking` of the chat template; if not given, the template decides."""
     output_config: OutputConfig | None = None
@@ -139,7 +139,7 @@ class CountTokensBody(RequestBody):
             raise InvalidParameter("thinking.budget_tokens", thinking.budget_tokens, limit)
 
     def for_tokenize(self) -> TokenizeBody:
-        """Return the body that counts the tokens of the prompt. Raises RequestError."""
+        """Return the body of a request that counts the prompt's tokens. Raises RequestError."""
         chat = self._chat()
         return TokenizeBody(
             messages=chat.messages,
@@ -150,7 +150,7 @@ class CountTokensBody(RequestBody):
         )
 
     def _chat(self, **more: Any) -> ChatBody:
-        """more: fields of the chat that do not change its prompt."""
+        """Return the chat. more: further fields, which do not change its prompt."""
         messages = chat_messages(self.system, self.messages)
         continued = messages[-1].role == "assistant"
         if continued and messages[-1].tool_calls:
@@ -187,7 +187,7 @@ class MessagesBody(CountTokensBody):
     """POST /v1/messages"""
 
     max_tokens: int = Field(ge=1)
-    """May be larger than the model's context, whose end is then the limit."""
+    """Maximum number of output tokens. If it exceeds the model's context, the context is the limit."""
     stream: bool = False
     stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[], max_length=MAX_STOP_STRINGS, fail_fast=True
@@ -198,7 +198,7 @@ class MessagesBody(CountTokensBody):
     metadata: Metadata | None = None
 
     def for_chat(self, max_model_len: int) -> ChatBody:
-        """Return the chat that asks for the same. Raises RequestError."""
+        """Return the equivalent chat. Raises RequestError."""
         return self._chat(
             max_tokens=min(self.max_tokens, max_model_len),
             stream=self.stream,
@@ -210,7 +210,7 @@ class MessagesBody(CountTokensBody):
         )
 
     def all_ignored(self, chat: ChatBody, ignored: list[str]) -> list[str]:
-        """Return the fields that had no effect, those of the chat by the names that they have here."""
+        """Return the fields that had no effect, with chat fields under their names in this API."""
         effort = "thinking" if chat.reasoning_effort == "none" else "output_config.effort"
         names = {"reasoning_effort": effort, "thinking_token_budget": "thinking.budget_tokens"}
         return [*self.ignored, *(names.get(name, name) for name in ignored)]

@@ -1,4 +1,4 @@
-"""Response bodies and the events of streams, with Anthropic's field names. Each has its name as `type`."""
+"""Response bodies and stream events, with Anthropic's field names. Each has its name as `type`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Usage(msgspec.Struct):
     output_tokens: int
     cache_creation_input_tokens: int = 0
     output_tokens_details: OutputTokensDetails | msgspec.UnsetType = msgspec.UNSET
-    """UNSET for a model that is not known to reason."""
+    """UNSET unless the model is known to reason."""
 
     @classmethod
     def of(cls, output: ChatOutput) -> Usage:
@@ -120,6 +120,6 @@ Event = MessageStart | Ping | ContentBlockStart | ContentBlockDelta | ContentBlo
 
 
 class TokenCount(msgspec.Struct):
-    """The response of /v1/messages/count_tokens."""
+    """Response of /v1/messages/count_tokens."""
 
     input_tokens: int

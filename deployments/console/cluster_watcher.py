@@ -1,4 +1,4 @@
-"""Polls all replicas and ingresses, and reports what changed between two polls. No HTTP, no Ray."""
+"""Polls all replicas and ingresses, and reports the changes between two polls. No HTTP, no Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deployments.replicas.pools import EnginePool, ModelReplicas, ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 
 MAX_EVENTS = 100
-MISSES = 2  # polls in a row that a replica has to miss, since a busy one may be late once
+MISSES = 2  # consecutive polls without an answer after which a replica is gone: a busy one may be late once
 
 EventKind = Literal["up", "gone", "replay"]
 
@@ -33,34 +33,35 @@ class ClusterEvent(msgspec.Struct, frozen=True):
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the console shows of a cluster at one time. Counts are totals, from which a viewer makes rates."""
+    """Everything that the console shows of a cluster at one time. Counts are totals, from which a viewer computes
+    rates."""
 
     at: float
     """Seconds since 1970."""
     models: list[ModelReplicas]
     waiting: dict[str, int]
-    """Sequences that wait for admission in all ingresses, by model."""
+    """Number of sequences waiting for admission in all ingresses, by model."""
     requests: list[SequenceTimeline]
-    """The newest ones, newest first, without their events."""
+    """The newest sequences, newest first, without their events."""
     events: list[ClusterEvent]
-    """Newest last; those that happened since the first poll."""
+    """Events since the first poll, newest last."""
     scaling: list[ScalingChange]
-    """Newest last."""
+    """Scaling changes, newest last."""
 
 
 class ClusterWatcher:
-    """Each poll is compared with the one before it."""
+    """Watches a cluster by comparing each poll with the previous one."""
 
     def __init__(self, pools: Mapping[str, EnginePool], telemetry: Telemetry):
         """pools: by model name."""
         self._pools, self._telemetry = pools, telemetry
         self._events: deque[ClusterEvent] = deque(maxlen=MAX_EVENTS)
-        self._replicas: dict[str, str] | None = None  # model by id of each replica; None before the first poll
-        self._missed: dict[str, int] = {}  # polls in a row, by replica
-        self._replays: dict[str, int] = {}  # by request
+        self._replicas: dict[str, str] | None = None  # replica id -> model; None before the first poll
+        self._missed: dict[str, int] = {}  # consecutive missed polls, by replica
+        self._replays: dict[str, int] = {}  # number of replays, by request
 
     async def poll(self) -> ClusterState:
-        """Return the state of all that answers within a few seconds."""
+        """Return the state of everything that answers within a few seconds."""
         models, overviews, scaling = await asyncio.gather(
             ModelReplicas.of_all(self._pools),
             self._telemetry.overviews(),
@@ -103,7 +104,8 @@ class ClusterWatcher:
 
 
 def _brief(model: ModelReplicas) -> ModelReplicas:
-    """Leave out what the console does not show: histograms, and the requests that ended since the status before."""
+    """Return a copy without what the console does not show: histograms, and requests that ended since the previous
+    status."""
     brief = {role: [_brief_status(status) for status in statuses] for role, statuses in model.by_role.items()}
     return msgspec.structs.replace(model, **brief)
 

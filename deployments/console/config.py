@@ -1,4 +1,4 @@
-"""The console's settings, given when an ingress is built."""
+"""Settings of the console, given when an ingress is built."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleConfig:
     enabled: bool = True
-    """True for an ingress that serves it."""
+    """Whether ingresses serve the console."""
     texts: bool = False
-    """True for timelines of requests that show prompts and outputs."""
+    """Whether timelines show prompts and outputs."""
     configuration: dict[str, Any] = field(default_factory=dict)
-    """The application's configuration with all defaults; for people, and without its secrets."""
+    """The application's configuration with all defaults and without secrets, for display."""

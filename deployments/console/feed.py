@@ -1,4 +1,4 @@
-"""The state of the cluster as server-sent events, made once for all viewers."""
+"""State of the cluster as server-sent events, produced once for all viewers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from deployments.http.streaming import unnamed_event
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 2.0  # between two polls
-STREAM_S = 10.0  # a viewer then asks again: an ingress that is to stop waits for all that it answers
-LINGER_S = 3.0  # that polling continues without a viewer: time to reconnect
+STREAM_S = 10.0  # after which a viewer reconnects: a stopping ingress waits for its open answers
+LINGER_S = 3.0  # that polling continues without viewers, which gives them time to reconnect
 
 
 class ClusterFeed:
-    """Looks at the cluster while there is a viewer, and gives each of them what it sees."""
+    """Polls the cluster while there are viewers, and sends each of them the results."""
 
     def __init__(self, watcher: ClusterWatcher):
         self._watcher = watcher
@@ -27,7 +27,7 @@ class ClusterFeed:
         self._next: asyncio.Future[bytes] | None = None
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the newest state, and then each new one, for STREAM_S."""
+        """Yield the newest state, then every new one, for STREAM_S."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + STREAM_S
         self._viewers += 1
@@ -52,7 +52,7 @@ class ClusterFeed:
         while self._viewers or loop.time() < watched_at + LINGER_S:
             try:
                 self._newest = unnamed_event(await self._watcher.poll())
-            except Exception as error:  # noqa: BLE001  of any kind: the next poll may succeed
+            except Exception as error:  # noqa: BLE001  whatever it is, the next poll may succeed
                 logger.warning("the console cannot see the cluster: %r", error)
             else:
                 assert self._next is not None

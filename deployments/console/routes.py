@@ -1,4 +1,4 @@
-"""The routes of the console: the files of its page, which need no key, and the data that it shows, which does."""
+"""Routes of the console: the files of its page, which need no key, and the data that it shows, which do."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from deployments.openai.served_models import ServedModels
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
-    # no script, style or connection but this server's own, nor other images than those that users add (`data:`);
-    # markup made of text is refused by the browser itself
+    # only this server's scripts, styles and connections, and images that users add (`data:`); the browser itself
+    # refuses to turn text into markup
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"

@@ -1,1 +1,1 @@
-"""Shared by the routes of all APIs over HTTP."""
+"""HTTP code shared by the routes of all APIs."""

@@ -1,4 +1,4 @@
-"""Request bodies: what they all have in common, and how one is read."""
+"""Base classes of request bodies, and functions that parse them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pydantic import (
 from deployments.http.validation import ForeignFields, UnknownFields, validation_error
 from engine.errors import RequestError
 
-UNKNOWN_FIELDS = "unknown_fields"  # of pydantic's validation context
+UNKNOWN_FIELDS = "unknown_fields"  # key in pydantic's validation context
 MAX_FIELDS = 200
 MAX_NUMBER_CHARS = 32
 
 
 def _number(value: Any) -> Any:
-    """Read a number that is written as a text, as some clients do."""
+    """Convert a number written as text, as some clients send it; return any other value unchanged."""
     if isinstance(value, str) and len(value) <= MAX_NUMBER_CHARS:
         for kind in (int, float):
             try:
@@ -41,9 +41,9 @@ def _whole(value: Any) -> Any:
 
 
 Number = Annotated[float, BeforeValidator(_number)]
-"""A float of a request; "0.5" is one too."""
+"""A float field, which also accepts "0.5"."""
 Whole = Annotated[int, BeforeValidator(_whole)]
-"""An int of a request; 1.0 and "1" are too."""
+"""An int field, which also accepts 1.0 and "1"."""
 
 
 class StrictModel(BaseModel):
@@ -67,7 +67,7 @@ class RequestBody(BaseModel):
     def _sort_out(cls, body: Any, validate: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         if not isinstance(body, dict):
             return validate(body)
-        if len(body) > MAX_FIELDS:  # pydantic would list each one that is not known
+        if len(body) > MAX_FIELDS:  # else pydantic would list every unknown one
             raise RequestError(f"the body has {len(body)} fields; no route has more than {MAX_FIELDS}")
         given = {name: value for name, value in body.items() if value is not None}
         unknown_fields = (info.context or {}).get(UNKNOWN_FIELDS, "refuse")
@@ -78,7 +78,7 @@ class RequestBody(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Fields that can have no effect in any model; the client gets a warning."""
+        """Fields that can have no effect in any model; the client gets a warning about them."""
         return self._ignored
 
     def check(self) -> None:
@@ -86,14 +86,14 @@ class RequestBody(BaseModel):
 
 
 class EngineBody(RequestBody):
-    """Fields of every request that engines work on."""
+    """Fields of all requests that engines serve."""
 
     user: str | None = Field(default=None, max_length=1024)
-    """Whose fair share of the server the request counts to, where there are no API keys."""
+    """User to whose fair share of the server the request counts, if the server has no API keys."""
     safety_identifier: str | None = Field(default=None, max_length=1024)
     """Used like `user`, if that is not given."""
     request_id: str | None = None
-    """Part of the response's id, instead of the header X-Request-Id, which Serve gives every request."""
+    """Part of the response's id; replaces the header X-Request-Id, which Serve gives every request."""
     session_id: str | None = None
     """Used like the header X-Session-Id, if that is not given."""
 
@@ -103,8 +103,8 @@ Fields = TypeVar("Fields", bound=BaseModel)
 
 
 def validated(kind: type[Fields], given: object) -> Fields:
-    """Return an object of which the values are here already: a query, a form, or a part of a body. Raises RequestError
-    that names the field, its value and the expected values."""
+    """Return an object of decoded values: a query, a form, or a part of a body. Raises RequestError that names the
+    field, its value and the expected values."""
     try:
         return kind.model_validate(given)
     except pydantic.ValidationError as error:
@@ -112,7 +112,7 @@ def validated(kind: type[Fields], given: object) -> Fields:
 
 
 def parse(kind: type[Body], raw: bytes, unknown_fields: UnknownFields = "refuse") -> Body:
-    """Return the body. Raises RequestError that names the field, its value and the expected values."""
+    """Return the body parsed from JSON. Raises RequestError that names the field, its value and the expected values."""
     try:
         body = kind.model_validate_json(raw, context={UNKNOWN_FIELDS: unknown_fields})
     except pydantic.ValidationError as error:

@@ -1,4 +1,4 @@
-"""Facts about a request that are not in its body: its client, its id, and its time limit."""
+"""Facts about a request that are not in its body: its client, id and time limit."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from deployments.jobs.source import GenerationSource, LiveSource
 from engine.errors import InvalidParameter
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
-SESSION_HEADER = "x-session-id"  # the header of Serve's HAProxy, which then also chooses the same ingress
+SESSION_HEADER = "x-session-id"  # by this header, Serve's HAProxy also sends a session to one ingress
 MAX_SESSION_ID = 256
 MAX_REQUEST_ID = 128
 API_KEY_NAME = "api_key_name"
-"""In the state of a request: the name of its API key, on a server with keys."""
+"""Key in a request's state: the name of its API key, on a server with keys."""
 BACKGROUND_CLIENT = "background_client"
-"""Key in the state of a request that this server sends to itself: the client, whose API key was checked before."""
+"""Key in the state of a request that this server sends to itself: its client, whose API key was already checked."""
 
 SOURCE = "source"
-"""In the state of a request: its GenerationSource, if it is not a LiveSource."""
+"""Key in a request's state: its GenerationSource, if that is not a LiveSource."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,20 @@ class RequestContext:
     client: str
     """Client whose fair share the request counts to."""
     timeout_s: float | None = None
-    """Time limit that the client asks for; None leaves it to the server."""
+    """Time limit that the client asks for, in seconds; None for the server's."""
     session_id: str = ""
-    """Requests with the same id should meet in one engine, which caches what they share; empty for none."""
+    """Session id: requests of one session should go to one engine, which caches what they share; empty for none."""
     background: bool = False
-    """The request can wait for all others."""
+    """Whether the request yields to all others."""
     source: GenerationSource = field(default_factory=LiveSource)
-    """Where the tokens come from."""
+    """Source of the tokens."""
 
     @classmethod
     def of(cls, request: Request, body: EngineBody, id_prefix: str) -> RequestContext:
         """Read the headers. Raises InvalidParameter for a bad request id, session id or timeout."""
         headers = request.headers
         id_field = "X-Request-Id" if body.request_id is None else "request_id"
-        # Serve makes an id up if the client sends none, and sends it back as X-Request-Id
+        # if the client sends no id, Serve makes one up and returns it as X-Request-Id
         request_id = body.request_id or headers.get("x-request-id", "")
         _check_id(id_field, request_id, MAX_REQUEST_ID)
         in_header = headers.get(SESSION_HEADER)
@@ -73,10 +73,8 @@ def key_name(request: Request) -> str | None:
 
 
 def _client(request: Request, body: EngineBody) -> str:
-    """Return the API key's name; without keys, the user that the body names; else the client's address.
-
-    With keys the body is not trusted, or one client could take the shares of many.
-    """
+    """Return the client by which fairness counts: the API key's name, or without keys the user in the body, else the
+    client's address. With keys the body is not trusted, or one client could take the shares of many."""
     if (background := getattr(request.state, BACKGROUND_CLIENT, None)) is not None:
         return str(background)
     if (name := key_name(request)) is not None:

@@ -19,11 +19,11 @@ class Version(msgspec.Struct):
 
 class ServerLoad(msgspec.Struct):
     server_load: int
-    """Sequences of this ingress that wait or run."""
+    """Number of waiting and running sequences of this ingress."""
 
 
 class LiveHandoff(msgspec.Struct):
-    """One handoff as one of its engines saw it within the last second."""
+    """One handoff as seen by one of its engines within the last second."""
 
     model: str
     engine: str
@@ -37,10 +37,8 @@ class LiveHandoffs(msgspec.Struct):
 
 
 async def live_handoffs(pools: Mapping[str, EnginePool]) -> LiveHandoffs:
-    """Return KV transfers under way between engines, without those of replicas that do not answer.
-
-    pools: by model name.
-    """
+    """Return the KV transfers in progress between engines, leaving out replicas that do not answer. pools: by model
+    name."""
     handoffs = [
         LiveHandoff(replicas.model, status.engine_id, handoff)
         for replicas in await ModelReplicas.of_all(pools)

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, with OpenAI's error body, or Anthropic's on its routes."""
+"""Errors as HTTP responses, with OpenAI's error body, or with Anthropic's on its routes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-# what errors of a chat say, and the same in the words of the message that the chat was made of
+# phrases in errors about a chat, and their equivalents for the Anthropic message from which the chat was made
 ANTHROPIC_WORDS = {
     "tool_choice must be required or the name of a tool": "tool_choice must be of the type any or tool",
     ".function.parameters": ".input_schema",
@@ -59,7 +59,8 @@ class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
 
 
 def error_body(error: Exception) -> tuple[int, ErrorBody]:
-    """Return the HTTP status and body. An unexpected error is our bug: it is logged, and its text is not shown."""
+    """Return the HTTP status and body of an error. An unexpected error is our bug: it is logged, and its text is not
+    shown."""
     match error:
         case ReportedError(info=info):
             return info.status, _body(info.message, info.type, info.param, info.code)
@@ -78,12 +79,12 @@ def error_body(error: Exception) -> tuple[int, ErrorBody]:
 
 
 def anthropic_error_body(error: Exception, scope: Scope) -> tuple[int, AnthropicErrorBody]:
-    """Return the same in Anthropic's shape."""
+    """Return the HTTP status and Anthropic's body of an error."""
     status, body = error_body(error)
     message = body.error.message
     for ours, theirs in ANTHROPIC_WORDS.items():
         message = message.replace(ours, theirs)
-    if isinstance(error, PromptTooLong):  # by these words Claude Code knows that it has to shorten the conversation
+    if isinstance(error, PromptTooLong):  # Claude Code shortens the conversation when it finds these words
         message = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum; {message}"
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return status, AnthropicErrorBody(AnthropicError(kind, message), request_id(scope))
@@ -101,7 +102,7 @@ def error_response(error: Exception, scope: Scope) -> Response:
     if status in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
         headers["Retry-After"] = str(math.ceil(retry_after_s))
-    if status in (408, 409):  # OpenAI's clients would send it again by themselves, for the same answer
+    if status in (408, 409):  # OpenAI's clients would retry by themselves, in vain
         headers["X-Should-Retry"] = "false"
     if isinstance(error, BodyTimeout):
         headers["Connection"] = "close"
@@ -123,7 +124,7 @@ def is_anthropic(path: str) -> bool:
 
 
 def anthropic_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers of every response to a request for Anthropic's API."""
+    """Return the headers that every response of Anthropic's API has."""
     found = request_id(scope)
     return {} if found is None else {"request-id": found}
 
@@ -133,6 +134,6 @@ def request_id(scope: Scope) -> str | None:
 
 
 def get_path(scope: Scope) -> str:
-    """Return the path without the prefix that the application is mounted under."""
+    """Return the path without the prefix at which the application is mounted."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))

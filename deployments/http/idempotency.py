@@ -26,18 +26,19 @@ Handler = Callable[[Request], Awaitable[Response]]
 IDEMPOTENCY_KEY = "Idempotency-Key"
 MAX_KEY = 255  # as Stripe's
 FIXED_HEADERS = ("x-request-id", SESSION_HEADER, TIMEOUT_HEADER, "content-type")
-"""Those of the first request count for all with its key."""
+"""Headers that later requests with the same key take from the first one."""
 
 
 class IdempotentRoutes:
-    """The routes whose answers are kept where a request asks for it."""
+    """Routes whose answers are kept if a request asks for it."""
 
     def __init__(self, jobs: Jobs):
         self.jobs = jobs
         self._handlers: dict[str, Handler] = {}
 
     def once(self, route: str) -> Callable[[Handler], Handler]:
-        """Return a decorator for the handler of a route. Requests without a key pass through."""
+        """Return a decorator for the handler of a route, which makes it idempotent. Requests without a key pass
+        through."""
 
         def decorate(handler: Handler) -> Handler:
             self._handlers[route] = handler
@@ -64,13 +65,13 @@ class IdempotentRoutes:
         return decorate
 
     async def begin(self, request: Request, route: str) -> Response:
-        """Handle a request of a route as if it had a key, of which the server alone knows."""
+        """Handle a request of a route as if it had a key, one that only the server knows."""
         owner, body = key_name(request) or "", await read_json(request)
         new = JobRecord.new(owner, route, body, _fixed_headers(request))
         return await self._respond(request, secrets.token_hex(16), owner, None, new, None)
 
     async def resume(self, request: Request, job_id: str, known: Position | None = None) -> Response:
-        """Handle the request of a job again, for the sender of this one. Raises StreamNotFound."""
+        """Handle the request of a job again for the sender of this request. Raises StreamNotFound."""
         return await self._respond(request, job_id, key_name(request) or "", known, None, None)
 
     def routes(self) -> list[Route]:
@@ -94,7 +95,7 @@ class IdempotentRoutes:
         new: JobRecord | None,
         sent: tuple[str, bytes] | None,
     ) -> Response:
-        """sent: route and body of this request; None for those of the answer's own."""
+        """Answer from the job with this id. sent: route and body of this request; None to use those of the job."""
         while True:
             job = await self.jobs.open(stream_id, owner, new)
             record = job.record
@@ -104,15 +105,15 @@ class IdempotentRoutes:
                     raise IdempotencyKeyReused
                 return await self._handlers[record.route](_first_request(request, record, JobSource(job, known)))
             except IdempotencyKeyInUse:
-                self.jobs.forget(job)  # another ingress was faster, and the store has its record now
+                self.jobs.forget(job)  # another ingress was faster, and its record is now in the store
             finally:
                 job.num_requests -= 1
-                if not job.started and not job.num_requests:  # all were refused: the key is free
+                if not job.started and not job.num_requests:  # all its requests were refused: free the key
                     self.jobs.forget(job)
 
 
 def _first_request(request: Request, record: JobRecord, source: JobSource) -> Request:
-    """Return a request with the route, the body and the headers of the first one, and this one's connection."""
+    """Return a request with route, body and fixed headers of the first request, on this request's connection."""
     others = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in FIXED_HEADERS]
     scope = {
         **request.scope,

@@ -1,4 +1,5 @@
-"""Requests that the server sends to itself, or that other deployments send by a handle: all its checks, no socket."""
+"""Requests that the server sends to itself, or that other deployments send by a handle: with all checks, without
+sockets."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ class InProcessResponse:
 async def post(
     app: ASGIApp, path: str, body: bytes, headers: dict[str, str], state: dict[str, Any]
 ) -> InProcessResponse:
-    """Send JSON to a route. state: of the request; what a client cannot say."""
+    """Send JSON to a route. state: state of the request, which clients cannot set."""
     response = InProcessResponse()
     request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     chunks: list[bytes] = []
 
     async def receive() -> Message:
         if not request:
-            await asyncio.Event().wait()  # there is no client that could disconnect
+            await asyncio.Event().wait()  # no client can disconnect
         return request.pop()
 
     async def send(message: Message) -> None:
@@ -46,7 +47,7 @@ async def post(
 
 
 class RefusedInProcess(Exception):
-    """A request of another deployment's was answered by an error: HTTP status and body, as clients see them."""
+    """A request of another deployment was answered with an error: HTTP status and body, as clients see them."""
 
     def __init__(self, status: int, body: str):
         super().__init__(status, body)
@@ -54,7 +55,7 @@ class RefusedInProcess(Exception):
 
 
 async def answer(app: ASGIApp, path: str, body: Mapping[str, Any], headers: dict[str, str]) -> Any:
-    """Return the JSON that a route answers. Raises RefusedInProcess."""
+    """Return the JSON of a route's answer. Raises RefusedInProcess."""
     response = await post(app, path, msgspec.json.encode(body), headers, {})
     if response.status >= 400:
         raise RefusedInProcess(response.status, response.body.decode())
@@ -62,7 +63,7 @@ async def answer(app: ASGIApp, path: str, body: Mapping[str, Any], headers: dict
 
 
 async def events(app: ASGIApp, path: str, body: Mapping[str, Any], headers: dict[str, str]) -> AsyncGenerator[Any]:
-    """Yield the JSON of each event of a stream, which `body` asks for. Closing this ends the request. Raises
+    """Yield the JSON of each event of the stream that `body` asks for. Closing the generator ends the request. Raises
     RefusedInProcess."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     encoded = msgspec.json.encode(body)

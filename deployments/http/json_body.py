@@ -1,4 +1,4 @@
-"""JSON in, JSON out."""
+"""Functions that read and write JSON bodies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from engine.errors import UnsupportedMediaType
 
 
 async def read_body(request: Request, kind: type[Body], unknown_fields: UnknownFields) -> Body:
-    """Return the body of a request. Raises RequestError, UnsupportedMediaType, or BodyTooLarge as it is read."""
+    """Return the parsed body of a request. Raises RequestError, UnsupportedMediaType, or BodyTooLarge while reading."""
     return parse(kind, await read_json(request), unknown_fields)
 
 
 async def read_json(request: Request) -> bytes:
-    """Return the body. Raises UnsupportedMediaType, BodyTooLarge as it is read, RequestError for too many values."""
+    """Return the raw body. Raises UnsupportedMediaType, BodyTooLarge while reading, or RequestError for too many
+    values."""
     content_type = request.headers.get("content-type")
     media_type = (content_type or "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (
@@ -34,7 +35,7 @@ def json_response(body: msgspec.Struct) -> Response:
 
 
 def with_warning(ignored: list[str], response: Response) -> Response:
-    """Name the fields of the request that had no effect."""
+    """Return the response with a Warning header that names the request's fields that had no effect."""
     if ignored:
         response.headers["Warning"] = warning(ignored)
     return response

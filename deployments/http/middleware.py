@@ -1,4 +1,4 @@
-"""Checks that every request has to pass before a route sees it: headers, the API key, and the size of the body."""
+"""Checks that every request must pass before it reaches a route: headers, API key, and body size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.errors import (
     UnsupportedMediaType,
 )
 
-OPEN_PATHS = ("/health", "/")  # for probes, which have no key; and for browsers, whose page asks for it
+OPEN_PATHS = ("/health", "/")  # without an API key: for probes, and for the page that asks for the key
 OPEN_PREFIX = "/console/page/"  # the other files of that page
 UPLOAD_PATH = "/v1/files"
 
@@ -33,44 +33,44 @@ UPLOAD_PATH = "/v1/files"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthConfig:
     api_keys_file: str | None = None
-    """File of ApiKeys."""
+    """File of API keys (ApiKeys)."""
     api_keys: tuple[str, ...] = ()
-    """Further keys, as lines of such a file. Without any key all clients are admitted."""
+    """Further keys, as lines of such a file. Without any keys all clients are admitted."""
     root_path: str = ""
-    """Prefix of all paths at a proxy in front, which may keep it in requests or take it off."""
+    """Prefix of all paths at a proxy in front. The proxy may or may not strip it."""
     max_body_bytes: int = 16 * 2**20
     body_timeout_s: float = 60.0
     """Seconds from the first byte of a request to the last byte of its body."""
     max_upload_bytes: int = 200 * 2**20
-    """Limit for bodies of UPLOAD_PATH, which have accordingly more time than others."""
+    """Limit for bodies at UPLOAD_PATH. They have proportionally more time than others."""
     cors_origins: tuple[str, ...] = ()
-    """Web pages that may send requests from a browser; `*` for all."""
+    """Origins of web pages that may send requests from a browser; `*` for all."""
     unknown_fields: UnknownFields = "ignore"
-    """What becomes of fields that no API here has."""
+    """Whether fields that no API here has are ignored or refused."""
 
     def keys(self) -> ApiKeys | None:
-        """Return the keys that are admitted; None for all clients. Raises ConfigError."""
+        """Return the admitted keys; None to admit all clients. Raises ConfigError."""
         if self.api_keys_file is None and not self.api_keys:
             return None
         return ApiKeys(None if self.api_keys_file is None else Path(self.api_keys_file), self.api_keys)
 
 
 def is_open(path: str) -> bool:
-    """Return whether a path takes no API key."""
+    """Return whether a path needs no API key."""
     return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
 
 
 def around_serve() -> list[Middleware]:
-    """Return what Serve is to put around all that it does with a request itself; a variable names this function
-    (cluster/ray_environment.py)."""
+    """Return the middleware that Serve puts around its own handling of requests; an environment variable names this
+    function (cluster/ray_environment.py)."""
     return [Middleware(HeadersMiddleware, os.environ.get(SERVER_VARIABLE))]
 
 
 class HeadersMiddleware:
-    """ASGI middleware that refuses headers which are not UTF-8, and what was sent to another server of the machine."""
+    """ASGI middleware that refuses non-UTF-8 headers and requests meant for another server on this machine."""
 
     def __init__(self, app: ASGIApp, server: str | None = None):
-        """server: the id of this one; None if it does not know."""
+        """server: id of this server; None if it is unknown."""
         self._app, self._server = app, server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,16 +83,16 @@ class HeadersMiddleware:
     def _problem(self, name: bytes, value: bytes) -> ServingError | None:
         if not value.isascii() and not _is_utf8(value):
             return InvalidParameter(name.decode("latin-1"), value.decode("utf-8", "replace"), "text in UTF-8")
-        # the HAProxy of a server that was killed may still have connections, and another server its ports
+        # the HAProxy of a killed server may still have connections, while another server has taken over its ports
         if self._server is not None and name == SERVER_HEADER.encode() and value.decode() != self._server:
             return EngineUnavailable("the server that this request was sent to has ended; send it again")
         return None
 
 
 class RootPathMiddleware:
-    """ASGI middleware that adds the prefix of a proxy to the path where the proxy has taken it off.
+    """ASGI middleware that restores the prefix of a proxy in the path if the proxy has stripped it.
 
-    Serve's own proxy calls no prefix "/", which would take the page at "/" for the prefix itself.
+    Serve's own proxy calls an empty prefix "/", and would take the page at "/" for the prefix itself.
     """
 
     def __init__(self, app: ASGIApp, root_path: str):
@@ -108,7 +108,7 @@ class RootPathMiddleware:
 
 
 class AuthMiddleware:
-    """ASGI middleware that stores the name of the key in the request's state."""
+    """ASGI middleware that checks the API key and the body's size, and stores the key's name in the request's state."""
 
     def __init__(self, app: ASGIApp, api_keys: ApiKeys | None, config: AuthConfig):
         self._app, self._api_keys, self._config = app, api_keys, config
@@ -127,7 +127,7 @@ class AuthMiddleware:
             await self._app(scope, _BodyLimit(receive, limit, timeout_s), send)
 
     def _check(self, scope: Scope) -> None:
-        """Raises InvalidApiKey, UnsupportedMediaType or BodyTooLarge."""
+        """Check a request's headers. Raises InvalidApiKey, UnsupportedMediaType or BodyTooLarge."""
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
         if self._api_keys is not None and not is_open(get_path(scope)) and BACKGROUND_CLIENT not in state:
             state[API_KEY_NAME] = self._api_keys.name_of(_key(headers))
@@ -144,12 +144,12 @@ class AuthMiddleware:
 
 
 class _BodyLimit:
-    """A `receive` that counts bytes, because a chunked body does not announce its length, and has a deadline."""
+    """A `receive` with a deadline that counts bytes, because a chunked body does not announce its length."""
 
     def __init__(self, receive: Receive, limit: int, timeout_s: float):
         self._receive, self._limit, self._bytes = receive, limit, 0
         self._timeout_s = timeout_s
-        self._deadline: float | None = asyncio.get_running_loop().time() + timeout_s  # None: it is all here
+        self._deadline: float | None = asyncio.get_running_loop().time() + timeout_s  # None once the body is complete
 
     async def __call__(self) -> Message:
         try:
@@ -174,6 +174,6 @@ def _is_utf8(value: bytes) -> bool:
 
 
 def _key(headers: Headers) -> str | None:
-    """Return the API key, as OpenAI's clients send it or as Anthropic's do."""
+    """Return the API key, from OpenAI's or Anthropic's header."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")

@@ -1,4 +1,4 @@
-"""A route: what serves it, and what the OpenAPI document says of it."""
+"""A route: its handler, and its entry in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from starlette.responses import Response
 @dataclass(frozen=True, slots=True)
 class Route:
     method: Literal["GET", "POST", "DELETE"]
-    """GET stands for HEAD too."""
+    """GET includes HEAD."""
     path: str
     handler: Callable[..., Awaitable[Response]]
     summary: str = ""
-    """For the OpenAPI document, which leaves out routes without one."""
+    """Summary in the OpenAPI document, which leaves out routes without one."""
     _: KW_ONLY
     body: type[BaseModel] | None = None
-    """Of the request; with GET its query."""
+    """Type of the request's body; for GET, of its query."""
     result: type[msgspec.Struct] | str | None = None
-    """Body of the response, or its media type."""
+    """Type of the response's body, or its media type."""
     streams: bool = False
-    """The response may be a stream of events as well."""
+    """Whether the response may also be a stream of events."""
     body_type: str = "application/json"
     dependencies: Sequence[Any] = ()
-    """FastAPI's, which run before the handler."""
+    """FastAPI dependencies, which run before the handler."""
 
 
 def add_routes(app: FastAPI, routes: Iterable[Route]) -> None:

@@ -21,15 +21,15 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventStream(StreamingResponse):
-    """Closes its source as soon as the client disconnects, not when the garbage collector gets there."""
+    """Response that closes its source as soon as the client disconnects, not when the garbage collector runs."""
 
     def __init__(self, events: AsyncGenerator[bytes], first: bytes = b""):
-        """first: comes before the other events."""
+        """first: event to send before the others."""
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._events, self._first = events, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "HEAD":  # the events, perhaps endless, would not be read
+        if scope["method"] == "HEAD":  # nobody reads the events, which may be endless
             await self._events.aclose()
         await super().__call__(scope, receive, send)
 
@@ -48,18 +48,18 @@ def unnamed_event(body: msgspec.Struct | msgspec.Raw) -> bytes:
 
 
 def named_event(body: msgspec.Struct) -> bytes:
-    """Name the event by the tag of its struct."""
+    """Return an event named by the tag of its struct."""
     return f"event: {body.__struct_config__.tag}\n".encode() + unnamed_event(body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventFormat:
-    """The form in which an API writes the events of a stream; as it stands, that of OpenAI's completions."""
+    """Form in which an API writes the events of a stream; by default that of OpenAI's completions."""
 
     encode: Callable[[Any], bytes] = unnamed_event
-    """Makes the event of a body."""
+    """Returns the event for a body."""
     error: Callable[[Exception], msgspec.Struct] = lambda error: error_body(error)[1]
-    """Makes the event of an error, after which nothing but the end follows."""
+    """Returns the body of an error's event, which is the last before the end."""
     end: bytes = b"data: [DONE]\n\n"
 
 
@@ -71,13 +71,13 @@ async def stream(
     event_format: EventFormat = OPENAI_EVENTS,
     ids: NoEventIds = NO_IDS,
 ) -> EventStream:
-    """Wait for the first event that the client does not have, so that a request which is refused gets its own HTTP
-    status, as does one that resumes a stream from a position it never had."""
+    """Return a stream, once the first event that the client lacks is known. So a refused request gets its own HTTP
+    status, as does one that resumes a stream from a position that it never had."""
     events = _encoded(chunks, event_format, ids)
     try:
         first = await anext(events, b"")
         if ids.error is not None:
-            raise ids.error  # an API that makes events of errors has made one of it
+            raise ids.error  # although the API has already turned it into an event
     except BaseException:
         await events.aclose()
         raise
@@ -87,8 +87,8 @@ async def stream(
 async def _encoded(
     chunks: AsyncGenerator[msgspec.Struct | msgspec.Raw], event_format: EventFormat, ids: NoEventIds
 ) -> AsyncGenerator[bytes]:
-    """Yield the events that the client does not have, each with its id if they have ids. An error behind the first of
-    them becomes the last one but the end."""
+    """Yield the events that the client lacks, with their ids if they have ids. An error after the first of them becomes
+    the last event before the end."""
     begun = False
     try:
         async with aclosing(chunks):
@@ -98,7 +98,7 @@ async def _encoded(
                     yield event_id + event_format.encode(chunk)
         if event_format.end and (event_id := ids.next()) is not None:
             yield event_id + event_format.end
-    except Exception as error:  # of any kind: the client gets it inside the stream
+    except Exception as error:  # whatever it is, the client gets it inside the stream
         if not begun:
             raise
         ids.fail(error)
@@ -108,9 +108,9 @@ async def _encoded(
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it and raise ClientDisconnect as soon as the client disconnects.
+    """Return the result of `work`. If the client disconnects first, cancel it and raise ClientDisconnect.
 
-    An HTTP server only reports a disconnect to an application that asks. The body must have been read before.
+    HTTP servers report a disconnect only to applications that ask. The body must have been read before.
     """
     work_task, disconnect_task = asyncio.create_task(work), asyncio.create_task(_until_disconnect(request))
     try:

@@ -1,4 +1,4 @@
-"""The chunks of a stream in which nothing but the text differs."""
+"""Encoder for stream chunks that differ only in their text."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import msgspec
 
-MARK = "\0text\0"  # no id or name of a model has such characters
+MARK = "\0text\0"  # characters that no id or model name contains
 _encode = msgspec.json.Encoder().encode
 
 
 class TextChunks:
-    """Encodes the chunk of each choice once, and then its text alone: that is half the work of a token."""
+    """Encodes the chunk of each choice once, and afterwards only its text, which halves the work per token."""
 
     def __init__(self, chunk: Callable[[int, str], msgspec.Struct]):
-        """chunk: makes the chunk of a choice with a text."""
+        """chunk: returns the chunk of a choice with a given text."""
         self._chunk = chunk
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # the text, by choice
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # JSON before and after the text, by choice
 
     def encoded(self, index: int, text: str) -> msgspec.Raw:
         """Return the JSON of a choice's chunk with this text."""

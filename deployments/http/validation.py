@@ -1,4 +1,4 @@
-"""Refusals of request bodies: too many values, unsupported fields, and pydantic's errors in one line."""
+"""Refusals of request bodies: too many values, unsupported fields, and pydantic's errors as one line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ NOTHING: list[JsonValue] = [False, {}, []]
 HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_NAMED = 20
 
-# Limits on values in a body, each by a byte that every such value has one of: parsing takes time for values, not for
-# bytes, and keeps the GIL. Texts have such bytes too: where a plain count is above a limit, strings are left out.
+# Limits on the values in a body, counted by a byte that occurs once per value: the time to parse depends on values, not
+# on bytes, and parsing holds the GIL. Strings may contain such bytes too, so they are left out if a plain count exceeds
+# a limit.
 MAX_VALUES = {
     b"{": (8_192, "objects"),
     b"[": (16_384, "lists"),
@@ -28,10 +29,10 @@ MAX_VALUES = {
     b",": (2**20, "values"),
 }
 PIECE_BYTES = 65_536
-_COUNTER = ThreadPoolExecutor(1, "body-size")  # one: several would share the GIL, and wait for one another
+_COUNTER = ThreadPoolExecutor(1, "body-size")  # one thread: several would only compete for the GIL
 
 MAX_ALTERNATIVES = 3
-# pydantic's messages in words that go after "must be", and without what was found instead
+# rewrites pydantic's messages so that they fit after "must be", without the value that was found
 WORDINGS = [
     (re.compile(pattern, re.DOTALL), wording)
     for pattern, wording in (
@@ -45,26 +46,26 @@ WORDINGS = [
         (r"( after validation, not \S+|, unable to .*|, got a number .*)$", ""),
     )
 ]
-UNION_NOISE = ("missing", "extra_forbidden")  # they add nothing to another problem of the same path
+UNION_NOISE = ("missing", "extra_forbidden")  # not worth reporting besides another problem at the same path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignFields:
-    """Fields that an API defines and no route here has, each with the reason."""
+    """Fields that an API defines but no route here supports, each with the reason."""
 
     unused: Mapping[str, str] = field(default_factory=dict)
-    """Dropped silently: they promise nothing that is not so."""
+    """Fields dropped silently: leaving them out changes nothing."""
     ignored: Mapping[str, str] = field(default_factory=dict)
-    """Ignored, and a Warning header says so: the request still succeeds."""
+    """Fields ignored with a Warning header; the request succeeds."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Refused: without them the answer would be of another kind, or to another question."""
+    """Fields refused, because without them the answer would be of another kind or to another question."""
     neutral: Mapping[str, list[JsonValue]] = field(default_factory=dict)
-    """Values of ignored and refused fields that ask for nothing, besides those of NOTHING: dropped silently."""
+    """Values, besides those in NOTHING, with which ignored and refused fields ask for nothing: dropped silently."""
 
     def drop(
         self, body: dict[str, Any], known: Container[str], unknown_fields: UnknownFields
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the body without the fields that are dropped, and the names of those whose client has to be warned."""
+        """Return the body without the dropped fields, and the names of the fields about which the client is warned."""
         kept, ignored = {}, []
         for name, value in body.items():
             if name in known:
@@ -86,7 +87,7 @@ class ForeignFields:
 
 
 def warning(ignored: list[str]) -> str:
-    """Return the value of the header Warning (RFC 7234, 5.5) for fields that were ignored."""
+    """Return the value of a Warning header (RFC 7234, 5.5) for ignored fields."""
     named = [name for name in ignored if HEADER_SAFE.fullmatch(name)][:MAX_NAMED]
     rest = len(ignored) - len(named)
     return f'299 manta "ignored: {", ".join([*named, f"{rest} more"] if rest else named)}"'
@@ -130,21 +131,21 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def expected(message: str) -> str:
-    """Return what a value should be, by a message of pydantic's."""
+    """Return what a value should be, according to a message of pydantic."""
     for pattern, wording in WORDINGS:
         message = pattern.sub(wording, message)
     return message
 
 
 async def check_json_size(body: bytes) -> None:
-    """Raises RequestError for a body of too many values, whether it is valid JSON or not."""
+    """Raise RequestError if the body has too many values, whether or not it is valid JSON."""
     if any(body.count(byte) > limit for byte, (limit, _) in MAX_VALUES.items()):
         await asyncio.get_running_loop().run_in_executor(_COUNTER, _check_outside_strings, body)
 
 
 def _check_outside_strings(body: bytes) -> None:
-    """Count in pieces of about a millisecond, between which the event loop can turn. The counts are right up to the
-    first byte that is not JSON, where parsers stop."""
+    """Count outside strings, in pieces of about a millisecond so that the event loop can run in between. The counts are
+    exact up to the first invalid JSON, where parsers stop."""
     counts = dict.fromkeys(MAX_VALUES, 0)
     in_string, after_backslash = 0, False
     for start in range(0, len(body), PIECE_BYTES):

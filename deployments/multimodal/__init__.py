@@ -1,1 +1,1 @@
-"""Images of requests: where they come from, and within which limits."""
+"""Images of requests: loading them, within limits."""

@@ -1,4 +1,4 @@
-"""Options of images in serve_config.yaml."""
+"""Image options in serve_config.yaml."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from engine.errors import ConfigError
 class ImageConfig:
     """Limits on the images of requests (docs/images.md)."""
 
-    max_per_request: int = option(16, "Images of one request; 0 refuses all.")
-    max_bytes: int = option(20 * 2**20, "Size of an image file.")
-    max_pixels: int = option(2**25, "Width times height of an image, which takes about 16 bytes each to process.")
-    fetch_urls: bool = option(True, "Load images from http and https URLs; without it they come as data: URLs only.")
-    fetch_timeout_s: float = option(10.0, "Time for an image to be loaded from its URL, redirects included.")
-    max_redirects: int = option(3, "Redirects that are followed for an image, each checked like the first URL.")
-    allowed_media_domains: tuple[str, ...] = option((), "Hosts that images may be loaded from; by default all.")
+    max_per_request: int = option(16, "Maximum number of images per request; 0 refuses all.")
+    max_bytes: int = option(20 * 2**20, "Maximum size of an image file in bytes.")
+    max_pixels: int = option(2**25, "Maximum width times height of an image. A pixel takes about 16 bytes to process.")
+    fetch_urls: bool = option(True, "Load images from http and https URLs; otherwise only data: URLs are accepted.")
+    fetch_timeout_s: float = option(10.0, "Seconds to load an image from its URL, redirects included.")
+    max_redirects: int = option(3, "Redirects to follow for an image, each checked like the first URL.")
+    allowed_media_domains: tuple[str, ...] = option((), "Hosts from which images may be loaded. Default: all.")
     allowed_private_networks: tuple[str, ...] = option(
         (),
-        "Networks such as `10.1.0.0/16` that images may be loaded from although they are not public. Clients can "
-        "then find out what answers there.",
+        "Networks such as `10.1.0.0/16` from which images may be loaded although they are not public. Clients can "
+        "then probe these networks.",
     )
-    max_in_flight: int = option(32, "Images that one ingress loads or processes at a time; others wait.")
+    max_in_flight: int = option(32, "Images that an ingress loads or processes at a time; others wait.")
     max_processed_bytes: int = option(
         2**31,
-        "Bytes of processed images in one ingress, from before they are processed until the answers about them have "
-        "ended; other requests with images wait.",
+        "Bytes of processed images in one ingress. They count from before processing until their answers have ended; "
+        "meanwhile other requests with images wait.",
     )
-    max_processing: int = option(2, "Images of those that are decoded and resized at a time, each in a thread.")
+    max_processing: int = option(2, "Images that are decoded and resized at a time, each in a thread.")
 
     def __post_init__(self) -> None:
         for key in ("max_per_request", "max_redirects"):

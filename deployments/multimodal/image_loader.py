@@ -1,4 +1,4 @@
-"""Loads and processes the images of a request, at most as many at a time as their memory allows."""
+"""Loads and processes the images of requests, as many at a time as their memory limit allows."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from engine.text.tokenizer import Tokenizer
 
 
 class ImageLoader:
-    """Belongs to one model of an ingress."""
+    """Loads the images of one model in an ingress."""
 
     def __init__(self, config: ImageConfig, processor: ImageProcessor):
         self._config, self.processor = config, processor
         self._media = MediaConnector(config)
         self._in_flight = asyncio.Semaphore(config.max_in_flight)
         self.memory = PixelMemory(config.max_processed_bytes)
-        # not the event loop's threads: a request that is given up leaves its thread at work, and each thread keeps
-        # memory that it has freed
+        # not the event loop's threads: an abandoned request leaves its thread working, and each thread keeps freed
+        # memory
         self._threads = ThreadPoolExecutor(config.max_processing, "images")
 
     @classmethod
@@ -41,7 +41,7 @@ class ImageLoader:
         return not self._config.max_per_request
 
     async def load(self, images: Sequence[RequestedImage]) -> list[ProcessedImage]:
-        """Return the images in their order. Raises RequestError for the first that fails, and then loads no others."""
+        """Return the images in order. Raises RequestError for the first that fails, and then loads no others."""
         if len(images) > self._config.max_per_request:
             limit = (
                 f"a conversation with at most {self._config.max_per_request} images (ingress.images.max_per_request)"
@@ -65,8 +65,8 @@ class ImageLoader:
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, call)
             finally:
-                files.clear()  # the call of a request that is given up stays until a thread has taken it
+                files.clear()  # the queued call of an abandoned request would keep them until a thread takes it
 
     def _process(self, files: list[bytes], field: str, low_detail: bool) -> ProcessedImage:
-        """files: one, which is taken out."""
+        """Process one image. files: list with its file, from which the file is removed."""
         return self.processor.process(image.decode(files.pop(), field, self._config.max_pixels, low_detail), field)

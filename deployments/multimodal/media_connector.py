@@ -1,4 +1,4 @@
-"""Loads image files from URLs that clients name, without lending them this server's place in its network."""
+"""Loads image files from URLs that clients send, without giving clients access to this server's network."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MediaConnector:
         except TimeoutError:
             limit = f"the URL of an image that is loaded within {self._config.fetch_timeout_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # which address was refused is not said: names of an internal network are its own
+            # do not name the refused address: clients must not learn about internal networks
             limit = "a URL of a public address" if refused else f"a URL that can be loaded ({type(error).__name__})"
         raise InvalidImage(field, url, limit)
 
@@ -55,7 +55,8 @@ class MediaConnector:
 
     async def _fetch(self, given: str, field: str, refused: list[str]) -> bytes:
         def new_socket(address: tuple[Any, ...]) -> socket.socket:
-            """The address is the one that is connected to, even if its name resolves to another one later."""
+            """Return a socket for this address, the one actually connected to, even if its name later resolves to
+            another."""
             family, kind, protocol, _, (host, *_) = address
             if not self._may_connect(host):
                 refused.append(host)
@@ -63,7 +64,7 @@ class MediaConnector:
             return socket.socket(family, kind, protocol)
 
         connector = aiohttp.TCPConnector(socket_factory=new_socket, force_close=True)
-        # auto_decompress: what is still sent compressed is not an image, and is never unpacked
+        # auto_decompress: a response that is compressed anyway is not an image, and is never unpacked
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False, headers=HEADERS) as session:
             url = URL(given)
             for _ in range(self._config.max_redirects + 1):

@@ -1,4 +1,4 @@
-"""Bounds the memory of processed images in one ingress."""
+"""Limits the memory of processed images in one ingress."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from engine.multimodal.processor import ProcessedImage
 
 
 class PixelMemory:
-    """Counts the bytes of processed images from before they are made until nothing holds them, which is when the
-    answers about them have ended: a request that loses its engine is sent again with its images."""
+    """Counts the bytes of processed images from before they are made until nothing refers to them. That is when their
+    answers have ended, because a request that loses its engine is sent again with its images."""
 
     def __init__(self, size: int):
-        """size: bytes. A request that needs more is let in alone."""
+        """size: limit in bytes. A request that needs more is admitted alone."""
         self.used = 0
         self._size = size
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
     async def reserve(self, size: int) -> AsyncGenerator[None]:
-        """Wait for this many bytes, first come, first served, and give them back at the end."""
+        """Wait for this many bytes, first come, first served, and release them at the end."""
         if self._waiting or not self._fits(size):
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append((size, turn))
@@ -41,7 +41,7 @@ class PixelMemory:
             self._free(size)
 
     def hold(self, image: ProcessedImage) -> None:
-        """Count an image for as long as its pixels are referred to."""
+        """Count an image for as long as its pixels are referenced."""
         pixels = image.data["pixel_values"]
         self.used += len(pixels.data)
         loop = asyncio.get_running_loop()

@@ -1,11 +1,12 @@
-"""Tells public addresses, which a client could connect to itself, from those that only this server reaches."""
+"""Distinguishes public addresses, to which clients could connect themselves, from addresses that only this server
+reaches."""
 
 from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
-# IANA's special-purpose registries (RFC 6890), independent of this version of Python's: also its parts that are
-# globally reachable, such as 192.0.0.9, serve no files
+# IANA's special-purpose registries (RFC 6890), independent of the Python version, including globally reachable parts,
+# such as 192.0.0.9, which serve no files.
 SPECIAL_IPV4 = [
     IPv4Network(network)
     for network in (
@@ -48,9 +49,9 @@ ISATAP = (0x00005EFE, 0x02005EFE)  # the upper half of an interface identifier; 
 
 
 def reached_address(host: str) -> IPv4Address | IPv6Address:
-    """Return the address that a connection to `host` ends at, behind NAT64 of the well-known prefix too.
+    """Return the address at which a connection to `host` ends, looking through the well-known NAT64 prefix.
 
-    host: an address as getaddrinfo gives it, perhaps with a scope (fe80::1%eth0).
+    host: an address from getaddrinfo, perhaps with a scope (fe80::1%eth0).
     """
     address = ip_address(host.partition("%")[0])
     if isinstance(address, IPv6Address):
@@ -62,7 +63,7 @@ def reached_address(host: str) -> IPv4Address | IPv6Address:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Return whether `address` is one of the public internet. One that leads into a tunnel is not."""
+    """Return whether `address` is on the public internet. Addresses that lead into a tunnel are not."""
     if isinstance(address, IPv4Address):
         return not any(address in network for network in SPECIAL_IPV4)
     if int(address) >> 32 & 0xFFFFFFFF in ISATAP or address not in GLOBAL_UNICAST:

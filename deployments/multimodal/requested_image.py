@@ -1,4 +1,4 @@
-"""An image as a request names it."""
+"""An image as a request specifies it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class RequestedImage:
     field: str
-    """Name of it in errors: `messages[0].content[1].image_url`."""
+    """Its path for errors, such as `messages[0].content[1].image_url`."""
     url: str
     low_detail: bool
-    """It may be made smaller, for fewer tokens."""
+    """Whether it may be downscaled to take fewer tokens."""

@@ -1,1 +1,1 @@
-"""Metrics, traces and timelines of requests, and what ingresses and engines report to the autoscaler."""
+"""Metrics, traces and timelines of requests, and reports of ingresses and engines."""

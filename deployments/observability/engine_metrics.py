@@ -1,4 +1,4 @@
-"""Prometheus series as tables, and those of what engines report."""
+"""Prometheus series defined by tables, and the tables for the reports of engines."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from engine.wire.messages import EngineStats, EngineStatus
 LABELS = ["model_name", "engine"]
 
 Engines = Sequence[tuple[list[str], EngineStatus]]
-"""Statuses, each with the values of LABELS."""
+"""Statuses of engines, each with its values of LABELS."""
 
 
 Row = tuple[Any, str, str, str | Callable[[Any], Any], *tuple[str, ...]]
-"""A metric of a table: its kind, name and text, how it is read from a report, and further labels.
+"""A metric in a table: its kind, name and help text, how to read it from a report, and further labels.
 
-The name of a field, or a function, gives a number, a Histogram, or count and sum of a Summary; None for no sample. With
-labels it gives dicts of these: one level per label, by its values.
+A field name or a function returns a number, a Histogram, or (count, sum) of a Summary; None for no sample. With further
+labels it returns nested dicts of these, one level per label, keyed by the label's values.
 """
 
 
 def histograms(texts: Mapping[str, str]) -> list[Row]:
-    """Return rows with vLLM's names. texts: by name in the report's `histograms`."""
+    """Return rows of histograms under vLLM's names. texts: help text by name in the report's `histograms`."""
     return [
         (HistogramMetricFamily, f"vllm:{name}", text, lambda report, name=name: report.histograms[name])
         for name, text in texts.items()
@@ -38,7 +38,7 @@ def histograms(texts: Mapping[str, str]) -> list[Row]:
 
 
 def collect(table: Iterable[Row], labels: list[str], reports: Sequence[tuple[list[str], Any]]) -> Iterator[Metric]:
-    """Yield the metrics of a table. reports: what the table reads, each with the values of `labels`."""
+    """Yield the metrics of a table. reports: objects that the table reads, each with its values of `labels`."""
     for kind, name, text, read, *own in table:
         metric = kind(name, text, labels=[*labels, *own])
         for values, report in reports:
@@ -49,7 +49,7 @@ def collect(table: Iterable[Row], labels: list[str], reports: Sequence[tuple[lis
 
 
 def _samples(value: Any, num_labels: int) -> Iterator[tuple[list[str], tuple[Any, ...]]]:
-    """Yield label values, and what `add_metric` takes with them."""
+    """Yield label values, with the arguments that `add_metric` takes for them."""
     if num_labels:
         for label, inner in value.items():
             for labels, sample in _samples(inner, num_labels - 1):
@@ -61,7 +61,7 @@ def _samples(value: Any, num_labels: int) -> Iterator[tuple[list[str], tuple[Any
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
-    """Return cumulative counts by upper bound."""
+    """Return cumulative counts, by upper bound."""
     found, below = [], 0
     for bound, count in zip([*histogram.bounds, float("inf")], histogram.counts, strict=True):
         below += count
@@ -70,7 +70,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
 
 
 def _blocks(stats: EngineStats) -> dict[str, int]:
-    """Return KV blocks by state. Their sum is the total: anything else is a leak."""
+    """Return KV blocks by state. Their sum must be the total; anything else is a leak."""
     return {
         "free": stats.blocks_free,
         "cached": stats.blocks_cached,
@@ -148,7 +148,7 @@ LABELLED: list[Row] = [
     (Gauge, "manta_kv_group_blocks", "KV blocks of each of several groups.", "group_blocks", "group", "state"),
     (Counter, "pd_decision", "Prompts by where they were computed, and why.", "prefill_decisions", "where", "reason"),
 ]
-# of HandoffStats. vLLM has no names for these: what it counts of its transfers is NIXL's, and ours has other transports
+# of HandoffStats. vLLM has no names for these: its transfer metrics are NIXL's, and we have other transports too
 HANDOFFS: list[Row] = [
     (
         Counter,
@@ -174,7 +174,7 @@ SOCKETS: list[Row] = [
 
 
 def request_metrics(engines: Engines) -> Iterator[Metric]:
-    """engines: those that decode only: a request counts once, however many engines work for it."""
+    """Return the metrics of requests. engines: decode engines only, so that a request counts once."""
     return collect(REQUESTS, LABELS, [(labels, status.stats) for labels, status in engines])
 
 
@@ -183,10 +183,8 @@ def load_metrics(engines: Engines) -> Iterator[Metric]:
 
 
 def handoff_metrics(engines: Engines, encode: Engines = ()) -> Iterator[Metric]:
-    """Prompts and images that one engine computes for another. Engines without handoffs have only blocks and decisions.
-
-    encode: engines of encode pools.
-    """
+    """Yield the metrics of prompts and images that engines compute for each other. Engines without handoffs have only
+    blocks and decisions. encode: engines of encode pools."""
     yield from collect(LABELLED, LABELS, [(labels, status.stats) for labels, status in [*engines, *encode]])
     found = [([*labels, "prefill"], status.handoffs) for labels, status in engines]
     found += [([*labels, "encode"], status.image_handoffs) for labels, status in engines]

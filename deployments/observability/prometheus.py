@@ -1,9 +1,9 @@
 """Prometheus text, under vLLM's names where the meaning is the same (docs/observability.md has the table).
 
-Two kinds of series. What engines know has the label `engine`, and what ingresses know `ingress`: each keeps its own
-counts from its start, and every scrape asks all of them, so it does not matter which ingress is scraped. A replica
-that ends takes its series along; nothing is added up over replicas here, so no counter ever runs backwards. A scrape of
-one node has those of its engines and ingresses only: over all nodes each series then occurs once.
+There are two kinds of series: those of engines have the label `engine`, those of ingresses `ingress`. Each engine and
+ingress keeps its own counts from its start, and every scrape asks all of them, so it does not matter which ingress is
+scraped. When a replica ends, its series end too. Nothing is summed over replicas here, so no counter ever runs
+backwards. A scrape of one node contains only its own engines and ingresses, so over all nodes each series occurs once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _by_operation(time: str) -> Callable[[ModelStats], dict[str, dict[str, Histo
     return lambda model: {name: {SERVICE: getattr(stats, time)} for name, stats in model.operations.items()}
 
 
-# OpenTelemetry's, as its collectors write them for Prometheus; so are the labels
+# OpenTelemetry's names and labels, as its collectors write them for Prometheus
 GEN_AI: list[Row] = [
     (
         HistogramMetricFamily, f"gen_ai_server_{time}_seconds", text, _by_operation(time),
@@ -83,11 +83,12 @@ INGRESSES: list[Row] = [
 
 
 def _status_classes(route: RouteStats) -> dict[str, int]:
-    """Return all classes, also those without an answer: a series that begins with its first error hides it."""
+    """Return counts of all status classes, even empty ones: a series that begins with its first error hides that
+    error."""
     return {f"{kind}xx": sum(n for status, n in route.statuses.items() if status // 100 == kind) for kind in (2, 4, 5)}
 
 
-# as prometheus-fastapi-instrumentator has them; `status` is a class there (2xx), so the exact one is ours
+# prometheus-fastapi-instrumentator's series. Its `status` is a class (2xx), so the one with exact statuses is our own
 ROUTES: list[Row] = [
     (Counter, "http_requests", "HTTP requests.", _status_classes, "status"),
     (Counter, "manta_http_responses", "HTTP answers.", lambda route: dict(sorted(route.statuses.items())), "status"),
@@ -103,7 +104,7 @@ ROUTING_COUNTERS = {
 
 
 async def render_metrics(pools: Mapping[str, EnginePool], telemetry: Telemetry, node: str | None = None) -> bytes:
-    """pools: by model name. node: the only one that is asked about, by Ray's id.
+    """Return the text of one scrape. pools: by model name. node: Ray's id of the only node to ask; None for all.
 
     A model without a healthy replica has `manta_up` 0 and no series of engines.
     """
@@ -117,7 +118,7 @@ async def render_metrics(pools: Mapping[str, EnginePool], telemetry: Telemetry, 
 
 
 class _Snapshot(Collector):
-    """The answers of all replicas and ingresses to one scrape."""
+    """Answers of all replicas and ingresses to one scrape."""
 
     def __init__(self, replicas: Sequence[ModelReplicas], ingresses: Sequence[IngressStats]):
         self._replicas, self._ingresses = replicas, ingresses
@@ -143,7 +144,8 @@ class _Snapshot(Collector):
         yield from collect(ROUTES, ROUTE_LABELS, routes)
 
     def _routing(self) -> Iterator[Metric]:
-        """Yield the routing counters. Routers to decode engines run in ingresses, others in replicas: labels differ."""
+        """Yield the routing counters. Labels differ, since routers to decode engines run in ingresses and others in
+        replicas."""
         text = "Sequences and prefill requests by why they went to their engine."
         routed = Counter("manta_routed_requests", text)
         tokens = {field: Counter(name, text) for name, (text, field) in ROUTING_COUNTERS.items()}

@@ -1,4 +1,4 @@
-"""Counts of one ingress. They travel between ingresses, so that any of them can answer for all."""
+"""Counts of one ingress, sent between ingresses so that any of them can answer for all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUTPUT_TOKENS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 
 
 
 class OperationStats(msgspec.Struct):
-    """Times of one operation of a model's, in seconds, with the names and bounds of OpenTelemetry's `gen_ai.server`."""
+    """Durations of one operation of a model, in seconds, with names and bounds of OpenTelemetry's `gen_ai.server`."""
 
     request_duration: Histogram = msgspec.field(default_factory=lambda: Histogram.over(DURATIONS))
     time_to_first_token: Histogram = msgspec.field(default_factory=lambda: Histogram.over(FIRST_TOKENS))
@@ -42,12 +42,12 @@ class ModelStats(msgspec.Struct):
     waiting: int = 0  #: sequences that wait for admission now
     routing: RoutingStats = msgspec.field(default_factory=RoutingStats)
     finished: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISHED_REASONS, 0))
-    """Sequences that ended, by reason, as their clients saw it: `stop` also for a stop string, which no engine knows
-    of; `abort` if the client left; `error` if it was told of one."""
+    """Ended sequences by the reason that their clients saw: `stop` includes stop strings, which no engine detects;
+    `abort` means that the client left; `error` that it got an error."""
     replays: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REPLAY_REASONS, 0))
-    """Attempts to continue in another engine, by the error that ended the attempt before."""
+    """Attempts to continue in another engine, by the error that ended the previous attempt."""
     sdc_checks: dict[str, int] = msgspec.field(default_factory=lambda: {"equal": 0, "different": 0})
-    """Answers that were computed again to find silent data corruption (deployments/frontend/sdc_check.py)."""
+    """Answers recomputed to detect silent data corruption, by outcome (deployments/frontend/sdc_check.py)."""
     histograms: dict[str, Histogram] = msgspec.field(
         default_factory=lambda: {
             "time_to_first_token_seconds": Histogram.over(SECONDS),
@@ -66,7 +66,7 @@ class ModelStats(msgspec.Struct):
 class RouteStats(msgspec.Struct):
     """Counts of the answered HTTP requests of one route and method."""
 
-    statuses: dict[int, int] = {}  #: how many, by HTTP status
+    statuses: dict[int, int] = {}  #: number of requests by HTTP status
     seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(SECONDS))
     request_bytes: int = 0
     response_bytes: int = 0
@@ -79,18 +79,18 @@ class IngressStats(msgspec.Struct):
     node: str = ""  #: Ray's id of its node
     models: dict[str, ModelStats] = {}  #: by name
     routes: dict[str, RouteStats] = {}
-    """Routes by `METHOD /path`; the path is the declared one, so that clients cannot add to them."""
+    """Routes by `METHOD /path`, with the declared path, so that clients cannot add entries."""
     dropped_deltas: int = 0  #: deltas that came for no open request
     store_errors: dict[str, int] = {}
-    """Calls of the store that failed, and values that could not be read there (deployments/storage)."""
+    """Failed calls of the store and corrupt values (deployments/storage)."""
     refused: dict[str, dict[str, int]] = {}
-    """What the sockets of its process have refused, by socket and reason (engine/distributed/refusals.py)."""
+    """Messages and peers that its sockets refused, by socket and reason (engine/distributed/refusals.py)."""
 
     def model(self, name: str) -> ModelStats:
         return self.models.setdefault(name, ModelStats())
 
     def answered(self, name: str, status: int, seconds: float, request_bytes: int, response_bytes: int) -> None:
-        """Count an HTTP request whose answer was sent as far as possible."""
+        """Count an HTTP request after its answer was sent, as far as possible."""
         route = self.routes.setdefault(name, RouteStats())
         route.statuses[status] = route.statuses.get(status, 0) + 1
         route.seconds.observe(seconds)

@@ -21,38 +21,38 @@ NOT_COUNTED = frozenset(
     {"/console/state", "/health", "/load", "/metrics", "/metrics/node", "/ping", "/version"}
 )  # machines poll them; vLLM leaves them out too
 NUM_NEWEST = 50  # requests of each ingress that the console lists
-CLIENT_LEFT = 499  # a status that is never sent; metrics count it, as proxies log it
+CLIENT_LEFT = 499  # status for metrics only, as proxies log it; never sent
 NO_ROUTE, NO_METHOD = "none", "other"
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
 
 class Peers(Protocol):
-    """The ingresses of the application that answer, with or without the one that asks."""
+    """The ingresses of the application that answer; the asking one may be among them."""
 
     async def stats(self) -> list[IngressStats]:
-        """Return what each of them counts."""
+        """Return the counts of each ingress."""
 
     async def timelines(self, name: str) -> list[SequenceTimeline]:
-        """Return what `RequestTimelines.of` returns in each of them."""
+        """Return the timelines of a request from all ingresses (RequestTimelines.of)."""
 
     async def overviews(self) -> list[IngressOverview]:
-        """Return what `Telemetry.own_overview` returns in each of them."""
+        """Return the overview of each ingress (Telemetry.own_overview)."""
 
     async def scaling_changes(self) -> list[ScalingChange]:
-        """Return the newest changes of all pools, oldest first."""
+        """Return the newest scaling changes of all pools, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """The HTTP request that the current task works for."""
+    """The HTTP request on which the current task works."""
 
-    started_at: float  #: on the monotonic clock, before its body was read
-    started_ns: int  #: the same time, in ns since 1970
+    started_at: float  #: start on the monotonic clock, before its body was read
+    started_ns: int  #: the same time in ns since 1970
     trace: RequestTrace | None = None
     operation: str = "text_completion"  #: gen_ai.operation.name
 
     def ns_since_1970(self, at: float) -> int:
-        """Convert a time on the monotonic clock. (The other clock may be set meanwhile, and spans would overlap.)"""
+        """Convert a time on the monotonic clock. (The system clock may be set meanwhile, and spans would overlap.)"""
         return self.started_ns + round((at - self.started_at) * 1e9)
 
 
@@ -60,12 +60,12 @@ _current: ContextVar[HttpRequest | None] = ContextVar("http_request", default=No
 
 
 def current_request() -> HttpRequest:
-    """Return the current HTTP request; outside of any, one that starts now."""
+    """Return the current HTTP request; outside any request, one that starts now."""
     return _current.get() or HttpRequest(time.monotonic(), time.time_ns())
 
 
 class Telemetry:
-    """Collects what one ingress makes known, and asks the others for theirs."""
+    """Counts, traces and timelines of one ingress, and access to those of the other ingresses."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class Telemetry:
         node: str = "",
         keeps_texts: bool = False,
     ):
-        """node: see IngressStats. keeps_texts: timelines have prompts and outputs."""
+        """node: as in IngressStats. keeps_texts: whether timelines contain prompts and outputs."""
         self.tracing = tracing
         self.timelines = RequestTimelines(ingress_id, keeps_texts=keeps_texts)
         self.stats = IngressStats(ingress_id, node)
         self._peers = peers
 
     def close(self) -> None:
-        """Send the traces that are left. Takes up to two seconds."""
+        """Send the remaining traces. Takes up to two seconds."""
         if self.tracing is not None:
             self.tracing.close()
 
@@ -93,7 +93,7 @@ class Telemetry:
         return self.stats
 
     async def all_stats(self) -> list[IngressStats]:
-        """Return the counts of every ingress that answers, its own always."""
+        """Return the counts of this ingress and of every other one that answers."""
         others = await self._peers.stats() if self._peers is not None else []
         return [self.own_stats(), *(stats for stats in others if stats.ingress_id != self.stats.ingress_id)]
 
@@ -102,7 +102,7 @@ class Telemetry:
         return IngressOverview(self.timelines.ingress_id, waiting, self.timelines.newest(NUM_NEWEST))
 
     async def overviews(self) -> list[IngressOverview]:
-        """Return the overview of every ingress that answers, its own always."""
+        """Return the overview of this ingress and of every other one that answers."""
         own = self.own_overview()
         others = await self._peers.overviews() if self._peers is not None else []
         return [own, *(overview for overview in others if overview.ingress_id != own.ingress_id)]
@@ -112,9 +112,10 @@ class Telemetry:
         return [] if self._peers is None else await self._peers.scaling_changes()
 
     async def explain(self, name: str) -> RequestTimeline:
-        """Return what every ingress that answers knows of a request. name: see SequenceTimeline.is_of.
+        """Return the timeline of a request, gathered from every ingress that answers. name: as in
+        SequenceTimeline.is_of.
 
-        Raises RequestNotFound if none of them knows it.
+        Raises RequestNotFound if none of them knows the request.
         """
         others = await self._peers.timelines(name) if self._peers is not None else []
         found = {timeline.request_id: timeline for timeline in [*others, *self.timelines.of(name)]}
@@ -153,7 +154,7 @@ class MetricsMiddleware:
             status = status or CLIENT_LEFT
             raise
         finally:
-            status = status or 500  # the server that called us answers for us
+            status = status or 500  # no response was started: the HTTP server sends a 500
             _current.reset(token)
             route = scope.get("route")
             path = NO_ROUTE if route is None else route.path
@@ -165,6 +166,6 @@ class MetricsMiddleware:
 
 
 def _content_length(scope: Scope) -> int:
-    """Return the bytes of the body; 0 if the client does not say, or says no sensible number."""
+    """Return the announced bytes of the body; 0 without a valid announcement."""
     given = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
     return int(given) if given.isdigit() and len(given) < 16 else 0

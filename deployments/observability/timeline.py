@@ -12,36 +12,36 @@ import msgspec
 from engine.wire.timeline import TimelineEvent
 
 MAX_ENDED = 1000
-MAX_EVENTS = 200  # of one timeline; engines and routers may have something to tell again and again
-MAX_TEXT_TOKENS = 1000  # of a prompt, and of an output
+MAX_EVENTS = 200  # per timeline: engines and routers may report events again and again
+MAX_TEXT_TOKENS = 1000  # kept of a prompt, and of an output
 
 State = Literal["waiting", "running", "ended"]
 
 
 class SequenceTimeline(msgspec.Struct, kw_only=True):
-    """One sequence as its ingress has seen it so far; with its texts only where the operator wants that."""
+    """One sequence as its ingress has seen it so far. Contains its texts only if the operator enables that."""
 
-    request_id: str  #: of its first attempt in an engine; later ones have `.1`, `.2` behind it
+    request_id: str  #: id of its first attempt in an engine; later ones add `.1`, `.2`
     model: str
     prompt_tokens: int
     arrived_at: float  #: seconds since 1970
     state: State = "waiting"  #: `waiting` for admission or for its first token, `running` since then
-    reason: str | None = None  #: how it ended for its client: stop, length, abort, error, or refused
+    reason: str | None = None  #: reason of its end as its client saw it: stop, length, abort, error, or refused
     error: str | None = None  #: the error sent to the client
     error_type: str | None = None  #: its code, such as `overloaded`
     cached_tokens: int = 0  #: tokens of the prompt that were cached
     output_tokens: int = 0
     preemptions: int = 0
     replays: int = 0
-    engines: list[str] = []  #: engines whose tokens came, oldest first
-    admission_s: float | None = None  #: time waited in the ingress
-    queue_s: float | None = None  #: time waited in its first engine until it was scheduled
+    engines: list[str] = []  #: engines that sent tokens, oldest first
+    admission_s: float | None = None  #: seconds waited in the ingress
+    queue_s: float | None = None  #: seconds waited in its first engine until it was scheduled
     prefill_s: float | None = None  #: from then to the first token
     first_token_s: float | None = None  #: from the HTTP request to the first token
     seconds: float | None = None  #: from the HTTP request to the end
-    events: list[TimelineEvent] = []  #: in their order of arrival; from `RequestTimelines.of`, oldest first
-    prompt: str | None = None  #: its first MAX_TEXT_TOKENS, once it has ended, with RequestTimelines.keeps_texts
-    output: str | None = None  #: the same of what the engines generated
+    events: list[TimelineEvent] = []  #: in order of arrival; in the result of `RequestTimelines.of`, oldest first
+    prompt: str | None = None  #: its first MAX_TEXT_TOKENS, set at its end if RequestTimelines.keeps_texts
+    output: str | None = None  #: first MAX_TEXT_TOKENS of its output, likewise
 
     @property
     def attempts(self) -> list[str]:
@@ -50,20 +50,21 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
 
     @property
     def answer_id(self) -> str:
-        """The `id` of the answer that it belongs to."""
+        """`id` of the answer to which it belongs."""
         return self.request_id.rsplit("-", 2)[0]
 
     def is_of(self, name: str) -> bool:
-        """Return whether `name` names it: an answer's `id`, its X-Request-Id, or the id of a sequence in a log line."""
+        """Return whether `name` identifies the sequence: as an answer's `id`, an X-Request-Id, or a sequence id from a
+        log line."""
         return name in (self.answer_id, self.answer_id.partition("-")[2], *self.attempts)
 
 
 class RequestTimeline(msgspec.Struct):
-    """All that is known of one request."""
+    """Everything known about one request."""
 
     id: str
     sequences: list[SequenceTimeline]
-    """Oldest first: `n` for each of its prompts, and more if clients used its id again."""
+    """Its sequences, oldest first: `n` for each of its prompts, and more if clients reused its id."""
 
 
 class IngressOverview(msgspec.Struct, frozen=True):
@@ -71,13 +72,13 @@ class IngressOverview(msgspec.Struct, frozen=True):
 
     ingress_id: str
     waiting: dict[str, int]
-    """Sequences that wait for admission, by model."""
+    """Number of sequences waiting for admission, by model."""
     requests: list[SequenceTimeline]
     """See `RequestTimelines.newest`."""
 
 
 class RequestTimelines:
-    """Timelines of all live sequences, and of the newest ones that have ended."""
+    """Timelines of all live sequences, and of the MAX_ENDED newest ended ones."""
 
     def __init__(self, ingress_id: str, *, keeps_texts: bool = False):
         self.ingress_id, self.keeps_texts = ingress_id, keeps_texts
@@ -99,20 +100,20 @@ class RequestTimelines:
             self._ended.append(timeline)
 
     def note(self, attempt: str, what: str) -> None:
-        """Add an event to a live sequence, from any thread. The same one twice in a row counts once.
+        """Add an event to a live sequence, from any thread. Consecutive repetitions count once.
 
-        attempt: the request id of the present attempt.
+        attempt: request id of its current attempt.
         """
         timeline = self._live.get(attempt) or self._live.get(attempt.rpartition(".")[0])
         if timeline is not None and timeline.events[-1].what != what and len(timeline.events) < MAX_EVENTS:
             timeline.events.append(TimelineEvent.now(what, self.ingress_id))
 
     def newest(self, count: int) -> list[SequenceTimeline]:
-        """Return live sequences and then ended ones, the newest of each first, without events and texts."""
+        """Return live sequences, then ended ones, each newest first, without events and texts."""
         newest = islice(chain(reversed(self._live.values()), reversed(self._ended)), count)
         return [msgspec.structs.replace(t, events=[], prompt=None, output=None) for t in newest]
 
     def of(self, name: str) -> list[SequenceTimeline]:
-        """Return the timelines that `name` names (SequenceTimeline.is_of)."""
+        """Return the timelines that `name` identifies (SequenceTimeline.is_of)."""
         found = [timeline for timeline in (*self._ended, *self._live.values()) if timeline.is_of(name)]
         return [msgspec.structs.replace(t, events=sorted(t.events, key=lambda event: event.at)) for t in found]

@@ -1,4 +1,4 @@
-"""A log line of totals for each interval in which something happened."""
+"""Log line of totals, one for each interval with activity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERVAL_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over all engines that answer, each since its start."""
+    """Sums over all engines that answer, since the start of each."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -27,7 +27,7 @@ class Totals:
 
 
 class TotalsLog:
-    """Asks the engines only before and after intervals in which this ingress has a request."""
+    """Logs totals. It polls the engines only before and after intervals in which this ingress has a request."""
 
     def __init__(self, pools: Mapping[str, EnginePool], telemetry: Telemetry):
         """pools: by model name."""
@@ -40,7 +40,7 @@ class TotalsLog:
         while True:
             if not (timelines.num_live or timelines.begun.is_set()):
                 await timelines.begun.wait()
-                polled = False  # other ingresses may have had requests meanwhile, which do not count here
+                polled = False  # poll anew, so that requests of other ingresses meanwhile do not count
             try:
                 if not polled:
                     self._before, _ = await self._poll()
@@ -48,7 +48,7 @@ class TotalsLog:
                 timelines.begun.clear()
                 await self.log()
                 polled = True
-            except Exception as error:  # noqa: BLE001  of any kind: the next poll may succeed
+            except Exception as error:  # noqa: BLE001  whatever it is, the next poll may succeed
                 logger.warning("the totals are unknown: %r", error)
                 polled = False
                 await asyncio.sleep(INTERVAL_S)
@@ -68,7 +68,7 @@ class TotalsLog:
         )
 
     async def _poll(self) -> tuple[Totals, list[EngineStats]]:
-        """Return the totals of the decode engines, and what they were made from."""
+        """Return the totals of the decode engines, and the statistics that they sum up."""
         stats = [status.stats for model in await ModelReplicas.of_all(self._pools) for status in model.decode]
         totals = Totals(
             prompt_tokens=sum(s.prompt_tokens for s in stats),

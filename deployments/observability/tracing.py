@@ -1,10 +1,9 @@
 """OpenTelemetry traces of requests, sent by OTLP over HTTP. Needs the extra `otel`.
 
-One trace per HTTP request: the request itself (`POST /v1/completions`), and under it, for each of its sequences, a span
-such as `chat llama` with `queue`, `prefill`, `handoff` (the part of prefill that was left to another engine) and
-`decode`. Names and attributes follow OpenTelemetry's conventions for HTTP and for generative AI. The engine is not
-slowed down by any of it: its deltas carry the times that it keeps anyway, and the spans are made from them here,
-afterwards.
+There is one trace per HTTP request. It contains the request itself (`POST /v1/completions`), and for each of its
+sequences a span such as `chat llama` with `queue`, `prefill`, `handoff` (the part of prefill left to another engine)
+and `decode`. Names and attributes follow OpenTelemetry's conventions for HTTP and for generative AI. Tracing does not
+slow the engine: its deltas carry the times that it keeps anyway, and the spans are made from them here, afterwards.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"
-SERVICE = "manta"  # service.name where no OTEL_SERVICE_NAME is set, and gen_ai.provider.name
+SERVICE = "manta"  # gen_ai.provider.name, and service.name unless OTEL_SERVICE_NAME is set
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/responses": "chat",
               "/v1/embeddings": "embeddings"}  # fmt: skip
-CLOSE_S = 2.0  # to send what is left when the ingress ends
+CLOSE_S = 2.0  # to send the remaining spans when the ingress ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingConfig:
-    """The collector that traces are sent to, and the fraction of requests that are traced."""
+    """Collector to which traces are sent, and fraction of requests that are traced."""
 
     otlp_endpoint: str | None = field(
         default=None,
         metadata={
             "help": "URL that takes traces by OTLP over HTTP, for instance http://collector:4318/v1/traces. Default: "
-            "as OTEL_EXPORTER_OTLP_ENDPOINT and its like say in the environment of ingresses."
+            "OTEL_EXPORTER_OTLP_ENDPOINT and related variables in the environment of ingresses."
         },
     )
     sampling_ratio: float | None = field(
         default=None,
         metadata={
-            "help": "Fraction of traces that are begun here; what a client's `traceparent` says comes first. Default: "
-            "as OTEL_TRACES_SAMPLER says, or all."
+            "help": "Fraction of requests to trace; a client's `traceparent` takes precedence. Default: from "
+            "OTEL_TRACES_SAMPLER, or all."
         },
     )
 
@@ -64,10 +63,10 @@ class TracingConfig:
 
 
 class Tracing:
-    """Makes spans and sends them in the background."""
+    """Creates spans and sends them in the background."""
 
     def __init__(self, config: TracingConfig, *, exporter: SpanExporter | None = None):
-        """Raises StartupError. exporter: instead of one for `config.otlp_endpoint`."""
+        """exporter: replaces the one for `config.otlp_endpoint`. Raises StartupError."""
         config.check_installed()
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -86,7 +85,8 @@ class Tracing:
         self._tracer = self._provider.get_tracer("manta")
 
     def start(self, scope: Scope, started_ns: int) -> RequestTrace | None:
-        """Begin the trace of an HTTP request, or continue that of its `traceparent`. None if it is not sampled."""
+        """Begin the trace of an HTTP request, or continue that of its `traceparent`. Returns None if it is not
+        sampled."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -109,7 +109,8 @@ class Tracing:
         )
 
     def close(self) -> None:
-        """Send what is left, for at most CLOSE_S. (Without a collector `shutdown` tries for half a minute.)"""
+        """Send the remaining spans, for at most CLOSE_S. (Without a collector `shutdown` would try for half a
+        minute.)"""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(CLOSE_S)
@@ -119,13 +120,13 @@ class RequestTrace:
     """The trace of one HTTP request."""
 
     def __init__(self, tracer: Tracer, span: Span, started_ns: int, method: str, operation: str):
-        """operation: see operation_of."""
+        """operation: as from operation_of."""
         self._tracer, self._span, self._started_ns = tracer, span, started_ns
         self._method, self._operation = method, operation
         self.trace_id = f"{span.get_span_context().trace_id:032x}"
 
     def sequence(self, ended: SequenceTimeline, times: RequestTimes | None) -> None:
-        """Add the spans of a sequence that has ended. times: the engine's, which came with the first token."""
+        """Add the spans of an ended sequence. times: the engine's times, which came with the first token."""
         from opentelemetry.trace import set_span_in_context
 
         span = self._tracer.start_span(
@@ -169,7 +170,7 @@ class RequestTrace:
 
 
 def operation_of(path: str) -> str:
-    """Return gen_ai.operation.name of a request to a path; routes that no convention knows have their own."""
+    """Return gen_ai.operation.name for a path. Routes without a conventional name use the last part of their path."""
     if path.endswith("/completions") and not path.endswith("/chat/completions"):
         return "text_completion"
     return next((name for ending, name in OPERATIONS.items() if path.endswith(ending)), path.rpartition("/")[2])
@@ -178,7 +179,7 @@ def operation_of(path: str) -> str:
 def phases(ended: SequenceTimeline, times: RequestTimes | None, started_ns: int) -> dict[str, tuple[int, int]]:
     """Return start and end of each phase that was reached, in ns since 1970.
 
-    The engine has another clock. The two are tied by the first token, whose message takes a millisecond or so.
+    The engine's clock differs. The two clocks are aligned at the first token, whose message takes about a millisecond.
     """
     first_ns, ended_ns = started_ns + _ns(ended.first_token_s), started_ns + _ns(ended.seconds)
     if times is None:
@@ -199,5 +200,5 @@ def _ns(seconds: float | None) -> int:
 def _installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # not even its parents
+    except ModuleNotFoundError:  # a parent package is missing
         return False

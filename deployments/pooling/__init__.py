@@ -1,1 +1,1 @@
-"""Embeddings, scores and rankings: requests whose answers are vectors and numbers instead of text."""
+"""Embeddings, scores and rankings: requests answered with vectors and numbers instead of text."""

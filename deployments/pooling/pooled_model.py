@@ -1,4 +1,4 @@
-"""One model of the API, asked for embeddings and scores."""
+"""One model of the API, for embeddings and scores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruc
 from engine.wire.pooling_params import PoolingParams, Task
 
 TOKENIZED_AT_ONCE = 32
-"""Texts: the GIL is free while they are tokenized, but not for what is then done with their tokens."""
+"""Texts per batch: the GIL is released while they are tokenized, but held while their tokens are handled."""
 
 Input = TypeVar("Input", str, tuple[str, str], str | list[int])
 Encode = Callable[[Sequence[Input], PoolingParams], list[PoolingPrompt]]
@@ -51,7 +51,7 @@ class PooledModel:
         self._prompts = PoolingPrompts(model.tokenizer, info.supported_tasks, info.max_model_len)
 
     async def embed(self, body: EmbeddingBody, context: RequestContext) -> EmbeddingList:
-        """Raises RequestError, and Overloaded before any work is done."""
+        """Return embeddings. Raises RequestError, and Overloaded before any work is done."""
         params, inputs = body.pooling_params(), body.inputs()
         self._check("embed", params, body, context)
         encode = partial(self._prompts.embed, prompt_name=body.prompt_name, add_special_tokens=body.add_special_tokens)
@@ -61,14 +61,14 @@ class PooledModel:
         return EmbeddingList(context.response_id, context.created, self._info.name, data, _usage(prompts))
 
     async def score(self, body: ScoreBody, context: RequestContext) -> ScoreList:
-        """Raises as `embed` does."""
+        """Return scores. Raises the same errors as `embed`."""
         queries, documents = body.texts()
         scores, usage = await self._scores(queries, documents, body, context)
         data = [ScoreObject(i, score) for i, score in enumerate(scores)]
         return ScoreList(context.response_id, context.created, self._info.name, data, usage)
 
     async def rerank(self, body: RerankBody, context: RequestContext) -> Ranking:
-        """Raises as `embed` does."""
+        """Return a ranking. Raises the same errors as `embed`."""
         documents = body.texts()
         scores, usage = await self._scores([body.query], documents, body, context)
         results = [RankedDocument(i, score) for i, score in enumerate(scores)]
@@ -86,7 +86,7 @@ class PooledModel:
         body: PairsBody,
         context: RequestContext,
     ) -> tuple[list[float], PoolingUsage]:
-        """Return a score for each document. queries: one for each document, or one for all."""
+        """Return a score for each document. queries: one per document, or one for all."""
         params, reads_pairs = body.pooling_params(), "score" in self._info.supported_tasks
         self._check("score" if reads_pairs else "embed", params, body, context)
         each = queries * (len(documents) // len(queries))
@@ -108,7 +108,7 @@ class PooledModel:
         return [float(firsts[i % len(firsts)] @ other) for i, other in enumerate(others)], _usage(prompts)
 
     def _check(self, task: Task, params: PoolingParams, body: PoolingBody, context: RequestContext) -> None:
-        """Raise RequestError or Overloaded for what can be refused without looking at the texts."""
+        """Raise RequestError or Overloaded for problems that can be found without looking at the texts."""
         self._info.supported_tasks.check(task, params.dimensions, f"model {self._info.name!r}")
         self._model.check_priority(body.priority)
         self._model.admission.check(context.client)
@@ -116,7 +116,7 @@ class PooledModel:
     async def _tokenize(
         self, texts: Sequence[Input], params: PoolingParams, encode: Encode[Input], name: str
     ) -> list[PackedPrompt]:
-        """name: of the field in which a text stands, with `{}` for its index."""
+        """Tokenize the texts. name: field of a text, with `{}` for its index."""
         prompts: list[PackedPrompt] = []
         for start in range(0, len(texts), TOKENIZED_AT_ONCE):
             some = texts[start : start + TOKENIZED_AT_ONCE]
@@ -127,7 +127,7 @@ class PooledModel:
     def _tokenize_some(
         self, texts: Sequence[Input], params: PoolingParams, encode: Encode[Input], names: list[str]
     ) -> list[PackedPrompt]:
-        """Encode and pack the texts. Meant for a worker thread. Raises RequestError, which names the text at fault."""
+        """Encode and pack the texts, in a worker thread. Raises RequestError, which names the text at fault."""
         limit, packed = self._info.max_model_len, []
         if params.truncate_prompt_tokens is None:
             for text, name in zip(texts, names, strict=True):
@@ -152,7 +152,7 @@ class PooledModel:
 
 
 def _embeddings(vectors: Sequence[bytes], encoding_format: str) -> list[EmbeddingObject]:
-    """Write vectors as JSON, one at a time, so that the event loop can turn in between. Meant for a worker thread."""
+    """Encode vectors as JSON, one at a time so that the event loop can run in between. Meant for a worker thread."""
 
     def encoded(vector: bytes) -> Any:
         if encoding_format == "base64":

@@ -1,4 +1,4 @@
-"""All prompts of one HTTP request that ask for a vector or a score each."""
+"""Prompts of one HTTP request that asks for vectors or scores."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from engine.wire.messages import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
 
 PART_PROMPTS, PART_TOKENS = 32, 8192
-"""A part is admitted as a whole, and other clients have their turns between parts."""
+"""Maximum size of a part. It is admitted as a whole; other clients get their turns between parts."""
 PARTS_PER_ENGINE = 4
-"""Parts of one HTTP request that are in the engines at a time: enough to keep them busy, and soon done for others."""
+"""Parts of one HTTP request per engine at a time: enough to keep it busy, few enough not to delay others for long."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompt:
-    """One prompt to pool, in a tenth of the memory that a list of its tokens would take."""
+    """One prompt to pool, in a tenth of the memory that a list of its tokens takes."""
 
     tokens: array[int]
     params: PoolingParams
 
 
 class Pooling:
-    """Computes the prompts in parts, each of which takes its own turn in the admission."""
+    """Computes the prompts in parts, each of which passes admission separately."""
 
     def __init__(self, context: SequenceContext, request: GenerateRequest, client: str):
-        """request: what the requests of all prompts have in common. client: whose turns it takes."""
+        """request: request with the fields that all prompts share. client: client to whom admission charges them."""
         self._context, self._request, self._client = context, request, client
         self._timeout_s = request.timeout_s or 0.0
         self._deadline_at = time.monotonic() + self._timeout_s
 
     async def run(self, prompts: Sequence[PackedPrompt]) -> list[bytes]:
-        """Return what TokenDelta.pooled has for each prompt. Cancelling this aborts in the engines what still runs.
+        """Return TokenDelta.pooled of each prompt. Cancelling this aborts the prompts that are still running.
 
         Raises the first error of any prompt, and drops the others.
         """
@@ -57,10 +57,10 @@ class Pooling:
                     generation = LiveGeneration(context, requests, self._client)
                     task = tasks.create_task(_collect(generation, part, results))
                     task.add_done_callback(lambda _: slots.release())
-                    await generation.admitted.wait()  # so that no more than one part waits
+                    await generation.admitted.wait()  # so that at most one part waits
         except ExceptionGroup as group:
             error = group.exceptions[0]
-            if isinstance(error, RequestTimeout):  # a part's own limit is what was left
+            if isinstance(error, RequestTimeout):  # state the request's limit: a part has only the rest of it
                 error = RequestTimeout(self._request.request_id, self._timeout_s)
             raise error from None
         return results
@@ -85,8 +85,8 @@ async def _collect(generation: LiveGeneration, part: Sequence[int], results: lis
 
 
 def parts(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices of all prompts, a part at a time. The longest come first: engines compute neighbours of one
-    length together. lengths: in tokens."""
+    """Yield the indices of all prompts, one part at a time, longest prompts first: engines compute adjacent prompts of
+    one length together. lengths: prompt lengths in tokens."""
     part: list[int] = []
     tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):

@@ -1,4 +1,4 @@
-"""Request bodies, with OpenAI's field names for embeddings, Jina's and Cohere's for rankings, and vLLM's additions."""
+"""Request bodies: OpenAI's field names for embeddings, Jina's and Cohere's for rankings, with vLLM's additions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.wire.pooling_params import PoolingParams
 INT32 = 2**31 - 1
 MAX_INPUTS = 2048  # OpenAI's limit
 MAX_PAIR_CHARACTERS = 2**26
-"""Characters of all queries and documents together: a query is read again with each of its documents."""
+"""Limit for all queries and documents together; a query counts once per document, because it is read again."""
 FOREIGN_FIELDS = ForeignFields(
     ignored={
         "max_chunks_per_doc": "a document is read as a whole",
@@ -45,20 +45,20 @@ Inputs = Annotated[list[T], Field(min_length=1, max_length=MAX_INPUTS, fail_fast
 
 
 class PoolingBody(EngineBody):
-    """Fields that all requests of this kind have in common."""
+    """Fields that all pooling requests share."""
 
     foreign_fields = FOREIGN_FIELDS
 
     truncate_prompt_tokens: int | None = Field(default=None, le=INT32)
-    """Tokens to keep of a longer text, or -1 for as many as the model takes."""
+    """Length to cut longer texts to, in tokens; -1 for the model's maximum."""
     use_activation: bool | None = None
-    """True to scale an embedding to length 1, and to pass a score through a sigmoid."""
+    """Whether to scale embeddings to length 1, and to pass scores through a sigmoid."""
     priority: int = Field(default=0, ge=-INT32, le=INT32)
     """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
     cache_salt: str = Field(default="", max_length=1024)
 
     def pooling_params(self) -> PoolingParams:
-        """Raises InvalidParameter."""
+        """Return the pooling parameters. Raises InvalidParameter."""
         return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens, use_activation=self.use_activation)
 
 
@@ -68,18 +68,18 @@ class EmbeddingBody(PoolingBody):
     input: str | TokenIds | Inputs[str] | Inputs[TokenIds]
     """A text, token ids, or a list of either."""
     encoding_format: Literal["float", "base64"] = "float"
-    """`base64` gives the bytes of the numbers as float32, little endian."""
+    """`base64` returns the numbers' bytes: float32, little endian."""
     dimensions: int | None = Field(default=None, le=INT32)
-    """Numbers to keep of each embedding, for models that were trained for it."""
+    """Size to cut embeddings to, for models trained for it."""
     prompt_name: str | None = Field(default=None, max_length=1024)
-    """Name of the prompt of the model's to put in front of each text."""
+    """Name of the model's prompt to put in front of each text."""
     add_special_tokens: bool = True
 
     def pooling_params(self) -> PoolingParams:
         return msgspec.structs.replace(super().pooling_params(), dimensions=self.dimensions)
 
     def inputs(self) -> list[str | list[int]]:
-        """Return at least one text, or list of token ids, none of them empty. Raises InvalidParameter."""
+        """Return one or more non-empty texts or lists of token ids. Raises InvalidParameter."""
         inputs: list[str | list[int]]
         if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
             inputs = [self.input]
@@ -98,7 +98,7 @@ class PairsBody(PoolingBody):
     """Fields of requests that compare documents with queries."""
 
     instruction: str | None = None
-    """What a generative reranker is to look for, instead of its default."""
+    """What a generative reranker should look for, in place of its default."""
 
 
 class ScoreBody(PairsBody):
@@ -106,7 +106,7 @@ class ScoreBody(PairsBody):
 
     queries: str | Inputs[str] | None = None
     documents: str | Inputs[str] | None = None
-    """There must be as many documents as queries, or any number for a single query."""
+    """As many documents as queries, or any number for a single query."""
     text_1: str | Inputs[str] | None = None
     """vLLM's older name for `queries`."""
     text_2: str | Inputs[str] | None = None
@@ -129,7 +129,7 @@ class ScoreBody(PairsBody):
             raise InvalidParameter("text_1" if older else "queries", len(queries), limit)
 
     def texts(self) -> tuple[list[str], list[str]]:
-        """Return the queries, which are one or as many as the documents, and the documents."""
+        """Return the queries (one, or as many as documents) and the documents."""
         queries = self.text_1 if self.queries is None else self.queries
         documents = self.text_2 if self.documents is None else self.documents
         return _as_list(queries), _as_list(documents)
@@ -141,9 +141,9 @@ class RerankBody(PairsBody):
     query: str
     documents: Inputs[str | TextDocument]
     top_n: int = Field(default=0, ge=0)
-    """Documents to return, the best first; 0 for all."""
+    """Number of documents to return, best first; 0 for all."""
     return_documents: bool = True
-    """True for a response with the texts of the documents."""
+    """Whether the response contains the texts of the documents."""
 
     def texts(self) -> list[str]:
         return [document if isinstance(document, str) else document.text for document in self.documents]

@@ -1,4 +1,4 @@
-"""Response bodies, with OpenAI's field names for embeddings, and vLLM's for scores and rankings."""
+"""Response bodies: OpenAI's field names for embeddings, vLLM's for scores and rankings."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ class Ranking(msgspec.Struct):
     id: str
     model: str
     results: list[RankedDocument]
-    """The best first."""
+    """Results, best first."""
     usage: PoolingUsage

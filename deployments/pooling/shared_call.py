@@ -1,4 +1,4 @@
-"""One call to a replica for many prompts: on Ray Serve a call takes more CPU time than a short text."""
+"""One call to a replica for many prompts, because on Ray Serve a call takes more CPU time than a short text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.wire.messages import GenerateRequest, PeerPool
 
 
 class SharedCall:
-    """An EnginePool for the requests of one Generation. Their first attempts share a call, later ones have their own.
+    """EnginePool for the requests of one Generation, whose first attempts share a call; later attempts have their own.
 
-    The call is made when the last of them has come. It ends for all of them alike, and is cancelled when all are.
+    The call is made once all requests have arrived. It ends for all of them together, and is cancelled when all are.
     """
 
     def __init__(self, pool: EnginePool, num_requests: int):
