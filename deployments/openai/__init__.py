@@ -1,1 +1,1 @@
-"""The OpenAI API: from HTTP requests to generations, and from their text back to responses."""
+"""OpenAI API: turns HTTP requests into generations, and their text into responses."""

@@ -1,4 +1,4 @@
-"""Grammars of tool calls as a family of models writes them, in llguidance's Lark."""
+"""Grammars of the tool calls of each model family, in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from engine.errors import InvalidParameter
 from engine.text.grammar import WHITESPACE
 from engine.text.json_schema import without_annotations
 
-# keywords that values of a property may have where their text stands between tags; of JSON they may have any
+# keywords allowed in the schema of a property whose value is text between tags; JSON values allow all
 _OF_TEXTS = {"type", "enum", "const", "description", "title", "default", "examples", "anyOf"}
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """The text of calls. In braces: `name`, `arguments` in JSON, `parameters` between tags, the whole call as a JSON
-    `object`, a `number`, a `gap` of white space."""
+    """Templates of calls. Placeholders in braces: `name`, `arguments` in JSON, `parameters` between tags, the whole
+    call as a JSON `object`, a `number`, a `gap` of white space."""
 
     begin: str
-    """Before the first of several calls; or nothing, if all calls stand alone."""
+    """Text before the first of several calls; empty if every call stands alone."""
     call: str
     between: str = ""
     end: str = ""
     parameter: str = ""
-    """Before a value between tags: {key} is its name, and {is_text} whether it is a text and not JSON."""
+    """Text before a value between tags: {key} is its name, {is_text} whether it is text rather than JSON."""
     value_end: str = ""
 
 
 @dataclass(slots=True)
 class Lark:
-    """Builds rules; `lines` are those that the rules it returned are made of."""
+    """Builds rules. `lines` collects the definitions that the returned rules refer to."""
 
     markers: Iterable[str]
     """Texts that may be single tokens."""
     token_of: Callable[[str], int | None]
-    """Id of the token that stands for a marker, or None if the marker is plain text."""
+    """Returns the id of a marker's token, or None if the marker is plain text."""
     lines: list[str] = field(default_factory=list)
 
     def text(self, text: str) -> str:
@@ -57,15 +57,15 @@ class Lark:
         return rule
 
     def _parts(self, text: str) -> list[str | int]:
-        """Return the text with the ids of the tokens in it."""
+        """Split a text into plain text and the ids of its marker tokens."""
         tokens = {marker: token for marker in self.markers if (token := self.token_of(marker)) is not None}
         parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
         return [tokens.get(part, part) for part in parts if part]
 
     @staticmethod
     def _until_token(end: list[str | int]) -> str:
-        """Return a rule for free text up to the end. No regular expression matches a special token, but the literal
-        text before it must not count as free text."""
+        """Return a rule for free text up to and including the end. No regular expression matches a special token, but
+        literal text before it must not count as free text."""
         before = end[0] if isinstance(end[0], str) else ""
         rest = end[1:] if before else end
         parts = [f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in rest]
@@ -78,15 +78,15 @@ class CallGrammar:
     lark: Lark
     tools: list[Tool]
     strict_only: bool
-    """Tools that are not strict take any arguments."""
+    """Whether tools that are not strict take any arguments."""
 
     @property
     def opener(self) -> str:
-        """The text that only calls begin with."""
+        """Text that begins calls and nothing else."""
         return re.split("[{\n]|(?<=>)", self.syntax.begin or self.syntax.call)[0]
 
     def calls(self, *, parallel: bool, opened: bool = False) -> str:
-        """Return the rule for one or more calls. opened: for what follows the opener."""
+        """Return the rule for one or more calls. opened: whether the opener has already been written."""
         syntax = self.syntax
         head = (syntax.begin or syntax.call)[len(self.opener) if opened else 0 :]
         if not syntax.begin:
@@ -118,7 +118,7 @@ class CallGrammar:
     def _parameters(self, schema: dict[str, Any], field: str | None) -> str:
         """Return the rule for arguments between tags, in the order of the schema.
 
-        field: of the schema, which must be enforced to the letter. Raises InvalidParameter.
+        field: path of a schema that must be enforced strictly; None for others. Raises InvalidParameter.
         """
         rules = []
         root: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -173,8 +173,8 @@ def _escape(text: str) -> str:
 def calls_schema(tools: list[Tool], key: str, pointer: str, *, strict_only: bool) -> dict[str, Any]:
     """Return the JSON schema of a call of one of `tools`.
 
-    key: the model's name for the arguments. pointer: JSON pointer to this schema inside a larger one.
-    strict_only: tools that are not strict take any arguments.
+    key: the model's name for the arguments. pointer: JSON pointer to this schema inside a larger one. strict_only:
+    whether tools that are not strict take any arguments.
     """
     calls = []
     for i, tool in enumerate(tools):
@@ -193,7 +193,7 @@ def calls_schema(tools: list[Tool], key: str, pointer: str, *, strict_only: bool
 
 
 def _rebase_refs(schema: Any, pointer: str) -> Any:
-    """Return `schema` with its references to itself changed for its place at `pointer` in a larger schema."""
+    """Return `schema` with its internal references adjusted to its place at `pointer` in a larger schema."""
     if isinstance(schema, list):
         return [_rebase_refs(entry, pointer) for entry in schema]
     if not isinstance(schema, dict):

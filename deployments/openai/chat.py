@@ -1,4 +1,4 @@
-"""The response to a chat request, full or in chunks."""
+"""Response to a chat request, complete or in chunks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ChatResponse:
         return answer
 
     async def chunks(self) -> AsyncGenerator[ChatChunk | Raw]:
-        """Yield chunks of all choices; the first of each carries the role."""
+        """Yield the chunks of all choices. The first of each choice carries the role."""
         options, with_ids = self.body.stream_options, self.body.return_token_ids
         more = with_ids or bool(options and options.continuous_usage_stats)
         texts, started = None if more else TextChunks(self._text_chunk), set[int]()
@@ -131,7 +131,7 @@ def _extend(message: ChatMessage, events: Iterable[OutputEvent]) -> None:
 
 
 def _delta(events: Iterable[OutputEvent], num_tool_calls: int) -> ChatDelta:
-    """num_tool_calls: how many the choice had before these events."""
+    """Return the delta of these events. num_tool_calls: tool calls of the choice before them."""
     delta, calls = ChatDelta(), []
     for event in events:
         match event:

@@ -1,4 +1,4 @@
-"""The body of a chat request."""
+"""Body of a chat request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ThinkingSwitch(StrictModel):
 
 
 class Prediction(StrictModel):
-    """The answer that the client expects. It makes the answer faster, not different."""
+    """The output that the client expects. It makes the answer faster, not different."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -38,7 +38,7 @@ class ChatBody(GenerationBody, TemplateBody):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | None = None
-    """None means `auto` where there are tools. With `none` the model is not shown the tools either."""
+    """None means `auto` if there are tools. With `none` the model does not see the tools either."""
     parallel_tool_calls: bool = True
     """False keeps only the first call of a response."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -48,7 +48,7 @@ class ChatBody(GenerationBody, TemplateBody):
     include_reasoning: bool = True
     """False drops the reasoning from the response; the model still reasons."""
     thinking_token_budget: Whole | None = Field(default=None, ge=0, le=INT32)
-    """vLLM's; tokens of reasoning after which the tag that ends it is forced."""
+    """Reasoning tokens after which the closing tag is forced, as in vLLM."""
     max_completion_tokens: Whole | None = None
     logprobs: bool = False
     top_logprobs: Whole | None = None
@@ -56,7 +56,7 @@ class ChatBody(GenerationBody, TemplateBody):
     """Variable of the chat template, which may show them to the model."""
     prediction: Prediction | None = None
     add_special_tokens: bool = False
-    """Adds them to those that the chat template brings."""
+    """Whether to add special tokens to those of the chat template."""
 
     def check(self) -> None:
         super().check()
@@ -73,7 +73,7 @@ class ChatBody(GenerationBody, TemplateBody):
             self._check_predicted()
 
     def _check_predicted(self) -> None:
-        """Refuse what OpenAI refuses together with a prediction, so that a request means the same there."""
+        """Refuse the fields that OpenAI refuses together with a prediction, so that requests mean the same in both."""
         for field, limit, fits in (
             ("n", "1", self.n == 1),
             ("logprobs", "left out", not self.logprobs),
@@ -87,7 +87,7 @@ class ChatBody(GenerationBody, TemplateBody):
 
     @property
     def field_variables(self) -> dict[str, dict[str, Any]]:
-        """Variables of the chat template that fields of the request stand for, by the field."""
+        """Variables of the chat template set by fields of the request, by field."""
         fields: dict[str, dict[str, Any]] = {}
         if self.reasoning_effort is not None:
             switch = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
@@ -106,7 +106,7 @@ class ChatBody(GenerationBody, TemplateBody):
 
     @property
     def echoed(self) -> str:
-        """The text that the response begins with."""
+        """Text with which the response begins, because of `echo`."""
         last = self.messages[-1].for_template()
         return str(last["content"]) if self.echo and last["role"] == "assistant" else ""
 

@@ -1,4 +1,4 @@
-"""The output of a chat request as parsed events, from which each API builds its own response."""
+"""Output of a chat request as parsed events, from which each API builds its response."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from engine.wire.messages import TokenLogprob
 
 
 class ChatOutputChunk(msgspec.Struct, frozen=True):
-    """The tokens that one step adds to one choice, as events. msgspec, because a stream builds one per token."""
+    """Tokens that one step adds to one choice, as events. A msgspec struct, because a stream makes one per token."""
 
     index: int
     """The index of the choice."""
     events: list[OutputEvent]
     num_tool_calls: int
-    """Calls that the choice had before these events."""
+    """Number of tool calls of the choice before these events."""
     logprobs: list[ChatTokenLogprob]
-    """Log-probabilities of all its tokens, those of tags included; empty unless the request asks for them."""
+    """Log-probabilities of all its tokens, tags included; empty unless requested."""
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     token_ids: list[int]
     prompt_logprobs: list[TokenLogprob | None] | None
-    """Present in the first chunk of a choice, if the request asks for them."""
+    """Set in the first chunk of a choice, if requested."""
 
     @property
     def only_text(self) -> str | None:
-        """The content, if the chunk has nothing else to tell."""
+        """The content, if the chunk contains nothing else; otherwise None."""
         if len(self.events) != 1 or self.logprobs or self.finish_reason is not None:
             return None
         event = self.events[0]
@@ -48,7 +48,7 @@ class ChatOutputChunk(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class ChatOutput:
-    """Runs the generation once, through `chunks`."""
+    """Runs the generation of a chat once, through `chunks`."""
 
     model: str
     """The name under which the model is served."""
@@ -60,13 +60,13 @@ class ChatOutput:
     streaming: bool
     """See CallReader."""
     hex_id: Callable[[str], str]
-    """Makes ids of tool calls."""
+    """Returns the hexadecimal id of a named part of the answer, for ids of tool calls."""
     ignored: list[str]
     """Fields of the request that had no effect."""
     service_tier: str | None
-    """Tier by which the request is served; None if it names none."""
+    """Tier at which the request is served; None if it names none."""
     tokens_as_ids: bool = False
-    """Log-probabilities name tokens by their ids."""
+    """Whether log-probabilities name tokens by id."""
     parsers: list[ChoiceParser] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,18 +81,18 @@ class ChatOutput:
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Token counts so far."""
         return self.generation.usage
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens of reasoning so far; None for a model that is not known to reason."""
+        """Reasoning tokens so far; None unless the model is known to reason."""
         if self.output_format.reasoning == "none":
             return None
         return sum(parser.reasoning_tokens for parser in self.parsers)
 
     async def chunks(self) -> AsyncGenerator[ChatOutputChunk]:
-        """Yield the output of all choices as it comes. Raises what those of the generation raise."""
+        """Yield the output of all choices as it arrives. Raises the errors of the generation."""
         async with aclosing(self.generation.chunks()) as chunks:
             async for chunk in chunks:
                 parser = self.parsers[chunk.index]
@@ -110,7 +110,7 @@ class ChatOutput:
                 )
 
     def _call_ids(self, index: int) -> Iterator[str]:
-        hex_id = self.hex_id  # not self: with a circle, the memory of images would wait for the garbage collector
+        hex_id = self.hex_id  # not self: a cycle would leave the memory of images to the garbage collector
         return (hex_id(f"call {index} {i}") for i in itertools.count())
 
     def _logprobs(self, chunk: TextChunk) -> list[ChatTokenLogprob]:

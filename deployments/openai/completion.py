@@ -1,4 +1,4 @@
-"""The response to a text completion, full or in chunks."""
+"""Response to a text completion, complete or in chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine.wire.messages import TokenLogprob
 
 @dataclass(slots=True)
 class CompletionResponse:
-    """Runs the generation once, through either `full` or `chunks`. Choices are numbered prompt by prompt."""
+    """Runs the generation once, through either `full` or `chunks`. Choices are numbered prompt after prompt."""
 
     body: CompletionBody
     context: RequestContext
@@ -38,13 +38,13 @@ class CompletionResponse:
     prompts: list[list[int]]
     """Token ids."""
     texts: list[str]
-    """The prompts as `echo` shows them."""
+    """Texts of the prompts, for `echo`."""
     ignored: list[str]
     """Fields of the request that had no effect."""
     service_tier: str | None
-    """Tier by which the request is served; None if it names none."""
+    """Tier at which the request is served; None if it names none."""
     started: set[int] = field(default_factory=set)
-    """Choices that have had a chunk."""
+    """Indices of the choices that have had a chunk."""
 
     async def full(self) -> Completion:
         choices = [CompletionChoice(i, "", None, None, None) for i in range(len(self.prompts) * self.body.n)]

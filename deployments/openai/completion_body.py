@@ -1,4 +1,4 @@
-"""The bodies of requests about texts and token ids: completions and /detokenize."""
+"""Bodies of requests about texts and token ids: completions and /detokenize."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deployments.openai.foreign_fields import FOREIGN_FIELDS
 from deployments.openai.sampling_body import GenerationBody
 from engine.errors import InvalidParameter
 
-MAX_SEQUENCES = 1024  # of one HTTP request: prompts * n
+MAX_SEQUENCES = 1024  # per HTTP request: prompts * n
 
 T = TypeVar("T")
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -24,7 +24,7 @@ class CompletionBody(GenerationBody):
     prompt: str | TokenIds | Prompts[str] | Prompts[TokenIds]
     """A text, token ids, or a list of either."""
     max_tokens: Whole = 16
-    """May be 0 with `echo`, for the log-probabilities of the prompt alone."""
+    """May be 0 with `echo`, to get only the prompt's log-probabilities."""
     logprobs: Whole | None = None
     add_special_tokens: bool = True
 
@@ -33,7 +33,7 @@ class CompletionBody(GenerationBody):
         return self.echo and self.max_tokens == 0
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Return at least one prompt, none of them empty. Raises InvalidParameter."""
+        """Return one or more non-empty prompts. Raises InvalidParameter."""
         prompts: Any = self.prompt
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
@@ -48,7 +48,8 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        """`prompt_logprobs`, or `logprobs` for an echo, which reports those of the prompt too."""
+        """Return `prompt_logprobs`; with `echo`, at least `logprobs`, since an echo reports the prompt's
+        log-probabilities too."""
         counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in counts if count is not None), default=None)
 

@@ -1,4 +1,4 @@
-"""The conversation of a chat request: its messages and its tools."""
+"""Conversation of a chat request: its messages and tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from deployments.http.body import StrictModel
 from engine.errors import InvalidParameter
 
-MAX_PARTS = 1024  # of one message
+MAX_PARTS = 1024  # per message
 OTHER_PARTS = ("image", "input_audio", "audio_url", "video_url", "video", "file", "input_file")
 Detail = Literal["auto", "low", "high", "original"]
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
@@ -20,7 +20,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 
 class TemplateModel(BaseModel):
-    """A JSON object that the chat template sees, with the unknown fields as they are."""
+    """A JSON object that is passed to the chat template, unknown fields included."""
 
     model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
@@ -29,7 +29,7 @@ class TemplateModel(BaseModel):
 
 
 class FunctionDefinition(TemplateModel):
-    """A function that the model may call. The chat template gets all fields, also those that are not listed here."""
+    """A function that the model may call. The chat template gets all its fields, even those not listed here."""
 
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
@@ -77,7 +77,7 @@ class ToolCall(TemplateModel):
     def for_template(self) -> dict[str, Any]:
         """Return the call with its arguments as an object, which templates write into the prompt as JSON.
 
-        Arguments that are not a JSON object stay text: a client may send back a call that max_tokens cut off.
+        Arguments that are not a JSON object stay text, because a client may send back a call that max_tokens cut off.
         """
         call = super().for_template()
         arguments = self.function.arguments
@@ -87,7 +87,7 @@ class ToolCall(TemplateModel):
 
 
 class Part(BaseModel):
-    """A part of a message. Other keys, such as `cache_control`, say nothing to a model."""
+    """A part of a message. Other keys, such as `cache_control`, are not passed to the model."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
@@ -98,7 +98,7 @@ class TextPart(Part):
 
 
 class RefusalPart(Part):
-    """Text by which the model has refused in an earlier turn."""
+    """Text with which the model refused in an earlier turn."""
 
     type: Literal["refusal"]
     text: str = Field(alias="refusal")
@@ -116,9 +116,9 @@ class ImagePart(Part):
     image_url: ImageUrl | str
     """An http:, https: or data: URL."""
     detail: Detail | None = None
-    """`low` may make the image smaller, for fewer tokens; all others mean the same."""
+    """`low` may downscale the image to take fewer tokens; all other values are equivalent."""
     _path: str = PrivateAttr("")
-    """Name of the part in errors, where it came from another API than the chat's."""
+    """Path of the part for errors, if it came from another API than chat."""
 
     @property
     def url(self) -> str:
@@ -134,7 +134,8 @@ ContentPart = TextPart | RefusalPart | ImagePart
 
 
 def known_parts(content: object) -> object:
-    """Name parts that are not read: in an error for each branch of the union that would be lost."""
+    """Raise an error that names a part of an unsupported type. Pydantic's errors for each branch of a union would hide
+    it."""
     for i, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in OTHER_PARTS:
@@ -151,14 +152,14 @@ def known_parts(content: object) -> object:
 
 
 def joined(parts: list[ContentPart]) -> str | list[dict[str, Any]]:
-    """Return parts as chat templates expect them: texts as one, unless there are images, which stand for themselves."""
+    """Return parts as chat templates expect them: as one text, or, if there are images, as a list."""
     if not any(isinstance(part, ImagePart) for part in parts):
         return "\n".join(part.text for part in parts if not isinstance(part, ImagePart))
     return [{"type": "image"} if isinstance(p, ImagePart) else {"type": "text", "text": p.text} for p in parts]
 
 
 class Message(TemplateModel):
-    """One turn. The chat template gets all fields, also those that are not listed here."""
+    """One turn. The chat template gets all its fields, even those not listed here."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     """`function` is the old name of `tool`."""
@@ -167,17 +168,16 @@ class Message(TemplateModel):
     reasoning: str | None = None
     """Reasoning of an earlier assistant message."""
     reasoning_content: str | None = None
-    """The name other servers use for `reasoning`."""
+    """Other servers' name for `reasoning`."""
     audio: None = None
-    """Not supported; clients that send back a response have it as null."""
+    """Not supported; null in responses that clients send back."""
     function_call: FunctionCall | None = None
     """The old form of `tool_calls`."""
 
     _known_parts = field_validator("content", mode="before")(known_parts)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message with its content as one text, which is what templates of text models expect, unless it has
-        images."""
+        """Return the message with its content as one text, as templates of text models expect, unless it has images."""
         content = joined(self.content) if isinstance(self.content, list) else self.content or ""
         extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         message = {**extra, "role": "tool" if self.role == "function" else self.role, "content": content}
@@ -190,7 +190,7 @@ class Message(TemplateModel):
 
 
 def image_parts(messages: list[Message]) -> Iterator[tuple[str, ImagePart]]:
-    """Yield the images of a conversation in their order, each with the path that errors name it by."""
+    """Yield the images of a conversation in order, each with its path for errors."""
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, ImagePart):
@@ -206,7 +206,7 @@ def parse_arguments(arguments: str) -> dict[str, Any] | str:
 
 
 def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
-    """Raise InvalidParameter for invalid tools, or a choice that does not match them."""
+    """Raise InvalidParameter for invalid tools, or for a choice that does not match them."""
     names: dict[str, None] = {}  # in order
     for i, tool in enumerate(tools or []):
         if tool.function.name in names:

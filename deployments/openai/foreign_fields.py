@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's requests that no route here has."""
+"""Fields of OpenAI's and vLLM's requests that no route here supports."""
 
 from __future__ import annotations
 

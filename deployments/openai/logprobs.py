@@ -1,4 +1,4 @@
-"""The names of tokens in responses, and the log-probabilities of a prompt."""
+"""Names of tokens in responses, and log-probabilities of a prompt."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.wire.messages import TokenLogprob
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
-    """Return a token's text, or with `as_id` the name that vLLM gives it then."""
+    """Return a token's text; with `as_id`, vLLM's name for it."""
     return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], count: int) -> PromptLogprobs:
-    """Return the `count` most likely tokens at each position of the prompt, and the prompt's own token."""
+    """Return the `count` most likely tokens at each position of the prompt, besides the prompt's own token."""
     text, result = tokenizer.token_text, PromptLogprobs()
     for entry in entries:
         if entry is None:

@@ -1,4 +1,4 @@
-"""Response bodies, with OpenAI's field names. msgspec, because a stream builds one per token."""
+"""Response bodies with OpenAI's field names. They are msgspec structs, because a stream makes one per token."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """UNSET for a model that is not known to reason."""
+    """UNSET unless the model is known to reason."""
     accepted_prediction_tokens: int = 0
-    """Tokens of the request's `prediction` that are in the answer because they were drafted."""
+    """Tokens of the request's `prediction` that were drafted and accepted into the answer."""
     rejected_prediction_tokens: int = 0
-    """Those that were drafted and are not. They are no part of `completion_tokens`."""
+    """Tokens that were drafted but rejected. They do not count in `completion_tokens`."""
 
 
 class UsageBody(msgspec.Struct):
@@ -33,7 +33,7 @@ class UsageBody(msgspec.Struct):
 
     @classmethod
     def of(cls, usage: Usage, reasoning_tokens: int | None = None) -> UsageBody:
-        """reasoning_tokens: None for a model that is not known to reason."""
+        """Return the usage of a response. reasoning_tokens: None unless the model is known to reason."""
         details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
         if reasoning_tokens is not None or usage.has_prediction:
             reasoned = msgspec.UNSET if reasoning_tokens is None else reasoning_tokens
@@ -70,7 +70,7 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""Alternatives by token id, for each token of the prompt; the first token has none."""
+"""Alternatives by token id for each prompt token; None for the first."""
 
 
 class CalledFunction(msgspec.Struct):
@@ -87,7 +87,7 @@ class ToolCallBody(msgspec.Struct):
 
 class ChatMessage(msgspec.Struct):
     content: str | None = None
-    """None in a response that is all reasoning or tool calls."""
+    """None in a response of only reasoning or tool calls."""
     role: str = "assistant"
     refusal: str | None = None
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
@@ -147,7 +147,7 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct, omit_defaults=True):
-    """The last chunk of each choice has the fingerprint and the service tier."""
+    """A chunk of a stream. The last chunk of each choice has the fingerprint and the service tier."""
 
     id: str
     created: int
@@ -158,7 +158,7 @@ class ChatChunk(msgspec.Struct, omit_defaults=True):
     system_fingerprint: str | None = None
     service_tier: str | None = None
     prompt_token_ids: list[int] | None = None
-    """Present in the first chunk if the request asks for them."""
+    """Set in the first chunk, if requested."""
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -171,7 +171,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One completion, or the part of it that a chunk brings. Fields that the client did not ask for are UNSET."""
+    """One completion, or the part of it in a chunk. Fields that the client did not ask for are UNSET."""
 
     index: int
     text: str
@@ -184,7 +184,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct, omit_defaults=True):
-    """A full response, and also a chunk of a stream."""
+    """A complete response, or a chunk of a stream."""
 
     id: str
     created: int

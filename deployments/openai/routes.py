@@ -1,4 +1,4 @@
-"""The routes of chat and text completions, of tokens, and of the list of models."""
+"""Routes of chat and text completions, tokenization, and the list of models."""
 
 from __future__ import annotations
 

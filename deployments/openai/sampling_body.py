@@ -1,6 +1,6 @@
-"""The fields that every request for text may have, on any route, with OpenAI's field names and vLLM's additions.
+"""Fields of all requests for text, on any route, with OpenAI's field names and vLLM's additions.
 
-foreign_fields.py says what becomes of their fields that are not here.
+foreign_fields.py lists the treatment of OpenAI's and vLLM's other fields.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
     include_obfuscation: bool | None = False
-    """Padding of chunks, which this server does not do."""
+    """Padding of chunks; not supported."""
 
 
 class JsonSchema(StrictModel):
@@ -31,22 +31,22 @@ class JsonSchema(StrictModel):
     content: dict[str, Any] = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
-    """Makes no difference: a response always follows its schema."""
+    """Has no effect: a response always follows its schema."""
 
 
 class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    """Given with the type `json_schema`, and only then."""
+    """Required with the type `json_schema`, and only allowed then."""
     format: dict[str, Any] | None = None
-    """The format of a structural tag, as in vLLM."""
+    """Format of a structural tag, as in vLLM."""
     structures: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
-    """The structures of a structural tag in its older form, which has `triggers` as well."""
+    """Structures of a structural tag in its older form, which also has `triggers`."""
     triggers: list[str] | None = Field(default=None, fail_fast=True)
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's alternative to `response_format`, which can do more; see StructuredOutputsParams."""
+    """vLLM's more powerful alternative to `response_format`; see StructuredOutputsParams."""
 
     schema_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -54,7 +54,7 @@ class StructuredOutputs(StrictModel):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
-    """Free text in which parts between tags follow a grammar; see structural_tag.py."""
+    """Text in which the parts between tags follow a grammar; see structural_tag.py."""
 
 
 class SamplingBody(EngineBody):
@@ -81,14 +81,14 @@ class SamplingBody(EngineBody):
     bad_words: list[str] = Field(default=[], max_length=MAX_BAD_WORDS, fail_fast=True)
     cache_salt: str = Field(default="", max_length=1024)
     truncate_prompt_tokens: Whole | None = Field(default=None, ge=-1, le=INT32)
-    """Tokens that are kept of a longer prompt; -1 for as many as leave `max_tokens` of the context."""
+    """Length to cut longer prompts to, in tokens; -1 for the context less `max_tokens`."""
     truncation_side: Literal["left", "right"] = "left"
-    """Where a prompt that is too long is cut off: `left` keeps its end."""
+    """Side on which a longer prompt is cut: `left` keeps its end."""
     structured_outputs: StructuredOutputs | None = None
     priority: Whole = Field(default=0, ge=-INT32, le=INT32)
     """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
-    """`priority` runs before all others and `flex` after them, if the engine's `scheduling_policy` is `priority`."""
+    """`priority` runs before other tiers and `flex` after them, if the engine's `scheduling_policy` is `priority`."""
 
     def check(self) -> None:
         super().check()
@@ -101,23 +101,23 @@ class SamplingBody(EngineBody):
 
 
 class GenerationBody(SamplingBody):
-    """Fields that chat and text completions have in common."""
+    """Fields that chat and text completions share."""
 
     foreign_fields = FOREIGN_FIELDS
 
     n: Whole = 1
     best_of: Whole | None = None
-    """Sampled answers, of which the best `n` are to be returned; the first `n` are."""
+    """Number of answers to sample, of which the best `n` should be returned; in fact the first `n` are."""
     max_tokens: Whole | None = None
     echo: bool = False
-    """Begins the response with what it continues: the prompt of a completion, the last message of a chat if that is the
-    assistant's."""
+    """Whether to begin the response with the text it continues: the prompt of a completion, or a chat's last message
+    if it is the assistant's."""
     prompt_logprobs: Whole | None = None
-    """Alternatives to report per token of the prompt; only without `stream`."""
+    """Number of alternatives to report per prompt token; not with `stream`."""
     return_token_ids: bool = False
-    """Adds the token ids of the prompt and of the output to the response."""
+    """Whether to add the token ids of prompt and output to the response."""
     return_tokens_as_token_ids: bool = False
-    """Names tokens in log-probabilities `token_id:7` instead of their text, which several may share."""
+    """Whether log-probabilities name tokens as `token_id:7` instead of by text, which several tokens may share."""
     response_format: ResponseFormat | None = None
     guided_json: str | dict[str, Any] | None = None
     """vLLM's older name for `structured_outputs.json`."""
@@ -128,7 +128,7 @@ class GenerationBody(SamplingBody):
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the parameters for the engine. Raises InvalidParameter.
 
-        defaults: values that the model's authors recommend for the fields that the request leaves open.
+        defaults: values recommended by the model's authors, for fields that the request leaves open.
         """
         given = {name: value for name in ENGINE_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
@@ -148,11 +148,11 @@ class GenerationBody(SamplingBody):
         raise NotImplementedError
 
     def num_logprobs(self) -> int | None:
-        """Return how many alternatives to report per token; None for no log-probabilities at all."""
+        """Return how many alternatives to report per token; None for no log-probabilities."""
         raise NotImplementedError
 
     def num_prompt_logprobs(self) -> int | None:
-        """Return the same for the tokens of the prompt."""
+        """Return how many alternatives to report per prompt token; None for no log-probabilities."""
         return self.prompt_logprobs
 
     def check(self) -> None:
@@ -166,7 +166,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def tier_priority(self) -> int:
-        """Priority that the service tier stands for."""
+        """Priority of the request's service tier."""
         return TIER_PRIORITIES.get(self.service_tier, 0)
 
     def _token_biases(self) -> dict[int, float] | None:
@@ -178,7 +178,8 @@ class GenerationBody(SamplingBody):
         return {int(key): bias for key, bias in self.logit_bias.items()}
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
-        """Raises RequestError if both forms are given, or if one could never be enforced."""
+        """Return the requested structure, if any. Raises RequestError if several are given, or if one could never be
+        enforced."""
         response_format, outputs = self.response_format, self.structured_outputs
         guided = {kind: value for kind in GUIDED if (value := getattr(self, f"guided_{kind}")) is not None}
         if guided:
@@ -220,4 +221,4 @@ class GenerationBody(SamplingBody):
 GUIDED = ("json", "regex", "choice", "grammar")
 TIER_PRIORITIES = {"priority": -1, "flex": 1}
 ENGINE_FIELDS = GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fields__)
-"""Fields that SamplingParams has under the same name."""
+"""Fields that exist in SamplingParams under the same name."""

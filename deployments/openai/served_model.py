@@ -1,4 +1,4 @@
-"""One model of the API: it turns request bodies into responses that are ready to run."""
+"""One model of the API: turns request bodies into responses that are ready to run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import SupportedTasks
 from engine.wire.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # they import what only models with images need
+if TYPE_CHECKING:  # these modules import packages that only models with images need
     from deployments.multimodal.image_loader import ImageLoader
     from engine.multimodal.processor import ProcessedImage
 
@@ -65,44 +65,44 @@ class ModelInfo:
     """Facts about a model that the API needs."""
 
     name: str
-    """The name under which the model is served."""
+    """Name under which the model is served."""
     root: str
-    """The name or folder that the configuration gives."""
+    """Name or folder of the model in the configuration."""
     folder: str
     """Folder of the tokenizer."""
     max_model_len: int
     vocab_size: int
     default_sampling: dict[str, Any]
-    """Values for what a request leaves open, by field of SamplingParams."""
+    """Defaults for fields that a request leaves open, by field of SamplingParams."""
     request_timeout_s: float
-    """Time limit of a request in the whole cluster; a request may ask for less."""
+    """Time limit of a request in the whole cluster, in seconds; a request may set a lower one."""
     admission: AdmissionLimits
     identity: ModelIdentity | None = None
-    """Identity of the files in the folder; None accepts a response of any model."""
+    """Identity of the model's files; None accepts replicas of any model."""
     may_sleep: bool = False
-    """The model may be scaled to zero."""
+    """Whether the model may be scaled to zero."""
     block_size: int | None = None
-    """Block size of the engines' KV caches; None where requests share no prefixes."""
+    """Block size of the engines' KV caches; None if requests share no prefixes."""
     supported_tasks: SupportedTasks = SupportedTasks()  # noqa: RUF009  frozen
-    """What the model can do; by default it generates."""
+    """Tasks that the model supports; by default it generates."""
     max_replays: int = 3
-    """Maximum number of times that a sequence continues in another engine because its own is lost."""
+    """Maximum number of times that a sequence resumes in another engine after losing its own."""
     sdc_check_every: int | None = None
-    """One in this many answers is computed again, to find silent data corruption; None for none."""
+    """One in this many answers is recomputed to detect silent data corruption; None for none."""
     has_priorities: bool = False
-    """The engines schedule by priority."""
+    """Whether the engines schedule by priority."""
     drafts: bool = False
-    """The engines decode speculatively."""
+    """Whether the engines use speculative decoding."""
     image_folder: str | None = None
     """Folder of the image processor; None for a model that reads text only."""
     fingerprint: str | None = None
-    """Differs where the same request may have another answer: weights, numerics or version."""
+    """Fingerprint of everything on which answers depend: weights, numerics and version."""
     aliases: tuple[str, ...] = ()
-    """Further names that requests may have."""
+    """Further names under which requests may ask for the model."""
     chat_template: str | None = None
-    """Its text; None for the one in the folder."""
+    """Text of the chat template; None for the one in the folder."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, where a request has none of their names."""
+    """Default variables of the chat template; a request's variables override them."""
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
 
@@ -126,7 +126,7 @@ class ServedModel:
         self._threads = ThreadPoolExecutor(TOKENIZING_THREADS, "tokenizing")
         self._format = ChatFormat.of(tokenizer, info.tool_call_parser, info.reasoning_parser)
         self._tokens = VisibleMarkers(tokenizer, self._format.markers)
-        _ = tokenizer.max_token_bytes  # computed now, not with the first requests
+        _ = tokenizer.max_token_bytes  # compute it now, not during the first requests
         logger.info(
             "chat format model=%s tool_call_parser=%s reasoning_parser=%s shows_tools=%s",
             info.name,
@@ -150,27 +150,27 @@ class ServedModel:
 
     @property
     def input_modalities(self) -> list[str]:
-        """The kinds of input that prompts may have, in OpenRouter's words."""
+        """Kinds of input that prompts may have, in OpenRouter's terms."""
         return ["text"] if self.images is None or self.images.refuses_all else ["text", "image"]
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result of what makes tokens of texts, or texts of tokens. Its threads have nothing else to do, so
-        that no other work of an ingress, such as reading a file, waits for long texts."""
+        """Run tokenization or detokenization in a thread, and return its result. Its thread pool does nothing else, so
+        that other work of an ingress, such as reading a file, never waits for long texts."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     def check_priority(self, priority: int) -> None:
-        """Raise InvalidParameter for a priority that the engines would not heed."""
+        """Raise InvalidParameter for a priority if the engines ignore priorities."""
         if priority and not self.info.has_priorities:
             raise InvalidParameter("priority", priority, "0, since this server runs requests as they come")
 
     def new_request(self, context: RequestContext, priority: int, cache_salt: str) -> GenerateRequest:
-        """Return what all requests to engines of one HTTP request have in common, without a prompt.
+        """Return an engine request with the fields that all requests of one HTTP request share, without a prompt.
 
-        priority: that the client asks for. A request without a waiting client comes after all others.
+        priority: priority that the client asks for. A request without a waiting client comes after all others.
         """
         limit_s = self.info.request_timeout_s
         return GenerateRequest(
-            # a client may use one id twice; engines must never see two live requests of one id
+            # clients may reuse an id, but engines must never see two live requests with the same id
             request_id=f"{context.response_id}-{secrets.token_hex(4)}",
             prompt=[],
             reply_to=self.frontend.channel.address,
@@ -192,7 +192,7 @@ class ServedModel:
                 raise
 
     async def chat(self, body: ChatBody, context: RequestContext) -> ChatOutput:
-        """Raises RequestError, and Overloaded before any work is done."""
+        """Start a chat. Raises RequestError, and Overloaded before any work is done."""
         self._check_admission(context)
         self._format.check(body)
         timeout_s = self.info.request_timeout_s if context.timeout_s is None else context.timeout_s
@@ -215,7 +215,8 @@ class ServedModel:
         )
 
     async def _load_images(self, messages: list[Message], request_id: str, timeout_s: float) -> list[ProcessedImage]:
-        """Raises RequestError, also if the model reads no images, and RequestTimeout."""
+        """Load the images of a conversation. Raises RequestError, even if the model just reads no images, and
+        RequestTimeout."""
         wanted = [RequestedImage(path, part.url, part.low_detail) for path, part in image_parts(messages)]
         if not wanted:
             return []
@@ -229,7 +230,7 @@ class ServedModel:
             raise RequestTimeout(request_id, timeout_s) from None
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
-        """Raises RequestError, and Overloaded before any work is done."""
+        """Start a completion. Raises RequestError, and Overloaded before any work is done."""
         self._check_admission(context)
         requests, texts = await self.in_thread(self._prepare_completion, body, context)
         prompts = [sequences[0].prompt for sequences in requests]
@@ -249,12 +250,12 @@ class ServedModel:
         )
 
     def _check_admission(self, context: RequestContext) -> None:
-        """Raises Overloaded, unless there is nothing to compute."""
+        """Raise Overloaded if admission would refuse the request, unless there is nothing to compute."""
         if not context.source.started:
             self.admission.check(context.client)
 
     async def tokenize(self, body: TokenizeBody) -> Tokens:
-        """Raises RequestError."""
+        """Return the tokens of a text or a conversation. Raises RequestError."""
         if body.messages is not None:
             images = await self._load_images(body.messages, "tokenize", self.info.request_timeout_s)
             text, special = await self.in_thread(self._render_chat, body.messages, body.tools or [], body), False
@@ -265,11 +266,11 @@ class ServedModel:
         return await self.in_thread(self._tokenize, text, special, body.return_token_strs)
 
     async def detokenize(self, body: DetokenizeBody) -> DetokenizedText:
-        """Return the text of token ids. Raises InvalidParameter for an id that is no token's."""
+        """Return the text of token ids. Raises InvalidParameter for unknown ids."""
         return DetokenizedText(await self.in_thread(self._detokenize, body.tokens))
 
     def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Tokens:
-        """The text may be longer than the context, but not by orders of magnitude."""
+        """Return the tokens of a text. It may exceed the context, but not by orders of magnitude."""
         self.tokenizer.check_length(text, self.info.max_model_len)
         token_ids = self.tokenizer.encode(text, add_special_tokens)
         strings = [self.tokenizer.token(i) or "" for i in token_ids] if with_strings else None
@@ -284,7 +285,7 @@ class ServedModel:
     def _prepare_completion(
         self, body: CompletionBody, context: RequestContext
     ) -> tuple[list[list[GenerateRequest]], list[str]]:
-        """Return the requests of each prompt, and the text that an echo shows. For a thread: it may take long."""
+        """Return the requests of each prompt, and the texts for `echo`. Run it in a thread, since it may take long."""
         params = self._params(body)
         prompts, texts = self._tokenize_prompts(body)
         return self._requests(prompts, params, body, context), texts
@@ -292,8 +293,8 @@ class ServedModel:
     def _prepare_chat(
         self, body: ChatBody, context: RequestContext, images: list[ProcessedImage]
     ) -> tuple[list[list[GenerateRequest]], OutputFormat, list[str]]:
-        """Return the requests, with the grammar of the output, the format to parse it by, and the fields that have no
-        effect. For a thread."""
+        """Return the requests with the grammar of their output, the format for parsing it, and the fields without
+        effect. Run it in a thread."""
         params = self._params(body)
         text = self._render_chat(body.messages, body.offered_tools, body)
         fields = body.field_variables.items()
@@ -316,7 +317,7 @@ class ServedModel:
         return requests, output_format, [*self._ignored(body), *ignored]
 
     def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
-        """Return the prompt."""
+        """Return the prompt of a conversation."""
         return self.tokenizer.render_chat_template(
             self._format.for_template(messages),
             [tool.for_template() for tool in tools] or None,
@@ -326,7 +327,7 @@ class ServedModel:
         )
 
     def _tokenize_prompts(self, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
-        """Return the token ids of each prompt, and the text that an echo shows."""
+        """Return the token ids of each prompt, and the texts for `echo`."""
         prompts, texts = [], []
         for prompt in body.prompts():
             if isinstance(prompt, str):
@@ -343,7 +344,7 @@ class ServedModel:
         return prompts, texts
 
     def _encode(self, text: str, body: ChatBody | CompletionBody) -> list[int]:
-        """Raises PromptTooLong for a text that is not to be cut."""
+        """Return the token ids of a prompt. Raises PromptTooLong unless it may be cut."""
         if (kept := self._kept(body)) is None:
             return self.tokenizer.encode_prompt(text, self.info.max_model_len, body.add_special_tokens)
         kept = min(kept, self.info.max_model_len)
@@ -352,7 +353,7 @@ class ServedModel:
     def _encode_with_images(
         self, text: str, body: ChatBody, images: list[ProcessedImage]
     ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
-        """Raises RequestError."""
+        """Return the token ids of a prompt with images, and the images with their positions. Raises RequestError."""
         assert self.images is not None
         if body.truncate_prompt_tokens is not None:
             raise InvalidParameter("truncate_prompt_tokens", body.truncate_prompt_tokens, "left out with images")
@@ -364,7 +365,7 @@ class ServedModel:
         return prompt[:kept] if body.truncation_side == "right" else prompt[-kept:]
 
     def _kept(self, body: GenerationBody) -> int | None:
-        """Return how many tokens of a longer prompt are kept; None for all, which may be too many."""
+        """Return how many tokens of a longer prompt to keep; None to keep all, even if they are too many."""
         if body.truncate_prompt_tokens == -1:
             return max(1, self.info.max_model_len - (body.token_limit() or 1))
         return body.truncate_prompt_tokens

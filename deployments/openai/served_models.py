@@ -1,4 +1,4 @@
-"""The models that an ingress serves, by name."""
+"""Models that an ingress serves, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.errors import ModelNotFound, RequestError
 
 
 class ServedModels(Mapping[str, ServedModel]):
-    """Models by the names they are served under. If there is only one, it also answers requests that name none."""
+    """Models by the name under which they are served. A single model also answers requests that name none."""
 
     def __init__(self, models: Mapping[str, ServedModel]):
         self._models = models
@@ -26,7 +26,7 @@ class ServedModels(Mapping[str, ServedModel]):
         return len(self._models)
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model that a request names. Raises ModelNotFound, or RequestError if it has to name one."""
+        """Return the model that a request names. Raises ModelNotFound, or RequestError if the request must name one."""
         if not name:
             if len(self) > 1:
                 raise RequestError(f"model is required; served here: {', '.join(self)}", "model")

@@ -14,8 +14,8 @@ MAX_DEPTH = 32
 def structural_tag_grammar(tag: dict[str, Any] | str, field: str) -> str:
     """Return the grammar of a structural tag: one with `format`, or an older one with `structures` and `triggers`.
 
-    tag: an object or its JSON. What begins and ends tags is matched as text, and never by special tokens.
-    Raises InvalidParameter.
+    tag: an object or its JSON. Beginnings and ends of tags match as text, never as special tokens. Raises
+    InvalidParameter.
     """
     builder = _Builder(field)
     try:
@@ -28,7 +28,7 @@ def structural_tag_grammar(tag: dict[str, Any] | str, field: str) -> str:
 
 
 def _triggered_tags(tag: dict[str, Any]) -> dict[str, Any]:
-    """Return the format of a tag in the older form."""
+    """Return the format that is equivalent to a tag in the older form."""
     tags = [
         {"begin": part["begin"], "end": part["end"], "content": {"type": "json_schema", "json_schema": part["schema"]}}
         for part in tag["structures"]
@@ -69,14 +69,14 @@ class _Builder:
         raise InvalidParameter(self._field, part["type"], f"a format of type {kinds}")
 
     def _tag(self, tag: dict[str, Any], begin: str, depth: int) -> str:
-        """begin: what is left of the tag's beginning."""
+        """Return the rule for a tag. begin: the part of its beginning that is still to come."""
         ends = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
         if tag["content"]["type"] == "any_text" and all(ends):
             return f"{json.dumps(begin)} {self.lark.until(*ends)}"
         return f"{json.dumps(begin)} {self.rule(tag['content'], depth + 1)} ({' | '.join(map(json.dumps, ends))})"
 
     def _triggered(self, part: dict[str, Any], depth: int) -> str:
-        """Free text, in which each trigger has to begin one of the tags."""
+        """Return the rule for free text in which each trigger must begin one of the tags."""
         found = []
         if not part["triggers"] or not all(part["triggers"]):
             raise InvalidParameter(self._field, part["triggers"], "a list of at least one trigger, none of them empty")

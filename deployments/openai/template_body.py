@@ -1,4 +1,4 @@
-"""Fields that say how the chat template renders a conversation, and the body of /tokenize, which has them too."""
+"""Fields that control how the chat template renders a conversation, and the body of /tokenize, which shares them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.errors import InvalidParameter, RequestError
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
-# Variables that a chat template gets from elsewhere; `chat_template` itself would be code from outside.
+# Variables that requests cannot set, since the server sets them; `chat_template` itself would be foreign code.
 TEMPLATE_RESERVED = {
     "self",
     "messages",
@@ -28,7 +28,7 @@ TEMPLATE_RESERVED = {
 
 
 class TemplateBody(RequestBody):
-    """Fields that say how the chat template renders a conversation."""
+    """Fields that control how the chat template renders a conversation."""
 
     foreign_fields = FOREIGN_FIELDS
 
@@ -42,7 +42,7 @@ class TemplateBody(RequestBody):
         return self.chat_template_kwargs
 
     def check_template(self) -> None:
-        """Raises InvalidParameter."""
+        """Raise InvalidParameter for contradictory or reserved variables."""
         if self.continue_final_message and self.add_generation_prompt:
             limit = "false when continue_final_message is true"
             raise InvalidParameter("add_generation_prompt", self.add_generation_prompt, limit)
@@ -61,10 +61,10 @@ class TokenizeBody(TemplateBody):
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
     """Tools that the model may call in the conversation."""
     add_special_tokens: bool | None = None
-    """None means yes for a prompt, as in a completion, and no for messages, whose template brings the tokens."""
+    """None means true for a prompt, as in a completion, and false for messages, whose template adds the tokens."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     return_token_strs: bool = False
-    """Adds each token as it is spelt in the vocabulary to the response."""
+    """Whether to add each token, in the vocabulary's spelling, to the response."""
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):

@@ -1,1 +1,1 @@
-"""OpenAI's Files and Batch API: requests from a file, answered when engines have time for them."""
+"""OpenAI's Files and Batch API: requests from a file, answered when the engines have time."""

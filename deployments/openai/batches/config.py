@@ -8,6 +8,6 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
     folder: str | None = None
-    """Where contents of files and batches are kept; all ingresses share it. None: there are none."""
+    """Folder for the contents of files and batches, shared by all ingresses; None turns both APIs off."""
     max_in_flight: int = 16
-    """Requests of one batch that run at a time while no request has to wait."""
+    """Requests of one batch that run at a time while no other request has to wait."""

@@ -1,4 +1,4 @@
-"""Errors of files and batches, in addition to those of engine/errors.py."""
+"""Errors of files and batches, besides those of engine/errors.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from engine.errors import RequestError, ServingError
 
 
 class ObjectNotFound(RequestError):
-    """No file or batch has this id; it may have expired, or belong to another API key."""
+    """No file or batch has this id. It may have expired, or belong to another API key."""
 
     status, type = 404, "not_found_error"
 
@@ -16,7 +16,7 @@ class ObjectNotFound(RequestError):
 
 
 class NotConfigured(RequestError):
-    """The configuration turns off what is asked for."""
+    """The configuration turns off the requested feature."""
 
     status, type = 404, "not_found_error"
 
@@ -26,13 +26,13 @@ class NotConfigured(RequestError):
 
 
 class Conflict(RequestError):
-    """The state of an object does not allow what is asked."""
+    """The state of an object does not allow the request."""
 
     status = 409
 
 
 class ForbiddenOrigin(RequestError):
-    """A web page of another origin sends a form, which browsers let it do without asking first."""
+    """A web page of another origin sends a form, which browsers allow without asking the server first."""
 
     status, type = 403, "permission_error"
 
@@ -42,7 +42,7 @@ class ForbiddenOrigin(RequestError):
 
 
 class StorageError(ServingError):
-    """A file cannot be stored or read here. The server's log has its path."""
+    """A file cannot be stored or read. The server's log names its path."""
 
     status, type = 507, "service_unavailable_error"
 

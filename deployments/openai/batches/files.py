@@ -1,4 +1,4 @@
-"""Files that clients have uploaded, and those that batches have written."""
+"""Files uploaded by clients, and files written by batches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from deployments.storage.key_value import KeyValueStore
 PREFIX = "file-"
 DAY_S = 24 * 3600
 MAX_AGE_S = 30 * DAY_S
-LEFT_S = 3600  # after which content that no File tells of is removed
-MIN_FREE_BYTES = 2**30  # that uploads and batches leave on the disk
+LEFT_S = 3600  # after which content without a File is removed
+MIN_FREE_BYTES = 2**30  # of disk space that uploads and batches leave free
 COPY_BYTES = 2**20
 Purpose = Literal["batch", "batch_output"]
 
@@ -37,7 +37,8 @@ class File(msgspec.Struct, kw_only=True):
 
 
 class Files:
-    """A folder with the contents, as `ID.data`, and a store with the Files, which is written last and removed first.
+    """Contents in a folder, as `ID.data`, and Files in a store. A File is written after its content and removed before
+    it.
 
     Methods raise OSError and StoreUnavailable.
     """
@@ -57,13 +58,13 @@ class Files:
             raise
 
     async def adopt(self, content: Path, file_id: str, owner: str | None, filename: str, expires_after_s: int) -> None:
-        """Make a file of what a batch has written and synced. It may be done again if it did not come to its end."""
+        """Turn content that a batch has written and synced into a file. If interrupted, this may be repeated."""
         with suppress(FileExistsError):
             os.link(content, self._path(file_id))
         await self._add(file_id, owner, filename, "batch_output", expires_after_s)
 
     async def get(self, file_id: str, owner: str | None) -> File:
-        """Raises ObjectNotFound, also for a file that has expired."""
+        """Return a file. Raises ObjectNotFound if it does not exist or has expired."""
         return (await self._records.get(file_id, owner)).object
 
     async def page(
@@ -74,19 +75,18 @@ class Files:
         return await self._records.page(owner, limit, after, newest_first=newest_first, wanted=wanted)
 
     async def content(self, file_id: str, owner: str | None) -> tuple[File, Path]:
-        """Return a file and where its content is. Raises ObjectNotFound."""
+        """Return a file and the path of its content. Raises ObjectNotFound."""
         file, path = await self.get(file_id, owner), self._path(file_id)
-        await in_thread(path.stat)  # it is in another folder if the ingresses do not share one
+        await in_thread(path.stat)  # raises if ingresses do not share the folder, and it is in another one
         return file, path
 
     async def delete(self, file_id: str, owner: str | None) -> None:
-        """Raises ObjectNotFound."""
+        """Delete a file. Raises ObjectNotFound."""
         await self._records.remove(await self._records.get(file_id, owner))
         self._path(file_id).unlink(missing_ok=True)
 
     async def remove_expired(self) -> None:
-        """Remove the contents of files that have expired, and what uploads and deletions have left that did not come to
-        their end."""
+        """Remove the contents of expired files, and leftovers of interrupted uploads and deletions."""
         for path in await in_thread(list, self._folder.glob(f"{PREFIX}*.data")):
             if age_s(path.stem, PREFIX) > LEFT_S and await self._records.find(path.stem) is None:
                 path.unlink(missing_ok=True)
@@ -122,13 +122,13 @@ class Files:
 
 
 def check_space(folder: Path, size: int = 0) -> None:
-    """Raise OSError if the disk has no room for this many bytes and a reserve."""
+    """Raise OSError if the disk has no space for this many bytes and MIN_FREE_BYTES."""
     if shutil.disk_usage(folder).free < size + MIN_FREE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def sync_folder(folder: Path) -> None:
-    """Make sure that new names in a folder outlive a power cut."""
+    """Make new names in a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

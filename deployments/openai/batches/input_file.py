@@ -1,4 +1,4 @@
-"""The requests of a batch: one JSON object per line."""
+"""Requests of a batch: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from deployments.openai.batches.threads import in_thread
 from engine.errors import RequestError
 
 MAX_LINES = 50_000  # OpenAI's limit
-MAX_ERRORS = 1_000  # that are reported
+MAX_ERRORS = 1_000  # errors reported per file
 MAX_CUSTOM_ID = 512
-MAX_ENVELOPE_BYTES = 8192  # of a line besides its body: MAX_CUSTOM_ID escaped characters, and the names
-PIECE_BYTES = 2**20  # of lines that one call of a thread reads
-SMALL_BYTES = 2**16  # of a line that is decoded at once
+MAX_ENVELOPE_BYTES = 8192  # of a line besides its body: MAX_CUSTOM_ID escaped characters, and field names
+PIECE_BYTES = 2**20  # of lines read by one call in a thread
+SMALL_BYTES = 2**16  # size up to which a line is decoded without checking it first
 NumberedLine = tuple[int, bytes | None]
-"""A line with its number, from 1; None for one that is too long."""
+"""A line number, from 1, and the line; None for a line that is too long."""
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class InputUnreadable(OSError):
-    """The file cannot be read any more."""
+    """The file can no longer be read."""
 
 
 class _Line(msgspec.Struct):
@@ -52,14 +52,14 @@ class BatchRequest:
 
 
 class InputFile:
-    """An upload. A line is read up to a limit, so that a thread never holds more than one of that size."""
+    """An uploaded batch input. Lines are read up to a limit, so that a thread holds at most one line of that size."""
 
     def __init__(self, path: Path, max_body_bytes: int):
-        """max_body_bytes: limit on the body of a request."""
+        """max_body_bytes: limit on a request's body."""
         self._path, self.max_line_bytes = path, max_body_bytes + MAX_ENVELOPE_BYTES
 
     def requests(self) -> Iterator[BatchRequest]:
-        """Yield the requests of a file that was checked. Raises InputUnreadable."""
+        """Yield the requests of a checked file. Raises InputUnreadable."""
         for number, text in self._lines():
             if text is None:
                 raise InputUnreadable(errno.EFBIG, f"line {number} is longer than {self.max_line_bytes} bytes")
@@ -67,7 +67,7 @@ class InputFile:
             yield BatchRequest(number, msgspec.json.decode(line.custom_id, type=str), bytes(line.body))
 
     async def model(self) -> str | None:
-        """Return the model that the first line names; None if it names none, or is wrong. Raises InputUnreadable."""
+        """Return the model named in the first line; None if it names none or is invalid. Raises InputUnreadable."""
         first = await in_thread(next, self._lines(), None)
         if first is None or first[1] is None:
             return None
@@ -79,9 +79,10 @@ class InputFile:
             return None
 
     async def check(self, endpoint: str, models: Container[str]) -> tuple[int, list[BatchError]]:
-        """Return the number of requests, and what is wrong with their lines. Raises InputUnreadable.
+        """Return the number of requests, and the errors of their lines. Raises InputUnreadable.
 
-        What only the route can say of a body becomes the answer to that line. models: that are served here.
+        Errors in a body that only the route can detect become the answer to that line. models: names of the models
+        served here.
         """
         check = _LineCheck(endpoint, models, await self.model(), self.max_line_bytes)
         lines, count = self._lines(), 0
@@ -119,7 +120,7 @@ class InputFile:
 
 @dataclass(slots=True)
 class _LineCheck:
-    """What a line of a batch has to be."""
+    """Checks the lines of a batch."""
 
     endpoint: str
     models: Container[str]
@@ -127,10 +128,10 @@ class _LineCheck:
     """The model of the batch."""
     max_line_bytes: int
     seen: set[str] = field(default_factory=set)
-    """The custom_ids before."""
+    """Each custom_id so far."""
 
     def errors(self, lines: list[NumberedLine], too_large: Container[int]) -> list[BatchError]:
-        """Return what is wrong with some lines. too_large: the numbers of those with too many values."""
+        """Return the errors in some lines. too_large: numbers of the lines with too many values."""
         found = []
         for number, text in lines:
             if text is None:
@@ -187,7 +188,7 @@ class _LineCheck:
 
 
 async def _is_too_large(text: bytes | None) -> bool:
-    """Return whether a line has more values than a body may have: they are counted before any is decoded."""
+    """Return whether a line has more values than a body may have. They are counted before any is decoded."""
     if text is None or len(text) <= SMALL_BYTES:
         return False
     try:
@@ -198,7 +199,7 @@ async def _is_too_large(text: bytes | None) -> bool:
 
 
 def _piece(lines: Iterator[NumberedLine]) -> list[NumberedLine]:
-    """Return the next lines, of about PIECE_BYTES."""
+    """Return the next lines, about PIECE_BYTES in all."""
     found, size = [], 0
     for number, text in lines:
         found.append((number, text))
@@ -213,7 +214,7 @@ def _is_given(value: msgspec.Raw) -> bool:
 
 
 def _text(value: msgspec.Raw) -> str | None:
-    """Return the text that a field has; None for a value of another kind."""
+    """Return the text of a field; None if its value is not text."""
     try:
         return msgspec.json.decode(value, type=str)
     except NOT_JSON:

@@ -1,4 +1,4 @@
-"""Bodies of requests and responses of the Files and Batch API, with OpenAI's field names."""
+"""Request and response bodies of the Files and Batch API, with OpenAI's field names."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class ExpiresAfter(BaseModel):
 
 
 class UploadForm(BaseModel):
-    """POST /v1/files, as multipart/form-data; `expires_after` comes as two fields, for instance
-    `expires_after[seconds]`."""
+    """POST /v1/files, as multipart/form-data. `expires_after` comes as two fields, such as `expires_after[seconds]`."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -56,7 +55,7 @@ class DeletedFile(msgspec.Struct):
 
 
 class Page(msgspec.Struct, Generic[T]):
-    """Objects in the order of a list, and whether there are more after them."""
+    """Objects of one page of a list, and whether there are more."""
 
     data: list[T]
     has_more: bool
@@ -79,7 +78,7 @@ class BatchBody(RequestBody):
     input_file_id: str = Field(max_length=100)
     endpoint: Endpoint
     completion_window: str = Field(pattern=r"^[1-9][0-9]{0,2}h$")
-    """`24h`, as OpenAI's, or any other number of hours. What is not answered by then has the error `batch_expired`."""
+    """`24h`, as in OpenAI's API, or any number of hours. Requests unanswered by then get the error `batch_expired`."""
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
         default=None, max_length=16
     )

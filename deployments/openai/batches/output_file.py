@@ -1,4 +1,4 @@
-"""Answers of a batch: one JSON object per line, appended as they come."""
+"""Answers of a batch: one JSON object per line, appended as they arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from deployments.openai.batches.input_file import BatchRequest
 
-OUTPUT, ERRORS = "output-{}.jsonl", "errors-{}.jsonl"  # with the name of an attempt
+OUTPUT, ERRORS = "output-{}.jsonl", "errors-{}.jsonl"  # file names, filled with the name of an attempt
 
 
 class LineResponse(msgspec.Struct):
@@ -25,7 +25,7 @@ class LineError(msgspec.Struct):
 
 
 class OutputLine(msgspec.Struct):
-    """OpenAI's line of an output or error file."""
+    """A line of an output or error file, as in OpenAI's API."""
 
     id: str
     custom_id: str
@@ -38,10 +38,11 @@ class _Answered(msgspec.Struct):
 
 
 class OutputFile:
-    """A file that lines are appended to, by one process at a time.
+    """A file to which one process at a time appends lines.
 
-    It begins with the whole lines of its predecessor, whose process may still live and append to that one. Nothing is
-    synced until the batch ends, since the page cache outlives a process: what a power cut takes is answered again.
+    It begins with the complete lines of its predecessor, whose process may still live and append to that file. Nothing
+    is synced until the batch ends, because the page cache outlives a process; answers lost in a power cut are computed
+    again.
     """
 
     def __init__(self, path: Path, predecessor: Path):
@@ -54,11 +55,11 @@ class OutputFile:
             raise
 
     def append(self, line: OutputLine) -> None:
-        """Raises OSError; the file has then to be opened again."""
+        """Append a line. Raises OSError; the file must then be reopened."""
         self._write(msgspec.json.encode(line) + b"\n", line.custom_id)
 
     def sync(self) -> None:
-        """Let all lines outlive a power cut too."""
+        """Make all lines survive a power cut."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -83,7 +84,7 @@ class OutputFile:
 
 
 class Answers:
-    """The files of an attempt at a batch: answers with status 200 are in one, all others in the other."""
+    """Files of one attempt at a batch: answers with status 200 are in one, all others in the other."""
 
     def __init__(self, work: Path, attempt: str, predecessor: str):
         self.output = OutputFile(work / OUTPUT.format(attempt), work / OUTPUT.format(predecessor))

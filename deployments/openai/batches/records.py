@@ -1,4 +1,4 @@
-"""Objects of the API, in the store that all ingresses share."""
+"""Objects of the API, in a store shared by all ingresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from deployments.openai.batches.errors import ObjectNotFound
 from deployments.storage.key_value import KeyValueStore, sealed
 
-DIGITS = 16  # of an id: when it was made; as many random ones follow
+DIGITS = 16  # of an id for its time of creation; as many random digits follow
 NAMES_TTL_S = 120 * 24 * 3600.0  # after the last change of a list; no object lives longer
 
 
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=HasId)
 
 
 class Record(msgspec.Struct, Generic[T]):
-    """An object, and whose it is."""
+    """An object with its owner."""
 
     owner: str | None
     """Name of the API key; None on a server without keys."""
@@ -39,7 +39,7 @@ R = TypeVar("R", bound=Record[Any])
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that cannot be guessed. Ids sort by the time when they were made."""
+    """Return an id that cannot be guessed. Ids sort by time of creation."""
     return f"{prefix}{time.time_ns():0{DIGITS}x}{secrets.token_hex(DIGITS // 2)}"
 
 
@@ -48,18 +48,18 @@ def age_s(object_id: str, prefix: str) -> float:
 
 
 def object_key(object_id: str) -> str:
-    """Return the key of an object in the store."""
+    """Return the store key of an object."""
     return f"manta:object:{object_id}"
 
 
 class Names:
-    """A list of ids that any number of ingresses change. Methods raise StoreUnavailable."""
+    """A list of ids that any ingress may change. Methods raise StoreUnavailable."""
 
     def __init__(self, store: KeyValueStore, name: str):
         self._store, self._key = store, f"manta:names:{name}"
 
     async def all(self) -> list[str]:
-        """Return the ids, the oldest first."""
+        """Return the ids, oldest first."""
         return (await self._store.get(self._key) or b"").decode().split()
 
     async def add(self, object_id: str) -> None:
@@ -80,19 +80,19 @@ class Names:
 
 
 class Records(Generic[R]):
-    """All objects of one kind: a value for each, and a list of ids for each owner. Methods raise StoreUnavailable."""
+    """All objects of one kind: a value per object, and a list of ids per owner. Methods raise StoreUnavailable."""
 
     def __init__(self, store: KeyValueStore, prefix: str, kind: type[R]):
         self._store, self._prefix, self._decoder = store, prefix, msgspec.json.Decoder(kind)
         self._id = re.compile(rf"{prefix}[0-9a-f]{{{2 * DIGITS}}}")
 
     async def add(self, record: R, ttl_s: float) -> None:
-        """Store an object, unless it is stored."""
+        """Store an object, unless it is already stored."""
         await self._store.add(object_key(record.object.id), record.encode(), ttl_s)
         await self._names(record.owner).add(record.object.id)
 
     async def find(self, object_id: str) -> R | None:
-        """Raises StoredValueCorrupt."""
+        """Return the object with this id, or None. Raises StoredValueCorrupt."""
         if self._id.fullmatch(object_id) is None:
             return None
         value = await self._store.get(key := object_key(object_id))

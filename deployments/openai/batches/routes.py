@@ -1,4 +1,4 @@
-"""The routes of files and batches."""
+"""Routes of files and batches."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ logger = logging.getLogger(__name__)
 
 FORM = "multipart/form-data"
 MAX_FORM_FIELDS = 8
-DATABASE = "batches.db"  # in the folder, where ingresses have no other store
+DATABASE = "batches.db"  # in the folder, if ingresses have no other shared store
 
 
 class BatchRoutes:
-    """Each API key sees its own files and batches only; without keys all clients see them."""
+    """Routes of files and batches. Each API key sees only its own; without keys, all clients see all."""
 
     def __init__(
         self, app: FastAPI, models: ServedModels, config: BatchConfig, auth: AuthConfig, values: KeyValueStore | None
     ):
-        """values: the store that all ingresses share; None if only the folder is. Raises ConfigError for a folder that
-        cannot be written."""
+        """values: store shared by all ingresses; None if they share only the folder. Raises ConfigError if the folder
+        is not writable."""
         self._app, self._models, self._config, self._auth = app, models, config, auth
         if config.folder is None:
             return
@@ -100,7 +100,7 @@ class BatchRoutes:
         content_type = request.headers.get("content-type")
         if not (content_type or "").lower().startswith(FORM):
             raise UnsupportedMediaType(content_type, FORM)
-        with storage():  # also of the temporary file that a form is kept in
+        with storage():  # covers the form's temporary file too
             async with request.form(max_files=1, max_fields=MAX_FORM_FIELDS) as fields:
                 form = validated(UploadForm, nested(fields))
                 if not isinstance(form.file, UploadFile):
@@ -161,14 +161,15 @@ class BatchRoutes:
 
 
 def check_origin(request: Request, allowed: tuple[str, ...]) -> None:
-    """Raise ForbiddenOrigin for a web page's form: unlike JSON, browsers send it to any server without asking first."""
+    """Raise ForbiddenOrigin for a form of another origin's web page. Unlike JSON, browsers send forms without asking
+    first."""
     origin = request.headers.get("origin")
     if origin is not None and origin not in allowed and "*" not in allowed:
         raise ForbiddenOrigin(origin)
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a form with those like `a[b]` as an object `a`."""
+    """Return the fields of a form, with fields like `a[b]` collected in an object `a`."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if (match := re.fullmatch(r"(\w+)\[(\w+)\]", name)) is None:
@@ -180,7 +181,7 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def storage() -> Iterator[None]:
-    """Raise StorageError instead of OSError."""
+    """Convert OSError to StorageError."""
     try:
         yield
     except OSError as error:

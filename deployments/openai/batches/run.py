@@ -1,4 +1,4 @@
-"""One batch, from its input file to its output files."""
+"""Runs one batch, from its input file to its output files."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from deployments.openai.batches.store import PREFIX as BATCH_PREFIX
 from deployments.openai.batches.threads import in_thread
 from deployments.storage.key_value import StoreUnavailable
 
-POLL_S = 0.5  # between two notes of how far it is, and looks at whether the batch is to end
-MAX_CRASHES = 2  # of servers, while they worked on the same line
-MAX_IN_FLIGHT_BYTES = 32 * 2**20  # of the bodies of one batch; a single one may have more
+POLL_S = 0.5  # between saves of the batch's progress, and checks whether it should end
+MAX_CRASHES = 2  # of servers while working on the same line
+MAX_IN_FLIGHT_BYTES = 32 * 2**20  # of bodies per batch; a single body may exceed it
 CRASHED = "The server has ended twice while it worked on line {line} of this batch, or on another one."
 UNANSWERED = {
     "batch_cancelled": "This request was not executed, because the batch was cancelled.",
@@ -42,26 +42,25 @@ Send = Callable[[Record[Batch], BatchRequest], Awaitable[InProcessResponse]]
 
 @dataclass(slots=True)
 class BatchRun:
-    """Works on a batch that is claimed, and continues where another ingress stopped.
+    """Works on a claimed batch, and continues where another ingress stopped.
 
-    Each answer is appended to the output file, or to the error file, and these files are the only
-    record of which requests are answered. A batch that is seen as `finalizing` or `cancelling` has an answer to every
-    request.
+    Each answer is appended to the output or the error file. These files are the only record of which requests are
+    answered. A batch whose status is `finalizing` or `cancelling` gets an answer to every request.
     """
 
     store: BatchStore
     claim: Claim
     models: Container[str]
-    """That are served here."""
+    """Names of the models served here."""
     max_body_bytes: int
     send: Send
     max_in_flight: Callable[[Batch], int]
-    """Requests of the batch that may be in the engines now."""
+    """Returns how many requests of the batch may be in the engines now."""
     _polled_at: float = 0.0
 
     async def run(self) -> None:
-        """Raises OSError for a disk that is full or fails, StoreUnavailable, and LeaseLost once another ingress has
-        taken the batch over. The batch can be resumed later, also after a cancellation of this task."""
+        """Run the batch. It can be resumed later if this fails or is cancelled. Raises OSError if the disk is full or
+        fails, StoreUnavailable, and LeaseLost if another ingress has taken the batch over."""
         try:
             await self._run(self.claim.record.object)
         except (Exception, asyncio.CancelledError):
@@ -87,7 +86,7 @@ class BatchRun:
         await self.store.finish(batch.id)
 
     def _open(self, work: Path) -> Answers:
-        """Begin an attempt, which counts once the record is saved."""
+        """Open the files of a new attempt. It counts once the record is saved."""
         attempt = secrets.token_hex(8)
         answers = Answers(work, attempt, self.claim.record.attempt)
         self.claim.record.attempt = attempt
@@ -107,8 +106,8 @@ class BatchRun:
         await self._save()
 
     async def _begin(self, line: int) -> int:
-        """Note that the batch is worked on, and return how many ingresses have died meanwhile while this was the first
-        line without an answer."""
+        """Record that work on the batch begins. Returns how many ingresses have died while this was its first
+        unanswered line."""
         record = self.claim.record
         record.crashes = int(record.working) + (record.crashes if record.working and record.line == line else 0)
         record.line, record.working = line, True
@@ -116,7 +115,7 @@ class BatchRun:
         return record.crashes
 
     async def _save(self, answers: Answers | None = None) -> None:
-        """Store the record, as soon as the store can be used. Raises LeaseLost."""
+        """Save the record, retrying until the store is available. Raises LeaseLost."""
         if answers is not None:
             counts = self.claim.record.object.request_counts
             counts.completed, counts.failed = len(answers.output.custom_ids), len(answers.errors.custom_ids)
@@ -144,8 +143,8 @@ class BatchRun:
         await self._finish(batch, reason, answers)
 
     async def _send_all(self, batch: Batch, left: Iterator[BatchRequest], answers: Answers) -> str | None:
-        """Return why the batch ends before all requests have an answer; None if they have. Raises OSError if the disk
-        is about to be full."""
+        """Send all remaining requests. Returns why the batch ends early, or None once all have an answer. Raises
+        OSError if the disk is almost full."""
         in_flight: dict[asyncio.Future[InProcessResponse], BatchRequest] = {}
         done: set[asyncio.Future[InProcessResponse]] = set()
         try:
@@ -165,7 +164,7 @@ class BatchRun:
             await asyncio.gather(*in_flight, return_exceptions=True)
 
     def _take(self, left: Iterator[BatchRequest], in_flight: list[BatchRequest]) -> list[BatchRequest]:
-        """Return the requests to be sent now."""
+        """Return the requests to send now."""
         batch = self.claim.record.object
         count, size = self.max_in_flight(batch) - len(in_flight), sum(len(r.body) for r in in_flight)
         taken: list[BatchRequest] = []
@@ -175,7 +174,7 @@ class BatchRun:
         return taken
 
     def _write(self, batch: Batch, new: list[tuple[BatchRequest, InProcessResponse]], answers: Answers) -> None:
-        """Append answers. Raises OSError if the disk is about to be full."""
+        """Append answers. Raises OSError if the disk is almost full."""
         for request, response in new:
             line = OutputLine(line_id(batch, request), request.custom_id, None, None)
             if response.status == HTTPStatus.REQUEST_TIMEOUT:
@@ -186,7 +185,7 @@ class BatchRun:
         check_space(self.store.work(batch.id))
 
     async def _poll(self, batch: Batch, answers: Answers) -> str | None:
-        """Note now and then how far the batch is, and return the reason if it is to end now."""
+        """Save the progress every POLL_S. Returns the reason if the batch has to end now."""
         if time.monotonic() > self._polled_at + POLL_S:
             await self._save(answers)
             self._polled_at = time.monotonic()
@@ -209,7 +208,7 @@ class BatchRun:
         await self._save(answers)
 
     async def _publish(self, batch: Batch, work: Path) -> None:
-        """Make files of the answers. It may be done again where it did not come to its end."""
+        """Turn the answers into files. If interrupted, this may be repeated."""
         adopt, owner, attempt = self.store.files.adopt, self.claim.record.owner, self.claim.record.attempt
         seconds = int(batch.output_expires_after["seconds"])
         if batch.output_file_id is not None:
@@ -229,12 +228,12 @@ class BatchRun:
 
 
 def line_id(batch: Batch, request: BatchRequest) -> str:
-    """Return the id of a request, the same whenever it is sent."""
+    """Return the id of a request, the same each time it is sent."""
     return f"batch_req_{batch.id.removeprefix(BATCH_PREFIX)}_{request.number}"
 
 
 def _write_rest(batch: Batch, reason: str | None, file: InputFile, answers: Answers) -> None:
-    """Give every request an answer. reason: the error of those that have none."""
+    """Give every remaining request an answer. reason: error of the unanswered ones."""
     if reason is not None:
         error = LineError(reason, UNANSWERED[reason])
         for request in file.requests():

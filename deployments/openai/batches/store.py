@@ -1,4 +1,4 @@
-"""Batches, and what is kept of them while they are worked on."""
+"""Batches, and their files while they run."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 
 PREFIX = "batch_"
 TTL_S = 2.0 * MAX_AGE_S  # of a batch, after its last change
-INPUT = "input.jsonl"  # the upload, under a second name: it may be deleted meanwhile
+INPUT = "input.jsonl"  # second name of the uploaded file, which may be deleted meanwhile
 
 
 class BatchRecord(Record[Batch]):
-    """A batch, where its answers are, and whether it ends the ingresses that work on it."""
+    """A batch, the name of its current attempt, and the crashes of ingresses that worked on it."""
 
     attempt: str = ""
-    """Name of the attempt whose answers count: an ingress that was taken for dead may still write others."""
+    """Name of the attempt whose answers count: an ingress wrongly thought dead may still write to another."""
     working: bool = False
-    """An ingress works on it, or did until it died."""
+    """Whether an ingress works on it, or did so until it died."""
     line: int = -1
-    """Where the batch was when the work began."""
+    """First unanswered line when the work began."""
     crashes: int = 0
-    """Ingresses that have died while it was there."""
+    """Number of ingresses that have died at that line."""
 
 
 class BatchStore:
-    """Batches of all ingresses: what they are in a store, and the lines of each in a folder, until it has ended.
+    """Batches of all ingresses: their records in a store, and the lines of each in a folder until it has ended.
 
     Methods raise OSError and StoreUnavailable.
     """
@@ -49,9 +49,9 @@ class BatchStore:
         self._work = folder / "work"
 
     async def create(self, body: BatchBody, owner: str | None, model: str | None) -> Batch:
-        """Raises ObjectNotFound if there is no such input file.
+        """Create a batch. Raises ObjectNotFound if its input file does not exist.
 
-        model: for which the batch waits, if some server is known to have it; None lets any server say what is wrong.
+        model: model that an ingress must serve to run the batch; None lets any ingress run it and report what is wrong.
         """
         _, content = await self.files.content(body.input_file_id, owner)
         now = int(time.time())
@@ -72,21 +72,21 @@ class BatchStore:
         return batch
 
     async def add(self, record: BatchRecord) -> None:
-        """Store a batch that has not ended, unless it is stored."""
+        """Store a batch that has not ended, unless it is already stored."""
         await self.records.add(record, TTL_S)
         await self.unfinished.add(record.object.id)
 
     async def get(self, batch_id: str, owner: str | None) -> Batch:
-        """Raises ObjectNotFound."""
+        """Return a batch. Raises ObjectNotFound."""
         return await self._with_cancel((await self.records.get(batch_id, owner)).object)
 
     async def page(self, owner: str | None, limit: int, after: str | None) -> tuple[list[Batch], bool]:
-        """Return up to `limit` batches that follow `after`, the newest first, and whether there are more."""
+        """Return up to `limit` batches that follow `after`, newest first, and whether there are more."""
         found, has_more = await self.records.page(owner, limit, after)
         return [await self._with_cancel(batch) for batch in found], has_more
 
     async def cancel(self, batch_id: str, owner: str | None) -> Batch:
-        """Raises ObjectNotFound, or Conflict for a batch that has ended."""
+        """Request the cancellation of a batch. Raises ObjectNotFound, or Conflict if the batch has ended."""
         if (await self.get(batch_id, owner)).status not in (*ENDED, "finalizing"):
             await self.values.add(_cancel_key(batch_id), str(int(time.time())).encode(), TTL_S)
         batch = await self.get(batch_id, owner)
@@ -98,29 +98,29 @@ class BatchStore:
         return self._work / batch_id
 
     async def claim(self, batch_id: str) -> Claim | None:
-        """Return a batch that no other ingress may work on meanwhile; None if one does, or if it has ended."""
+        """Return exclusive access to a batch; None if another ingress has it, or if the batch has ended."""
         claim = Claim(self, batch_id)
         return claim if await claim.take() else None
 
     async def finish(self, batch_id: str) -> None:
-        """Remove what is not needed of a batch that has ended. The claim is held."""
+        """Remove the working files of an ended batch. The claim must be held."""
         await in_thread(shutil.rmtree, self.work(batch_id), ignore_errors=True)
         await self.unfinished.remove(batch_id)
 
     async def remove_expired(self) -> None:
-        """Remove files that have expired, and what was left of batches that are not stored."""
+        """Remove expired files, and leftovers of batches that are not stored any more."""
         await self.files.remove_expired()
         for batch_id in os.listdir(self._work) if self._work.exists() else ():
             if age_s(batch_id, PREFIX) > DAY_S and await self.records.find(batch_id) is None:
                 await in_thread(shutil.rmtree, self.work(batch_id), ignore_errors=True)
 
     async def cancelled_at(self, batch_id: str) -> int | None:
-        """Return when a client asked to cancel the batch."""
+        """Return when a client asked to cancel the batch, in seconds since 1970; None if none did."""
         value = await self.values.get(_cancel_key(batch_id))
         return None if value is None else int(value)
 
     async def _with_cancel(self, batch: Batch) -> Batch:
-        """Return the batch as it is with a request to cancel it that has not been handled yet."""
+        """Return the batch with a pending request to cancel it reflected in its status."""
         if batch.status in ("validating", "in_progress"):
             batch.cancelling_at = await self.cancelled_at(batch.id)
             batch.status = batch.status if batch.cancelling_at is None else "cancelling"
@@ -128,7 +128,7 @@ class BatchStore:
 
 
 class Claim:
-    """A batch that this ingress works on, by the lease of a job, until another one has taken it over."""
+    """Exclusive access of this ingress to a batch, by a lease, until another ingress takes it over."""
 
     record: BatchRecord
 
@@ -137,7 +137,7 @@ class Claim:
         self._store, self._batch_id, self._stored = store, batch_id, b""
 
     async def take(self) -> bool:
-        """Return whether the batch is this holder's now, unless it has ended or is no longer stored."""
+        """Claim the batch. Returns False if another ingress has it, it has ended, or it is not stored any more."""
         await self._store.values.settled()
         if not await self._lease.take():
             return False
@@ -150,11 +150,11 @@ class Claim:
         return False
 
     async def save(self) -> None:
-        """Store the record. Raises LeaseLost, and does nothing, if another ingress has changed it."""
+        """Store the record. Raises LeaseLost, without storing, if another ingress has changed it."""
         values, key, value = self._store.values, object_key(self._batch_id), self.record.encode()
         saved = await self._lease.renew() and (
             await values.replace(key, self._stored, value, TTL_S)
-            or await values.get(key) == value  # it was stored before, and the store did not say so
+            or await values.get(key) == value  # an earlier attempt stored it, but its confirmation was lost
         )
         if not saved:
             raise LeaseLost
@@ -162,7 +162,8 @@ class Claim:
 
     @asynccontextmanager
     async def held(self) -> AsyncGenerator[None]:
-        """Keep the lease meanwhile, and then give it back; the present task is cancelled once another holder has it."""
+        """Keep the lease inside the block, then release it. Cancels the current task once another holder has the
+        lease."""
         try:
             async with self._lease.kept():
                 yield
@@ -173,7 +174,7 @@ class Claim:
 
     async def _restore(self) -> None:
         await self._store.values.add(object_key(self._batch_id), self._stored, TTL_S)
-        await self._store.add(self.record)  # the lists that it is in
+        await self._store.add(self.record)  # restores its entries in lists too
 
 
 def _link_input(content: Path, work: Path) -> None:

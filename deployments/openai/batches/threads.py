@@ -1,4 +1,4 @@
-"""Work with files, away from the event loop."""
+"""Runs file operations outside the event loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ R = TypeVar("R")
 
 
 async def in_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return what `work` returns. If the task is cancelled meanwhile, the work is waited for first, so that the
-    next holder of the claim on a batch does not meet it."""
+    """Return the result of `work`, run in a thread. If the task is cancelled, wait for the work first, so that it does
+    not interfere with the batch's next holder."""
     call = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
     try:
         return await asyncio.shield(call)

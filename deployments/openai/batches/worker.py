@@ -1,4 +1,4 @@
-"""Works on the batches of all owners, in an ingress."""
+"""Runs the batches of all owners in an ingress."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from deployments.openai.served_models import ServedModels
 
 logger = logging.getLogger(__name__)
 
-MAX_RUNNING = 4  # batches of one owner that an ingress works on at a time
-POLL_S = 2.0  # between two looks for a batch whose ingress has died
-PAUSE_S = 10.0  # after a failure of the disk
+MAX_RUNNING = 4  # batches of one owner that an ingress runs at a time
+POLL_S = 2.0  # between checks for batches whose ingress has died
+PAUSE_S = 10.0  # after a disk failure
 CLEAN_UP_S = 600.0
-RETRIED = (429, 503)  # the engines are busy or gone: the request can wait
+RETRIED = (429, 503)  # statuses after which a request waits, because the engines are busy or gone
 
 
 class BatchWorker:
     """Sends the requests of batches to the application's own routes.
 
-    Batches of every owner run at the same time, at most MAX_RUNNING of each; their requests take turns in the queue of
-    their model, where each owner's batches are one client.
+    Up to MAX_RUNNING batches of every owner run at the same time. Their requests take turns in their model's queue,
+    where all batches of one owner count as one client.
     """
 
     def __init__(self, app: ASGIApp, store: BatchStore, models: ServedModels, config: BatchConfig, max_body_bytes: int):
@@ -60,7 +60,7 @@ class BatchWorker:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def wake(self) -> None:
-        """Look for a new batch now."""
+        """Check for new batches now."""
         self._woken.set()
 
     async def _work(self) -> None:
@@ -70,7 +70,7 @@ class BatchWorker:
             try:
                 await self._clean_up()
                 await self._start_batches()
-            except Exception:  # this task has to continue
+            except Exception:  # keep this task running
                 logger.exception("batches cannot be read")
                 pause_s = PAUSE_S
             try:
@@ -80,7 +80,7 @@ class BatchWorker:
                 pass
 
     async def _start_batches(self) -> None:
-        """Start those that no ingress works on, the oldest first, as far as their owners may have more."""
+        """Start batches that no ingress works on, oldest first, as far as their owners' limits allow."""
         for batch_id in await self._store.unfinished.all():
             if batch_id in self._running:
                 continue
@@ -97,7 +97,7 @@ class BatchWorker:
                 logger.info("batch begins batch_id=%s status=%s", batch.id, batch.status)
                 await run.run()
                 logger.info("batch ended batch_id=%s status=%s", batch.id, batch.status)
-        except Exception:  # one batch must not keep the others from running
+        except Exception:  # one batch must not stop the others
             logger.exception("batch pauses batch_id=%s", batch.id)
             await asyncio.sleep(PAUSE_S)
         finally:
@@ -106,8 +106,8 @@ class BatchWorker:
             self.wake()
 
     def _is_ours(self, record: BatchRecord) -> bool:
-        """Return whether this ingress can work on a batch now: its owner may have more, its model is served here, and
-        its folder is here; the last two do not matter once its window is over."""
+        """Return whether this ingress can run a batch now: its owner is below the limit, and its model and folder are
+        here. The last two do not matter once its window is over."""
         batch = record.object
         if self._num_running[record.owner] >= MAX_RUNNING:
             return False
@@ -115,7 +115,7 @@ class BatchWorker:
         return (served and self._store.work(batch.id).exists()) or time.time() >= batch.expires_at
 
     def _max_in_flight(self, batch: Batch) -> int:
-        """Return the configured number, or 1 while requests wait for the batch's model."""
+        """Return the configured number of requests, or 1 while requests wait for the batch's model."""
         model = self._models.get(batch.model or "")
         waiting = any(model.admission.num_waiting for model in ([model] if model else self._models.values()))
         return 1 if waiting else self._config.max_in_flight
@@ -124,7 +124,7 @@ class BatchWorker:
         batch = record.object
         headers = {"x-request-id": line_id(batch, request)}
         state: dict[str, object] = {BACKGROUND_CLIENT: f"batch:{record.owner or ''}", SOURCE: source_of(batch, request)}
-        if record.owner is not None:  # what the request stores is its owner's, and so is what it may read
+        if record.owner is not None:  # the request acts for its owner in what it stores and reads
             state[API_KEY_NAME] = record.owner
         while True:
             response = await post(self._app, batch.endpoint, request.body, headers, dict(state))
@@ -139,6 +139,6 @@ class BatchWorker:
 
 
 def source_of(batch: Batch, request: BatchRequest) -> DerivedSource:
-    """Return where the answer to a line comes from: its key is that of its batch and its number."""
+    """Return the source of a line's answer. Its secret depends only on the batch and the line's number."""
     secret = hashlib.sha256(line_id(batch, request).encode()).hexdigest()[:32]
     return DerivedSource(JobRecord("", batch.endpoint, b"", [], batch.created_at, secret))

@@ -1,1 +1,1 @@
-"""Formats in which models write reasoning and tool calls: read from outputs, enforced by grammars, and detected."""
+"""Formats in which models write reasoning and tool calls: parsing, enforcement by grammars, and detection."""

@@ -1,4 +1,5 @@
-"""The format in which a model writes tool calls and reasoning, from its configuration or its chat template."""
+"""Format in which a model writes tool calls and reasoning, from its configuration or detected from its chat
+template."""
 
 from __future__ import annotations
 
@@ -43,13 +44,13 @@ _CALL = {
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
     tool_call_parser: str
-    """Format of tool calls; `none` if it is not known."""
+    """Name of the format of tool calls; `none` if unknown."""
     reasoning_parser: str
-    """Format of reasoning; `none` if the model does not write it."""
+    """Name of the format of reasoning; `none` if the model writes none."""
     shows_tools: bool
-    """The chat template puts tools into the prompt."""
+    """Whether the chat template puts tools into the prompt."""
     arguments_as_text: bool = False
-    """The chat template expects the arguments of earlier calls as the text of a JSON object."""
+    """Whether the chat template expects arguments of earlier calls as JSON text."""
 
     @classmethod
     def of(
@@ -59,12 +60,12 @@ class ChatFormat:
         reasoning_parser: str = "auto",
     ) -> ChatFormat:
         example, as_text = _render(tokenizer, [_QUESTION, _CALL]), False
-        if not example or str(_ARGUMENTS) in example:  # refused, or written as Python does
+        if not example or str(_ARGUMENTS) in example:  # the template refuses an object, or writes it as Python does
             text = _render(tokenizer, [_QUESTION, _with_text_arguments(_CALL)])
             example, as_text = text or example, text != ""
         template = tokenizer.chat_template or ""
         if tool_call_parser == "auto":
-            # as the template writes a call of an earlier turn, so the model will write its own
+            # the model will write calls as the template writes those of earlier turns
             calls = (found.names[0] for found in FORMATS if re.search(found.example, example))
             tool_call_parser = next(calls, "none")
         if reasoning_parser == "auto":
@@ -77,7 +78,7 @@ class ChatFormat:
 
     @property
     def markers(self) -> list[str]:
-        """Tags that the parsers look for in the text."""
+        """Tags that the parsers look for in the output."""
         markers = [] if self.reasoning_tags is None else self.reasoning_tags.markers
         return markers + ([] if self._calls is None else self._calls.markers)
 
@@ -93,14 +94,14 @@ class ChatFormat:
     def for_template(self, messages: list[Message]) -> list[dict[str, Any]]:
         """Return the messages as the chat template expects them."""
         found = [message.for_template() for message in messages]
-        if self._calls is HARMONY:  # whose template knows the reasoning before a call as this
+        if self._calls is HARMONY:  # its template expects the reasoning before a call under another name
             for message in found:
                 if message.get("tool_calls") and message.get("reasoning") and not message["content"]:
                     message["thinking"] = message["reasoning"]
         return [_with_text_arguments(message) for message in found] if self.arguments_as_text else found
 
     def check(self, body: ChatBody) -> None:
-        """Raise RequestError for tools that this model cannot be given."""
+        """Raise RequestError if the model cannot use the request's tools."""
         if not body.offered_tools:
             return
         if not self.shows_tools:
@@ -113,7 +114,7 @@ class ChatFormat:
             raise RequestError(message, "tool_choice")
 
     def thinking(self, body: ChatBody, prompt: str) -> Thinking:
-        """Return whether the output begins with reasoning. prompt: the body as the chat template rendered it."""
+        """Return whether the output begins with reasoning. prompt: the rendered chat template."""
         tags = self.reasoning_tags
         if tags is None:
             return "never"
@@ -148,7 +149,8 @@ class ChatFormat:
     def structured_outputs(
         self, body: ChatBody, thinking: Thinking, content: StructuredOutputsParams | None, tokens: VisibleMarkers
     ) -> StructuredOutputsParams | None:
-        """Return the structure of the whole output; `content` is that of its content. Raises InvalidParameter."""
+        """Return the structure of the whole output. content: structure of its content alone. Raises
+        InvalidParameter."""
         grammar = ToolGrammar(
             body=body,
             content=content,
@@ -160,8 +162,8 @@ class ChatFormat:
         return grammar.params()
 
     def thinking_budget(self, body: ChatBody, thinking: Thinking, tokens: VisibleMarkers) -> ThinkingBudget | None:
-        """Return the budget for the engine, or None if it cannot be held: the tags are not one token each, or the
-        reasoning may end without one."""
+        """Return the reasoning budget for the engine; None if it cannot be enforced, because a tag is not a single
+        token or the reasoning may end without its closing tag."""
         tags, calls = self.reasoning_tags, self._calls
         if body.thinking_token_budget is None or tags is None:
             return None
@@ -173,9 +175,9 @@ class ChatFormat:
 
 
 class VisibleMarkers:
-    """TokenBytes of a tokenizer, with these markers as text even if the tokenizer calls them special.
+    """TokenBytes of a tokenizer that decodes these markers to text even if they are special tokens.
 
-    ids: token ids of the markers that are one token.
+    ids: token ids of the markers that are single tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, markers: Iterable[str]):
@@ -190,7 +192,7 @@ class VisibleMarkers:
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message for the template with the arguments of its calls as text."""
+    """Return a template message with the arguments of its calls as text."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -205,4 +207,4 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
     try:
         return tokenizer.render_chat_template(messages, [_TOOL], add_generation_prompt=False)
     except RequestError:
-        return ""  # no template, or one that refuses such a conversation
+        return ""  # there is no template, or it refuses such a conversation

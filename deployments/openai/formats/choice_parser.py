@@ -1,4 +1,4 @@
-"""The parser of one choice of a chat response: its text becomes reasoning, content and tool calls."""
+"""Parser of one choice of a chat response, from text to reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from engine.text.text_stream import TextChunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormat:
-    """The format of the output that answers one request."""
+    """Expected format of the output of one request."""
 
     tool_calls: str = "none"
-    """A ToolCallParserName but auto; `json` for an array of calls; `arguments` for those of the only tool."""
+    """A ToolCallParserName except auto; or `json` for an array of calls, `arguments` for those of the only tool."""
     tools: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """JSON schemas of the arguments of the tools that may be called, by name."""
     named: bool = False
-    """The request named the tool that is called."""
+    """Whether the request names the tool to call."""
     parallel: bool = True
-    """Keep all calls, not only the first."""
+    """Whether to keep all calls, not only the first."""
     reasoning: str = "none"
-    """A ReasoningParserName but auto."""
+    """A ReasoningParserName except auto."""
     reasoning_begun: bool = False
-    """The prompt ends inside the reasoning."""
+    """Whether the prompt ends inside the reasoning."""
     include_reasoning: bool = True
-    """Hand out the reasoning."""
+    """Whether to return the reasoning."""
     id_length: int | None = None
-    """Length of the ids of tool calls, if the model's chat template asks for one."""
+    """Length of tool call ids, if the model's chat template requires one."""
 
     def reasoning_parser(self, *, streaming: bool) -> ThinkParser | HarmonyParser | None:
         if self.reasoning == "none":
@@ -66,10 +66,10 @@ class OutputFormat:
 
 
 class ChoiceParser:
-    """Chains the parsers of one choice. streaming: see CallReader."""
+    """Chains the parsers of one choice. streaming: as in CallReader."""
 
     def __init__(self, output_format: OutputFormat, *, streaming: bool, call_ids: Iterator[str] | None = None):
-        """call_ids: hex digits, of which the ids of tool calls are made; None for random ones."""
+        """call_ids: hexadecimal ids from which ids of tool calls are made; None for random ones."""
         self._output_format, self._call_ids = output_format, call_ids
         self._reasoning_parser = output_format.reasoning_parser(streaming=streaming)
         parsers = self._reasoning_parser, output_format.call_parser(streaming=streaming)
@@ -92,7 +92,7 @@ class ChoiceParser:
         return [self._with_id(event) for event in events if self._keep(event)]
 
     def finish_reason(self, chunk: TextChunk) -> FinishReason | None:
-        """Return the reason as OpenAI reports it: `stop` also after a call of the function that the request named."""
+        """Return the reason as OpenAI reports it: `stop` even after a call if the request named the function."""
         called = self.num_tool_calls > 0 and not self._output_format.named
         return "tool_calls" if called and chunk.finish_reason == "stop" else chunk.finish_reason
 
@@ -106,7 +106,7 @@ class ChoiceParser:
         return CallStart(event.name, event.id or f"call_{digits[:24]}")
 
     def _keep(self, event: OutputEvent) -> bool:
-        """Count the tool calls, and return whether the client gets the event."""
+        """Count tool calls. Returns whether the client gets the event."""
         match event:
             case CallStart():
                 self.num_tool_calls += 1
@@ -120,7 +120,7 @@ class ChoiceParser:
 
 
 def _parse_content(parser: OutputParser, events: list[OutputEvent], *, final: bool) -> list[OutputEvent]:
-    """Replace the content by the events that `parser` finds in it."""
+    """Replace content by the events that `parser` finds in it."""
     out: list[OutputEvent] = []
     for event in events:
         out += parser.add(event.text) if isinstance(event, Content) else [event]

@@ -1,4 +1,4 @@
-"""The formats of all families of models: what is read, enforced and detected of each follows from its entry.
+"""Formats of all model families. Parsing, enforcement and detection of a format all follow from its entry.
 
 Names are vLLM's; docs/tool_calls.md lists them.
 """
@@ -45,7 +45,8 @@ def _xml(tags: XmlTags) -> Reader:
 
 
 def _mistral(text: str, tools: ToolSchemas, streaming: bool) -> CallReader:
-    """Read an object of a list, which models up to version 10 of Mistral's tokenizer write, or a name first."""
+    """Read an object of a list, as models up to version 10 of Mistral's tokenizer write it, or a name followed by
+    arguments."""
     return _json(text, tools, streaming) if text.startswith("{") else _MISTRAL_V11(text, tools, streaming)
 
 
@@ -65,7 +66,7 @@ HARMONY_REASONING = ReasoningFormat(names=("openai_gptoss",), marker="<|channel|
 HARMONY = CallFormat(
     names=("openai",), example=harmony.EXAMPLE, more_markers=tuple(harmony.MARKERS), reasoning=HARMONY_REASONING
 )
-# where a chat template has signs of several, the first is taken
+# if a chat template matches several, the first is used
 FORMATS = (
     HARMONY,
     CallFormat(
@@ -302,9 +303,9 @@ FORMATS = (
     ),
 )
 CALL_FORMATS = {name: found for found in FORMATS for name in found.names}
-"""By the names of `tool_call_parser`."""
+"""Formats by `tool_call_parser` name."""
 REASONING_FORMATS = {name: found.reasoning for found in FORMATS if found.reasoning for name in found.reasoning.names}
-"""By the names of `reasoning_parser`."""
+"""Formats by `reasoning_parser` name."""
 
 # auto: detected from the chat template. none: all text is content.
 if TYPE_CHECKING:

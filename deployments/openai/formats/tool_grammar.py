@@ -1,6 +1,6 @@
-"""The grammar of an output whose calls are forced or strict, or whose content may follow reasoning or calls.
+"""Grammar of an output whose calls are forced or strict, or whose structured content may follow reasoning or calls.
 
-It is written in llguidance's Lark, see its docs/syntax.md. `<[7]>` is the token 7, which no pattern matches.
+It is in llguidance's Lark (see its docs/syntax.md), where `<[7]>` is token 7, which no pattern matches.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from engine.text.json_schema import without_annotations
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 Thinking = Literal["never", "maybe", "begun"]
-"""Says whether the output begins with reasoning; `begun` if the prompt ends inside it."""
+"""Whether the output begins with reasoning; `begun` if the prompt already ends inside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolGrammar:
-    """The outputs that one request allows."""
+    """Grammar of the outputs that one request allows."""
 
     body: ChatBody
     content: StructuredOutputsParams | None
-    """Structure that the request asks of the content; None for any text."""
+    """Structure requested for the content; None for any text."""
     tool_call_parser: str
-    """Format of calls that are not forced."""
+    """Name of the format of calls that are not forced."""
     tags: ReasoningTags | None
     """Tags around reasoning."""
     thinking: Thinking
     lark: Lark
 
     def params(self) -> StructuredOutputsParams | None:
-        """Return the grammar, or None if nothing needs to be enforced. Raises InvalidParameter."""
+        """Return the grammar; None if nothing needs to be enforced. Raises InvalidParameter."""
         tools = self.body.offered_tools
         for i, tool in enumerate(tools):
             if self._forced or tool.function.strict:
@@ -108,7 +108,7 @@ class ToolGrammar:
         return {"type": "array", "minItems": 1, **max_items, "items": calls}
 
     def _content_or_calls(self) -> str:
-        """Return the rule for calls that the model may write unasked."""
+        """Return the rule for content, or for calls that the model makes of its own accord."""
         if self._format is not None and self._format.whole_key:
             call = json_rule(calls_schema(self._tools, self._format.whole_key, "#", strict_only=True))
             calls = f'{call} (";" GAP {call})*' if self._parallel else call
@@ -120,7 +120,8 @@ class ToolGrammar:
         return f"({call})* TEXT" if self._parallel else f"TEXT | {call}"
 
     def _harmony(self) -> str:
-        """Return the rule for messages: reasoning, what the model is about to do, and then a call or an answer."""
+        """Return the rule for messages: reasoning, a preamble of what the model is about to do, then a call or an
+        answer."""
         text, until_end = self.lark.text, self.lark.until("<|end|>")
         analysis, commentary, final = (
             text(f"{harmony.CHANNEL}{channel}") for channel in ("analysis", "commentary", "final")
@@ -181,7 +182,7 @@ def check_schema(schema: dict[str, Any], field: str) -> None:
         problem = LLMatcher.validate_grammar(
             LLMatcher.grammar_from_json_schema(without_annotations(schema)), None, limits=limits()
         )
-    except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and concerns this schema only
+    except BaseException as error:  # noqa: BLE001 - a panic in Rust is not an Exception, and concerns only this schema
         problem = str(error) or type(error).__name__
     if problem:
         raise InvalidParameter(field, schema, f"a JSON schema that can be enforced ({one_line(problem)})")

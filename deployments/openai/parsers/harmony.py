@@ -25,22 +25,20 @@ from engine.text.detokenizer import start_of_possible
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = [START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS]
-EXAMPLE = r"to=functions\.example_function"  # a call of it as the chat template writes it
+EXAMPLE = r"to=functions\.example_function"  # call of the example function as the chat template writes it
 MAX_HEADER = 400  # characters
 
 
 class HarmonyParser(OutputParser):
-    """The channel `analysis`, and calls of tools that the server does not have, are reasoning; the rest is content.
-
-    A line break joins messages of one kind. Text that is no message is content.
-    """
+    """Parses messages. The channel `analysis`, and calls of tools that the server does not have, are reasoning; the
+    rest is content. Consecutive messages of one kind are joined by a line break. Text outside messages is content."""
 
     def __init__(self, names: Container[str], *, streaming: bool):
-        """names: functions that may be called without the prefix `functions.`, too."""
+        """names: functions that may also be called without the prefix `functions.`."""
         super().__init__()
         self._names, self._streaming = names, streaming
-        self._kind: type[Reasoning] | type[Content] | str = Content  # of the message; of a call, the function
-        self._is_new = True  # the message has no text yet
+        self._kind: type[Reasoning] | type[Content] | str = Content  # kind of the message; for a call, the function
+        self._is_new = True  # whether the message has no text yet
         self._seen: set[object] = set()  # kinds of the messages so far
         self._arguments: list[str] = []
         self._consumed = 0
@@ -48,12 +46,12 @@ class HarmonyParser(OutputParser):
         self._token_offsets: list[int] = []
 
     def count_tokens(self, offsets: list[int]) -> None:
-        """Note the tokens of a chunk, before `add` gets its text. offsets: see TextChunk."""
+        """Record the tokens of a chunk, before `add` gets its text. offsets: as in TextChunk."""
         self._token_offsets += offsets
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the reasoning, without the markers."""
+        """Number of reasoning tokens, without markers."""
         offsets = self._token_offsets
         return sum(bisect_left(offsets, end) - bisect_left(offsets, start) for start, end in self._reasoning_spans)
 
@@ -77,7 +75,7 @@ class HarmonyParser(OutputParser):
             self._kind = self._kind_of(self._consume(end + len(MESSAGE)))
             if isinstance(self._kind, str) and self._streaming:
                 out.append(CallStart(self._kind))
-        elif is_header:  # but for its end
+        elif is_header:  # a header whose end has not arrived
             marker = next(beginning for beginning in beginnings if rest.startswith(beginning))
             self._add(out, self._consume(len(self._buffer) - len(rest) + len(marker)), self._consumed)
         return self._message
@@ -119,7 +117,7 @@ class HarmonyParser(OutputParser):
         out.append(self._kind(text))
 
     def _end_call(self, out: list[OutputEvent], name: str, default: str) -> None:
-        """default: the arguments, if there is no text."""
+        """Emit the arguments at the end of a call. default: arguments to use if there is no text."""
         given = "".join(self._arguments)
         arguments = given if given.strip() else default
         if self._streaming:

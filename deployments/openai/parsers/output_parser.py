@@ -1,4 +1,4 @@
-"""Events that parsers turn the text of a model into, and the base of the parsers."""
+"""Events into which parsers turn a model's text, and the base class of parsers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Content:
 
 @dataclass(slots=True, frozen=True)
 class CallStart:
-    """The start of a tool call; all arguments up to the next start belong to it."""
+    """Start of a tool call. All arguments up to the next start belong to it."""
 
     name: str
     id: str | None = None
-    """The id that it must have for the model; None if any will do."""
+    """Id that the model requires; None if any will do."""
 
 
 @dataclass(slots=True, frozen=True)
 class CallArguments:
-    """A part of the JSON text of the arguments."""
+    """Part of the arguments' JSON text."""
 
     text: str
 
@@ -38,9 +38,9 @@ State = Callable[[list[OutputEvent], bool], "State | None"]
 
 
 class OutputParser(ABC):
-    """Turns text into events; how the text is cut into calls of `add` does not change what they add up to.
+    """Turns text into events. How the text is split into calls of `add` does not change what the events add up to.
 
-    A parser is made of states. A state takes from `_buffer` what it can decide on, appends events to its first
+    A parser consists of states. A state takes from `_buffer` as much as it can decide on, appends events to its first
     argument, and returns the next state, or None if it needs more text. Its second argument says whether the text is
     complete.
     """
@@ -57,7 +57,7 @@ class OutputParser(ABC):
         return self._run(final=False)
 
     def finish(self) -> list[OutputEvent]:
-        """Return the events that were held back, once no text follows."""
+        """Return the events held back. Call it when no text follows."""
         return self._run(final=True)
 
     def _run(self, *, final: bool) -> list[OutputEvent]:

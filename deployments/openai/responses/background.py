@@ -1,4 +1,4 @@
-"""Responses that are computed whether their clients stay or not, by jobs."""
+"""Background responses: computed by jobs whether or not their clients stay connected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundResponse:
-    """A response that this ingress builds from its job, and stores at its end."""
+    """A response that this ingress builds from its job, and stores at the end."""
 
     def __init__(self, builder: ResponseBuilder, store: ResponseStore, owner: str, stored: StoredResponse):
         self.stored = stored
@@ -36,7 +36,7 @@ class BackgroundResponse:
         self.stored.events = self._events.entries
 
     def events(self, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events with sequence numbers above `after`, until there are no more."""
+        """Yield the events with sequence numbers above `after`, until the last."""
         return self._events.follow(after + 1)
 
     async def _run(self) -> None:
@@ -68,7 +68,7 @@ class BackgroundResponses:
         self._running: dict[tuple[str, str], BackgroundResponse] = {}
 
     def start(self, builder: ResponseBuilder, owner: str, stored: StoredResponse) -> BackgroundResponse:
-        """Return the response that is built here, if need be from now on."""
+        """Return the background response, and start to build it here unless that has begun."""
         key = (owner, stored.response.id)
         if key not in self._running:
             self._running[key] = BackgroundResponse(builder, self._store, owner, stored)
@@ -79,11 +79,11 @@ class BackgroundResponses:
         return self._running.get((owner, response_id))
 
     async def is_abandoned(self, stored: StoredResponse) -> bool:
-        """Return whether a response waits for an ingress that computes it. Raises StoreUnavailable."""
+        """Return whether a response has not ended, but no ingress computes it. Raises StoreUnavailable."""
         return stored.response.status in LIVE and not await self._jobs.is_computed(stored.job_id)
 
     async def cancel(self, owner: str, response_id: str, *, delete: bool = False) -> Response:
-        """End a response, wherever it is computed, and return it. delete: it, and its job.
+        """End a response, whichever ingress computes it, and return it. delete: whether to delete it and its job too.
 
         Raises ResponseNotFound, StoreUnavailable.
         """

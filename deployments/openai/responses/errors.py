@@ -1,4 +1,4 @@
-"""Errors of stored responses, in addition to those of engine/errors.py."""
+"""Errors of stored responses, besides those of engine/errors.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from engine.errors import RequestError
 
 
 class ResponseNotFound(RequestError):
-    """No response of this id is stored, or it is stored where this ingress cannot look."""
+    """No response with this id is stored, or this ingress cannot access its store."""
 
     status, type = 404, "not_found_error"
 
     def __init__(self, response_id: str, ttl_s: float, shared: bool):
-        """shared: all ingresses have one store."""
+        """shared: whether all ingresses share one store."""
         Exception.__init__(self, response_id, ttl_s, shared)
         where = f"responses are stored for {ttl_s:g} s"
         if not shared:

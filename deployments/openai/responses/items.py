@@ -1,4 +1,4 @@
-"""Items of a conversation as clients send them, and the chat messages that they stand for."""
+"""Conversation items as clients send them, and their conversion to chat messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Item = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
 ITEM_TYPES = "message, reasoning, function_call, function_call_output or item_reference"
 SENT_REASONING = "manta:"
-"""Begins `encrypted_content`, which is no secret here: the client has the same text in `content`."""
+"""Prefix of our `encrypted_content`, which is not encrypted: the client has the same text in `content`."""
 
 
 class ReasoningPart(TemplateModel):
@@ -53,7 +53,7 @@ class ReasoningItem(TemplateModel):
 
     @property
     def text(self) -> str:
-        """The reasoning; empty for an item of another server, whose reasoning cannot be read."""
+        """The reasoning; empty for an item of another server, which cannot be read."""
         sent = self.encrypted_content or ""
         if not self.content and sent.startswith(SENT_REASONING):
             return sent.removeprefix(SENT_REASONING)
@@ -65,7 +65,7 @@ class ItemReference(TemplateModel):
 
 
 def parsed(kind: type[Model], value: object, path: str) -> Model:
-    """Raises RequestError that names the field inside `path`."""
+    """Return a parsed item. Raises RequestError that names the field inside `path`."""
     try:
         return validated(kind, value)
     except InvalidParameter as error:
@@ -75,22 +75,22 @@ def parsed(kind: type[Model], value: object, path: str) -> Model:
 
 
 def invalid(field: str, value: object, limit: str) -> InvalidParameter:
-    """Return an error whose `param` is the top-level field, without the path inside it."""
+    """Return an error whose `param` is only the top-level field of `field`."""
     error = InvalidParameter(field, value, limit)
     error.param = re.split(r"[.\[]", field, maxsplit=1)[0]
     return error
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """Return the name by which the model knows a function."""
+    """Return the name under which the model knows a function."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
 def to_messages(items: list[Item], instructions: str | None, first: int) -> list[dict[str, Any]]:
     """Return the messages of a chat request. Raises RequestError.
 
-    System and developer messages at the beginning become one: most templates know a single system message and no
-    developers. first: index of the first item that the request itself brings, by which errors count.
+    System and developer messages at the beginning are merged, since most templates accept one system message and no
+    developer messages. first: index of the first item of the request itself, from which errors count.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
@@ -127,7 +127,8 @@ def to_messages(items: list[Item], instructions: str | None, first: int) -> list
 
 
 def _turn(messages: list[dict[str, Any]], *closed_by: str) -> dict[str, Any]:
-    """Return the assistant's message that is continued: the last one, unless it has one of the keys `closed_by`."""
+    """Return the assistant message to extend: the last message, or a new one if that has any of the keys
+    `closed_by`."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(key in last for key in closed_by):
         last = {"role": "assistant"}
@@ -136,7 +137,7 @@ def _turn(messages: list[dict[str, Any]], *closed_by: str) -> dict[str, Any]:
 
 
 def _content(content: str | list[ContentPart], path: str) -> str | list[ContentPart]:
-    """Return one text, or the parts if there are images among them. path: how errors name the content."""
+    """Return one text, or the parts if there are images among them. path: path of the content, for errors."""
     if isinstance(content, str):
         return content
     text = joined(content)

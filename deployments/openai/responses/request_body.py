@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and the chat request that it stands for."""
+"""Body of POST /v1/responses, and its conversion to a chat request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Include = Literal[
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 CHAT_SCHEMA = "response_format.json_schema.schema"
-# fields of a chat request, as errors name them, and what they are called here
+# names of chat request fields in errors, and their names here
 RENAMED = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -76,13 +76,13 @@ class TextFormat(StrictModel):
     content: dict[str, Any] | None = Field(default=None, alias="schema")
     description: str | None = None
     strict: bool | None = None
-    """Makes no difference: a response always follows its schema."""
+    """Has no effect: a response always follows its schema."""
 
 
 class TextConfig(StrictModel):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """The model is not told."""
+    """Has no effect: it is not passed to the model."""
 
 
 class ReasoningConfig(TemplateModel):
@@ -115,7 +115,7 @@ class OfferedFunction:
 
     @property
     def full_name(self) -> str:
-        """The name by which the model knows it."""
+        """Name under which the model knows the function."""
         return function_name(self.name, self.namespace)
 
     def for_chat(self) -> dict[str, Any]:
@@ -129,14 +129,14 @@ class ResponsesBody(SamplingBody):
     foreign_fields = RESPONSES_FOREIGN_FIELDS
 
     input: str | list[Item]
-    """A text of the user's, or items of a conversation."""
+    """A user's text, or the items of a conversation."""
     instructions: str | None = None
-    """A system message before all others; those of earlier responses do not apply any more."""
+    """First system message. It replaces the instructions of earlier responses."""
     previous_response_id: str | None = Field(default=None, max_length=256)
-    """The stored response that the conversation continues."""
+    """Id of the stored response that this one continues."""
     store: bool = True
     background: bool = False
-    """Answer at once, and compute the response whether the client stays or not. Needs `store`."""
+    """Whether to answer at once, and compute the response even if the client leaves. Requires `store`."""
     max_output_tokens: Whole | None = None
     tools: list[Item] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
@@ -172,7 +172,7 @@ class ResponsesBody(SamplingBody):
 
     @property
     def functions(self) -> dict[str, OfferedFunction]:
-        """The functions on offer, by the names under which the model knows them."""
+        """Offered functions, by the names under which the model knows them."""
         return {function.full_name: function for function in self._functions}
 
     def check(self) -> None:
@@ -198,7 +198,7 @@ class ResponsesBody(SamplingBody):
     def to_chat(self, items: list[Item], num_earlier: int) -> ChatBody:
         """Return the chat request. Raises RequestError.
 
-        items: the whole conversation, without references. num_earlier: how many of them are from earlier responses.
+        items: the whole conversation, with references resolved. num_earlier: number of items from earlier responses.
         """
         choice, functions = self._tool_choice()
         fields = {name: getattr(self, name) for name in SamplingBody.model_fields if name in self.model_fields_set}
@@ -220,11 +220,11 @@ class ResponsesBody(SamplingBody):
         return chat
 
     def all_ignored(self, ignored: list[str]) -> list[str]:
-        """Return the fields that had no effect, those of the chat request by the names that they have here."""
+        """Return the fields that had no effect, with chat fields under their names in this API."""
         return list(dict.fromkeys([*self.ignored, *(RENAMED.get(name, name) for name in ignored)]))
 
     def renamed(self, error: RequestError | ReportedError) -> ServingError:
-        """Return an error of the chat request with the names that fields have here."""
+        """Return an error of the chat request, with fields under their names in this API."""
         if isinstance(error, ReportedError):
             message = error.info.message
             if message.startswith(CHAT_SCHEMA):
@@ -256,7 +256,7 @@ class ResponsesBody(SamplingBody):
         return found
 
     def _tool_choice(self) -> tuple[str | dict[str, Any] | None, list[OfferedFunction]]:
-        """Return the choice as chat requests have it, and the functions that the model may call."""
+        """Return the choice in the form of chat requests, and the functions that the model may call."""
         choice, functions = self.tool_choice, self._functions
         if not isinstance(choice, dict):
             return choice, functions
@@ -296,6 +296,6 @@ class InputItemsQuery(BaseModel):
     """GET /v1/responses/{name}/input_items"""
 
     after: str | None = None
-    """The last id of the page before."""
+    """Last id of the previous page."""
     limit: int = Field(default=20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"

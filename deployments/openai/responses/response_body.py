@@ -1,4 +1,4 @@
-"""Responses and the events of their streams, with OpenAI's field names."""
+"""Responses and their stream events, with OpenAI's field names."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ResponseError(Struct):
 
 class InputTokensDetails(Struct):
     cached_tokens: int
-    cache_write_tokens: int = 0  #: not counted: all that is computed is cached while capacity lasts
+    cache_write_tokens: int = 0  #: not counted: all computed tokens are cached while there is space
 
 
 class OutputTokensDetails(Struct):
@@ -104,7 +104,7 @@ class Response(Struct, kw_only=True):
     max_output_tokens: int | None
     truncation: Literal["auto", "disabled"]
     background: bool
-    store: bool  #: false too if it could not be stored
+    store: bool  #: also false if storing it failed
     metadata: dict[str, str]
     service_tier: str | None
     user: str | None
@@ -112,7 +112,7 @@ class Response(Struct, kw_only=True):
 
 
 class InputItems(Struct):
-    """A page of what a request brought, GET /v1/responses/{response_id}/input_items."""
+    """A page of a request's input items, GET /v1/responses/{response_id}/input_items."""
 
     data: list[dict[str, Any]]
     first_id: str | None
@@ -132,7 +132,7 @@ class StreamEvent(Struct, tag_field="type", kw_only=True):
 
 
 class ResponseEvent(StreamEvent, kw_only=True):
-    """An event that has the response as it is at that time."""
+    """An event that contains the response in its current state."""
 
     response: Response
 
@@ -189,7 +189,7 @@ class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done", kw_o
 
 
 class PartEvent(ItemEvent, kw_only=True):
-    content_index: int = 0  #: an item has one part
+    content_index: int = 0  #: always 0, since items have one part
 
 
 class ContentPartAdded(PartEvent, tag="response.content_part.added", kw_only=True):

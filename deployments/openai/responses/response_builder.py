@@ -1,4 +1,4 @@
-"""Builds a response from the model's output, and the events that tell a client how it grows."""
+"""Builds a response, and the events of its growth, from the model's output."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Item = TypeVar("Item", OutputMessage, ReasoningOutput)
 
 
 class ResponseBuilder:
-    """Runs the generation once, through `events`."""
+    """Runs the generation of a response once, through `events`."""
 
     def __init__(self, body: ResponsesBody, response: Response, output: ChatOutput):
         self.response = response
@@ -64,14 +64,14 @@ class ResponseBuilder:
         self._functions, self._sends_reasoning = body.functions, body.with_sent_reasoning
         self._background = body.background
         self._logprobs: list[ChatTokenLogprob] = []  # of tokens whose text is still held back
-        self._part: Part = OutputText()  # of the present item, if it has one
+        self._part: Part = OutputText()  # part of the current item, if it has one
         self._num_events = 0
 
     async def events(self) -> AsyncGenerator[StreamEvent]:
-        """Yield all events; the last one is a ResponseEnd.
+        """Yield all events; the last is a ResponseEnd.
 
-        The first comes with the first output, and an error before that is raised, so that a refused request gets its
-        own HTTP status. In the background there is no request any more, and every error becomes events.
+        The first comes with the first output. An error before that is raised, so that a refused request gets its own
+        HTTP status. A background response has no HTTP request any more, so all its errors become events.
         """
         response, started = self.response, self._background
         if started:
@@ -124,7 +124,7 @@ class ResponseBuilder:
             yield from self._open(OutputMessage, "msg", OutputText())
 
     def _open(self, kind: type[Item], prefix: str, part: Any) -> Iterator[StreamEvent]:
-        """Start an item with one part, unless the present item is of this kind."""
+        """Start an item with one part, unless the current item is of this kind."""
         if isinstance(self._live, kind):
             return
         yield from self._close("completed")
@@ -153,7 +153,7 @@ class ResponseBuilder:
         return call
 
     def _close(self, status: ItemStatus) -> Iterator[StreamEvent]:
-        """End the present item, if there is one."""
+        """End the current item, if there is one."""
         item = self._live
         if item is None:
             return
@@ -198,12 +198,12 @@ class ResponseBuilder:
 
     @property
     def _live(self) -> OutputItem | None:
-        """The item that still grows."""
+        """The item that is still growing, or None."""
         last = self.response.output[-1] if self.response.output else None
         return last if last is not None and last.status == "in_progress" else None
 
     def _item_id(self, prefix: str) -> str:
-        """Return an id that has the response's in it, by which references to it are found."""
+        """Return an id that contains the response's id, so that references to the item can be resolved."""
         return f"{prefix}_{self.response.id.removeprefix('resp_')}_{len(self.response.output)}"
 
     def _item_event(self, kind: type[Event], **fields: Any) -> Event:

@@ -1,4 +1,4 @@
-"""The routes of the Responses API."""
+"""Routes of the Responses API."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ResponsesRoutes:
         context = RequestContext.of(request, body, "resp")
         if body.background and context.background:
             raise InvalidParameter("background", body.background, "false in a batch, which is in the background itself")
-        context = replace(context, response_id=f"resp_{context.source.hex_id('response')}")  # it must not be guessed
+        context = replace(context, response_id=f"resp_{context.source.hex_id('response')}")  # cannot be guessed
         if body.background and context.source.job_id is None:
             return await self._idempotent.begin(request, "/v1/responses")
         begun = await self._store.find(owner, context.response_id) if body.background else None
@@ -79,7 +79,7 @@ class ResponsesRoutes:
         if begun is None:
             earlier = await self._earlier_items(owner, body.previous_response_id)
             items = await self._store.resolve(owner, body.items)
-        else:  # what it refers to may be gone
+        else:  # responses that it refers to may be gone
             earlier, items = begun.earlier, begun.input
         try:
             chat = body.to_chat([*earlier, *items], len(earlier))
@@ -126,7 +126,7 @@ class ResponsesRoutes:
     async def _recorded(
         self, builder: ResponseBuilder, owner: str, stored: StoredResponse
     ) -> AsyncGenerator[StreamEvent]:
-        """Yield the events; the response is stored before the last one. If that fails, its `store` is false."""
+        """Yield the events. The response is stored before the last one; if that fails, its `store` becomes false."""
         async with aclosing(builder.events()) as events:
             async for event in events:
                 if isinstance(event, ResponseEnd) and builder.response.store:
@@ -147,7 +147,7 @@ class ResponsesRoutes:
         return self._answer_of(owner, stored, query)
 
     async def _resumed(self, request: Request, owner: str, stored: StoredResponse) -> StoredResponse:
-        """Continue a response whose ingress has ended, or follow one that another ingress computes."""
+        """Resume a response whose ingress has ended, or follow one that another ingress computes."""
         try:
             await self._idempotent.resume(request, stored.job_id)
         except (RequestError, ReportedError) as error:
@@ -197,12 +197,12 @@ async def replay(events: list[bytes]) -> AsyncGenerator[bytes]:
 
 
 def owner_of(request: Request) -> str:
-    """Return the name of the API key; each key finds its own responses only."""
+    """Return the name of the request's API key, or "". Each key finds only its own responses."""
     return key_name(request) or ""
 
 
 def with_ids(items: list[Item], response_id: str) -> list[Item]:
-    """Return the items of a request as they are listed: each has a type, and a text as its id."""
+    """Return a request's items as they are listed: each with a type and an id."""
     prefix, listed = f"in_{response_id.removeprefix('resp_')}_", []
     for i, item in enumerate(items):
         given = item.get("id")

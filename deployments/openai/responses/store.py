@@ -12,7 +12,7 @@ from deployments.openai.responses.response_body import Response
 from deployments.storage.key_value import KeyValueStore, sealed
 from engine.errors import Described, InvalidParameter
 
-MAX_REFERENCED = 256  # responses that the item references of one request may lead to
+MAX_REFERENCED = 256  # responses to which the item references of one request may refer
 KNOWN_ITEM = "the id of an item of a stored response"
 ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")
 
@@ -22,11 +22,11 @@ class StoredResponse(msgspec.Struct):
     earlier: list[Item]
     """Items of the conversation before this request."""
     input: list[Item]
-    """Items that the request brought, each with an id."""
+    """Items of the request itself, each with an id."""
     job_id: str = ""
-    """Of a background response: the job that computes it."""
+    """Id of the job that computes a background response."""
     events: list[bytes] = []
-    """The stream of a background response that was created as a stream."""
+    """Events of a background response that was created as a stream."""
 
     @property
     def conversation(self) -> list[Item]:
@@ -39,35 +39,36 @@ class StoredResponse(msgspec.Struct):
 
 
 class ResponseStore:
-    """Responses by owner, the name of an API key, and id. No owner finds another's."""
+    """Responses by owner (the name of an API key) and id. Owners cannot access each other's responses."""
 
     def __init__(self, values: KeyValueStore, ttl_s: float):
         self._values, self._ttl_s = values, ttl_s
 
     async def get(self, owner: str, response_id: str) -> StoredResponse:
-        """Raises ResponseNotFound, StoreUnavailable, StoredValueCorrupt."""
+        """Return a response. Raises ResponseNotFound, StoreUnavailable, StoredValueCorrupt."""
         stored = await self.find(owner, response_id)
         if stored is None:
             raise ResponseNotFound(response_id, self._ttl_s, self._values.shared)
         return stored
 
     async def find(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Raises StoreUnavailable, StoredValueCorrupt."""
+        """Return a response, or None. Raises StoreUnavailable, StoredValueCorrupt."""
         value = await self._values.get(key := _key(owner, response_id))
         return None if value is None else self._values.unsealed(key, value, msgspec.json.Decoder(StoredResponse).decode)
 
     async def put(self, owner: str, stored: StoredResponse) -> None:
-        """Raises StoreUnavailable."""
-        value = msgspec.json.encode(stored)  # it may have numbers that are too large for MessagePack
+        """Store a response. Raises StoreUnavailable."""
+        value = msgspec.json.encode(stored)  # its numbers may be too large for MessagePack
         await self._values.set(_key(owner, stored.response.id), sealed(value), self._ttl_s)
 
     async def delete(self, owner: str, response_id: str) -> None:
-        """Raises StoreUnavailable."""
+        """Delete a response. Raises StoreUnavailable."""
         await self._values.delete(_key(owner, response_id))
 
     async def resolve(self, owner: str, items: list[Item]) -> list[Item]:
-        """Return the items with references replaced by what they refer to. Raises RequestError, StoreUnavailable."""
-        found: dict[str, dict[str, Item]] = {}  # by id of the response, then of the item
+        """Return the items with references replaced by the items they refer to. Raises RequestError,
+        StoreUnavailable."""
+        found: dict[str, dict[str, Item]] = {}  # by response id, then by item id
         resolved = []
         for i, item in enumerate(items):
             if item.get("type") != "item_reference":

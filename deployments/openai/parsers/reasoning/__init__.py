@@ -1,1 +1,1 @@
-"""Parsers of the reasoning of each family of models."""
+"""Parsers of reasoning, by format."""

@@ -23,19 +23,20 @@ class ReasoningTags:
 
 
 class ThinkParser(OutputParser):
-    """Text up to a closing tag is reasoning if it begins with an opening tag, or if the prompt ended with one.
+    """Parses text up to a closing tag as reasoning, if it begins with an opening tag or the prompt ended with one.
 
-    Line breaks around both tags are dropped: templates write them, and would add them once more.
+    Line breaks around both tags are dropped: templates write them, and would otherwise add them again.
     """
 
     def __init__(self, tags: ReasoningTags, *, opened: bool, calls: tuple[str, ...] = ()):
-        """opened: the prompt ends inside the reasoning. calls: markers of tool calls, which end it too."""
+        """opened: whether the prompt ends inside the reasoning. calls: markers of tool calls, which also end
+        reasoning."""
         super().__init__()
         self._tags = tags
         self._ends = [*tags.closes, *calls]
         self._opened = opened
-        self._consumed = 0  # characters before those in the buffer
-        self._start_offset: float = math.inf  # where the reasoning starts, in characters
+        self._consumed = 0  # number of characters before the buffer
+        self._start_offset: float = math.inf  # start of the reasoning, in characters
         self._end_offset: float = math.inf
         self._token_offsets: list[int] = []
 
@@ -45,13 +46,13 @@ class ThinkParser(OutputParser):
         return events
 
     def count_tokens(self, offsets: list[int]) -> None:
-        """Note the tokens of a chunk, before `add` gets its text. offsets: see TextChunk."""
+        """Record the tokens of a chunk, before `add` gets its text. offsets: as in TextChunk."""
         if self._end_offset == math.inf:
             self._token_offsets += offsets
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the reasoning, without the tags."""
+        """Number of reasoning tokens, without tags."""
         return bisect_left(self._token_offsets, self._end_offset) - bisect_left(self._token_offsets, self._start_offset)
 
     def _consume(self, length: int) -> str:

@@ -1,1 +1,1 @@
-"""Parsers of the tool calls of each family of models."""
+"""Parsers of tool calls, by format."""

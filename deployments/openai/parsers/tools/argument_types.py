@@ -1,4 +1,4 @@
-"""Arguments that a model writes as plain text, converted to JSON by the types that their schema allows."""
+"""Converts arguments that a model writes as plain text to JSON, by the types that their schema allows."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 
 def argument_types(schema: dict[str, Any], key: str) -> frozenset[str]:
-    """Return the JSON types that the schema of the arguments allows for one of them; `string` if it does not say."""
+    """Return the JSON types that the arguments' schema allows for one argument; `string` if it does not say."""
     properties = schema.get("properties")
     found = _types(properties.get(key) if isinstance(properties, dict) else None, schema, depth=0)
     return frozenset(found or {"string"})
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value of the first of these types that `text` can be; if of none, of a string.
-
-    types: nothing for any type.
-    """
+    """Return the JSON of `text` as the first of these types that fits; as a string if none does. types: empty for any
+    type."""
     lowered = text.strip().lower()
     if (lowered in ("true", "false") and "boolean" in types) or (lowered == "null" and "null" in types):
-        return lowered  # Python's True, too
+        return lowered  # accepts Python's True too
     for candidate in (text.strip(), _python_literal(text) if types & {"array", "object"} else ""):
         try:
             kind = _kind(msgspec.json.decode(candidate))
@@ -37,7 +35,8 @@ def json_value(text: str, types: frozenset[str]) -> str:
 
 
 def _python_literal(text: str) -> str:
-    """Return the JSON of a list or dictionary as Python writes it, or nothing: some chat templates show models such."""
+    """Return the JSON of a list or dictionary in Python's syntax, which some chat templates show to models; "" for
+    other text."""
     try:
         return json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):

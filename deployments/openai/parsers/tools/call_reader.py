@@ -1,25 +1,25 @@
-"""The base of what reads one tool call while it arrives."""
+"""Base class of readers of a single tool call."""
 
 from __future__ import annotations
 
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, OutputEvent, OutputParser, State
 from engine.text.detokenizer import start_of_possible
 
-MAX_HEAD = 300  # characters of a name and the markup around it
+MAX_HEAD = 300  # characters of a name with the markup around it
 NAME = r"""[^\s<>"'(){}\[\]|,:;=]{1,128}"""
 
 
 class CallReader(OutputParser):
-    """Reads one call, up to where it has `ended`; `rest` is the text after it.
+    """Reads one call, until it has `ended`; `rest` is the text after it.
 
-    A call that is cut off, or not written as it should be, has `failed`: it has no events, and `raw` is its text.
-    Only where a stream has its name already it does not fail: what follows is passed on as the model wrote it.
+    A call that is cut off or malformed has `failed`: it yields no events, and `raw` is its text. It cannot fail once a
+    stream has sent its name: the rest is then passed on as the model wrote it.
     """
 
-    end_marker = "\0"  # up to which it is passed on
+    end_marker = "\0"  # marker up to which a malformed call is passed on
 
     def __init__(self, *, streaming: bool):
-        """streaming: hand out the name and the arguments while they arrive."""
+        """streaming: whether to emit the name and the arguments while they arrive."""
         super().__init__()
         self.ended = False
         self.failed = False
@@ -38,7 +38,7 @@ class CallReader(OutputParser):
         return text[: len(text) - len(self._buffer)]
 
     def read(self, text: str, *, final: bool) -> list[OutputEvent]:
-        """Return the events that are certain now. final: the text is complete."""
+        """Return the events that are certain now. final: whether the text is complete."""
         self._pieces.append(text)
         self._buffer += text
         self._held += self._run(final=final)
@@ -67,7 +67,7 @@ class CallReader(OutputParser):
         return None
 
     def _take_until(self, marker: str) -> tuple[str, bool]:
-        """Take the text before `marker` from the buffer, and the marker too if it is there, which the flag tells."""
+        """Take the text before `marker` from the buffer. If the marker is there, take it too; the flag tells which."""
         end = self._buffer.find(marker)
         if end >= 0:
             text, self._buffer = self._buffer[:end], self._buffer[end + len(marker) :]
@@ -77,7 +77,7 @@ class CallReader(OutputParser):
         return text, False
 
     def _take_head(self, marker: str) -> str | None:
-        """Take a text and the marker after it; None if the buffer has no such head yet, see _lacks_head."""
+        """Take a text and the marker after it; return None if the buffer has no complete head yet (see _lacks_head)."""
         end = self._buffer.find(marker, 0, MAX_HEAD + len(marker))
         if end < 0:
             return None
@@ -85,5 +85,5 @@ class CallReader(OutputParser):
         return head
 
     def _lacks_head(self, marker: str) -> State | None:
-        """Wait for the head, unless it is too late for one."""
+        """Wait for the rest of the head; fail if the buffer is already too long for one."""
         return self._fail() if len(self._buffer) >= MAX_HEAD + len(marker) else None

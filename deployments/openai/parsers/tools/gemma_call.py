@@ -14,7 +14,7 @@ _WORD = re.compile(r"([^\s{}\[\],:]+)(\s*:)?")
 
 
 class GemmaCall(CallReader):
-    """Reads the name of a function, and then its arguments, which come whole, in a stream too."""
+    """Reads a function's name, then its arguments, which are emitted all at once even in a stream."""
 
     end_marker = CLOSE
 
@@ -49,7 +49,7 @@ class GemmaCall(CallReader):
 
 
 def _json(text: str) -> str:
-    """Quote what JSON quotes: texts stand between QUOTEs, keys and most else are bare words."""
+    """Quote what JSON quotes: texts are between QUOTEs, while keys and most other values are bare words."""
     parts = text.split(QUOTE)
     parts[::2] = [_WORD.sub(_quoted, part) for part in parts[::2]]
     parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]

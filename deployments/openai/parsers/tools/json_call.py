@@ -13,19 +13,19 @@ from deployments.openai.parsers.tools.call_reader import CallReader
 
 _ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen write the first, Llama the second
 _KEYS = {"name", "type", "id", *_ARGUMENTS}
-_MAX_BEFORE_ARGUMENTS = 1000  # characters; what is longer is read once it is complete
+_MAX_BEFORE_ARGUMENTS = 1000  # characters; a call with more is read once it is complete
 
 
 class JsonCall(CallReader):
-    """Reads `{"name": ..., "arguments": {...}}`, keys in any order.
+    """Reads `{"name": ..., "arguments": {...}}`, with keys in any order.
 
     In a stream, arguments that are not valid JSON are passed on as the model wrote them.
     """
 
-    _outer_depth = 0  # braces that are open where the call ends
+    _outer_depth = 0  # number of open braces at the end of the call
 
     def __init__(self, names: Container[str] | None, *, streaming: bool):
-        """names: the functions that may be called; None means any."""
+        """names: functions that may be called; None for any."""
         super().__init__(streaming=streaming)
         self._names = names
         self._depth = 0
@@ -57,7 +57,7 @@ class JsonCall(CallReader):
         return None
 
     def _scan(self, text: str) -> int:
-        """Return how many characters belong to the object. `<` ends it: outside strings, JSON has none."""
+        """Return how many characters belong to the object. `<` ends it, because JSON has none outside strings."""
         for i, char in enumerate(text):
             if self._in_string:
                 if self._escaped:
@@ -87,14 +87,14 @@ class JsonCall(CallReader):
         return len(text)
 
     def _check_key(self, end: int) -> None:
-        """Give up on some other JSON object at its first key: an answer in JSON need not wait for its end."""
+        """Give up at the first key if the object is not a call, so that an answer in JSON need not wait for its end."""
         self._has_key = True
         members = json_object("".join(self._pieces)[:end] + ":0}")
         if members is None or next(iter(members)) not in _KEYS:
             self.ended = self.failed = True
 
     def _look_for_name(self, end: int) -> None:
-        """Check whether the object that starts after this many characters has the arguments of a known name."""
+        """Check whether the object that starts at this offset is the arguments of a known function."""
         if end > _MAX_BEFORE_ARGUMENTS:
             return
         members = json_object("".join(self._pieces)[:end] + "{}}")
@@ -124,12 +124,12 @@ class JsonCall(CallReader):
 
 
 class NamedJsonCall(JsonCall):
-    """Reads the name of a function, in markup of the model's family, and then its arguments as a JSON object."""
+    """Reads a function's name in the family's markup, then its arguments as a JSON object."""
 
     _outer_depth = 1
 
     def __init__(self, head: str, *, streaming: bool):
-        """head: regular expression for all text before the arguments, with a group `name` and perhaps `id`."""
+        """head: regular expression for all text before the arguments, with a group `name` and optionally `id`."""
         super().__init__(None, streaming=streaming)
         self._head = re.compile(head, re.DOTALL)
         self._state = self._start_named
@@ -149,7 +149,7 @@ class NamedJsonCall(JsonCall):
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Return the decoded object, or None if `text` is anything else."""
+    """Return the decoded object; None if `text` is not a JSON object."""
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Outputs whose calls stand between markers, with text around them."""
+"""Outputs whose calls are between markers, with text around them."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from engine.text.detokenizer import start_of_possible
 MAX_SPACE = 64  # characters of white space that may belong to the markup
 
 ToolSchemas = Mapping[str, dict[str, Any]]
-"""JSON schemas of the arguments, by the functions' names."""
+"""JSON schema of the arguments by function name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMarkup:
-    """The markup in which a family of models writes calls."""
+    """Markup in which a model family writes calls."""
 
     opens: tuple[str, ...]
-    """Markers; each comes before a call, or before several of them if there is `call`, or `separator`."""
+    """Markers that begin a call, or several calls if `call` or `separator` is set."""
     call: str = ""
-    """Comes before each call."""
+    """Marker before each call."""
     closes: tuple[str, ...]
-    """Markers that may come after a call, in any number."""
+    """Markers of which any number may follow a call."""
     separator: str = ""
-    """A character between two calls."""
+    """Character between two calls."""
     skipped: str = ""
-    """Characters that may precede a call, in addition to white space."""
+    """Characters that may precede a call, besides white space."""
     reader: Callable[[str, ToolSchemas, bool], CallReader]
-    """Makes the reader of a call, from what its text begins with, the tools, and whether it is streamed."""
+    """Returns the reader of a call, given the start of its text, the tools, and whether it is streamed."""
     inner: tuple[str, ...] = ()
-    """Markers inside of a call that may be special tokens."""
+    """Markers inside a call that may be special tokens."""
 
     @property
     def markers(self) -> list[str]:
-        """Those that may be single tokens; a bracket may be one too, but part of others as well."""
+        """Markers that may be single tokens. Single characters are left out: such tokens also occur inside others."""
         return [marker for marker in (*self.opens, self.call, *self.inner, *self.closes) if len(marker) > 1]
 
 
 class MarkedCallsParser(OutputParser):
-    """Text before, between and after calls is content; white space around calls is dropped.
+    """Parses calls between markers. Other text is content; white space around calls is dropped.
 
-    A call of a function that was not offered is still a call: the client can tell the model so.
+    A call of a function that was not offered is still a call, about which the client can tell the model.
     """
 
     def __init__(self, markup: CallMarkup, tools: ToolSchemas, *, streaming: bool):
         super().__init__()
         self._markup, self._tools, self._streaming = markup, tools, streaming
         self._openers = [*markup.opens, *((markup.call,) if markup.call else ())]
-        self._skipped = ""  # before the current call
+        self._skipped = ""  # skipped characters before the current call
         self._called = False
         self._call: CallReader
 
@@ -103,7 +103,7 @@ class MarkedCallsParser(OutputParser):
         if not self._call.failed:
             self._called = True
             return self._after_call
-        if len(self._call.raw) <= MAX_HEAD:  # another call may begin in it
+        if len(self._call.raw) <= MAX_HEAD:  # short enough that another call may begin inside it
             self._buffer = self._call.raw + self._buffer
         else:
             self._skipped += self._call.raw

@@ -15,7 +15,8 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonicCall(CallReader):
-    """Reads a call of one of `names`, whose arguments are literals given by name. It comes whole, in a stream too."""
+    """Reads a call of one of `names` with keyword arguments that are literals. Emitted all at once, even in a
+    stream."""
 
     def __init__(self, names: Container[str], *, streaming: bool):
         super().__init__(streaming=streaming)
@@ -66,7 +67,7 @@ class PythonicCall(CallReader):
 
 
 def _value(node: ast.expr) -> Any:
-    """Return the value of a literal, in which JSON's names are known too. Raises ValueError for other code."""
+    """Return the value of a literal, accepting JSON's names as well. Raises ValueError for other code."""
     match node:
         case ast.Name(id=name) if name in _JSON_NAMES:
             return _JSON_NAMES[name]

@@ -1,4 +1,4 @@
-"""Outputs that are tool calls and nothing else: JSON objects, a list of calls, or the arguments of one call."""
+"""Outputs that consist of tool calls only: JSON objects, a list of calls, or the arguments of one call."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from deployments.openai.parsers.tools.call_reader import CallReader
 from deployments.openai.parsers.tools.json_call import JsonCall
 from deployments.openai.parsers.tools.pythonic_call import PythonicCall
 
-MAX_SPACE = 64  # characters before a call
+MAX_SPACE = 64  # characters of white space before a call
 
 
 class JsonCallsParser(OutputParser):
-    """Parses JSON objects one after the other, or a JSON array of them.
+    """Parses consecutive JSON objects, or a JSON array of them, as calls.
 
     An output that does not begin with a call of one of the functions `names` is content: only a known name
     distinguishes a call from an answer in JSON.
     """
 
-    opening = ""  # must precede the first call
+    opening = ""  # text that must precede the first call
 
     def __init__(self, names: Container[str], *, streaming: bool, forced: bool = False):
-        """forced: the output can be nothing but calls, so what is no call is one that max_tokens cut off: dropped."""
+        """forced: whether the output can only be calls; text that is not a call was then cut off by max_tokens, and is
+        dropped."""
         super().__init__()
         self._forced = forced
         self._names, self._streaming = names, streaming
-        self._skipped = ""  # before the current call
+        self._skipped = ""  # skipped characters before the current call
         self._called = False
         self._call: CallReader
 
@@ -91,7 +92,7 @@ class PythonicCallsParser(JsonCallsParser):
 
 
 class NamedCallParser(OutputParser):
-    """Parses the arguments of the one function that the request named."""
+    """Parses the arguments of the function named in the request."""
 
     def __init__(self, name: str):
         super().__init__()

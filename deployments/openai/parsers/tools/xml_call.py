@@ -12,33 +12,33 @@ from deployments.openai.parsers.output_parser import CallArguments, OutputEvent,
 from deployments.openai.parsers.tools.argument_types import argument_types, json_value
 from deployments.openai.parsers.tools.call_reader import NAME, CallReader
 
-# what stands between the tags around the name of an argument; DeepSeek says of each whether it is a text
+# text between the tags around an argument's name; DeepSeek marks whether the value is text
 _KEY = re.compile(r"""\s*["']?(?P<key>[^"'<>]+?)["']?(?:\s+string="(?P<text>true|false)")?\s*(?:</arg_key>)?\s*""")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XmlTags:
-    """The tags inside of a call."""
+    """Tags inside a call."""
 
     name_end: str = ">"
-    """Follows the name of the function. A tag's `<` belongs to what comes next."""
+    """Text after the function's name. The `<` of a following tag is not part of it."""
     key: str
-    """Comes before the name of an argument."""
+    """Tag before the name of an argument."""
     key_end: str = ">"
     value_end: str
     call_end: str
     lines: bool = False
-    """A value has separate lines."""
+    """Whether values are on lines of their own."""
 
 
 class XmlCall(CallReader):
-    """Reads the name of a function, and then its arguments, each converted to a type that its schema allows.
+    """Reads a function's name, then its arguments, each converted to a type that its schema allows.
 
-    In a stream, arguments that are texts come as the model writes them, others once they are complete.
+    In a stream, text arguments are emitted as the model writes them, others once they are complete.
     """
 
     def __init__(self, tags: XmlTags, tools: Mapping[str, dict[str, Any]], *, streaming: bool):
-        """tools: JSON schemas of the arguments, by the functions' names."""
+        """tools: JSON schema of the arguments by function name."""
         super().__init__(streaming=streaming)
         self.end_marker = tags.call_end
         self._tags, self._tools = tags, tools
@@ -95,7 +95,7 @@ class XmlCall(CallReader):
 
     def _value(self, out: list[OutputEvent], final: bool) -> State | None:
         text, complete = self._take_until(self._tags.value_end)
-        if self._tags.lines and text.endswith("\n"):  # of the markup, if the value ends here
+        if self._tags.lines and text.endswith("\n"):  # it belongs to the markup if the value ends here
             text = text[:-1]
             if not complete:
                 self._buffer = "\n" + self._buffer
