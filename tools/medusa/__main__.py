@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import LLM, SamplingParams
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.folder import GGUF_INDEX, resolve
 from tools.gguf_numbers import write_numbers
 from tools.medusa.heads import add_options, hidden_states, train_heads
 
@@ -38,7 +38,7 @@ def ask(model: str, prompts: list[str], max_tokens: int, threads: int) -> list[R
 def load(model: str, folder: Path) -> torch.nn.Module:
     """Load a model in float32 with transformers. folder: where a GGUF file's numbers are written."""
     source = resolve(model)
-    if source.suffix == ".gguf":
+    if (source / GGUF_INDEX).exists():
         write_numbers(source, folder)
         source = folder
     return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -55,10 +55,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     prompts = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()]
-    rows = ask(args.model, prompts, args.max_tokens, args.threads)
-    logger.info("%d answers, %d tokens", len(rows), sum(len(ids) - prompt for ids, prompt in rows))
     with tempfile.TemporaryDirectory() as folder:
         model = load(args.model, Path(folder))
+        rows = ask(args.model, prompts, args.max_tokens, args.threads)
+        logger.info("%d answers, %d tokens", len(rows), sum(len(ids) - prompt for ids, prompt in rows))
         states, labels = hidden_states(model, rows, args.heads)
         output = model.get_output_embeddings().weight.detach().bfloat16()  # type: ignore[operator]
     train_heads(output, states, labels, args)
