@@ -42,7 +42,7 @@ RARE = ("attn_logit_softcapping", "final_logit_softcapping")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a transformer, decoder or encoder. Sizes are those of the whole model, not of one rank."""
+    """The shape of a transformer, decoder or encoder. Sizes are those of the whole model, not of one rank."""
 
     architecture: str
     dtype: str
@@ -129,7 +129,8 @@ class ModelConfig:
     def from_fields(
         cls, raw: Fields, folder: Path, quantization: str | None = None, max_model_len: int | None = None
     ) -> ModelConfig:
-        """Do the same with the fields of config.json already read, and possibly changed."""
+        """Read the configuration like `from_folder`, but from given fields of config.json, which may differ from the
+        file."""
         whole = raw
         architecture, raw = text_part(raw)
         family = find_family(architecture)

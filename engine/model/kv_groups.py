@@ -77,8 +77,8 @@ def group_layers(specs: LayerSpecs) -> tuple[KVCacheGroup, ...]:
 
 
 def place_of(layer: int, specs: LayerSpecs) -> tuple[int, int]:
-    """Return the group that holds a layer's KV, and the layer's index in it. For one that reads another's KV, those of
-    the other."""
+    """Return the group that holds a layer's KV, and the layer's index in it; for a layer that reads another's KV, those
+    of the other layer."""
     spec = specs[layer]
     owner = spec if isinstance(spec, int) else layer
     for number, group in enumerate(group_layers(specs)):

@@ -114,7 +114,7 @@ def pack_weights(model: Loadable) -> None:
 
 
 def count_parameters(model: Loadable) -> int:
-    """Return the number of parameters on this rank. To be called before they are packed."""
+    """Return the number of parameters on this rank. Must be called before they are packed."""
     quantized = sum(layer.quantized_parameters for layer in model.modules() if isinstance(layer, Sharded))
     return quantized + sum(parameter.numel() for parameter in model.parameters())
 

@@ -71,8 +71,8 @@ class PoolingPrompts:
     ) -> list[PoolingPrompt]:
         """Return one prompt for each pair of query and document, for a model that reads both together.
 
-        A model that does not generate reads them as a pair; there, a query that is the same as the one before, also
-        across calls, is not tokenized again.
+        A model that does not generate reads them as a pair. There, a query is tokenized once if consecutive pairs have
+        it, also across calls.
         """
         kept = self._kept(params)
         if "generate" in self._supported:

@@ -71,8 +71,8 @@ class StepColumns(NamedTuple):
 
     @classmethod
     def of(cls, buffer: Any, shape: StepShape, int64: Any) -> StepColumns:
-        """Return the columns of a buffer [`buffer_size(shape)`] int32. buffer: an array or a tensor. int64: that dtype
-        of numpy or of torch, to match."""
+        """Return the columns of a buffer [`buffer_size(shape)`] int32, an array or a tensor. int64: numpy's or torch's
+        dtype of that name, whichever the buffer needs."""
         columns = [buffer[a:b].view(int64) if wide else buffer[a:b] for a, b, wide in layout(shape)]
         return cls._make([*columns[:2], columns[2 : 2 + shape.kv_groups], *columns[2 + shape.kv_groups :]])
 

@@ -159,7 +159,8 @@ class EncoderCache:
     def merge(
         self, x: Tensor, batch: Batch, needed: EmbeddingRows | None, rotary: Tensor | None
     ) -> tuple[Tensor, Batch]:
-        """Return a step's token embeddings with those of images put in, and its batch with their positions.
+        """Return a step's token embeddings, with image embeddings in their rows, and its batch with rotary positions
+        for images.
 
         x: [tokens, hidden], the embedded tokens. rotary: see StepInputs.rotary_positions.
         """

@@ -262,8 +262,8 @@ class InputBuilder:
     def _sampling(
         self, plan: StepPlan, slots: np.ndarray, entries: list[int], sampled: np.ndarray, staged: StagedCopy
     ) -> SamplingInputs:
-        """Prepare the sampling of a step. slots, entries, sampled: [n], for each token to sample its slot, its entry of
-        the plan and its position."""
+        """Prepare the sampling of a step. slots, entries, sampled: [n], the slot, plan entry and position of each token
+        to sample."""
         sampled_slots = slots.tolist()
         if self._plain[slots].all():
             inputs = SamplingInputs([], None)

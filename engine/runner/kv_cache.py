@@ -49,8 +49,8 @@ class GroupNeed:
         return whole if window is None else min(whole, -(-window // self.block_size) + 1)
 
     def most(self, length: int, seqs: int) -> int:
-        """Return how many blocks `seqs` concurrent sequences can make use of at most. A group with a window has use for
-        more than running sequences hold: the prefix cache keeps one more window for each."""
+        """Return the most blocks that `seqs` concurrent sequences can make use of. In a group with a window, that is
+        more than they hold: the prefix cache keeps another window for each."""
         window = self.group.spec.window
         return self.of(length, seqs) + (0 if window is None else seqs * self.held(length))
 

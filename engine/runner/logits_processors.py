@@ -271,7 +271,7 @@ def penalise(logits: Tensor, penalties: Penalties, history: Tensor) -> None:
     """Apply the repetition penalty (CTRL, arXiv:1909.05858, section 4.1) to tokens of prompt and output, and OpenAI's
     frequency and presence penalties to tokens of the output.
 
-    Computes one value per position. A token at several positions gets the same value from each.
+    Computes one value per position. All positions with the same token compute the same value.
     """
     counts = penalties.where[4]
     sequence = torch.repeat_interleave(counts, output_size=penalties.total)

@@ -1,5 +1,5 @@
-"""Makes embeddings and scores from hidden states. A prompt may be computed in several chunks: what pooling needs of the
-earlier ones is kept here until the last."""
+"""Makes embeddings and scores from hidden states. A prompt may be computed in several chunks: the pooler keeps what it
+needs of earlier chunks until the last one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALLEST_NORM = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """The hidden states that one step computes for a sequence that is pooled."""
+    """The hidden states of one pooled sequence in a step."""
 
     entry: int  #: index in the plan
     slot: int

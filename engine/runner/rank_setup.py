@@ -1,4 +1,4 @@
-"""The setup of one rank: its options and what follows from them."""
+"""The setup of one rank: its options, and all that follows from them before weights are loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.runner import kv_cache
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The options of one rank, and all that can be derived from them before weights are loaded."""
+    """The options of one rank, and what is derived from them."""
 
     config: EngineConfig
     model: ModelConfig

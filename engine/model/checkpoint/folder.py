@@ -143,8 +143,8 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
-    """Return the tokens that end a generation. generation_config.json is preferred to config.json, since chat models
-    end turns with another token."""
+    """Return the tokens that end a generation, from generation_config.json if it names any, else from config.json,
+    which may lack the token that ends a chat turn."""
     named = _generation_config(folder).get("eos_token_id")
     return as_token_ids(read_json(folder, "config.json").get("eos_token_id") if named is None else named)
 

@@ -1,1 +1,1 @@
-"""Parallel layers, which model files are built from. Each takes a TPGroup and holds its rank's shards."""
+"""Parts of a model's configuration, each read from config.json."""

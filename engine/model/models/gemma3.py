@@ -1,5 +1,5 @@
 """Gemma 3, text only, arXiv:2503.19786: scaled embeddings, norms before and after each block, norms of queries and
-keys. Windows, and the other rotary embedding of layers that have one, come from the configuration."""
+keys. Windows, and a second rotary embedding for layers with a window, come from the configuration."""
 
 from __future__ import annotations
 

@@ -79,9 +79,10 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaForCausalLM(NativeNames, nn.Module):
-    """A causal language model: input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` takes sampled rows.
+    """A causal language model: input_ids [tokens] int64 -> hidden [tokens, hidden]. `logits` and `best` take rows of
+    it.
 
-    With `aux_layers`, the inputs of these layers follow: [tokens, (1 + len(aux_layers)) * hidden].
+    With `aux_layers`, hidden is followed by these layers' inputs: [tokens, (1 + len(aux_layers)) * hidden].
     """
 
     packed: ClassVar[dict[str, str]] = PACKED

@@ -1,4 +1,4 @@
-"""Finds the most likely tokens, in an order that also decides between equal ones."""
+"""Finds the most likely tokens, in an order that is defined also for equal logits."""
 
 from __future__ import annotations
 

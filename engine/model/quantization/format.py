@@ -77,7 +77,7 @@ class StoredWeight:
 
     @property
     def numel(self) -> int:
-        """Number of weights; not the number of entries that store them."""
+        """Number of weights, however many numbers store them."""
         return sum(math.prod(weight.local_shape) for weight in self.weights.values())
 
     @property
@@ -92,7 +92,8 @@ class StoredWeight:
 
 
 def trim(values: Tensor, dim: int, weight: Shard, axis: QuantAxis) -> Tensor:
-    """Cut unpacked `values` down to the shard along `dim`. Its first and last entries may cover more than the shard."""
+    """Cut unpacked `values` to the shard along `dim`: the first and last entries may cover rows or columns outside of
+    it."""
     first, _, _ = axis.span(weight)
     start = weight.start - first * axis.unit if axis.dim == weight.dim else 0
     return values.narrow(dim, start, weight.local_shape[axis.dim])

@@ -22,7 +22,7 @@ Codes = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """One of ggml's types."""
+    """How ggml stores numbers of one type in blocks."""
 
     numbers: int
     """Numbers in a block."""

@@ -41,7 +41,7 @@ class Online:
         return self.quantize(tensors["weight"])
 
     def quantize(self, weight: Tensor) -> QuantizedWeight:
-        """Round a weight [outputs, inputs]."""
+        """Round a weight [outputs, inputs] by `method`."""
         if self.method == "int4":
             return quantize_int4(weight)
         dtype = FP8 if self.method == "fp8" else torch.int8

@@ -61,10 +61,10 @@ class Scheme:
 
     def format_of(self, names: list[str]) -> WeightFormat | None:
         """Return the format of layers that are merged into one; None if they are not quantized. names: as in the
-        checkpoint (`model.layers.0.mlp.up_proj`). If those of a GGUF file differ in format, they are dequantized as
-        they are loaded.
+        checkpoint (`model.layers.0.mlp.up_proj`).
 
-        Raises UnsupportedScheme if the formats of another checkpoint differ.
+        Layers of a GGUF file whose formats differ are dequantized as they are loaded: None. For other checkpoints,
+        raises UnsupportedScheme.
         """
         first, *others = (self._lazy_format(name) for name in names)
         for name, other in zip(names[1:], others, strict=True):

@@ -166,7 +166,7 @@ _trial = Trial()
 def record_rotation(
     theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys in a trial, and note whether our kernel would do the same."""
+    """Rotate queries and keys in a trial, and note whether our kernel can replace this rotation."""
     rotated = theirs(q, k, cos, sin, *more)
     plain = not more and cos.dim() == 3 and is_plain(theirs, q.shape[-1], cos.shape[-1])
     _trial.rotated = rotated if plain else None
@@ -203,7 +203,8 @@ def record(
 
 
 class WithValues(TorchFunctionMode):
-    """Replaces tensors on the meta device by zeros: in a mask function, these are numbers of padding tokens."""
+    """Replaces tensors on the meta device by zeros, so that mask functions, which read numbers of padding, can be
+    computed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = [torch.zeros_like(x, device="cpu") if isinstance(x, Tensor) and x.is_meta else x for x in args]

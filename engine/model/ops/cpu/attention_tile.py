@@ -81,7 +81,7 @@ def divide_space(start: int, queries: int, head_dim: int) -> Space:
 
 @device_function
 def memory_for(queries: int, head_dim: int) -> Any:
-    """Return memory for a Space. It is zeroed, since what only fills up tiles is read too."""
+    """Return memory for a Space. It is zeroed, since the padding of tiles is read too."""
     return np.zeros(divide_space(0, queries, head_dim).end + CACHE_LINE_BYTES, np.uint8)
 
 

@@ -1,6 +1,6 @@
 """Attention over whole sequences on a CPU, a tile of tokens at a time (attention_tile.py).
 
-Work is divided by heads and rows. With a window, only keys that some row sees are read.
+Work is divided by heads and rows. With a window, tiles of keys that no row sees are not read.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def poll(_: Any, pointer: Any, index: Any) -> Any:
 
 @device_function
 def wait_for_zero(counter: Any, index: Any, waits: Any) -> None:
-    """Return when counter[index] is 0. waits: spins to try, number of waits that yielded, and that slept."""
+    """Return when counter[index] is 0. waits: how often to poll before yielding; how many waits yielded; how many
+    slept."""
     spins = waits[0]
     for _ in range(spins):
         if poll(counter, index) == 0:

@@ -35,8 +35,8 @@ def add_quads_vnni(builder: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, s
 def add_quads_plain(
     builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value, *, signed: bool = False
 ) -> ir.Value:
-    """Return the same as `add_quads_vnni`, on any CPU. Bytes of b must not be -128, so that products fit 16 bits.
-    signed: whether bytes of a are signed."""
+    """Return total + the sums of products of four bytes each, on any CPU. Bytes of b must not be -128, so that products
+    fit 16 bits. signed: whether bytes of a are signed."""
     bytes, words = (ir.VectorType(kind, QUAD * LANES) for kind in (I8, I16))
     extend = builder.sext if signed else builder.zext
     products = builder.mul(extend(builder.bitcast(a, bytes), words), builder.sext(builder.bitcast(b, bytes), words))
@@ -48,8 +48,8 @@ def add_quads_plain(
 
 
 def add_quads_avx2(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Return the same with AVX2, for signed bytes. AVX2 multiplies unsigned bytes by signed ones, so signs of a are
-    moved to b, whose bytes must not be -128."""
+    """Return total + the sums of products of four signed bytes each, with AVX2. It multiplies unsigned bytes by signed
+    ones, so signs of a are moved to b, whose bytes must not be -128."""
     parts = []
     for first, second in zip(halves(builder, a), halves(builder, b), strict=True):
         size = call(builder, "llvm.abs.v32i8", BYTES, first, ir.Constant(ir.IntType(1), 0))

@@ -74,8 +74,8 @@ class StepGraph:
 
     @torch.inference_mode()
     def record(self) -> bool:
-        """Record a step. Return whether a replay of another step has the bits that it has without the graph, which
-        fails if any part of the model is not a kernel of ours. The two steps differ in tokens and sequences."""
+        """Record a step, then replay the graph for another step, with other tokens and sequences. Return whether the
+        result has the same bits as without the graph; it has not if the model uses code other than our kernels."""
         x, batch = self._example(RECORDED)
         sequences = len(batch.kv_len)
         self._copy(x, batch)

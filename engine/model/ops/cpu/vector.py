@@ -168,7 +168,7 @@ def weigh(
 
 @intrinsic
 def copy(_: Any, out: Any, target: Any, x: Any, source: Any, size: Any) -> Any:
-    """out[target + i] = x[source + i] for i < size, a multiple of 16."""
+    """Copy x[source + i] to out[target + i] for i < size, a multiple of 16."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         to, first_to, values, first, number = args
@@ -184,7 +184,7 @@ def copy(_: Any, out: Any, target: Any, x: Any, source: Any, size: Any) -> Any:
 
 @intrinsic
 def clear(_: Any, out: Any, size: Any) -> Any:
-    """out[i] = 0 for i < size, a multiple of 16."""
+    """Set out[i] to 0 for i < size, a multiple of 16."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         with steps(builder, args[1]) as (i, _count):
@@ -196,7 +196,7 @@ def clear(_: Any, out: Any, size: Any) -> Any:
 
 @intrinsic
 def divide_by_total(_: Any, out: Any, target: Any, x: Any, totals: Any, size: Any) -> Any:
-    """out[target + i] = x[i] / the sum of 16 totals, for i < size, a multiple of 16."""
+    """Write out[target + i] = x[i] / the sum of 16 totals, for i < size, a multiple of 16."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         to, first, values, parts, number = args
@@ -222,8 +222,8 @@ def prefetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
 
 @intrinsic
 def prefetch(_: Any, table: Any, count: Any, offset: Any, size: Any) -> Any:
-    """Ask for `size` bytes from each of the first `count` addresses in `table` + `offset` on to be brought into the
-    cache, one address after the other: where they adjoin, the processor continues by itself."""
+    """Prefetch `size` bytes from each of the first `count` addresses in `table`, plus `offset`, in their order. Where
+    they adjoin, the processor continues by itself."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         addresses, number, start, length = args

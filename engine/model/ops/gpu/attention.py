@@ -293,7 +293,7 @@ def paged_attention(
     q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
     *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """q [tokens, heads, head_dim] -> the same shape and dtype, contiguous. sinks: [heads] of q's dtype."""
+    """Attend: q [tokens, heads, head_dim] -> the same shape and dtype, contiguous. sinks: [heads] of q's dtype."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = q.shape[1] // batch.kv_cache.shape[3]
     if len(batch.single):

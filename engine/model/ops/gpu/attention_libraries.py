@@ -139,7 +139,7 @@ def load(library: Library, device: torch.device) -> Attend | None:
 
 
 def flash_infer(device: torch.device) -> Attend:
-    """Return FlashInfer: `xqa` kernels on Hopper and RTX cards, `trtllm-gen` on Blackwell. Written for 0.7.2.post1."""
+    """Load FlashInfer: `xqa` kernels on Hopper and RTX cards, `trtllm-gen` on Blackwell. Written for 0.7.2.post1."""
     function = importlib.import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     counters = torch.zeros(COUNTER_BYTES, dtype=torch.uint8, device=device)  # each launch leaves them at zero
@@ -177,7 +177,7 @@ def flash_attention_3(device: torch.device) -> Attend:
 
 
 def flash_attention_4(device: torch.device) -> Attend:
-    """Return FlashAttention 4. Written for 4.0.0b36."""
+    """Load FlashAttention 4. Written for 4.0.0b36."""
     function = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
 
     def attend(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None) -> Tensor:
@@ -200,7 +200,7 @@ LIBRARIES = (  # the first that supports chunks and works here computes prompts
 
 
 def tokens_outside_heads(batch: Batch, layer: int) -> tuple[Tensor, ...]:
-    """Return views of K and V, [blocks, block_size, kv_heads, head_dim]; in the cache, heads are outside tokens."""
+    """Return views of K and V, [blocks, block_size, kv_heads, head_dim], as libraries read them."""
     return batch.kv_cache[:, layer].transpose(2, 3).unbind(1)
 
 

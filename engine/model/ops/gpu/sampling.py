@@ -126,7 +126,8 @@ def draw_kernel(
     logits, best, values, ids, masses, counts, tokens, uniform, top_p, min_p, top_k, vocab, stride, segments,
     FAR_WEIGHT: tl.constexpr, COLLECTED: tl.constexpr, SEGMENTS_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token of a row. Grid (rows). `floor`: smallest key that remains; its first `kept` tokens stay."""
+    """Draw a token of a row. Grid (rows). `floor` is the lowest key that filters keep, `kept` how many tokens of it
+    they keep."""
     row = tl.program_id(0).to(tl.int64)
     best, top_p, min_p, top_k = (
         tl.load(best + row), tl.load(top_p + row), tl.load(min_p + row), tl.load(top_k + row)
