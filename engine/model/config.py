@@ -217,8 +217,8 @@ class ModelConfig:
         return KVCacheSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim).heads_per_rank(tp_size)
 
     def longest_sequence(self, max_model_len: int | None) -> int:
-        """Return the tokens of the longest sequence. max_model_len: the configured limit; None for the model's context.
-        Raises ConfigError for a limit above the model's context."""
+        """Return the length in tokens of the longest sequence. max_model_len: the configured limit; None for the
+        model's context. Raises ConfigError for a limit above the model's context."""
         own = min(self.max_position_embeddings, self.pooling.max_seq_length or self.max_position_embeddings)
         longest = own if max_model_len is None else max_model_len
         if longest > self.max_position_embeddings:
@@ -356,8 +356,8 @@ def _activation(raw: Fields, supported: tuple[str, ...]) -> Any:
 
 
 def _default_pooling(cfg: ModelConfig, raw: Fields) -> PoolingType:
-    """Return the pooling of a model whose folder names no modules. That is sentence-transformers' default for an
-    encoder, vLLM's for a decoder, and the one that a score head was trained with."""
+    """Return the pooling of a model whose folder names no modules: sentence-transformers' default for an encoder,
+    vLLM's for a decoder; for a score head, the pooling that it was trained with."""
     if cfg.encoder and cfg.head == "score":
         return "mean" if raw.get("classifier_pooling") == "mean" else "cls"
     return "mean" if cfg.bidirectional else "last"

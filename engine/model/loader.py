@@ -46,7 +46,7 @@ UNUSED = (
 
 
 class Loadable(Protocol):
-    """A module whose layers read tensors of a checkpoint: a model, or a drafter's."""
+    """A module whose layers read tensors of a checkpoint: a model, or the module of a drafter."""
 
     unused: tuple[str, ...]
 

@@ -104,7 +104,7 @@ class TiedLMHead(LMHead):
         self.tied = False
 
     def pack(self) -> None:
-        """Pack the weight. The embedding then uses it too, if it can look up rows in it; else there are two copies."""
+        """Pack the weight. The embedding looks up rows in the packed weight if it can; otherwise it keeps a copy."""
         super().pack()
         if self.tied and linear.is_ours(self.weight):
             self.embedding[0].weight = self.weight

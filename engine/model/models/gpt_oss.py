@@ -90,7 +90,8 @@ class GptOssExperts(Experts):
         return list(self.gate_up.chunk(self.tp.parts, dim=1))
 
     def bias_pieces(self) -> list[moe.Biases]:
-        """Return the biases of each part. The bias of `down` is added in the first part only."""
+        """Return the biases of each part that `pieces` cuts. The bias of `down` is in the first part only, so it is
+        added once."""
         down = [self.down_bias, *[torch.zeros_like(self.down_bias)] * (self.tp.parts - 1)]
         return list(zip(self.gate_up_bias.chunk(self.tp.parts, dim=1), down, strict=True))
 

@@ -52,7 +52,8 @@ def select_packed(dtype: torch.dtype, device: torch.device) -> MixPacked | None:
 
 
 def pack_experts(weights: Iterable[QuantizedWeight], num_experts: int, dtype: torch.dtype) -> Packed:
-    """Put the quantized weights of all experts into one tensor, as a GPU multiplies them; dequantized if it cannot."""
+    """Put the quantized weights of all experts into one tensor for a GPU's kernel; dequantize them if it cannot read
+    them."""
     packed: list[Tensor] = []
     for i, weight in enumerate(weights):
         parts = None

@@ -29,5 +29,5 @@ def select(device: torch.device) -> DrawRows:
 
 
 def sorts_candidates(device: torch.device) -> bool:
-    """Return whether this device sorts candidates. Rows with the same number of them are then sorted together."""
+    """Return whether this device sorts candidates. Rows with the same number of candidates are then sorted together."""
     return not dispatch.gpu_kernels(torch.float32, device)

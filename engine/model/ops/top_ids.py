@@ -13,9 +13,9 @@ def top_ids(logits: Tensor, count: int) -> Tensor:
     """Return the ids [rows, count] int64 of the largest logits [rows, vocab] float32, lower ids first if logits are
     equal.
 
-    So a shorter list is always the beginning of a longer one, and the first id is that of `argmax`. Only `count` chunks
-    of the vocabulary are searched, those with the largest maxima: any token in another chunk comes after their `count`
-    maxima.
+    So a shorter list is always the beginning of a longer one, and the first id is that of `argmax`. Only the `count`
+    chunks of the vocabulary with the largest maxima are searched: these maxima are already `count` tokens before any in
+    another.
     """
     rows, vocab = logits.shape
     count = min(count, vocab)

@@ -1,4 +1,4 @@
-"""The error for an unsupported `quantization_config`; apart from the formats, which import torch."""
+"""Defines the error for an unsupported `quantization_config`, without importing torch, which the formats need."""
 
 from __future__ import annotations
 

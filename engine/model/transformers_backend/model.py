@@ -163,7 +163,8 @@ class TransformersModel(Sharded):
         return logits[0].float()
 
     def _head_is_plain(self, hidden: Tensor) -> bool:
-        """Return whether transformers' code passes hidden states to the head, and its logits on, both unchanged."""
+        """Return whether transformers' code changes neither the hidden states that the head gets nor the logits that it
+        returns."""
         if self._plain_head is None:
             logits = self._transformed_logits(hidden)
             call: Any = self.causal.get_submodule(self._head_path)

@@ -139,9 +139,11 @@ def is_free(block: Tensor) -> bool:
 
 
 class Graph:
-    """A recording of the kernels that this thread launches, and runs, inside a `with` block. A replay does nothing else
-    that happened there. Tensors that they read and write must keep their addresses; a replay may have another number of
-    tokens, up to `max_tokens`."""
+    """A recording of the kernels that this thread launches inside a `with` block. They also run then.
+
+    A replay runs the kernels and nothing else. The tensors that they use must keep their addresses. The number of
+    tokens may differ, up to `max_tokens`.
+    """
 
     def __init__(self, max_tokens: int) -> None:
         self.memory = Memory(max_tokens)

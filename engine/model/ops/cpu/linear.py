@@ -1,12 +1,12 @@
 """Products of any number of rows with a weight in bfloat16 or float32.
 
-Pairs of bfloat16 are multiplied by AVX-512's dot products of pairs; without these, each one as float32.
+bfloat16 is multiplied in pairs by AVX-512's dot products; on CPUs without these, one by one as float32.
 
 A packed weight is [outputs / 64, inputs / 2, 64, 2], in float32 [outputs / 64, inputs, 64, 1]: a column of 64 outputs
 is contiguous, in the order in which it is read. A thread multiplies all rows by one column, a few rows at a time, and
 meanwhile prefetches the column that it takes next, so that reading memory and computing overlap. Each output is one sum
-in the order of the inputs, so a row has the same bits in any batch. Weights of parts of the inputs are stacked, and one
-call multiplies all of them; their products are added up as ops/tree_sum.py says.
+in the order of the inputs, so a row has the same bits in any batch. A weight that is cut into parts along its inputs is
+stacked, and one call multiplies all parts; their products are added up as ops/tree_sum.py says.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ def multiply_keys(space: Space, rows: int, key_dim: int, end: int) -> None:
 
 @device_function
 def weigh(space: Space, r: int, row: int, end: int, inner: int) -> None:
-    """Write weights[r, j] = inner[j] * exp(G_row - G_j) for j < end. row: of the chunk. inner: an address."""
+    """Write weights[r, j] = inner[j] * exp(G_row - G_j) for j < end. row: row of the chunk. inner: address of its
+    products."""
     weights, decays, products = as_f32(space.weights + 4 * r * CHUNK), as_f32(space.decays), as_f32(inner)
     now = decays[row]
     for j in range(end):
