@@ -50,7 +50,7 @@ class PromptImages:
 
     @property
     def shift(self) -> int:
-        """Number to add to the position of a token behind the last image to get its rotary position."""
+        """Number to add to the position of a token after the last image to get its rotary position."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - self.end
 
     def rows(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, tuple[bytes, int, int]]]:

@@ -55,7 +55,8 @@ class GroupNeed:
         return self.of(length, seqs) + (0 if window is None else seqs * self.held(length))
 
     def of(self, length: int, seqs: int = 1) -> int:
-        """Return how many blocks `seqs` sequences of `length` tokens need, including for a step of their prompts."""
+        """Return how many blocks `seqs` sequences of `length` tokens need, together with a step that computes
+        prompts."""
         if self.group.spec.window is None:
             return seqs * self.held(length)
         whole, step = -(-length // self.block_size), -(-self.step_tokens // self.block_size)

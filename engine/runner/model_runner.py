@@ -1,7 +1,8 @@
 """Runs step plans on one rank: builds the inputs, computes the model, samples.
 
-On a GPU nothing here waits for the device before `collect`: inputs are copied there once per step; sampled tokens stay
-there for the next step, and are also copied to the host. So step n+1 is in the device's queue before step n has ended.
+On a GPU nothing here waits for the device before `collect`. Inputs are copied to the device once per step; sampled
+tokens stay there for the next step, and are also copied to the host. So step n+1 is in the device's queue before step n
+has ended.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class SamplingInputs:
         return not (self.random or self.edits or self.masked or self.logprobs)
 
     def again(self, uniform: list[float], to_device: ToDevice) -> SamplingInputs:
-        """Return these inputs with new random numbers, one per row, and without masks. Not for rows with edits, which
-        depend on the position."""
+        """Return these inputs with new random numbers, one per row, and without masks. Rows must have no edits, since
+        these depend on the position."""
         numbers = np.array(uniform, dtype=np.float32)
         random = [replace(group, uniform=to_device(numbers[group.index]).unsqueeze(1)) for group in self.random]
         return replace(self, random=random, masked=None)

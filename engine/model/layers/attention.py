@@ -48,7 +48,8 @@ class Attention(nn.Module):
         return self.attended(self.ops.rotate_and_write(q, k, v, table, batch, self.layer, norms), batch)
 
     def read(self, q: Tensor, batch: Batch) -> Tensor:
-        """Attend to K and V that another layer has written, as `kv_place` names it. q: already normed, not rotated."""
+        """Attend to K and V that another layer has written: the one that `kv_place` names. q: already normed, not
+        rotated."""
         return self.attended(self.rotate(q, self.table, batch.positions), batch.of_group(self.group))
 
     def attended(self, q: Tensor, batch: Batch) -> Tensor:

@@ -83,8 +83,8 @@ class LatentAttention(nn.Module):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
     def rotate(self, x: Tensor, batch: Batch) -> Tensor:
-        """Rotate x [tokens, heads, rope_dim] by positions. If rotated pairs are neighbours, they come out as halves, in
-        queries and keys alike."""
+        """Rotate x [tokens, heads, rope_dim] by positions. If pairs are neighbours, they are first moved half a head
+        apart, in queries and keys alike."""
         if self.cfg.interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
         return rotate_plain(x, self.table, batch.positions)

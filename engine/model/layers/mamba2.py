@@ -101,7 +101,8 @@ class Mamba2Norm(Sharded):
         return x * opened if self.gate_last else x
 
     def factors(self, x: Tensor) -> Tensor:
-        """Return the factor on each group's values: [tokens, this rank's groups]. Squares are summed part by part."""
+        """Return the factor that norms each group's values: [tokens, this rank's groups]. Squares are summed part by
+        part."""
         squares = x.square().unflatten(-1, (self.parts, -1)).sum(-1)
         if self.groups < self.tp.size:
             squares = self.tp.all_gather(squares).unflatten(-1, (self.groups, -1)).sum(-1)

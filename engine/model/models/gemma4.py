@@ -85,8 +85,8 @@ class Gemma4Router(Router):
 
 
 class Gemma4Experts(nn.Module):
-    """The experts beside a layer's MLP: (the MLP's input before its norm, its output) -> [tokens, hidden], like
-    both."""
+    """The experts beside a layer's MLP: (x before the MLP's norm, the MLP's output), both [tokens, hidden] -> the
+    same."""
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig, tp: TPGroup, prefix: str):
         super().__init__()

@@ -57,7 +57,7 @@ class LlamaAttention(nn.Module):
 class LlamaLayer(nn.Module):
     """A pre-norm residual block: (x, residual), each [tokens, hidden] -> (x, residual).
 
-    Its output is residual + x. The next norm adds them up, in one kernel with itself.
+    The block's result is residual + x; the next norm computes this sum in its own kernel.
     """
 
     attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention

@@ -22,7 +22,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def model_class(architecture: str) -> type[Model]:
-    """Return the class of a model's family, or of all that transformers computes, with the interface of Llama's."""
+    """Return the class for an architecture: its family's, or TransformersModel. All have the interface of Llama's."""
     family = find_family(architecture)
     if architecture == image_encoder.ARCHITECTURE:
         module, name = image_encoder.__name__, architecture

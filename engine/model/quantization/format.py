@@ -1,9 +1,9 @@
 """Formats of quantized weights: how a checkpoint stores a weight, and how a rank reads its shard of it.
 
 A format names the tensors that replace `weight`, and decodes them into a QuantizedWeight. Each dimension of such a
-tensor runs along the weight's outputs or inputs, several of them to an entry: one scale for 128 columns, or one word
-for eight rows. A rank reads every entry that covers any of its own rows or columns, so a weight can be split anywhere;
-the surplus is cut off later.
+tensor runs along the weight's outputs or inputs, and an entry may cover several of them: a scale 128 columns, or a word
+eight rows. A rank reads every entry that covers any of its own rows or columns, so a weight can be split anywhere; the
+surplus is cut off later.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ class GGML:
         return QuantizedWeight(values, groups[0], groups[1], whole.bits, None)
 
     def trim(self, entries: Tensor, weight: Shard) -> Tensor:
-        """Cut scales of whole blocks to the groups that cover the shard; if it cuts a group, to its columns."""
+        """Cut scales of whole blocks to those of the shard's groups. If the shard cuts a group, return one scale per
+        column."""
         blocks, groups = QuantAxis(INPUTS, TYPES[self.type].numbers), QuantAxis(INPUTS, TYPES[self.type].group)
         skipped = blocks.span(weight)[0] * (blocks.unit // groups.unit)
         first, stop, _ = groups.span(weight)

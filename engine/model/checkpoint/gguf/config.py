@@ -165,7 +165,8 @@ def _dtype(tensors: dict[str, Entry]) -> str:
 
 
 def _rope_scaling(keys: Keys, factors: dict[str, list[float]]) -> Fields | None:
-    """Return the rotary scaling. Factors in the file become those of `longrope`, also Llama 3's."""
+    """Return the rotary scaling. Rotary factors in the file are read as those of `longrope`, also if Llama 3's rule
+    made them."""
     context = keys["context_length"]
     original = keys.get("rope.scaling.original_context_length", context)
     if own := factors.get("rope_freqs.weight"):

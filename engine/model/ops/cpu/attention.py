@@ -261,7 +261,8 @@ def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: in
 
 def row_tiles(batch: Batch, tile_rows: int = TILE_ROWS) -> Tensor:
     """Cut a batch into tiles. Return [1 + tiles, 4] int64: sequence, first row, number of rows, and how many rows the
-    sequence has after these. The first row: number of tiles, most rows of one, whether KV heads are separate items.
+    sequence has after these. Before the tiles comes: their number, most rows of one, whether KV heads are separate
+    items.
 
     The last rows of a chunk come first: they see the most keys, so that threads finish together.
     """

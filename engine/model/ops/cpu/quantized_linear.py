@@ -150,8 +150,8 @@ MULTIPLY_INT4 = Kernel({torch.bfloat16: multiply_int4_bf16})
 
 
 def select(weight: QuantizedWeight, dtype: torch.dtype) -> Integers | None:
-    """Return the product with a weight; None if its groups are not whole words, or if inputs may not be rounded: in
-    float32 they may only be if the checkpoint expects it."""
+    """Return the product with a weight; None if its groups are not whole words, or if `dtype` is float32 and the
+    checkpoint does not expect rounded inputs."""
     if weight.values.dtype != torch.int8 or (weight.activations is None and dtype != torch.bfloat16):
         return None
     if weight.scale.shape[1] > 1 and weight.group_size * weight.bits % (8 * QUAD):

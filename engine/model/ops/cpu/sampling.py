@@ -1,5 +1,5 @@
-"""Chooses a token of each row on a CPU: the most likely one in bfloat16, in one pass over logits as integers of the
-same order, or one that is drawn."""
+"""Chooses a token of each row on a CPU: the most likely one, comparing bfloat16 logits as integers, or one that is
+drawn."""
 
 from __future__ import annotations
 

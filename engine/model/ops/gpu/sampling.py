@@ -264,8 +264,8 @@ def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def draw_rows(logits: Tensor, best: Tensor, group: RandomRows) -> Tensor:
-    """Draw as in ops/sampling.py. torch's parallel sums would not do: one may grow slightly at a token of weight 0,
-    such as a banned one, and draw it; `draw_any` checks weights too."""
+    """Draw as in ops/sampling.py. Sums by torch run in parallel and may grow slightly at a token of weight 0, so that a
+    banned token is drawn; `draw_any` also checks weights."""
     scaled = group.scaled(logits)
     if group.width:
         return draw_filtered(scaled, group.uniform, group.top_p, group.min_p, group.top_k)
