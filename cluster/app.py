@@ -1,4 +1,4 @@
-"""The builder that serve_config.yaml names: it turns `args` into a Serve application."""
+"""Application builder that serve_config.yaml names: turns `args` into a Serve application."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from placement.console_log import LogConfig
 logger = logging.getLogger(__name__)
 
 OPTIONS: dict[str, Any] = {  # of every deployment
-    "health_check_period_s": 1.0,  # the controller sees only then that a replica has ended
+    "health_check_period_s": 1.0,  # the controller notices the end of a replica only in these checks
     "health_check_timeout_s": 10.0,
-    "max_constructor_retry_count": 2,  # a model that cannot be loaded will not load the twentieth time either
-    "graceful_shutdown_wait_loop_s": 0.2,  # how soon a replica notices that its last request has ended
+    "max_constructor_retry_count": 2,  # a model that fails to load will fail the twentieth time too
+    "graceful_shutdown_wait_loop_s": 0.2,  # between a stopping replica's checks whether its last request has ended
 }
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Build the application, after every check that needs no weights."""
+    """Build the application, after all checks that need no weights."""
     try:
         config = AppConfig.parse(args)
         _warn_without_policy(config, args)
@@ -59,7 +59,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def build_openai_app(args: dict[str, Any]) -> Application:
-    """Build the application for `args` of Ray Serve LLM: `llm_configs` (docs/ray_serve_llm.md)."""
+    """Build the application from `args` of Ray Serve LLM: `llm_configs` (docs/ray_serve_llm.md)."""
     try:
         ours = ray_serve_llm.serving_args(args)
     except StartupError as error:
@@ -72,7 +72,7 @@ build_pd_openai_app = build_openai_app  # `prefill_config` and `decode_config`
 
 
 def _check_tls() -> None:
-    """Raise StartupError if HAProxy would speak plain HTTP to ingresses that have a certificate."""
+    """Raise StartupError if HAProxy would use plain HTTP towards ingresses that have a certificate."""
     if not ray.is_initialized() or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         return
     certfile, haproxys = ray_compat.certificate(), os.environ.get(haproxy.CERTFILE)
@@ -84,8 +84,10 @@ def _check_tls() -> None:
 
 
 def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:
-    """Warn if Serve's own policy would scale the pools, as it does silently where the line with ours is missing.
-    That line is next to `args`, which are all that a builder sees."""
+    """Warn if Serve's own policy would scale the pools, as it silently does if the configuration does not name ours.
+
+    The policy is named next to `args`, but a builder sees only `args`.
+    """
     if not config.autoscales or not ray.is_initialized():
         return
     for application in ray_compat.deployed_applications():
@@ -99,10 +101,10 @@ def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:
 def ingress(
     config: AppConfig, infos: list[ModelInfo], pools: list[tuple[Application, dict[PeerPool, Application]]]
 ) -> Application:
-    """Return the HTTP side. pools: the decode replicas of each model, and those that compute for them."""
+    """Return the HTTP side. pools: decode replicas of each model, with the pools that compute for them."""
     num = config.ingress.num_replicas
     scaling: dict[str, Any] = {"num_replicas": num}
-    if config.autoscales:  # requests that wait there count for the pools behind it
+    if config.autoscales:  # requests waiting in ingresses count as load of the pools
         scaling = {"autoscaling_config": autoscaling_config(num, num, config.ingress.max_ongoing_requests)}
     deployment = serve.deployment(
         Ingress,
@@ -110,7 +112,7 @@ def ingress(
         max_ongoing_requests=config.ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": config.ingress.num_cpus},
         graceful_shutdown_timeout_s=config.ingress.drain_s,
-        max_surge_percent=100,  # a new one is up before an old one goes: there is always one that takes connections
+        max_surge_percent=100,  # start a new ingress before stopping an old one, so that one always takes connections
         **OPTIONS,
         **scaling,
     )
@@ -129,7 +131,7 @@ def ingress(
 
 
 def _check_capacity(config: AppConfig) -> None:
-    """Raise StartupError if the cluster could never hold a replica of some model, even if it were empty."""
+    """Raise StartupError if the cluster could not hold a replica of some model even if it were empty."""
     if not ray.is_initialized():
         return
     nodes = capacity.cluster_nodes()
@@ -145,7 +147,7 @@ def _check_capacity(config: AppConfig) -> None:
 
 
 def warn_of_idle_gpus(config: AppConfig, nodes: Sequence[capacity.Node]) -> None:
-    """Warn if there are GPUs and no rank asks for one: Ray then shows it none, so it runs on the CPU."""
+    """Warn if the cluster has GPUs but no rank asks for one: Ray then hides them, so all models run on CPUs."""
     gpus = sum(node.resources.get("GPU", 0.0) for node in nodes)
     if gpus and not any(pool.num_gpus for model in config.models for pool in model.pools.values()):
         logger.warning(
@@ -155,13 +157,13 @@ def warn_of_idle_gpus(config: AppConfig, nodes: Sequence[capacity.Node]) -> None
 
 
 def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, dict[PeerPool, Application]]:
-    """Return the decode pool, and the pools of the model that compute for it."""
+    """Return a model's decode pool, and the pools that compute for it."""
 
     def pool(kind: type[Decode] | type[Prefill], role: Role, peers: dict[PeerPool, Application]) -> Application:
         spec = replace(model.group_spec(role), log=log)
         return _deployment(kind, model, role).bind(model.engine_config(role), spec, peers)
 
-    order: tuple[PeerPool, ...] = ("encode", "prefill")  # prefill engines have their images encoded too
+    order: tuple[PeerPool, ...] = ("encode", "prefill")  # in this order, since encode engines serve prefill engines too
     peers: dict[PeerPool, Application] = {}
     for role in order:
         if role in model.pools:
@@ -188,7 +190,8 @@ def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: R
 
 
 def _replicas(model: ModelSection, role: Role) -> dict[str, Any]:
-    """Return the scaling options of a pool. A pool of fixed size reports its load too if others of the model scale."""
+    """Return the scaling options of a pool. A pool of fixed size also reports its load if another pool of the model
+    scales."""
     low, high = model.pools[role].bounds
     if not model.autoscales:
         return {"num_replicas": low}

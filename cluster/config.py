@@ -1,4 +1,4 @@
-"""The section `args` of serve_config.yaml, parsed strictly and turned into the frozen objects that each folder owns."""
+"""Section `args` of serve_config.yaml, parsed strictly and converted to the frozen objects that each folder defines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from placement.spec import GroupSpec, Strategy
 
 BUILDER = "manta:build"  # the import_path of our applications
 BUILDERS = (BUILDER, f"{__package__}.app:build")  # the same function by its own name
-HOST, PORT = "127.0.0.1", 8000  # where the API listens if nothing else is said
+HOST, PORT = "127.0.0.1", 8000  # default address of the API
 
 
 class Section(BaseModel):
@@ -35,19 +35,19 @@ class Section(BaseModel):
 
 
 def _section_of(config: type, without: set[str], **types: Any) -> type[Section]:
-    """Return a section with one key per field of the dataclass, so that the two cannot drift apart. types: of keys that
-    have another than the field."""
+    """Return a section with one key per field of the dataclass, so that the two cannot drift apart. types: keys whose
+    type differs from that of their field."""
     hints = get_type_hints(config) | types
     keys: dict[str, Any] = {f.name: (hints[f.name], f.default) for f in fields(config) if f.name not in without}
     return create_model(config.__name__.replace("Config", "Section"), __base__=Section, **keys)
 
 
 def given(section: Section) -> dict[str, Any]:
-    """Return the keys that the file has, with their values."""
+    """Return the keys that are set in the file, with their values."""
     return {key: getattr(section, key) for key in section.model_fields_set}
 
 
-ALIKE = ("dtype", "quantization", "determinism")  # or the fingerprint of an encode engine is another
+ALIKE = ("dtype", "quantization", "determinism")  # keys that must agree, or fingerprints of encode engines differ
 # model and handoff are one level higher; EngineConfig reads the JSON object of `speculative` itself
 EngineSection = _section_of(EngineConfig, without={"model", "handoff", "encode"}, speculative=dict[str, Any] | None)
 HandoffSection = _section_of(HandoffConfig, without={"role"})
@@ -56,30 +56,30 @@ ImageSection = _section_of(ImageConfig, without=set())
 
 
 class PoolSection(Section):
-    """The replicas that run a model, or those that compute prompts for them."""
+    """Replicas that run a model, or replicas that compute prompts or images for them."""
 
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]  # mypy cannot see into create_model
-    """Keys of the model's `engine` section that are different in this pool."""
+    """Keys that override the model's `engine` section in this pool."""
     routing: RoutingSection = RoutingSection()  # type: ignore[valid-type]
     """Choice of a replica for a request, or for a prompt (docs/routing.md)."""
-    num_replicas: int = Field(default=1, ge=1)  #: a fixed number; or else the next two, between which load decides
-    min_replicas: int | None = Field(default=None, ge=0)  #: 1 if only max_replicas is given; 0 scales to zero
+    num_replicas: int = Field(default=1, ge=1)  #: fixed number; for autoscaling, set the next two instead
+    min_replicas: int | None = Field(default=None, ge=0)  #: default 1 with max_replicas; 0 scales to zero
     max_replicas: int | None = Field(default=None, ge=1)  #: turns autoscaling on
-    upscale_delay_s: float = Field(default=3.0, ge=0)  #: how long more replicas must have been desired without a break
-    downscale_delay_s: float = Field(default=300.0, ge=0)  #: how long fewer replicas must have been desired
-    scale_to_zero_delay_s: float = Field(default=600.0, ge=0)  #: without any work, where min_replicas is 0
+    upscale_delay_s: float = Field(default=3.0, ge=0)  #: time for which more replicas must be desired continuously
+    downscale_delay_s: float = Field(default=300.0, ge=0)  #: time for which fewer replicas must be desired continuously
+    scale_to_zero_delay_s: float = Field(default=600.0, ge=0)  #: time without work, if min_replicas is 0
     num_cpus: float = Field(default=1.0, ge=0)  #: CPUs of each rank, and its threads unless `engine.num_threads` is set
     num_gpus: float = Field(default=0.0, ge=0, le=1)  #: GPUs of each rank; a replica has `engine.tensor_parallel` ranks
     accelerator_type: str | None = Field(default=None, min_length=1)  #: GPU that a rank's node must have: `L4`
     label_selector: dict[str, str] = Field(default_factory=dict)  #: labels that a rank's node must have
-    placement_strategy: Strategy = "PACK"  #: Ray's: few nodes; STRICT_PACK: one; STRICT_SPREAD: one per rank
+    placement_strategy: Strategy = "PACK"  #: Ray's: PACK: few nodes; STRICT_PACK: one; STRICT_SPREAD: one per rank
     max_ongoing_requests: int | None = Field(default=None, ge=1)
-    """Maximum number of sequences in one replica; None means all that its engine may run and queue."""
+    """Maximum number of sequences in one replica; None for as many as its engine may run and queue."""
     startup_timeout_s: float = Field(default=600.0, gt=0)  #: limit for starting the ranks and loading the weights
     stall_timeout_s: float = Field(default=10.0, gt=0)
-    """A replica with queued work is replaced if its engine ends no step for this long. It must be longer than any step:
-    a large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt."""
-    drain_s: float = Field(default=60.0, ge=0)  #: how long a stopping replica may continue with its requests
+    """Time after which a replica with queued work is replaced if its engine ends no step. It must exceed any step: a
+    large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt."""
+    drain_s: float = Field(default=60.0, ge=0)  #: time for which a stopping replica may continue its requests
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -89,7 +89,7 @@ class PoolSection(Section):
         return 1 if self.min_replicas is None else self.min_replicas, self.max_replicas
 
     def check(self, path: str) -> None:
-        """Raise ConfigError for keys that do not go together."""
+        """Raise ConfigError for contradictory keys."""
         low, high = self.min_replicas, self.max_replicas
         if low is not None and (high is None or high < low):
             raise ConfigError(f"{path}.max_replicas", high, f"at least min_replicas ({low})")
@@ -110,41 +110,43 @@ class PoolSection(Section):
 class IngressSection(Section):
     """The HTTP API (docs/http_api.md)."""
 
-    num_replicas: int = Field(default=1, ge=1)  #: HTTP servers
-    num_cpus: float = Field(default=0.1, ge=0)  #: CPUs of each
-    max_ongoing_requests: int = Field(default=4096, ge=1)  #: HTTP requests that one of them serves at a time
-    request_timeout_s: float = Field(default=600.0, gt=0)  #: limit for every request; a request may ask for less
-    drain_s: float = Field(default=600.0, ge=0)  #: how long a stopping ingress may continue with its requests
-    max_replays: int = Field(default=3, ge=0)  #: how often a sequence may move on from a replica that died
+    num_replicas: int = Field(default=1, ge=1)  #: number of HTTP servers (ingresses)
+    num_cpus: float = Field(default=0.1, ge=0)  #: CPUs of each ingress
+    max_ongoing_requests: int = Field(default=4096, ge=1)  #: HTTP requests that one ingress serves at a time
+    request_timeout_s: float = Field(
+        default=600.0, gt=0
+    )  #: time limit for every request; a request may set a lower one
+    drain_s: float = Field(default=600.0, ge=0)  #: time for which a stopping ingress may continue its requests
+    max_replays: int = Field(default=3, ge=0)  #: number of times that a sequence may resume after its replica has died
     max_waiting: int = Field(default=1024, ge=1)  #: sequences of a model that may wait in one ingress; else 429
-    max_waiting_tokens: int = Field(default=2**22, ge=1)  #: tokens of their prompts
+    max_waiting_tokens: int = Field(default=2**22, ge=1)  #: prompt tokens of these sequences; else 429
     api_keys_file: str | None = Field(
         default=None, min_length=1
     )  #: on every node with an ingress; without any key every client is admitted
     api_keys: list[str] = Field(default=[])  #: further keys, as lines of that file (`manta hash-key`)
     console: bool = True  #: serve the page at `/` (docs/console.md)
     console_texts: bool = False
-    """Show prompts and outputs of requests on that page, and by `manta explain`, to everyone who has a key."""
+    """Show prompts and outputs of requests on that page, and in `manta explain`, to everyone who has a key."""
     root_path: str = Field(default="", pattern=r"^(/[^/\s]+)*$")  #: prefix of all paths at a proxy in front: `/llm`
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)  #: limit for other request bodies
-    max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: of a file, which has accordingly more time to come
-    body_timeout_s: float = Field(default=60.0, gt=0)  #: for a request's body to come; else 408
-    cors_origins: list[str] = Field(default=[])  #: web pages that may send requests from browsers; `*` for all
-    unknown_fields: UnknownFields = "ignore"  #: of requests, that no API here has; both are reported to the client
+    max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: limit for a file; it has proportionally more time
+    body_timeout_s: float = Field(default=60.0, gt=0)  #: time for a request's body to arrive; else 408
+    cors_origins: list[str] = Field(default=[])  #: origins of web pages that may send requests; `*` for all
+    unknown_fields: UnknownFields = "ignore"  #: `ignore` or `refuse` request fields that no API here has
     store: str | None = Field(default=None, min_length=1)
-    """`redis://host:6379/0`, or on one machine `sqlite:///path`, for responses, answers and batches that all ingresses
-    find, and find again after a restart; None keeps the first two in the memory of each, and batches in `batch_dir`."""
-    store_bytes: int = Field(default=256 * 2**20, ge=2**16)  #: limit in memory, or of the file
-    response_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: how long a response is stored
-    idempotency_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: how long the answer to an Idempotency-Key is stored
+    """Store that all ingresses share, and that survives restarts, for responses, answers and batches:
+    `redis://host:6379/0`, or on one machine `sqlite:///path`. None: the first two in memory, batches in `batch_dir`."""
+    store_bytes: int = Field(default=256 * 2**20, ge=2**16)  #: maximum size of the store in memory, or of its file
+    response_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: time for which a response is stored
+    idempotency_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: time for which an Idempotency-Key's answer is stored
     batch_dir: str | None = Field(default="~/.local/state/manta/batches", min_length=1)
-    """Folder of the contents of files and batches, shared by all ingresses; on several machines they need a Redis
-    as `store`, too; null for none (docs/batches.md)."""
-    images: ImageSection = ImageSection()  # type: ignore[valid-type]  #: limits on images of requests (docs/images.md)
-    batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of one batch at a time, while no request has to wait
+    """Folder for the contents of files and batches, shared by all ingresses; on several machines, `store` must be a
+    Redis, too; null for none (docs/batches.md)."""
+    images: ImageSection = ImageSection()  # type: ignore[valid-type]  #: limits on request images (docs/images.md)
+    batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of one batch at a time while no other has to wait
 
     def auth(self) -> AuthConfig:
-        """Return the limits of the HTTP edge. Raises ConfigError for bad keys."""
+        """Return the limits of the HTTP edge. Raises ConfigError for invalid keys."""
         auth = AuthConfig(
             api_keys_file=self.api_keys_file,
             api_keys=tuple(self.api_keys),
@@ -159,7 +161,7 @@ class IngressSection(Section):
         return auth
 
     def store_config(self) -> StoreConfig:
-        """Return where responses and answers are stored. Raises ConfigError."""
+        """Return the options of the store of responses and answers. Raises ConfigError."""
         config = StoreConfig(
             url=self.store,
             max_bytes=self.store_bytes,
@@ -180,24 +182,26 @@ class IngressSection(Section):
 class SloSection(Section):
     """Latency targets of autoscaling (docs/autoscaling.md)."""
 
-    ttft_ms: float = Field(default=Slo().ttft_ms, gt=0)  #: to the first token, from when an engine could begin
-    itl_ms: float = Field(default=Slo().itl_ms, gt=0)  #: from token to token
+    ttft_ms: float = Field(default=Slo().ttft_ms, gt=0)  #: time to the first token, from when an engine could begin
+    itl_ms: float = Field(default=Slo().itl_ms, gt=0)  #: time from token to token
 
 
 class ModelSection(Section):
     """One model that is served."""
 
-    name: str = Field(min_length=1)  #: what clients send as `model`
-    aliases: list[str] = Field(default=[])  #: what they may send as well
+    name: str = Field(min_length=1)  #: name that clients send as `model`
+    aliases: list[str] = Field(default=[])  #: further names that they may send
     model: str
-    """`pocket`, `smollm2`, `default`, a folder, a GGUF file, or a Hub id, which may end with @ and a revision."""
+    """`pocket`, `smollm2`, `default`, a folder, a GGUF file, or a Hub id, optionally followed by @ and a revision."""
 
-    chat_template: str | None = None  #: a file of Jinja, where an ingress is built; or its text
+    chat_template: str | None = None  #: Jinja file on the machine that builds the ingress, or its text
     default_chat_template_kwargs: dict[str, Any] = Field(default={})  #: variables that requests may change
     generation_config: str = "auto"
-    """Where defaults of sampling come from: `auto` for the model's generation_config.json, `vllm` for none, or another
+    """Source of default sampling parameters: `auto` for the model's generation_config.json, `vllm` for none, or another
     folder with such a file."""
-    override_generation_config: dict[str, Any] = Field(default={})  #: defaults of sampling: `{"temperature": 0.6}`
+    override_generation_config: dict[str, Any] = Field(
+        default={}
+    )  #: default sampling parameters: `{"temperature": 0.6}`
     tool_call_parser: ToolCallParserName = "auto"  #: `auto` infers it from the chat template (docs/tool_calls.md)
     reasoning_parser: ReasoningParserName = "auto"  #: likewise
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]  #: of all pools (EngineConfig)
@@ -207,13 +211,13 @@ class ModelSection(Section):
     handoff: HandoffSection | None = None  # type: ignore[valid-type]  #: how KV gets across (docs/handoff.md)
     slo: SloSection = SloSection()  #: `ttft_ms` and `itl_ms`, which autoscaling is to meet (docs/autoscaling.md)
     sdc_check_every: int | None = Field(default=None, ge=1)
-    """One in this many answers is computed again by another replica while all are idle, to find silent data corruption:
-    1000 (docs/sdc_check.md)."""
+    """Recompute one in this many answers on another replica while all are idle, to detect silent data corruption; for
+    example 1000 (docs/sdc_check.md)."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _choose_default(cls, given: Any) -> Any:
-        """Replace `default` by the model that is there, and let clients call it by its own name too."""
+        """Replace `default` by the model that is available, and let clients use its own name too."""
         if not isinstance(given, dict) or given.get("model") != smollm2.DEFAULT:
             return given
         chosen = smollm2.default_model()
@@ -222,7 +226,7 @@ class ModelSection(Section):
 
     @property
     def autoscales(self) -> bool:
-        """True if any of its pools scales with its load."""
+        """Whether any of its pools is autoscaled."""
         return any(pool.max_replicas is not None for pool in self.pools.values())
 
     @property
@@ -231,7 +235,7 @@ class ModelSection(Section):
         return {role: pool for role, pool in pools.items() if pool is not None}
 
     def check(self, path: str) -> None:
-        """Raise ConfigError for keys that do not go together. path: position of this section."""
+        """Raise ConfigError for contradictory keys. path: position of this section."""
         if self.handoff is not None and len(self.pools) == 1:
             raise ConfigError(f"{path}.prefill", None, "given, or `encode`, where there is a `handoff` section")
         for role, pool in self.pools.items():
@@ -272,7 +276,7 @@ class ModelSection(Section):
 
     def engine_config(self, role: Role = "decode") -> EngineConfig:
         options = (GPU_DEFAULTS if self.on_gpu(role) else {}) | self._options(role)
-        if options.get("block_size") is None:  # ingresses and routers hash prompts by it, and know no device
+        if options.get("block_size") is None:  # set it here: ingresses and routers need it, and know no device
             options["block_size"] = BLOCK_SIZES["cuda" if any(map(self.on_gpu, self.pools)) else "cpu"]
         if role == "encode":  # not as in the other pools
             options["tensor_parallel"] = given(self.pools[role].engine).get("tensor_parallel", 1)
@@ -297,7 +301,7 @@ class ModelSection(Section):
         )
 
     def pool_settings(self, role: Role) -> PoolSettings:
-        """Return what the autoscaling policy has to know of a pool."""
+        """Return a pool's settings for the autoscaling policy."""
         pool = self.pools[role]
         low, high = pool.bounds
         limits = Limits(
@@ -311,7 +315,7 @@ class ModelSection(Section):
         return PoolSettings(self.name, role, Slo(**dict(self.slo)), limits)
 
     def shown(self) -> dict[str, Any]:
-        """Return all keys with the values in force, those of `engine` for each pool, where they may differ."""
+        """Return all keys with the values in force. Those of `engine` are given per pool, since they may differ."""
         shown: dict[str, Any] = self.model_dump(mode="json", exclude={"engine", "handoff"})
         for role in self.pools:
             shown[role]["engine"] = msgspec.to_builtins(self.engine_config(role))
@@ -327,7 +331,7 @@ class ModelSection(Section):
         return given(self.engine) | given(self.pools[role].engine)
 
     def _section(self, role: Role, key: str) -> str:
-        """Return the section that a key of EngineConfig was given in."""
+        """Return the section in which a key of EngineConfig was set."""
         if key.startswith("handoff."):
             return ""
         return f"{role}.engine." if key in given(self.pools[role].engine) else "engine."
@@ -335,10 +339,10 @@ class ModelSection(Section):
 
 class TracingSection(Section):
     otlp_endpoint: str | None = None
-    """Where traces are sent by OTLP over HTTP: http://collector:4318/v1/traces; None takes OTEL_EXPORTER_OTLP_ENDPOINT
-    of the environment."""
+    """URL that takes traces by OTLP over HTTP: http://collector:4318/v1/traces; None for OTEL_EXPORTER_OTLP_ENDPOINT
+    from the environment."""
     sampling_ratio: float | None = None
-    """Fraction of requests that are traced, unless a `traceparent` header decides; None takes OTEL_TRACES_SAMPLER."""
+    """Fraction of requests to trace, unless a `traceparent` header decides; None for OTEL_TRACES_SAMPLER."""
 
 
 class AppConfig(Section):
@@ -358,7 +362,8 @@ class AppConfig(Section):
         return None if self.tracing is None else TracingConfig(**dict(self.tracing))
 
     def console_config(self) -> ConsoleConfig:
-        """Return what the console shows of this: every key as it is in force, without keys and passwords."""
+        """Return the configuration as the console shows it: every key with the value in force, without API keys and
+        passwords."""
         above = self.model_dump(mode="json", exclude={"models": True, "ingress": {"api_keys"}})
         above["ingress"]["api_keys"] = f"{len(self.ingress.api_keys)} keys"
         shown = {"models": [model.shown() for model in self.models], **above}
@@ -370,8 +375,8 @@ class AppConfig(Section):
 
     @classmethod
     def of(cls, application: dict[str, Any]) -> AppConfig:
-        """Parse an application of a Serve configuration: `args` alone do not tell whether there is a policy. Raises as
-        `parse` does."""
+        """Parse an application of a Serve configuration, including its autoscaling policy, which is outside `args`.
+        Raises like `parse`."""
         config = cls.parse(application.get("args") or {})
         policy = (application.get("autoscaling_policy") or {}).get("policy_function")
         if config.autoscales and policy not in POLICIES:
@@ -381,12 +386,12 @@ class AppConfig(Section):
 
     @property
     def autoscales(self) -> bool:
-        """True if any pool scales with its load."""
+        """Whether any pool is autoscaled."""
         return any(model.autoscales for model in self.models)
 
     @classmethod
     def parse(cls, args: dict[str, Any]) -> AppConfig:
-        """Parse `args`. Raises ConfigError with the path of the key, and StartupError for an extra that is missing."""
+        """Parse `args`. Raises ConfigError with the path of the key, and StartupError for a missing extra."""
         try:
             config = cls.model_validate(args)
         except pydantic.ValidationError as error:
@@ -419,7 +424,7 @@ def _first_problem(error: pydantic.ValidationError) -> ConfigError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Write a location as in models[0].engine.block_size."""
+    """Return a location in the form models[0].engine.block_size."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
 
 

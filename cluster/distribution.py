@@ -1,4 +1,4 @@
-"""Manta as it is installed: its version, its commit, and the files that come with it."""
+"""Facts about the installed Manta: its version, its commit, and the files that come with it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from engine.errors import InvalidParameter
 
 DISTRIBUTION = "manta-serve"
-ROOT = Path(__file__).resolve().parents[1]  # of a checkout; installed, the package `manta`, which has the same files
+ROOT = Path(__file__).resolve().parents[1]  # a checkout, or the installed package `manta`, which has the same files
 EXAMPLES = ("serve_config.yaml", "serve_config_pd.yaml", "docs", "k8s")
 
 
 def version_and_commit() -> str:
-    """Return a line like `0.1.0 (commit 0123456789ab)`; without the commit where neither a build nor git tells it."""
+    """Return a line like `0.1.0 (commit 0123456789ab)`, without the commit if neither the build nor git knows it."""
     found = commit()
     return version(DISTRIBUTION) + (f" (commit {found})" if found else "")
 
 
 def commit() -> str | None:
-    """Return the commit of this code, with `-dirty` after it if files differ from it."""
+    """Return the commit of this code, followed by `-dirty` if files differ from it."""
     if (built := ROOT / "COMMIT").exists():  # by tools/wheel/build_backend.py
         return built.read_text()
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
@@ -32,9 +32,10 @@ def commit() -> str | None:
 
 
 def copy_examples(folder: Path) -> list[Path]:
-    """Copy what the commands name in their help: configurations, manifests for Kubernetes, and documentation.
+    """Copy the files named in the commands' help: configurations, Kubernetes manifests, and documentation. Returns the
+    copies.
 
-    Return the copies. Raises InvalidParameter, and copies nothing, if one of them exists already.
+    Raises InvalidParameter, and copies nothing, if one of them already exists.
     """
     copies = {ROOT / name: folder / name for name in EXAMPLES}
     for copy in copies.values():

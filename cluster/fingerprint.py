@@ -1,7 +1,7 @@
-"""`system_fingerprint` of responses: four digests of what may change the answer to a request.
+"""`system_fingerprint` of responses: four digests of everything that may change the answer to a request.
 
-They are separate so that `manta verify` can say what has changed. They do not cover the kind of CPU or GPU: the
-process that makes them is not the one that computes.
+They are separate so that `manta verify` can tell what has changed. They do not cover the kind of CPU or GPU, because
+the process that makes them is not the one that computes answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.wire.model_identity import VOCABULARY_FILES, ModelIdentity
 
 PARTS = ("weights", "tokenizer", "options", "code")
-DIGITS = 8  # hexadecimal, of each part
+DIGITS = 8  # hexadecimal digits of each part
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
               "chat_template*", "additional_chat_templates/*", *VOCABULARY_FILES)  # fmt: skip
 NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "torch_compile", "determinism")
@@ -27,10 +27,10 @@ KERNEL_PACKAGES = (DISTRIBUTION, "torch", "numba", "triton", "transformers", "to
 
 
 def fingerprint(identity: ModelIdentity, text_folder: Path, pools: Collection[EngineConfig], *more: object) -> str:
-    """Return `fp_`, followed by a digest of each of PARTS.
+    """Return `fp_`, followed by a digest for each of PARTS.
 
-    text_folder: of the tokenizer and the chat template. pools: that work on an answer. more: other options that may
-    change it.
+    text_folder: folder of the tokenizer and the chat template. pools: engine options of all pools that work on an
+    answer. more: other options that may change an answer.
     """
     ranks = [None if pool.determinism == "strict" else pool.tensor_parallel for pool in pools]
     options = [*([getattr(pool, name) for name in NUMERICS] for pool in pools), ranks, *more]
@@ -39,7 +39,7 @@ def fingerprint(identity: ModelIdentity, text_folder: Path, pools: Collection[En
 
 
 def differing_parts(one: str, other: str) -> list[str]:
-    """Return the names of the parts in which two fingerprints differ: all if either is of another form."""
+    """Return the names of the parts in which two fingerprints differ: all of them if their forms differ."""
     ours, theirs = (text.removeprefix("fp_").split("_") for text in (one, other))
     if len(ours) != len(theirs):
         return list(PARTS)
@@ -48,14 +48,15 @@ def differing_parts(one: str, other: str) -> list[str]:
 
 @cache
 def _code() -> str:
-    """Digest the sources that an answer passes through, and the versions of the packages whose kernels they call."""
+    """Return the digest of the sources that affect answers, and of the versions of the packages whose kernels they
+    call."""
     folders = ROOT / "engine", ROOT / "deployments" / "openai"
     sources = [_digest_of_files(folder, ["**/*.py"], as_in_a_checkout) for folder in folders]
     return _digest(text.encode() for text in (*sources, *map(_version, KERNEL_PACKAGES)))
 
 
 def as_in_a_checkout(file: Path) -> bytes:
-    """Return the source of a file, without what tools/wheel/build_backend.py adds to it."""
+    """Return the source of a file without the changes of tools/wheel/build_backend.py."""
     return BELOW_ONE_NAME.sub(b"", file.read_bytes())
 
 
@@ -65,7 +66,7 @@ def _digest_of_files(folder: Path, patterns: Iterable[str], read: Callable[[Path
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    """Digest each part by itself first, so that what ends one does not count as the start of the next."""
+    """Return the digest of the parts. Each is digested separately first, so that borders between parts matter."""
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 

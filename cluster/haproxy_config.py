@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-# What HAProxy answers by itself: type, code and message of OpenAI's error, by status. HAProxy quotes them with '.
+# Errors that HAProxy answers itself: type, code and message of OpenAI's error, by status. HAProxy quotes them with '.
 ERRORS = {
     400: ("invalid_request_error", "bad_request", "this is not a valid HTTP request"),
     408: ("timeout_error", "request_timeout", "the request did not arrive in time"),
@@ -20,18 +20,19 @@ ERRORS = {
 }
 HEADERS = {503: " hdr Retry-After 1", 408: " hdr X-Should-Retry false", 504: " hdr X-Should-Retry false"}
 NO_ROUTE = ("not_found_error", "route_not_found", "there is no such route")
-HEADER_S = 10  # a client has for the header of a request
+HEADER_S = 10  # that a client has to send the header of a request
 BACKEND = re.compile(r"(?m)^backend (\S+)\n((?:[ \t].*\n|\n)*)")
 SERVER = re.compile(r"(?m)^ *server .*\n")
 
 
 def rewritten(config: str) -> str:
-    """Return Ray's configuration with OpenAI's error body for what HAProxy answers by itself, under its own status.
+    """Return Ray's configuration with OpenAI's error body, and the right status, for errors that HAProxy answers
+    itself.
 
-    What HAProxy cannot parse at all never gets so far, and is refused with a body that no configuration changes. Ray's
-    shows 502, 503 and 504 as a 500 of plain text. Where no application is named yet, 404 becomes 503: every
-    HAProxy starts with such a configuration, also one that replaces another after failed health checks. It would answer
-    404 until it knows where the replicas are, and no client asks again after that.
+    Ray's turns 502, 503 and 504 into a 500 of plain text. Requests that HAProxy cannot even parse are refused with a
+    body that no configuration can change. While no application is named yet, 404 becomes 503: every HAProxy starts with
+    such a configuration, including one that replaces another after failed health checks. Until it knew the replicas, it
+    would answer 404, after which no client tries again.
     """
     errors = "".join(f"    http-error {_answer(status, *error)}\n" for status, error in ERRORS.items())
     config = re.sub(r"(^ *errorfile .*\n)+", lambda _: errors, config, flags=re.MULTILINE)
@@ -46,10 +47,10 @@ def _answer(status: int, kind: str, code: str, message: str) -> str:
 
 
 def closed_to_others(config: str) -> str:
-    """Return Ray's configuration with statistics on loopback, metrics where the API listens, and an admin socket for
-    one user.
+    """Return Ray's configuration with statistics on loopback, metrics on the API's address, and an admin socket for one
+    user.
 
-    With Ray's own every machine sees the replicas' addresses, and every local user can stop servers.
+    In Ray's own, every machine can see the replicas' addresses, and every local user can stop servers.
     """
     api = re.search(r"(?m)^frontend http_frontend\n\s*bind (.*):\d+$", config)
     assert api is not None, "Ray's configuration has no frontend"
@@ -59,21 +60,21 @@ def closed_to_others(config: str) -> str:
 
 
 def over_tls(config: str, certificate: str) -> str:
-    """Return Ray's configuration with HTTPS for clients, and on the way to the ingresses, which Serve starts with the
-    same certificate; it is not checked there, since its name is that of the API.
+    """Return Ray's configuration with HTTPS for clients and towards the ingresses, which Serve starts with the same
+    certificate. Towards ingresses the certificate is not verified, since its name is that of the API.
 
-    certificate: path of a PEM file with the private key.
+    certificate: path of a PEM file that includes the private key.
     """
     config = _changed(config, r"(?m)^(frontend http_frontend\n\s*bind .*)$", rf"\1 ssl crt {certificate} alpn http/1.1")
     return re.sub(r"(?m)^(\s*server \S+ \S+)", r"\1 ssl verify none", config)
 
 
 def limited(config: str, connections: int) -> str:
-    """Return Ray's configuration with limits that keep those who send nothing, or send it slowly, from shutting others
-    out: a time for headers, a maximum of connections, and of these a quarter that no single source can take. HTTP/2,
-    which can be expensive in other ways, is not spoken.
+    """Return Ray's configuration with limits that keep clients that send nothing, or send slowly, from shutting out
+    others: a time limit for headers, and a maximum of connections, a quarter of which no single source can take.
+    HTTP/2, which can be expensive in other ways, is disabled.
 
-    connections: of clients, at a time.
+    connections: maximum number of clients at a time.
     """
     limit = f"maxconn {connections}\n    no strict-limits"  # else it would want two for each
     config = _changed(config, r"(?m)^(global\n(?:[ \t].*\n)*?\s*)maxconn \d+$", rf"\g<1>{limit}")
@@ -88,19 +89,18 @@ def limited(config: str, connections: int) -> str:
 
 
 def with_header(config: str, header: str, value: str) -> str:
-    """Return Ray's configuration with a header in every request that tells ingresses which HAProxy it came through."""
+    """Return Ray's configuration with a header added to every request, by which ingresses recognise the HAProxy."""
     line = f"    http-request set-header {header} {value}\n"
     return _changed(config, r"(?m)^(frontend http_frontend\n\s*bind .*\n)", rf"\g<1>{line}")
 
 
 def without_fallback(config: str, ingresses: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Return Ray's configuration without Serve's own proxy as the last resort, and the ingresses that it names.
+    """Return Ray's configuration without Serve's own proxy as a fallback, and the ingresses that it names.
 
-    ingresses: those that the configuration before this one named: lines, by backend. They stay where this one names
-    none, because while Serve builds an application again it names none for some seconds, though they answer. Those that
-    do not answer are found out by health checks, and clients then get 503 at once.
-
-    The proxy stays in the configuration, since Ray counts the servers that HAProxy shows, but is never asked.
+    ingresses: server lines, by backend, of the previous configuration. They stay if this one names none: while Serve
+    rebuilds an application it names none for some seconds, although they still answer. Health checks find those that do
+    not, and clients then get 503 at once. The proxy stays in the configuration, because Ray counts the servers that
+    HAProxy shows, but it is disabled.
     """
     named: dict[str, str] = {}
 

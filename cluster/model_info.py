@@ -1,4 +1,4 @@
-"""Facts that the API needs about a model, from its folder and its configuration. Loads no weights, and no torch."""
+"""Facts about a model for the API, from its folder and configuration. Loads no weights and no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.wire.sampling_params import SamplingParams
 
 
 def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
-    """Read the facts of a model. Raises StartupError for a model that could not be loaded."""
+    """Return the facts about a model. Raises StartupError if it could not be loaded."""
     engine = model.engine_config()
     folder, tokenizer = engine_folder(engine), engine.tokenizer
     text_folder = model_folder.resolve(model.model) if tokenizer is None else model_folder.resolve_tokenizer(tokenizer)
@@ -77,7 +77,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
 
 
 def _check_pools(model: ModelSection, config: ModelConfig) -> None:
-    """Raise StartupError for a pool that the model has no use for, or whose engines could not hold it."""
+    """Raise StartupError for a pool that the model cannot use, or whose engines could not hold it."""
     if model.prefill is not None and "generate" not in config.supported_tasks:
         tasks = " or ".join(config.supported_tasks.names)
         limit = f"left out: {model.model} can only {tasks}, so there is nothing to do after the prompt"
@@ -92,7 +92,7 @@ def _check_pools(model: ModelSection, config: ModelConfig) -> None:
 
 
 def _chat_template(given: str | None) -> str | None:
-    """Return the text of a template. Raises ConfigError for a file that cannot be read."""
+    """Return the text of a template. Raises ConfigError for an unreadable file."""
     if given is None or any(char in given for char in "{}\n"):
         return given
     try:
@@ -103,7 +103,7 @@ def _chat_template(given: str | None) -> str | None:
 
 
 def _default_sampling(model: ModelSection, folder: Path) -> dict[str, float]:
-    """Return the sampling parameters of requests that bring none. Raises StartupError."""
+    """Return the default sampling parameters of requests. Raises StartupError."""
     match model.generation_config:
         case "auto":
             own = model_folder.default_sampling(folder)

@@ -1,7 +1,4 @@
-"""Batch inference in Ray Data: an engine in each actor of a `map_batches`, with the names of `ray.data.llm`.
-
-from manta import ProcessorConfig, build_processor
-"""
+"""Batch inference in Ray Data: an engine in each actor of a `map_batches`, with the names of `ray.data.llm`."""
 
 from __future__ import annotations
 
@@ -31,42 +28,42 @@ MapRow = Callable[[Row], Row]
 Answer = Row | Exception
 Done = Callable[[Answer], object]
 
-ERROR = "__inference_error__"  # ray.data.llm's column
+ERROR = "__inference_error__"  # same column as in ray.data.llm
 PROMPTS = ("messages", "prompt", "tokenized_prompt")
 MAX_CONCURRENT_BATCHES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorConfig:
-    """Options of a processor. Those with names of `ray.data.llm.vLLMEngineProcessorConfig` mean what they do there."""
+    """Options of a processor. Those named as in `ray.data.llm.vLLMEngineProcessorConfig` have the same meaning."""
 
     model_source: str = "pocket"  #: a Hugging Face model folder or a Hub id
     engine_kwargs: Mapping[str, Any] = field(
         default_factory=dict
     )  #: of vLLM's engine (docs/vllm.md), or fields of EngineConfig
     task_type: Literal["generate", "embed"] = "generate"
-    batch_size: int = 32  #: rows that come to an engine at a time
-    concurrency: int | tuple[int, int] = 1  #: engines: at most this many, or from the first to the second number
-    max_concurrent_batches: int = MAX_CONCURRENT_BATCHES  #: that one engine works on at a time, for `generate`
-    num_cpus: float = 1.0  #: of each engine
-    num_gpus: float = 0.0  #: of each engine; with `tensor_parallel`, one per rank
+    batch_size: int = 32  #: rows per batch
+    concurrency: int | tuple[int, int] = 1  #: maximum number of engines, or (minimum, maximum)
+    max_concurrent_batches: int = MAX_CONCURRENT_BATCHES  #: batches per engine at a time, for `generate`
+    num_cpus: float = 1.0  #: CPUs of each engine
+    num_gpus: float = 0.0  #: GPUs of each engine; with `tensor_parallel`, one per rank
     accelerator_type: str | None = None  #: GPU that an engine needs, as Ray names it: L4, H100
     id_column: str | None = None
-    """Column that tells rows apart. With it a row is sampled by the same seed in any engine, at any time;
-    without it only rows of temperature 0, or with a seed, give the same text twice."""
+    """Column that identifies rows. With it, a row has the same seed in any engine at any time. Without it, only rows
+    with temperature 0 or a seed of their own give the same text twice."""
     should_continue_on_error: bool = False
-    """A row that cannot be answered has its error in the column `__inference_error__` and bypasses `postprocess`; else
-    it ends the job."""
+    """Whether to continue after a row that cannot be answered. Its error is then in the column `__inference_error__`,
+    and it bypasses `postprocess`; otherwise it ends the job."""
 
 
 class Processor:
-    """A function from a dataset to one with answers; see `build_processor`."""
+    """Maps a dataset to one with answers; see `build_processor`."""
 
     def __init__(self, config: ProcessorConfig, preprocess: MapRow | None, postprocess: MapRow | None):
         self.config, self._preprocess, self._postprocess = config, preprocess, postprocess
 
     def __call__(self, dataset: Dataset) -> Dataset:
-        """Return the dataset with its answers, which are computed when it is read or written."""
+        """Return the dataset with its answers, which are computed when the result is read or written."""
         from ray.data import ActorPoolStrategy
 
         config = self.config
@@ -87,13 +84,13 @@ class Processor:
 def build_processor(
     config: ProcessorConfig, preprocess: MapRow | None = None, postprocess: MapRow | None = None
 ) -> Processor:
-    """Return a processor, which is called with a dataset.
+    """Return a processor; call it with a dataset. It keeps all columns.
 
-    preprocess: makes of a row one with `messages`, as of a chat; or a `prompt`, a text; or a `tokenized_prompt`, its
-    token ids. `sampling_params` in the same row is a dict of SamplingParams' fields. All columns are carried over.
-    postprocess: makes of that row, with `generated_text`, `generated_tokens`, `num_input_tokens`,
-    `num_generated_tokens` and `finish_reason`, or with `embeddings`, the row of the result.
-    Both run in the engine's process. Raises StartupError if Ray Data is not installed, or an option is not to be had.
+    preprocess: maps a row to one with `messages` of a chat, or a text `prompt`, or its token ids as `tokenized_prompt`.
+    `sampling_params` in the same row is a dict of fields of SamplingParams. postprocess: maps that row, with
+    `generated_text`, `generated_tokens`, `num_input_tokens`, `num_generated_tokens` and `finish_reason`, or with
+    `embeddings`, to the row of the result. Both run in the engine's process. Raises StartupError if Ray Data is not
+    installed or an option is not available.
     """
     try:
         import ray.data  # noqa: F401
@@ -104,7 +101,7 @@ def build_processor(
 
 
 def _engine_options(config: ProcessorConfig) -> dict[str, Any]:
-    """Return the fields of EngineConfig that `engine_kwargs` stand for. Raises ConfigError."""
+    """Return the fields of EngineConfig that `engine_kwargs` correspond to. Raises ConfigError."""
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     given = dict(config.engine_kwargs)
     keys = engine_keys({name: given.pop(name) for name in given.keys() - fields}, "engine_kwargs")
@@ -120,7 +117,7 @@ def _same(row: Row) -> Row:
 
 
 class _Engine:
-    """What the actors of both tasks have: an engine that stays, and rows of a batch."""
+    """Base of the actors of both tasks: a persistent engine, and the rows of a batch."""
 
     def __init__(self, config: ProcessorConfig, preprocess: MapRow, postprocess: MapRow):
         from engine.offline.llm import LLM
@@ -129,11 +126,11 @@ class _Engine:
         self.llm = LLM(config.model_source, **_engine_options(config))
 
     def rows(self, batch: Any) -> list[Row]:
-        """batch: a table of pyarrow."""
+        """Return the preprocessed rows of a batch, a pyarrow table."""
         return [self._preprocess(row) for row in batch.to_pylist()]
 
     def columns(self, rows: list[Row], answers: list[Answer]) -> dict[str, list[Any]]:
-        """Return the rows with their answers. Raises the first error, unless the job is to continue."""
+        """Return the rows with their answers, as columns. Raises the first error, unless the job is to continue."""
         found: list[Row] = []
         for row, answer in zip(rows, answers, strict=True):
             if isinstance(answer, Exception):
@@ -156,13 +153,14 @@ class _Embed(_Engine):
     def _embeddings(self, prompts: list[Any]) -> list[Answer]:
         try:
             outputs = self.llm.embed(prompts, progress=False)
-        except RequestError as error:  # none of them is computed
+        except RequestError as error:  # raised before any of them is computed
             return [error] if len(prompts) == 1 else [self._embeddings([prompt])[0] for prompt in prompts]
         return [{"embeddings": o.outputs.embedding, "num_input_tokens": len(o.prompt_token_ids)} for o in outputs]
 
 
 class _Generate(_Engine):
-    """Batches of one actor run side by side in its engine, so that it has work while one of them ends."""
+    """Actor that generates. Its batches share one engine concurrently, so that the engine stays busy while a batch
+    ends."""
 
     def __init__(self, config: ProcessorConfig, preprocess: MapRow, postprocess: MapRow):
         super().__init__(config, preprocess, postprocess)
@@ -184,7 +182,7 @@ class _Generate(_Engine):
         yield self.columns(rows, answers.result())
 
     def _run(self) -> None:
-        """Answer rows until there are none, in the only thread that uses the engine."""
+        """Answer rows until none are left, in the only thread that uses the engine."""
         try:
             for output in self.llm.run(self, progress=False):
                 self._open.pop(output.request_id)(_answer(output))
@@ -197,7 +195,8 @@ class _Generate(_Engine):
         return self
 
     def __next__(self) -> tuple[RequestOutput, SamplingParams]:
-        """Return the next request. That there is none now does not end those that run, and more may come."""
+        """Return the next request. StopIteration only means that there is none now: running requests continue, and more
+        may come."""
         while True:
             try:
                 row, done = self._inbox.get_nowait()
@@ -214,7 +213,7 @@ class _Generate(_Engine):
             return request, params
 
     def request(self, row: Row) -> tuple[RequestOutput, SamplingParams]:
-        """Raises RequestError, or a ValidationError of msgspec."""
+        """Return the request of a row. Raises RequestError, or msgspec's ValidationError."""
         given = {name: value for name, value in (row.get("sampling_params") or {}).items() if value is not None}
         params = msgspec.convert({"max_tokens": None, **given}, SamplingParams)
         prompt = _prompt(row)
@@ -233,7 +232,7 @@ def _prompt(row: Row) -> Any:
     given = [name for name in PROMPTS if row.get(name) is not None]
     if len(given) != 1:
         raise RequestError(f"a row needs one of {', '.join(PROMPTS)}, and has {', '.join(given) or 'none'}", "prompt")
-    if given[0] == "messages":  # Arrow gives each dict the keys of all
+    if given[0] == "messages":  # Arrow adds the keys of all dicts to each of them
         return [{key: value for key, value in message.items() if value is not None} for message in row["messages"]]
     return row[given[0]]
 

@@ -1,6 +1,6 @@
-"""The environment that Ray is started with.
+"""Environment with which Ray is started.
 
-On Linux Serve's own HAProxy is in front, and each ingress replica answers HTTP itself: a streamed token costs a
+On Linux, Serve's HAProxy is in front, and each ingress replica answers HTTP itself: a streamed token then costs a
 fraction of what it costs through Serve's Python proxy (docs/measurements/performance.md). Elsewhere that proxy is used.
 """
 
@@ -22,23 +22,23 @@ from engine.user_folder import can_write
 FRONT = {  # on every node
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    # An ingress that dies or stops may close a connection on which a request has just been sent. Before the first byte
-    # of the answer it can be asked for elsewhere: what was begun ends with the connection.
+    # An ingress that dies or stops may close a connection on which a request has just been sent. Until the first byte
+    # of the answer, the request can be sent elsewhere: work that was begun ends with the connection.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-    # For a client that sends nothing more of a body, or reads nothing more of an answer; Ray has an hour.
+    # For a client that stops sending a body or reading an answer; Ray allows an hour.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
-    # Serve decodes headers before it calls an ingress, and answers 500 to bytes that are no text.
+    # Serve decodes headers before it calls an ingress, and answers 500 to bytes that are not text.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "manta:around_serve",
 }
 CORES_PER_PROXY_THREAD, MAX_PROXY_THREADS = 4, 4
 ENVIRONMENT = {
     **FRONT,
-    # An ingress that is to stop takes connections as long as HAProxy may need to notice. Ray's 30 s are for load
+    # A stopping ingress takes connections for as long as HAProxy may need to notice. Ray's 30 s are for load
     # balancers that are slower; one machine ends when its user wants it to.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
-    # After Ray's 5 s a proxy that still starts is replaced, which makes a busy machine only busier.
+    # After Ray's 5 s a proxy that is still starting is replaced, which makes a busy machine only busier.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    # Ray's 15 would leave an engine a thirtieth of a core that any other program of the machine also wants.
+    # Ray's 15 would leave an engine a thirtieth of a core if any other program wants it.
     "RAY_worker_niceness": "0",
     # When the ingress changes, a new HAProxy process takes over; the old one may live as long as a request may take.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "660",
@@ -59,26 +59,26 @@ def environment() -> dict[str, str]:
 
 
 def proxy_threads(cores: int) -> int:
-    """Return how many threads HAProxy has. Ray's four take turns on a small machine, and each change costs CPU: a
-    streamed token takes 23 us of one thread, and 29 of four on two cores."""
+    """Return the number of HAProxy's threads. On a small machine Ray's four threads compete, which costs CPU: a
+    streamed token takes 23 us with one thread, and 29 us with four on two cores."""
     return min(max(1, cores // CORES_PER_PROXY_THREAD), MAX_PROXY_THREADS)
 
 
 def tls_environment(http_options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables by which HAProxy knows the certificate; Ray tells only the ingresses behind it."""
+    """Return the variables that tell HAProxy the certificate; Ray passes it only to the ingresses."""
     names = {CERTFILE: "ssl_certfile", KEYFILE: "ssl_keyfile"}
     return {variable: http_options[key] for variable, key in names.items() if http_options.get(key)}
 
 
 def own_environment() -> dict[str, str]:
-    """Return the further variables of a Ray of one's own: what two of one machine would share, each has for itself
-    (docs/operations.md). Raises StartupError."""
+    """Return the further variables of a Ray that this process starts: what two Rays on one machine would share, each
+    gets for itself (docs/operations.md). Raises StartupError."""
     return ON_LOOPBACK | server_ports() | server_folder() | _token() | {SERVER_VARIABLE: secrets.token_hex(8)}
 
 
 def _token() -> dict[str, str]:
-    """Return a token that this server's processes inherit, where Ray could not keep one as it does by itself: in the
-    user's home."""
+    """Return an authentication token for this server's processes to inherit, if Ray could not store one in the user's
+    home as it normally does."""
     if TOKEN_VARIABLES & os.environ.keys():
         return {}
     file = Path(os.path.expanduser("~/.ray/auth_token"))

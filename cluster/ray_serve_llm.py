@@ -1,7 +1,7 @@
-"""Files of Ray Serve LLM: `args` of its builders as those of ours (docs/ray_serve_llm.md).
+"""Converts files of Ray Serve LLM: `args` of its builders to `args` of ours (docs/ray_serve_llm.md).
 
-A key that says what a model, its engine or its replicas are is translated; one that has no counterpart and would change
-an answer or how much can be served is an error, and the others are left out with a line in the log.
+Keys that describe a model, its engine or its replicas are translated. A key without a counterpart that would change
+answers or capacity is an error; other such keys are left out with a log line.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from engine.errors import ConfigError, Described, RequestError, StartupError
 logger = logging.getLogger(__name__)
 
 Keys = dict[str, Any]
-LLMConfig = dict  # for Python code that makes one; its keys are the arguments
-NAMES = ("build_openai_app", "build_pd_openai_app")  # as Ray Serve LLM has them
+LLMConfig = dict  # for Python code that creates one; its keys are the arguments
+NAMES = ("build_openai_app", "build_pd_openai_app")  # names of the builders in Ray Serve LLM
 BUILDERS = tuple(f"{module}:{name}" for module in ("manta", f"{__package__}.app") for name in NAMES)
 MODEL = (
     "model_loading_config", "llm_engine", "engine_kwargs", "accelerator_type", "accelerator_config",
@@ -35,18 +35,18 @@ AUTOSCALING = ("min_replicas", "max_replicas", "upscale_delay_s", "downscale_del
 TO_ZERO = {"downscale_to_zero_delay_s": "scale_to_zero_delay_s"}
 DEPLOYMENT = {"num_replicas": "num_replicas", "max_ongoing_requests": "max_ongoing_requests",
               "graceful_shutdown_timeout_s": "drain_s"}  # fmt: skip
-LEFT_OUT = {  # and why that does no harm
+LEFT_OUT = {  # sections of keys that are left out, and why that does no harm
     "autoscaling_config": "replicas follow `slo`",
     "deployment_config": "deployments have their own options",
     "experimental_configs": "tokens are sent as they come",
     "ingress_deployment_config": "deployments have their own options",
 }
-HARMLESS_VARIABLES = ("VLLM_", "RAY_SERVE_LLM_")  # of another engine
+HARMLESS_VARIABLES = ("VLLM_", "RAY_SERVE_LLM_")  # prefixes of variables that only affect another engine
 
 
 def application(given: dict[str, Any]) -> dict[str, Any]:
-    """Return an application of a Serve configuration as one of Manta's, if it names a builder for files of Ray Serve
-    LLM; else itself. Raises StartupError."""
+    """Return an application of a Serve configuration, converted to Manta's if it names a builder of Ray Serve LLM.
+    Raises StartupError."""
     if given.get("import_path") not in BUILDERS:
         return given
     args = given.get("args") or {}
@@ -60,10 +60,10 @@ def application(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def serving_args(args: Mapping[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return our `args` for those of `build_openai_app` (llm_configs) or `build_pd_openai_app`. Keys of ours that
-    belong to no model may be added.
+    """Return our `args` for those of `build_openai_app` (llm_configs) or `build_pd_openai_app`. Our own keys above
+    models may be added.
 
-    variables: takes the environment variables that models are to have. Without it they must be set already, since
+    variables: dict to which the models' environment variables are added. Without it they must already be set, because
     only the application that has these `args` could set them. Raises StartupError.
     """
     _check_keys(args, ("llm_configs", "prefill_config", "decode_config", "ingress_cls_config",
@@ -80,7 +80,7 @@ def serving_args(args: Mapping[str, Any], variables: dict[str, str] | None = Non
         raise ConfigError("llm_configs", args.get("llm_configs"), "a list of models")
     for model in found:
         result["models"] += model.pop("models")
-        for key, value in model.items():  # what a model says of the ingress
+        for key, value in model.items():  # options of the ingress in a model's configuration
             result[key] = {**value, **result.get(key, {})} if isinstance(value, dict) else value
     ingress = _pool(args.get("ingress_deployment_config") or {}, "ingress_deployment_config")
     if replicas := ingress.get("num_replicas", ingress.get("max_replicas")):
@@ -89,7 +89,7 @@ def serving_args(args: Mapping[str, Any], variables: dict[str, str] | None = Non
 
 
 def _with_prefill(args: Mapping[str, Any], variables: dict[str, str] | None) -> dict[str, Any]:
-    """Return the `args` of one model with two pools."""
+    """Return the `args` of a model with two pools."""
     result = _model(args.get("decode_config"), "decode_config", variables)
     (decode,) = result["models"]
     (prefill,) = _model(args.get("prefill_config"), "prefill_config", variables)["models"]
@@ -103,7 +103,7 @@ def _with_prefill(args: Mapping[str, Any], variables: dict[str, str] | None) -> 
 
 
 def _model(given: Any, path: str, variables: dict[str, str] | None) -> dict[str, Any]:
-    """Return `args` with one model for an LLMConfig, or for the file that it is in."""
+    """Return `args` with one model for an LLMConfig, or for the file that contains it."""
     config = _config(given, path)
     _check_keys(config, MODEL, f"{path}.")
     if config.get("llm_engine", "vLLM") != "vLLM":
@@ -134,7 +134,7 @@ def _model(given: Any, path: str, variables: dict[str, str] | None) -> dict[str,
 
 
 def _config(given: Any, path: str) -> dict[str, Any]:
-    """Return an LLMConfig, which may be a YAML file."""
+    """Return an LLMConfig, reading it if it is a YAML file."""
     if isinstance(given, str):
         try:
             given = yaml.safe_load(Path(given).read_text())
@@ -148,7 +148,7 @@ def _config(given: Any, path: str) -> dict[str, Any]:
 
 
 def _loading(given: Any, path: str) -> tuple[str, str, Keys]:
-    """Return name and folder or Hub id of a model, and keys of its section."""
+    """Return a model's name, its folder or Hub id, and further keys of its section."""
     given = given if isinstance(given, dict) else {}
     _check_keys(given, ("model_id", "model_source", "tokenizer_source"), f"{path}.")
     if not isinstance(given.get("model_id"), str):
@@ -162,7 +162,7 @@ def _loading(given: Any, path: str) -> tuple[str, str, Keys]:
 
 
 def _hardware(config: Mapping[str, Any], path: str) -> Keys:
-    """Return what each rank needs, as keys of a pool: a GPU unless it is said to be on CPUs."""
+    """Return the hardware of each rank, as keys of a pool: a GPU, unless the configuration says CPU."""
     group = config.get("placement_group_config") or {}
     _check_keys(group, ("bundle_per_worker", "bundles", "strategy"), f"{path}.placement_group_config.")
     kind = (config.get("accelerator_config") or {}).get("kind")
@@ -182,10 +182,10 @@ def _hardware(config: Mapping[str, Any], path: str) -> Keys:
 
 
 def _pool(given: Mapping[str, Any], path: str) -> Keys:
-    """Return the keys of a pool for options of a Serve deployment."""
+    """Return the keys of a pool for the options of a Serve deployment."""
     scaling = dict(given.get("autoscaling_config") or {})
     pool = {ours: given[key] for key, ours in DEPLOYMENT.items() if key in given}
-    if pool.get("num_replicas") == "auto":  # Serve's defaults for it
+    if pool.get("num_replicas") == "auto":  # apply Serve's defaults for "auto"
         del pool["num_replicas"]
         scaling = {"min_replicas": 1, "max_replicas": 100, **scaling}
     if scaling:
@@ -203,7 +203,7 @@ def _pool(given: Mapping[str, Any], path: str) -> Keys:
 
 
 def engine_keys(kwargs: Mapping[str, Any], path: str) -> Keys:
-    """Return the keys that arguments of vLLM's engine stand for. Raises StartupError for one that has none."""
+    """Return our keys for arguments of vLLM's engine. Raises StartupError for one that has no counterpart."""
     given = {key: value for key, value in kwargs.items() if key != "kv_transfer_config"}  # pools find each other
     try:
         command = translated(arguments(given))
@@ -216,7 +216,7 @@ def engine_keys(kwargs: Mapping[str, Any], path: str) -> Keys:
 
 
 def _environment(given: Mapping[str, Any], path: str, variables: dict[str, str] | None) -> None:
-    """Take the environment variables of a model. Raises ConfigError for what else is in a runtime environment, and for
+    """Collect a model's environment variables. Raises ConfigError for other keys of a runtime environment, and for
     variables that would not be set."""
     _check_keys(given, ("env_vars",), f"{path}.")
     needed = {
@@ -232,7 +232,7 @@ def _environment(given: Mapping[str, Any], path: str, variables: dict[str, str] 
 
 
 def _leave_out(given: Mapping[str, Any], known: tuple[str, ...], path: str, section: str) -> None:
-    """Say which keys of a section are left out."""
+    """Log which keys of a section are left out."""
     if others := [key for key in given if key not in known]:
         logger.warning("left out: %s of %s (%s)", ", ".join(others), path, LEFT_OUT[section])
 

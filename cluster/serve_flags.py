@@ -1,4 +1,4 @@
-"""Flags of `manta serve`, and the keys of a configuration that they stand for."""
+"""Flags of `manta serve`, and the configuration keys that they set."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ NO_SERVER = ServerFlags()
 
 
 def http_options(server: ServerFlags) -> dict[str, Any]:
-    """Return the keys of Serve's `http_options` that the flags set."""
+    """Return the keys of Serve's `http_options` set by the flags."""
     options: dict[str, Any] = {"host": server.host, "port": server.port}
     for key in ("ssl_certfile", "ssl_keyfile"):
         file = getattr(server, key)
@@ -92,7 +92,7 @@ def http_options(server: ServerFlags) -> dict[str, Any]:
 
 
 def model_keys(model: ModelFlags, engine: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a model's section that the flags set, by their paths."""
+    """Return the keys of a model's section set by the flags, by path."""
     names, template = model.served_model_name or [], model.chat_template
     keys: dict[str, Any] = {
         "name": names[0] if names else None,
@@ -109,7 +109,7 @@ def model_keys(model: ModelFlags, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def server_keys(server: ServerFlags, replicas: ReplicaFlags) -> dict[str, Any]:
-    """Return the keys of pools and ingress that the flags set, by their paths."""
+    """Return the keys of pools and ingress set by the flags, by path."""
     keys: dict[str, Any] = {
         "decode.num_replicas": replicas.num_replicas,
         "decode.min_replicas": replicas.min_replicas,
@@ -128,7 +128,7 @@ def server_keys(server: ServerFlags, replicas: ReplicaFlags) -> dict[str, Any]:
 
 
 def set_keys(sets: list[str] | None) -> dict[str, Any]:
-    """Return the keys that --set sets, by their paths; values are YAML. Raises InvalidParameter."""
+    """Return the keys set by --set, by path; values are YAML. Raises InvalidParameter."""
     keys = {}
     for text in sets or ():
         key, equals, value = text.partition("=")
@@ -147,8 +147,8 @@ def _keys(flags: ModelFlags, replicas: ReplicaFlags, engine: EngineFlags, sets: 
 
 
 def keys_of(args: list[str]) -> dict[str, Any]:
-    """Return the keys that flags of a model, of its replicas and of its engine set, by their paths. Raises RequestError
-    for an unknown flag."""
+    """Return the keys set by flags of a model, its replicas and its engine, by path. Raises RequestError for an unknown
+    flag."""
     command = typer.Typer(add_completion=False)
     command.command()(_keys)
     try:
@@ -161,7 +161,7 @@ def keys_of(args: list[str]) -> dict[str, Any]:
 def model_args(model: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return `args` of an application with one model. Raises ConfigError.
 
-    given: keys of the model's section, or of the sections above all models, by their paths (`decode.num_cpus`).
+    given: values by path (`decode.num_cpus`), of keys in the model's section or in the sections above all models.
     """
     section: dict[str, Any] = {"name": Path(model).name.partition("@")[0], "model": model}
     args: dict[str, Any] = {"models": [section]}
@@ -177,7 +177,7 @@ def model_args(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> dict[str, Any]:
-    """Return a Serve configuration of one model. given: as for model_args. http: host and port."""
+    """Return a Serve configuration with one model. given: as for model_args. http: host and port."""
     application = {
         "name": "manta",
         "route_prefix": "/",
@@ -189,7 +189,7 @@ def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> di
 
 
 def _json(flags: ModelFlags | ServerFlags, name: str, kind: type) -> Any:
-    """Return the value of a flag in JSON; None if it is not given. Raises InvalidParameter."""
+    """Return the value of a JSON flag; None if it is not given. Raises InvalidParameter."""
     text = getattr(flags, name)
     if text is None:
         return None

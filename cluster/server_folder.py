@@ -1,4 +1,4 @@
-"""The folder of a server's HAProxy: its configurations, sockets and logs."""
+"""Folder of a server's HAProxy: its configurations, sockets and logs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import tempfile
 from functools import cache
 
-PARENT = "/tmp"  # as Ray has it: paths of sockets have to be short
-# Ray's variables, and what each names below the folder. Ray adds a folder for each node to all of them.
+PARENT = "/tmp"  # as in Ray, because socket paths must be short
+# Ray's variables, and the path below the folder that each names. Ray adds a folder for each node to all of them.
 FILES = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "/haproxy.cfg",
     "RAY_SERVE_HAPROXY_SOCKET_PATH": "/admin.sock",
@@ -17,8 +17,8 @@ FILES = {
     "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
     "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "/server-state",
 }
-# A shell without a parent, since it has to outlive a SIGKILL of this process, with which `read` ends. What runs in its
-# background has no standard input.
+# A shell that has no parent, because it must outlive a SIGKILL of this process, which ends its `read`. Commands in its
+# background have no standard input.
 REMOVE = """
 exec 3<&0
 (trap "" INT TERM HUP; read -r _ <&3; until rm -rf -- "$FOLDER"; do sleep 1; done) &
@@ -27,10 +27,10 @@ exec 3<&0
 
 @cache
 def server_folder() -> dict[str, str]:
-    """Make a folder that only this user can look into, and that is removed however this process ends.
+    """Create a folder that only this user can access, and that is removed however this process ends. Returns the
+    variables that tell Ray its path.
 
-    Return the variables that name it to Ray. Ray's own folder is the same for all clusters and all users of a machine,
-    and stays behind.
+    Ray's own folder is shared by all clusters and users of a machine, and is left behind.
     """
     if sys.platform != "linux":
         return {}

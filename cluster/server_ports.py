@@ -1,7 +1,8 @@
-"""The ports of a machine that one server has to itself.
+"""Ports reserved for one server on a machine.
 
-Ray's numbers for them are the same in every cluster, and two of one machine would answer each other's requests: Serve's
-own proxies share a port silently, and HAProxy sends requests to any process that listens where an ingress was.
+Ray uses the same port numbers in every cluster, so two clusters on one machine would answer each other's requests:
+Serve's own proxies silently share a port, and HAProxy sends requests to any process that listens on an ingress's old
+port.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import NamedTuple
 
 from engine.errors import ConfigError, StartupError
 
-FIRST_PORT, LAST_PORT = 30_000, 31_000  # below the ports that systems choose themselves
-SERVER_PORTS = 100  # of these for one server
-# Variables of Ray's, by the offset of their port in a server's hundred, of which the first is held.
+FIRST_PORT, LAST_PORT = 30_000, 31_000  # below the ports that systems assign themselves
+SERVER_PORTS = 100  # ports reserved per server
+# Ray's variables, with the offset of their port among a server's ports, of which the first is held.
 PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 1,
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 2,
@@ -25,7 +26,7 @@ PORTS = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": 70,
     "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": 99,
 }
-AGENT_PORTS = {  # of Ray's agents, by the names that Ray's parameters have
+AGENT_PORTS = {  # offsets of the ports of Ray's agents, by the names of Ray's parameters
     "metrics_agent_port": 5,
     "metrics_export_port": 6,
     "dashboard_agent_listen_port": 7,
@@ -37,7 +38,7 @@ class KnownPort(NamedTuple):
     """A port that people know by its number."""
 
     number: int
-    offset: int  #: of the port that replaces it if another server has that
+    offset: int  #: offset of the port that replaces it if another server has it
     use: str
 
 
@@ -48,10 +49,10 @@ KNOWN_PORTS = {
 
 
 def server_ports() -> dict[str, str]:
-    """Return the variables that give ports to the server of this process, which no other of this machine is given
-    while this process lives. Those that are set already stay as they are.
+    """Return the variables that assign ports to this process's server. No other server on this machine gets them while
+    this process lives. Variables that are already set stay unchanged.
 
-    HAProxy's statistics and metrics have Ray's ports if no other server has them. Raises StartupError.
+    HAProxy's statistics and metrics use Ray's ports if no other server has them. Raises StartupError.
     """
     if sys.platform != "linux":
         return {}
@@ -64,7 +65,7 @@ def server_ports() -> dict[str, str]:
 
 @cache
 def held_port() -> socket.socket:
-    """Take the first port of some that no server has, and hold it until this process ends. Raises StartupError."""
+    """Take the first port of a range that no server has, and hold it until this process ends. Raises StartupError."""
     for first in range(FIRST_PORT, LAST_PORT, SERVER_PORTS):
         held = socket.socket()
         try:
@@ -88,7 +89,7 @@ def agent_ports() -> dict[str, int]:
 
 
 def given_ports() -> dict[str, int]:
-    """Return HAProxy's own ports that this environment sets, by their variables. Raises ConfigError."""
+    """Return HAProxy's own ports that are set in this environment, by variable. Raises ConfigError."""
     ports = {}
     for name in KNOWN_PORTS:
         given = os.environ.get(name)

@@ -1,4 +1,4 @@
-"""The application's autoscaling policy, as Serve calls it: `autoscaling_policy` in serve_config.yaml names it."""
+"""The application's autoscaling policy, which Serve calls: `autoscaling_policy` in serve_config.yaml names it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 from placement.console_log import console_handler
 
-logger = logging.getLogger("ray.serve.manta.autoscaling")  # below Serve's own, whose handlers it shares
+logger = logging.getLogger("ray.serve.manta.autoscaling")  # a child of Serve's logger, whose handlers it shares
 
-DECISION_INTERVAL_S = 1.0  # Serve asks ten times as often
+DECISION_INTERVAL_S = 1.0  # Serve calls ten times as often
 COMPLAINT_INTERVAL_S = 60.0
-NUM_SHARED_CHANGES = 50  # that the console can show
-MIN_WINDOW_S = 0.5  # between two reports, for rates
+NUM_SHARED_CHANGES = 50  # newest changes, for the console
+MIN_WINDOW_S = 0.5  # minimum time between the two reports from which a rate is computed
 POOL_TAGS = ("model_name", "pool")
 
 
 class Policy:
-    """Lives in Serve's controller, which makes one when the application is deployed and calls it in its control loop.
-
-    It never raises: that would stop the loop for all applications. While it cannot decide, all stays as it is.
-    """
+    """Autoscaling policy in Serve's controller, which creates it when the application is deployed and calls it in its
+    control loop. It never raises, which would stop that loop for all applications. If it cannot decide, the numbers
+    stay as they are."""
 
     def __init__(self) -> None:
-        if not ray_compat.serve_logs_to_console():  # behind HAProxy Serve's own lines go to its files only
+        if not ray_compat.serve_logs_to_console():  # behind HAProxy, Serve's loggers write to files only
             logger.handlers = [console_handler("controller")]
         self._metrics = ScalingMetrics()
         self._scalers: dict[str, ModelScaler] = {}
@@ -46,13 +45,14 @@ class Policy:
         self._due = self._complain_at = 0.0
 
     def __call__(self, contexts: dict[Any, AutoscalingContext]) -> tuple[dict[Any, int], None]:
-        """contexts: Serve's view of each deployment that is autoscaled, by its DeploymentID."""
+        """Return the number of replicas of each deployment. contexts: Serve's view of each autoscaled deployment, by
+        DeploymentID."""
         now = time.monotonic()
         if now >= self._due or contexts.keys() != self._decided.keys():
             self._due = now + DECISION_INTERVAL_S
             try:
                 self._decided = self._decide(contexts, now)
-            except Exception:  # of any kind: see the class
+            except Exception:  # whatever it is: see the class
                 self._decided = {name: context.target_num_replicas for name, context in contexts.items()}
                 if now >= self._complain_at:
                     self._complain_at = now + COMPLAINT_INTERVAL_S
@@ -78,7 +78,7 @@ class Policy:
         return decided
 
     def _scaler(self, model: str, pools: list[PoolSettings]) -> ModelScaler:
-        """Return the model's scaler, a new one when its settings have changed."""
+        """Return the model's scaler; a new one if its settings have changed."""
         if self._settings.get(model) != pools:
             self._settings[model] = pools
             self._scalers[model] = ModelScaler(pools[0].slo, {pool.role: pool.limits for pool in pools})
@@ -89,7 +89,7 @@ class Policy:
 
 
 def pool_load(context: AutoscalingContext, waiting: int = 0, waiting_tokens: int = 0) -> PoolLoad:
-    """Read the reports of a pool's replicas. waiting, waiting_tokens: see `queue_of`."""
+    """Return the load from the reports of a pool's replicas. waiting, waiting_tokens: as from `queue_of`."""
     reports: Any = context.raw_metrics or {}
     replicas = [replica for replica, points in reports.get("running", {}).items() if points]
     return PoolLoad(
@@ -102,7 +102,7 @@ def pool_load(context: AutoscalingContext, waiting: int = 0, waiting_tokens: int
 
 
 def queue_of(ingresses: Sequence[AutoscalingContext], model: str) -> tuple[int, int]:
-    """Sequences that wait in all replicas of the ingress deployments, and tokens of their prompts."""
+    """Return the sequences waiting in all ingress replicas, and their prompt tokens."""
 
     def total(name: str) -> int:
         found = [points for context in ingresses for points in (context.raw_metrics or {}).get(name, {}).values()]
@@ -112,7 +112,8 @@ def queue_of(ingresses: Sequence[AutoscalingContext], model: str) -> tuple[int, 
 
 
 def _replica_load(reports: Mapping[str, Mapping[Any, Sequence[Any]]], replica: object) -> ReplicaLoad:
-    """reports: for each name and replica, what Serve has kept of the last few seconds, oldest first."""
+    """Return the load of a replica. reports: for each name and replica, the points of the last seconds, oldest
+    first."""
 
     def last(name: str) -> float:
         return reports[name][replica][-1].value
@@ -147,9 +148,10 @@ def _replica_load(reports: Mapping[str, Mapping[Any, Sequence[Any]]], replica: o
 
 
 class ScalingMetrics:
-    """Shows every decision to people: metrics always; each change in the log of Serve's controller and on the console.
+    """Publishes decisions: all of them as metrics, each change also in the log of Serve's controller and on the
+    console.
 
-    The metrics leave by Ray's own port, under names that begin with ray_ (docs/autoscaling.md).
+    Ray exports the metrics on its own port, under names that begin with ray_ (docs/autoscaling.md).
     """
 
     def __init__(self) -> None:
@@ -168,7 +170,7 @@ class ScalingMetrics:
         self._newest: deque[ScalingChange] = deque(maxlen=NUM_SHARED_CHANGES)
 
     def record(self, pool: PoolSettings, before: int, decision: ScalingDecision) -> None:
-        """before: replicas that the pool should have had so far."""
+        """Record a decision. before: number of replicas that the pool was to have so far."""
         tags = {"model_name": pool.model, "pool": pool.role}
         self._replicas.set(decision.replicas, tags)
         self._running.set(decision.inputs["running_replicas"], tags)
@@ -177,7 +179,9 @@ class ScalingMetrics:
         self._max.set(pool.limits.max_replicas, tags)
         for name, value in decision.inputs.items():
             self._input.set(value, {**tags, "input": name})
-        before = self._last.get((pool.model, pool.role), before)  # Serve goes down to zero by way of one
+        before = self._last.get(
+            (pool.model, pool.role), before
+        )  # our own record, since Serve scales to zero through one
         self._last[pool.model, pool.role] = decision.replicas
         if decision.replicas == before:
             return

@@ -1,4 +1,4 @@
-"""Scales the pools of a model. Pure Python: the caller brings the time, in seconds."""
+"""Scales the pools of a model. Pure Python: the caller passes the time, in seconds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cluster.autoscaling.sizing import Demand, Size, Sizing
 from cluster.autoscaling.slo import Limits, Slo
 from deployments.routing.config import Role
 
-MEMORY_S = 10.0  # over which rates are averaged: prompts come in lumps
-MAX_GROWTH = 2  # times the replicas that are up, at once; when those have come, it shows what more is needed
-MIN_MISS_FRACTION = 0.1  # of the queued prompt tokens is taken to be uncached, however well the cache does
-WAKE_FRACTION = 0.05  # of an engine's time: prompts that take less of other engines are not worth starting one
+MEMORY_S = 10.0  # time over which rates are averaged, because prompts come in bursts
+MAX_GROWTH = 2  # factor on the running replicas per step: once those are up, it shows whether more are needed
+MIN_MISS_FRACTION = 0.1  # at least this fraction of queued prompt tokens is assumed to be uncached
+WAKE_FRACTION = 0.05  # of an engine's time: prompts that take less in other engines do not justify a new one
 
 
 # -- load ----------------------------------------------------------------------------------------------------
@@ -22,16 +22,16 @@ WAKE_FRACTION = 0.05  # of an engine's time: prompts that take less of other eng
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCosts:
-    """Costs of an engine's steps, as the engine itself has fitted them (engine/core/step_cost.py); 0 while unknown."""
+    """Costs of an engine's steps, as fitted by the engine itself (engine/core/step_cost.py); 0 while unknown."""
 
-    decode_step_s: float = 0.0  #: a decode step of n sequences takes this, and ...
-    decode_sequence_s: float = 0.0  #: ... n times this
-    token_s: float = 0.0  #: engine-seconds of one prompt token, in total
+    decode_step_s: float = 0.0  #: fixed seconds of a decode step
+    decode_sequence_s: float = 0.0  #: further seconds of a decode step per sequence
+    token_s: float = 0.0  #: engine-seconds per prompt token, in total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """One replica now. Its rates are over the last few seconds."""
+    """Current load of one replica. Rates are over the last few seconds."""
 
     running: int = 0  #: sequences that hold KV
     waiting: int = 0  #: sequences in the engine's queue, or with their prompt in another engine
@@ -39,7 +39,7 @@ class ReplicaLoad:
     prefill_tokens_per_s: float = 0.0  #: prompt tokens computed here
     cached_tokens_per_s: float = 0.0  #: prompt tokens that the prefix cache spared
     prefills_per_s: float = 0.0  #: prompts computed to their end here
-    spilled_fraction: float = 0.0  #: of those, prompts that a prefill pool with free capacity would have computed
+    spilled_fraction: float = 0.0  #: fraction of these that the prefill pool would have computed if it had capacity
     output_tokens_per_s: float = 0.0
     itl_s: float = 0.0  #: mean time between two tokens of a sequence; 0 without any
     blocks_used: int = 0
@@ -49,9 +49,9 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLoad:
-    """All replicas of a pool, and what waits in front of them in ingresses."""
+    """Load of a pool's replicas, and the queue before them in ingresses."""
 
-    target_replicas: int  #: replicas that there should be so far
+    target_replicas: int  #: number of replicas currently desired
     running_replicas: int  #: replicas that are up, including those that have not reported yet
     replicas: Sequence[ReplicaLoad]  #: replicas that have reported
     waiting: int = 0  #: sequences in ingresses
@@ -59,7 +59,7 @@ class PoolLoad:
 
     @property
     def sequences(self) -> int:
-        """Sequences that run, and those that would if there was capacity."""
+        """Sequences that are running, or would be if there were capacity."""
         return self.waiting + sum(r.running + r.waiting for r in self.replicas)
 
     @property
@@ -76,22 +76,22 @@ class PoolLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """The number of replicas that a pool should have from now on, and why."""
+    """Number of replicas that a pool should have from now on, and why."""
 
     replicas: int
-    desired: int  #: replicas that the load asks for now, before delays and bounds
+    desired: int  #: replicas that the load requires now, before delays and bounds
     reason: str  #: the limit that fewer replicas would break (ttft, queue, itl, slots, kv), or `idle`, `wake`, `min`
-    inputs: dict[str, float] = field(default_factory=dict)  #: the figures that decided
+    inputs: dict[str, float] = field(default_factory=dict)  #: figures on which the decision rests
 
 
 class ModelScaler:
-    """Scales a pool that answers requests and, if there is one, the pool that computes prompts for it.
+    """Scales the pool that answers requests and, if there is one, the pool that computes prompts for it.
 
-    Without a prefill pool, the first one answers for the time to the first token as well.
+    Without a prefill pool, the first pool is also responsible for the time to the first token.
     """
 
     def __init__(self, slo: Slo, limits: dict[Role, Limits]):
-        """limits: of all pools of the model. A pool of a fixed size has min_replicas equal to max_replicas."""
+        """limits: those of all pools of the model. A pool of fixed size has min_replicas equal to max_replicas."""
         alone = "prefill" not in limits
         self._scalers = {
             role: PoolScaler(slo, limit, prompts=role != "decode" or alone, decodes=role == "decode")
@@ -106,7 +106,8 @@ class ModelScaler:
         return decisions
 
     def _spilled_prefill_share(self, pools: dict[Role, PoolLoad]) -> float:
-        """Engine-seconds per second of decode replicas for prompts that the prefill pool had no capacity for."""
+        """Return the engine-seconds per second that decode replicas spend on prompts for which the prefill pool lacked
+        capacity."""
         if "decode" not in pools:
             return 0.0
         token_s = self._scalers["prefill"].costs.token_s or self._scalers["decode"].costs.token_s
@@ -114,7 +115,8 @@ class ModelScaler:
 
 
 class PoolScaler:
-    """Scales one pool. prompts: whether it answers for the time to the first token. decodes: whether it generates."""
+    """Scales one pool. prompts: whether it is responsible for the time to the first token. decodes: whether it
+    generates."""
 
     def __init__(self, slo: Slo, limits: Limits, *, prompts: bool, decodes: bool):
         self.costs = EngineCosts()  # as last reported
@@ -125,12 +127,12 @@ class PoolScaler:
         self._busy_at: float | None = None
 
     def decide(self, load: PoolLoad, now: float, spilled_prefill_share: float = 0.0) -> ScalingDecision:
-        """spilled_prefill_share: engine-seconds per second that other engines spend on prompts that are this pool's
-        business."""
+        """Decide on the number of replicas. spilled_prefill_share: engine-seconds per second that other engines spend
+        on prompts that are this pool's responsibility."""
         demand, current = self._demand(load, now, spilled_prefill_share), load.target_replicas
         starting = current > 0 and not load.running_replicas
         busy = load.busy or starting or spilled_prefill_share >= WAKE_FRACTION
-        if busy or self._busy_at is None:  # also at the start: a new pool gets its time to prove useful
+        if busy or self._busy_at is None:  # a new pool counts as busy, so that it is not removed at once
             self._busy_at, busy = now, True
         idle_s = now - self._busy_at
         if not self._limits.min_replicas and not busy and (not current or idle_s >= self._limits.scale_to_zero_delay_s):
@@ -146,7 +148,8 @@ class PoolScaler:
         return ScalingDecision(replicas, size.replicas, size.reason, self._inputs(demand, load))
 
     def _size(self, demand: Demand, current: int) -> Size:
-        """More replicas only if the present sequences need them; fewer only if the tokens per second allow it."""
+        """Return the required size. It grows only if the current sequences need it, and shrinks only if the tokens per
+        second allow it."""
         max_replicas = self._limits.max_replicas
         size, if_fewer = self._sizing.now(demand, max_replicas), self._sizing.if_fewer(demand, max_replicas)
         if size.replicas >= min(if_fewer.replicas, current):
@@ -174,7 +177,7 @@ class PoolScaler:
         )
 
     def _inputs(self, demand: Demand, load: PoolLoad) -> dict[str, float]:
-        """The figures for the log and for metrics; times in seconds."""
+        """Return the figures for the log and for metrics; times in seconds."""
         up = max(1, load.running_replicas)
         observed = [r for r in load.replicas if r.itl_s > 0]
         return {
@@ -188,7 +191,7 @@ class PoolScaler:
 
 
 def _mean_costs(load: PoolLoad, known: EngineCosts) -> EngineCosts:
-    """Average over the replicas that know their costs. A cost that no replica knows stays as it was in `known`."""
+    """Return the mean costs of the replicas that know them. A cost that no replica knows is taken from `known`."""
     costs = [r.costs for r in load.replicas]
     steps = [c for c in costs if c.decode_step_s > 0 or c.decode_sequence_s > 0] or [known]
     tokens = [c.token_s for c in costs if c.token_s > 0] or [known.token_s]
@@ -203,7 +206,7 @@ def _mean_costs(load: PoolLoad, known: EngineCosts) -> EngineCosts:
 
 
 class Mean:
-    """Mean of a rate with exponentially fading weights. The first value counts as if it had always been so."""
+    """Mean of a rate, with exponentially fading weights. The first value counts as if it had always held."""
 
     def __init__(self, memory_s: float):
         self._memory_s = memory_s
@@ -211,7 +214,7 @@ class Mean:
         self.value = 0.0
 
     def add(self, value: float, now: float) -> float:
-        """Return the mean with this value in it."""
+        """Add a value, and return the new mean."""
         if self._at is None:
             self.value = value
         else:
@@ -221,12 +224,12 @@ class Mean:
 
 
 class Stabilizer:
-    """Moves up to the minimum that was desired during the last `up_s`, and down to the maximum that was desired during
-    the last `down_s`, as Kubernetes' HorizontalPodAutoscaler does."""
+    """Rises only to the minimum desired during the last `up_s`, and falls only to the maximum desired during the last
+    `down_s`, like Kubernetes' HorizontalPodAutoscaler."""
 
     def __init__(self, up_s: float, down_s: float):
         self._up_s, self._down_s = up_s, down_s
-        self._history: deque[tuple[float, int]] = deque()  # (when, replicas desired)
+        self._history: deque[tuple[float, int]] = deque()  # (time, desired replicas)
 
     def stabilize(self, desired: int, current: int, now: float) -> int:
         if not self._history:

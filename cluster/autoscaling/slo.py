@@ -1,4 +1,4 @@
-"""The targets and limits of autoscaling, and how they reach the policy in Serve's controller. Pure Python."""
+"""Targets and limits of autoscaling, and their way to the policy in Serve's controller. Pure Python."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from deployments.routing.config import Role
 
-METRICS_PERIOD_S = 1.0  # how often replicas and handles report
-LOOK_BACK_S = 5.0  # how much of those reports Serve keeps
+METRICS_PERIOD_S = 1.0  # between reports of replicas and handles
+LOOK_BACK_S = 5.0  # of reports that Serve keeps
 POLICY = "manta:AutoscalingPolicy"
 POLICIES = (POLICY, f"{__package__}.policy:Policy")  # the same class by its own name
 
@@ -17,8 +17,8 @@ POLICIES = (POLICY, f"{__package__}.policy:Policy")  # the same class by its own
 class Slo:
     """Latency targets of a model."""
 
-    ttft_ms: float = 2000.0  #: to the first token of an answer, from when the engines could have it
-    itl_ms: float = 100.0  #: from token to token
+    ttft_ms: float = 2000.0  #: time to the first token, from when the engines could have the request
+    itl_ms: float = 100.0  #: time from token to token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +28,16 @@ class Limits:
     min_replicas: int
     max_replicas: int
     max_num_seqs: int  #: sequences that one replica runs at a time
-    upscale_delay_s: float  #: how long more replicas must have been desired without a break
-    downscale_delay_s: float  #: how long fewer replicas must have been desired without a break
-    scale_to_zero_delay_s: float  #: how long there must have been no work; only where min_replicas is 0
+    upscale_delay_s: float  #: time for which more replicas must have been desired continuously
+    downscale_delay_s: float  #: time for which fewer replicas must have been desired continuously
+    scale_to_zero_delay_s: float  #: time without any work before the pool scales to zero; only if min_replicas is 0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Everything the policy needs to know of one pool of a model.
+    """Everything that the policy needs to know about one pool.
 
-    It travels in the deployment's own autoscaling configuration, so that `args` stays the one place where users set it.
+    It travels in the deployment's own autoscaling configuration, so that users set it only in `args`.
     """
 
     model: str
@@ -47,18 +47,18 @@ class PoolSettings:
 
     @classmethod
     def parse(cls, kwargs: dict[str, Any]) -> PoolSettings | None:
-        """Read what `autoscaling_config` wrote. None for a deployment that is no pool: the ingress."""
+        """Return the settings that `autoscaling_config` wrote; None for the ingress, which is not a pool."""
         if not kwargs:
             return None
         return cls(kwargs["model"], kwargs["role"], Slo(**kwargs["slo"]), Limits(**kwargs["limits"]))
 
 
 def autoscaling_config(low: int, high: int, full: int, pool: PoolSettings | None = None) -> dict[str, Any]:
-    """Return a Serve deployment's autoscaling_config.
+    """Return the autoscaling_config of a Serve deployment.
 
     low, high: bounds of the number of replicas.
-    full: requests that fill one replica; Serve shows it, and our policy has no use for it.
-    pool: goes into policy_kwargs, where our policy reads it; Serve itself hands them to deployments' own policies only.
+    full: number of requests that fill a replica, which Serve displays and our policy ignores.
+    pool: settings that our policy reads from policy_kwargs. Serve passes those only to deployments' own policies.
     """
     return {
         "min_replicas": low,
@@ -66,7 +66,7 @@ def autoscaling_config(low: int, high: int, full: int, pool: PoolSettings | None
         "target_ongoing_requests": full,
         "metrics_interval_s": METRICS_PERIOD_S,
         "look_back_period_s": LOOK_BACK_S,
-        "upscale_delay_s": 0.0,  # Serve's own delays would add to ours
+        "upscale_delay_s": 0.0,  # 0, since Serve's delays would add to ours
         "downscale_delay_s": 0.0,
         "policy": {"policy_kwargs": {} if pool is None else asdict(pool)},
     }

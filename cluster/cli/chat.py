@@ -26,17 +26,17 @@ A line that ends with \\ continues in the next. Ctrl-C stops an answer, Ctrl-D e
 
 @dataclass(slots=True)
 class Answer:
-    """An answer as far as it has come. Seconds count from the question."""
+    """An answer as far as it has arrived. Times are seconds since the question."""
 
     text: str = ""
-    id: str = ""  #: the server's name for it
+    id: str = ""  #: the server's id of the answer
     tokens: int | None = None
     first_s: float | None = None
     seconds: float = 0.0
 
     @property
     def figures(self) -> str:
-        """Tokens and times that are known, on one line."""
+        """Known token counts and times, on one line."""
         parts = [] if self.tokens is None else [f"{self.tokens} token" + "s" * (self.tokens != 1)]
         if self.first_s is not None:
             if self.tokens is not None and self.tokens > 1 and self.seconds > self.first_s:
@@ -49,15 +49,15 @@ class Answer:
 class Conversation:
     client: OpenAIClient
     model: str
-    options: dict[str, Any] = field(default_factory=dict)  #: fields of each request in addition to its messages
+    options: dict[str, Any] = field(default_factory=dict)  #: fields of each request besides its messages
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)  #: without the system message
 
     async def ask(self, question: str, answer: Answer) -> AsyncGenerator[tuple[str, bool]]:
-        """Yield pieces of the answer's text, and whether each is reasoning; `answer` grows with them.
+        """Yield pieces of the answer's text, each with whether it is reasoning. `answer` grows with them.
 
-        An answer that the caller breaks off stays in the conversation; one that fails does not, nor does its question.
-        Raises EngineUnavailable with the server's message.
+        An answer that the caller interrupts stays in the conversation; one that fails does not, and neither does its
+        question. Raises EngineUnavailable with the server's message.
         """
         asked, asked_at = {"role": "user", "content": question}, time.monotonic()
         try:
@@ -91,12 +91,12 @@ class Conversation:
 
 
 def printable(text: str) -> str:
-    """Strip control characters: an answer may hold escape sequences."""
+    """Strip control characters, because an answer may contain escape sequences."""
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
 def chat(url: str, model: str | None, system: str | None, api_key: str | None, options: dict[str, Any]) -> None:
-    """Talk until the end of stdin; if that is no terminal, it is one question. options: as in Conversation.
+    """Chat until stdin ends; if stdin is not a terminal, it is a single question. options: as in Conversation.
 
     Raises EngineUnavailable, InvalidApiKey, or RequestError.
     """
@@ -116,7 +116,7 @@ def chat(url: str, model: str | None, system: str | None, api_key: str | None, o
 
 
 async def _answer_once(conversation: Conversation, question: str) -> None:
-    """Write the answer to stdout as it comes, and nothing else."""
+    """Write the answer, and nothing else, to stdout as it arrives."""
     if not question.strip():
         raise RequestError("stdin has no question", "question")
     async for text, reasoning in conversation.ask(question.strip(), Answer()):

@@ -17,7 +17,7 @@ TIMEOUT_S = 30.0
 
 
 def fetch(url: str, request_id: str, api_key: str | None) -> bytes:
-    """Return the server's answer: RequestTimeline, in JSON.
+    """Return the server's answer: a RequestTimeline in JSON.
 
     Raises RequestNotFound, InvalidApiKey, RequestError, or EngineUnavailable if there is no server.
     """
@@ -62,7 +62,7 @@ def show_sequence(timeline: SequenceTimeline, console: Console) -> None:
 
 
 def summary_of(timeline: SequenceTimeline) -> list[tuple[str, str]]:
-    """Return (name, text) for each line of the summary, without those that have nothing to say."""
+    """Return (name, text) for each line of the summary, without empty ones."""
     first_s = timeline.first_token_s
     state = {"waiting": "waits for its first token", "running": "is running"}.get(timeline.state)
     cached = "" if first_s is None else f", {timeline.cached_tokens} of them from the prefix cache"

@@ -1,4 +1,4 @@
-"""`manta generate`: turns a file of prompts into a file of answers, line by line, resumable."""
+"""`manta generate`: answers a file of prompts, line by line. Can be resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.wire.messages import TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 
 SAMPLING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams))
-BEGIN = b'{"index":'  # of each line of output
+BEGIN = b'{"index":'  # start of each output line
 LINE_FIELDS = frozenset({"id", "prompt", "messages"})
 
 
@@ -33,7 +33,7 @@ class Choice(msgspec.Struct, omit_defaults=True):
 
 
 class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One line of output; line k answers line k of the input, whose `id` it repeats."""
+    """One output line. Line k answers line k of the input, and repeats its `id`."""
 
     index: int
     id: Any = None
@@ -44,29 +44,29 @@ class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class Index(msgspec.Struct):
-    """The one field that is read from an earlier answer."""
+    """The only field read from an earlier answer."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    resumed: int  #: lines that an earlier run had finished
+    resumed: int  #: number of lines finished by earlier runs
     written: int
     failed: int
     finished: list[tuple[float, float]]
-    """(seconds since the first was begun, its output tokens) of each answer, in the order in which they were written"""
+    """(seconds since the start of the first, output tokens) of each answer, in the order of writing"""
 
 
 def generate_file(
     llm: Callable[[], LLM], input_file: Path, output_file: Path, defaults: dict[str, Any], *, progress: bool = True
 ) -> Summary:
-    """Answer every line of `input_file` that `output_file` does not answer yet.
+    """Answer every line of `input_file` that `output_file` does not answer yet. Returns a summary.
 
-    An input line is {"prompt": text or token ids} or {"messages": [...]}, and any field of
-    SamplingParams; `defaults` holds what lines do not say. Answers are written in the order of the input, each when all
-    before it are there, so a killed run leaves whole answers and at most one torn line, which is removed here.
-    A line that cannot be served is answered with an `error`. `llm` is called only if there is something to do.
+    An input line is {"prompt": text or token ids} or {"messages": [...]}, with any fields of SamplingParams; `defaults`
+    has values for fields that lines leave open. Answers are written in input order, each once all before it are
+    written. So a killed run leaves complete answers and at most one partial line, which is removed here. A line that
+    cannot be served is answered with an `error`. `llm` is called only if there is work to do.
     """
     lines = [line for line in input_file.read_bytes().split(b"\n") if line.strip()]
     done = complete_lines(output_file)
@@ -89,9 +89,9 @@ def generate_file(
 
 
 def complete_lines(output_file: Path) -> int:
-    """Count the answers that an earlier run has written, and cut off a line that it did not finish.
+    """Return the number of answers from earlier runs, after removing a partial last line.
 
-    Raises RequestError, and changes nothing, if the file holds anything else.
+    Raises RequestError, and changes nothing, if the file contains anything else.
     """
     if not output_file.exists():
         return 0
@@ -107,7 +107,7 @@ def complete_lines(output_file: Path) -> int:
 
 
 def answers_line(line: bytes, index: int) -> bool:
-    """Return whether this line of output answers line `index` of the input."""
+    """Return whether this output line answers input line `index`."""
     try:
         return msgspec.json.decode(line, type=Index).index == index
     except msgspec.MsgspecError:
@@ -119,7 +119,7 @@ def not_an_output(file: Path, index: int) -> RequestError:
 
 
 def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], progress: bool) -> Iterator[Answer]:
-    """Answer lines `first` and on, in the order in which they finish."""
+    """Yield the answers to lines from `first` on, in the order in which they finish."""
     refused: list[Answer] = []
     ids: dict[str, tuple[int, Any]] = {}
 
@@ -153,7 +153,8 @@ def parse_line(line: bytes) -> dict[str, Any]:
 def to_request(
     llm: LLM, index: int, line: dict[str, Any], defaults: dict[str, Any]
 ) -> tuple[RequestOutput, SamplingParams]:
-    """Make the request of a line. Its id, and so its seed, depends on the line alone: a resumed run gives the same."""
+    """Return the request of a line. Its id, and so its seed, depends only on the line, so a resumed run gives the same
+    output."""
     known = LINE_FIELDS | SAMPLING_FIELDS
     if unknown := sorted(line.keys() - known):
         raise RequestError(f"unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}", unknown[0])
@@ -181,7 +182,7 @@ def to_answer(index: int, name: Any, output: RequestOutput) -> Answer:
 
 
 def in_order(answers: Iterator[Answer], first: int) -> Iterator[Answer]:
-    """Sort answers by index as they come: an early one waits for those before it."""
+    """Yield answers sorted by index; an early one waits for those before it."""
     early: dict[int, Answer] = {}
     for answer in answers:
         early[answer.index] = answer

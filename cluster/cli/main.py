@@ -346,7 +346,7 @@ def lint_manifests(
 
 
 def main() -> None:
-    """Run the command. An error that the user can mend is one line and exit code 1."""
+    """Run the command. An error that the user can fix is printed as one line, with exit code 1."""
     try:
         sys.exit(app(prog_name="manta", standalone_mode=False))
     except TyperException as error:

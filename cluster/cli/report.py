@@ -1,4 +1,4 @@
-"""A measurement as one HTML file with charts in SVG: no script, nothing from a network."""
+"""A measurement as one HTML file with SVG charts, without scripts or network access."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 560, 220
 LEFT, BOTTOM, TOP, RIGHT = 56, 28, 12, 12  # margins of a chart
-NUM_BINS = 60  # of a rate over time
-MAX_POINTS = 400  # of a curve
+NUM_BINS = 60  # bins of a rate over time
+MAX_POINTS = 400  # points of a curve
 STYLE = """
 :root { --page: #f6f8f9; --surface: #fff; --ink: #15212b; --muted: #566572; --line: #dde4e8; --accent: #0b7285; }
 @media (prefers-color-scheme: dark) {
@@ -36,16 +36,16 @@ svg { width: 100%; height: auto; } text { font-size: 11px; fill: var(--muted); }
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A curve. Its first axis begins at 0, as its second does."""
+    """A curve. Both axes begin at 0."""
 
     title: str
     x: str
     y: str
     points: Sequence[Point]
     labels: str = ""
-    """Figures to see without the curve."""
+    """Figures to show besides the curve."""
     y_at_least: float = 0.0
-    """The second axis ends no lower, so that counts have whole numbers."""
+    """Minimum end of the second axis, so that counts get whole numbers."""
 
     def svg(self) -> str:
         x_max = max((x for x, _ in self.points), default=0.0) or 1.0
@@ -72,7 +72,7 @@ class Chart:
 
 
 def distribution(title: str, unit: str, values: Sequence[float]) -> Chart:
-    """Return the values in order, by percentile."""
+    """Return a chart of the values by percentile."""
     ordered = sorted(values)
     last = max(1, len(ordered) - 1)
     labels = [f"P{p} {short(float(np.percentile(ordered, p)))}" for p in (50, 90, 99) if ordered]
@@ -81,7 +81,7 @@ def distribution(title: str, unit: str, values: Sequence[float]) -> Chart:
 
 
 def rate_over_time(title: str, unit: str, events: Sequence[Point], duration_s: float) -> Chart:
-    """events: (second, amount). The chart has amounts per second."""
+    """Return a chart of amounts per second. events: (second, amount)."""
     width = max(duration_s, 1e-9) / NUM_BINS
     sums = [0.0] * NUM_BINS
     for at, amount in events:
@@ -90,7 +90,7 @@ def rate_over_time(title: str, unit: str, events: Sequence[Point], duration_s: f
 
 
 def steps_over_time(title: str, unit: str, changes: Sequence[Point], duration_s: float) -> Chart:
-    """changes: (second, value from then on), in order."""
+    """Return a chart of a value that changes in steps. changes: (second, value from then on), in order."""
     points: list[Point] = []
     for at, value in changes:
         points += [(at, points[-1][1] if points else value), (at, value)]
@@ -98,7 +98,7 @@ def steps_over_time(title: str, unit: str, changes: Sequence[Point], duration_s:
 
 
 def write_report(path: Path, title: str, figures: Sequence[tuple[str, str]], charts: Sequence[Chart]) -> None:
-    """Write one file that needs no other."""
+    """Write one self-contained file."""
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in figures)
     sections = "".join(
         f'<section><span class="labels">{chart.labels}</span>'
@@ -115,13 +115,13 @@ def write_report(path: Path, title: str, figures: Sequence[tuple[str, str]], cha
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Leave out points that no pixel would show, never the last."""
+    """Return the points without those that no pixel would show; the last one is always kept."""
     step = math.ceil(len(points) / MAX_POINTS)
     return points if step < 2 else [*points[::step], points[-1]]
 
 
 def nice_above(value: float) -> float:
-    """Return the next of 1, 2, 4 or 8 times a power of ten, so that quarters of it are short numbers."""
+    """Return the next of 1, 2, 4 or 8 times a power of ten, so that quarters of it are round numbers."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))

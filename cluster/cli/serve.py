@@ -1,4 +1,4 @@
-"""`manta serve`: runs the application that its flags, or a serve_config.yaml, stand for."""
+"""`manta serve`: runs the application described by its flags or by a serve_config.yaml."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ YAML = (".yaml", ".yml")
 
 
 class TakesVllmFlags(TyperCommand):
-    """A command that takes its flags as `vllm serve` does, and says in one line which of them it leaves out."""
+    """A command that accepts the flags of `vllm serve`, and prints one line about those that it ignores."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Raises RequestError for a flag of vLLM's that needs another word here."""
+        """Parse the arguments. Raises RequestError for a vLLM flag that must be written differently here."""
         command = translated(args)
         if command.warning:
             print(f"manta: {command.warning}", file=sys.stderr, flush=True)
@@ -105,7 +105,8 @@ def serve(
 
 
 def written_configuration(file: Path, server: ServerFlags, *, flags: bool) -> dict[str, Any]:
-    """Return the Serve configuration in a file. Raises InvalidParameter if flags say more, in `server` or elsewhere."""
+    """Return the Serve configuration in a file. Raises InvalidParameter if there are flags too, in `server` or
+    otherwise."""
     if server.api_key:
         raise InvalidParameter("--api-key", "a key", "left out, also MANTA_API_KEY, where a file says all by itself")
     if flags or http_options(server):
@@ -116,7 +117,7 @@ def written_configuration(file: Path, server: ServerFlags, *, flags: bool) -> di
 
 
 def say_what_the_default_is(serve_config: Mapping[str, Any]) -> None:
-    """Say in one line which model answers where the usual one has not been fetched."""
+    """Print one line about which model answers if the default model has not been fetched."""
     sections = [application.get("args") or {} for application in serve_config.get("applications") or ()]
     models = [model for given in sections for model in given.get("models") or ()]
     asked = any(isinstance(model, dict) and model.get("model") == smollm2.DEFAULT for model in models)
@@ -126,9 +127,9 @@ def say_what_the_default_is(serve_config: Mapping[str, Any]) -> None:
 
 
 def check(serve_config: dict[str, Any], address: str | None) -> None:
-    """Raise StartupError for any mistake that can be seen before anything starts.
+    """Raise StartupError for any mistake that can be found before anything starts.
 
-    address: of a Ray cluster that is running, and so has its ports already.
+    address: address of a running Ray cluster, which has already taken its ports.
     """
     from cluster.cli.check.names import check_facade, check_folder
     from cluster.cli.check.ports import check_ports
@@ -152,28 +153,28 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
 
 
 def ray_address_file() -> Path:
-    """Return the file in which `ray start` writes its address on this machine, without importing Ray for it."""
+    """Return the file to which `ray start` writes its address on this machine, without importing Ray."""
     system = os.environ.get("TMPDIR", "/tmp") if sys.platform == "linux" else "/tmp"
     return Path(os.environ.get("RAY_TMPDIR", system), "ray", "ray_current_cluster")
 
 
 def _joins_a_cluster() -> bool:
-    """Return whether Ray will find a cluster on this machine by itself, started by `ray start`."""
+    """Return whether Ray will find a running cluster on this machine by itself."""
     return bool(os.environ.get("RAY_ADDRESS")) or ray_address_file().exists()
 
 
 def starts_ray(address: str | None) -> bool:
-    """Return whether Ray will be started, and not joined."""
+    """Return whether Ray will be started, rather than joined."""
     return address == "local" or (address is None and not _joins_a_cluster())
 
 
 def set_environment(serve_config: Mapping[str, Any], address: str | None) -> None:
-    """Set what Ray reads as it is imported, where the user has not, and forget the keys of the API."""
+    """Set the variables that Ray reads when it is imported, unless the user has set them, and remove API keys."""
     http_options = serve_config.get("http_options") or {}
     environment = ray_environment.environment() | ray_environment.tls_environment(http_options)
     if starts_ray(address):
         environment |= ray_environment.own_environment()
-        os.environ.pop(SERVER_VARIABLE, None)  # of a server that this one was started from
+        os.environ.pop(SERVER_VARIABLE, None)  # inherited if this server was started from another one
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     for name in API_KEY_VARIABLES:
@@ -181,8 +182,9 @@ def set_environment(serve_config: Mapping[str, Any], address: str | None) -> Non
 
 
 def run(serve_config: dict[str, Any], address: str | None, *, log_requests: bool = False) -> None:
-    """Serve until Ctrl-C. A terminal shows the start, totals and problems. Every log line is printed elsewhere, with
-    `log_format: json`, and with a `log_level` that leaves out the lines that a terminal needs."""
+    """Serve until Ctrl-C. A terminal shows the start, totals and problems. Every log line is printed instead if the
+    output is not a terminal, with `log_format: json`, or with a `log_level` that hides the lines that the display
+    needs."""
     for name, port in given_ports().items():
         if port != KNOWN_PORTS[name].number:
             print(f"{KNOWN_PORTS[name].use} are at port {port}", file=sys.stderr, flush=True)
@@ -201,6 +203,6 @@ def run(serve_config: dict[str, Any], address: str | None, *, log_requests: bool
     from cluster.cli.serve_terminal import ServeTerminal
 
     for given in args:
-        given["log_format"] = "json"  # which the terminal reads
+        given["log_format"] = "json"  # the terminal display parses it
     with ServeTerminal(Console(stderr=True), log_requests=log_requests) as terminal:
         serve_until_interrupted(serve_config, address, terminal, agent_ports=ports)

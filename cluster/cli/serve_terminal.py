@@ -1,4 +1,5 @@
-"""The terminal of `manta serve`: how far the start is, then totals and problems. All else goes to a file."""
+"""Terminal display of `manta serve`: the progress of the start, then totals and problems. All other lines go to
+a file."""
 
 from __future__ import annotations
 
@@ -24,20 +25,20 @@ from placement.console_log import PACKAGES, JsonFormatter
 
 @dataclass(slots=True)
 class Phase:
-    """A part of the start. It begins and ends with log lines whose messages begin so."""
+    """A part of the start, which begins and ends with log lines that have given prefixes."""
 
     name: str
     begins: str
     ends: str
     of_ranks: bool = False
-    """Each rank begins and ends it."""
+    """Whether each rank begins and ends it."""
     began_at: float | None = None
     ended_at: float | None = None
     ranks: set[str] = field(default_factory=set)
-    """Those that have begun but not ended it."""
+    """Ranks that have begun but not ended it."""
 
     def take(self, message: str, who: str, now: float) -> None:
-        """Note a line. who: the process that wrote it."""
+        """Take in a log line. who: name of the process that wrote it."""
         if message.startswith(self.begins) and (self.of_ranks or self.began_at is None):
             self.began_at, self.ended_at = self.began_at or now, None
             self.ranks.add(who)
@@ -62,21 +63,21 @@ def phases() -> list[Phase]:
 
 
 class ServeTerminal:
-    """Takes the log lines of all processes of the cluster, from any thread."""
+    """Displays the log lines of all processes of the cluster. Thread-safe."""
 
     def __init__(self, console: Console, *, log_requests: bool):
-        """log_requests: also show each request that ends."""
+        """log_requests: whether to show each request when it ends, too."""
         self.console = console
         self._log_requests = log_requests
         file, self.log_path = tempfile.mkstemp(prefix="manta-serve-", suffix=".log")
         self._file = os.fdopen(file, "w", buffering=1, encoding="utf-8")
         self._phases = phases()
         self._phases[0].began_at = time.monotonic()
-        self._kv_caches: dict[str, str] = {}  # what fits, by pool
-        self._read: dict[str, float] = {}  # part of its weights that each rank has
+        self._kv_caches: dict[str, str] = {}  # description of the KV cache, by pool
+        self._read: dict[str, float] = {}  # fraction of its weights that each rank has read
         self._stopping: str | None = None
         self._spinner = Spinner("dots")
-        self._ready: set[str] = set()  # models of the boxes shown; further ingresses have the same
+        self._ready: set[str] = set()  # models whose boxes are shown; further ingresses report the same
         self._lock = threading.Lock()
         self._live = Live(get_renderable=self._progress, console=console, refresh_per_second=8, transient=True)
 
@@ -100,7 +101,7 @@ class ServeTerminal:
             self._file.close()
 
     def line(self, text: str) -> None:
-        """Take a line: an object of JsonFormatter, or a line of Ray or another library."""
+        """Take in a line: a JsonFormatter object, or a line of Ray or another library."""
         try:
             fields = msgspec.json.decode(text)
             message, who = str(fields["message"]), str(fields["process"])
@@ -115,7 +116,7 @@ class ServeTerminal:
             self._show(fields, message, who)
 
     def stopping(self, states: dict[str, int]) -> None:
-        """Say what the end waits for. states: replicas that still stop, by deployment."""
+        """Show what the end is waiting for. states: number of replicas still stopping, by deployment."""
         waits = ", ".join(f"{name} ({number})" if number > 1 else name for name, number in states.items())
         text = f"Stopping. Requests under way may end first; Ctrl-C again ends at once. Waits for {waits or 'Ray'}"
         with self._lock:
@@ -187,7 +188,7 @@ class ServeTerminal:
 
 
 class _Lines:
-    """A stream that hands whole lines to a terminal."""
+    """A stream that passes complete lines to a terminal."""
 
     def __init__(self, terminal: ServeTerminal):
         self._terminal = terminal
@@ -201,7 +202,7 @@ class _Lines:
 
 
 def totals(fields: dict[str, Any]) -> str:
-    """Write the values of a `totals` line for people."""
+    """Format the values of a `totals` line for people."""
     return (
         f"in {fields['prompt_tokens_per_s']:.0f} tokens/s, out {fields['output_tokens_per_s']:.0f} tokens/s, "
         f"running {fields['running']}, waiting {fields['waiting']}, KV {100 * fields['kv_use']:.0f} %, "

@@ -1,4 +1,4 @@
-"""`manta simulate`: runs the simulation that its flags stand for, and prints it."""
+"""`manta simulate`: runs the simulation described by its flags, and prints the results."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _replicas(use: PoolUse) -> str:
 
 
 def _never_up(report: Report) -> list[str]:
-    """Return a note for each pool that was to have more replicas than it ever had."""
+    """Return a note for each pool that never had as many replicas as the autoscaler wanted."""
     return [
         f"{role}: the autoscaler wanted up to {use.scaled.wanted} replicas, and at most {use.scaled.max} were up in "
         "time; more --requests are longer traffic"

@@ -1,4 +1,4 @@
-"""`manta top`: the cluster in a terminal, from the feed of the console."""
+"""`manta top`: the cluster in a terminal, from the console's feed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ CLOCK = "%H:%M:%S"
 
 
 def top(url: str, api_key: str | None, *, once: bool) -> None:
-    """Show the cluster until Ctrl-C. once: print it once, after two polls whose difference gives the rates."""
+    """Show the cluster until Ctrl-C. once: whether to print it only once, after two polls whose difference gives the
+    rates."""
     console = Console(highlight=False)
     try:
         asyncio.run(_show(OpenAIClient(url, api_key, timeout_s=30.0), console, once=once))
@@ -40,13 +41,13 @@ async def _show(client: OpenAIClient, console: Console, *, once: bool) -> None:
             return
         with Live(view(before, None), console=console, screen=True, auto_refresh=False) as live:
             async for state in states:
-                if state.at != before.at:  # a stream may begin with the state that was seen last
+                if state.at != before.at:  # a new stream may begin with the last known state
                     live.update(view(state, before), refresh=True)
                     before = state
 
 
 async def _states(client: OpenAIClient) -> AsyncGenerator[ClusterState]:
-    """Yield each state; the server ends a stream after some seconds, and is asked again."""
+    """Yield each state. The server ends a stream after some seconds; it is then requested again."""
     while True:
         async for event in client.events("/console/state"):
             try:
@@ -56,7 +57,7 @@ async def _states(client: OpenAIClient) -> AsyncGenerator[ClusterState]:
 
 
 def view(state: ClusterState, before: ClusterState | None) -> RenderableType:
-    """before: the state that rates are taken from."""
+    """Return the view of a state. before: earlier state from which rates are computed."""
     parts: list[RenderableType] = []
     old = {} if before is None else {replica.engine_id: replica for _, _, replica in _replicas(before)}
     elapsed_s = state.at - before.at if before is not None else 0.0
@@ -80,7 +81,7 @@ def view(state: ClusterState, before: ClusterState | None) -> RenderableType:
 
 
 def _table(names: Sequence[str], figures: Sequence[str]) -> Table:
-    """Return a table whose names continue in the next line where a terminal is narrow, and whose figures stay whole."""
+    """Return a table whose names wrap in a narrow terminal, and whose figures do not."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in names:
         table.add_column(name, overflow="fold")
@@ -90,7 +91,7 @@ def _table(names: Sequence[str], figures: Sequence[str]) -> Table:
 
 
 def _replicas(state: ClusterState) -> list[tuple[str, str, ReplicaStatus]]:
-    """Return model, role and status of each."""
+    """Return model, role and status of each replica."""
     return [
         (model.model, role, replica)
         for model in state.models

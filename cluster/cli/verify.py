@@ -1,7 +1,7 @@
-"""`manta verify`: computes an answer of a server again, and compares the two bit by bit.
+"""`manta verify`: recomputes a server's answer, and compares the two bit by bit.
 
-The request goes through the code of the routes, up to where its answer would be read from a store; the engine in this
-process computes it there. So all that a request may ask for is asked again.
+The request passes through the code of the routes up to the point where its answer would be read from a store. There the
+engine in this process computes it. So everything that a request may ask for is covered.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from engine.wire.messages import GenerateRequest
 
 Json = dict[str, Any]
 Step = tuple[int | None, str | None, float | None]
-"""Id, name and log-probability of a token; None for what an answer does not have."""
+"""Id, name and log-probability of a token; None for those that the answer lacks."""
 
-ROUTES = {"chat.completion": "chat", "text_completion": "completion"}  # by the `object` of their answers
+ROUTES = {"chat.completion": "chat", "text_completion": "completion"}  # by the `object` field of answers
 NOT_COMPARED = ("id", "created", "prompt_tokens_details", "accepted_prediction_tokens", "rejected_prediction_tokens")
-"""Fields that differ whenever a request is computed: ids, times, and what was in a cache or drafted."""
-ADDED = ("logprobs", "token_ids", "prompt_token_ids")  # fields that are always requested here
-SHOWN, SHOWN_BEFORE = 60, 20  # characters of a text that differs, and how many of them do not
+"""Fields that differ in every computation of a request: ids, times, and counts of cached and drafted tokens."""
+ADDED = ("logprobs", "token_ids", "prompt_token_ids")  # fields that the recomputation always requests
+SHOWN, SHOWN_BEFORE = 60, 20  # characters shown of a differing text, and how many of them precede the difference
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     fingerprint: list[str]
-    """Parts of `system_fingerprint` that are not those of this server; then nothing was computed."""
+    """Parts of `system_fingerprint` that differ from this machine's; if there are any, nothing was computed."""
     differences: list[str]
-    """The first of each choice that differs, and of each other field, in words."""
+    """Description of the first difference in each choice and in each other field."""
     compared: str = ""
-    """What of the answer there was to compare, and what was left out."""
+    """Description of what was compared, and what was left out."""
 
 
 class Answer(msgspec.Struct):
-    """An answer, as far as its comparison depends on its shape."""
+    """The fields of an answer that its comparison depends on."""
 
     class Usage(msgspec.Struct):
         prompt_tokens: int
@@ -76,7 +76,7 @@ class Answer(msgspec.Struct):
 
 
 class Recomputation(LiveSource):
-    """The answer to a request that an engine in this process computes."""
+    """Source of an answer that an engine in this process computes."""
 
     started = True  # no work is refused
 
@@ -84,12 +84,12 @@ class Recomputation(LiveSource):
         self.created, self._llm = 0, llm
 
     def hex_id(self, name: str) -> str:
-        return ""  # of a tool call, which no two computations have in common
+        return ""  # for ids of tool calls, which differ in every computation
 
     async def start(
         self, context: SequenceContext, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
     ) -> LoggedGeneration:
-        """Raises RequestError for one whose tokens were drawn by chance."""
+        """Compute the answer. Raises RequestError if its tokens were drawn at random."""
         log = DeltaLog()
         for choice, request in enumerate(request for requests in prompts for request in requests):
             if request.params.seed is None and not request.params.greedy:
@@ -98,14 +98,15 @@ class Recomputation(LiveSource):
             with closing(self._llm.deltas(msgspec.structs.replace(request, timeout_s=None))) as deltas:
                 for delta in deltas:
                     log.add((choice, delta))
-                    if text.add(delta).finish_reason is not None:  # maybe at a stop string
+                    if text.add(delta).finish_reason is not None:  # possibly at a stop string
                         break
         log.end()
         return LoggedGeneration(context, prompts, log, NoEventIds())
 
 
 def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
-    """model: as for `manta serve`. Raises ServingError if the answer cannot be computed again, OSError."""
+    """Recompute an answer and compare it. model: as for `manta serve`. Raises OSError, or ServingError if it cannot be
+    recomputed."""
     answer, request = _read(answer_file), _read(request_file)
     incomplete = RequestError(f"{answer_file} is no whole answer of {' or '.join(ROUTES)} with a system_fingerprint")
     try:
@@ -128,12 +129,13 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
         raise RequestError(f"{request_file} is not what was answered: it has another prompt, or `n`")
     try:
         return Verdict([], differences(answer, again, tokenizer), _compared(answer))
-    except (AttributeError, KeyError, TypeError):  # a part of a choice is not what it is in any answer
+    except (AttributeError, KeyError, TypeError):  # a part of a choice is malformed
         raise incomplete from None
 
 
 def differences(answer: Json, again: Json, tokenizer: Tokenizer) -> list[str]:
-    """Return the first difference of each choice, and those of other fields. again: with as many choices."""
+    """Return the first difference in each choice and in each other field. again: the recomputed answer, with as many
+    choices."""
     pairs = enumerate(zip(answer["choices"], again["choices"], strict=True))
     found = [_difference(i, *pair, tokenizer) for i, pair in pairs]
     names = sorted((answer.keys() | again.keys()) - {"choices", *NOT_COMPARED})
@@ -148,7 +150,7 @@ def _compared(answer: Json) -> str:
 
 
 async def _compute(route: str, request: Json, model: ServedModel, context: RequestContext) -> Json:
-    """Return a whole response, with all that can be compared."""
+    """Return a complete response that includes everything that can be compared."""
     more: Json = {"stream": False, "stream_options": None, "return_token_ids": True, "prediction": None}
     if route == "chat":
         body = parse(ChatBody, msgspec.json.encode(request | more | {"logprobs": True}), "ignore")
@@ -160,13 +162,14 @@ async def _compute(route: str, request: Json, model: ServedModel, context: Reque
 
 
 def _as_sent(response: msgspec.Struct) -> Json:
-    """Return what a client reads."""
+    """Return a response as clients receive it."""
     sent: Json = msgspec.json.decode(msgspec.json.encode(response))
     return sent
 
 
 def _difference(index: int, choice: Json, again: Json, tokenizer: Tokenizer) -> str | None:
-    """Say where two choices first differ, by the tokens and log-probabilities that the answer has, then by the rest."""
+    """Return where two choices first differ: in the tokens and log-probabilities that the answer has, then in
+    the rest."""
     given, found = _steps(choice), _steps(again)
     if choice.get("logprobs") is None:  # those of an echoed prompt are not in the answer either
         found = found[len(found) - len(again["token_ids"]) :]
@@ -179,7 +182,7 @@ def _difference(index: int, choice: Json, again: Json, tokenizer: Tokenizer) -> 
 
 
 def _other(name: str, answer: Json, again: Json) -> str | None:
-    """Say where a field first differs."""
+    """Return where a field first differs, or None."""
     if name in ADDED and answer.get(name) is None:
         return None
     one, other = (
@@ -194,9 +197,9 @@ def _other(name: str, answer: Json, again: Json) -> str | None:
 
 
 def _steps(choice: Json) -> list[Step]:
-    """Return what a choice says of each token. An echoed prompt has log-probabilities, but no ids."""
+    """Return the tokens of a choice. An echoed prompt has log-probabilities, but no ids."""
     logprobs: Json = choice.get("logprobs") or {}
-    if "content" in logprobs:  # of a chat
+    if "content" in logprobs:  # the format of chats
         names, values = ([entry[key] for entry in logprobs["content"] or ()] for key in ("token", "logprob"))
     else:
         names, values = logprobs.get("tokens", []), logprobs.get("token_logprobs", [])
@@ -217,12 +220,12 @@ def _shown(step: Step | None, tokenizer: Tokenizer) -> str:
 
 
 def _prompts(answer: Json) -> list[Any]:
-    """Return what an answer says of its prompts."""
+    """Return the fields of an answer that describe its prompts."""
     return [answer["usage"]["prompt_tokens"], *(each.get("prompt_token_ids") for each in (answer, *answer["choices"]))]
 
 
 def _comparable(value: Any) -> Any:
-    """Return JSON without NOT_COMPARED, and without empty fields, which some clients leave out."""
+    """Return JSON without NOT_COMPARED, and without empty fields, which some clients drop."""
     if isinstance(value, list):
         return [_comparable(each) for each in value]
     if isinstance(value, dict):
@@ -232,7 +235,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _find(model: str, name: str | None) -> tuple[ModelSection, IngressSection]:
-    """Return the model of this name, or the only one."""
+    """Return the model with this name, or the only one, and the ingress section."""
     config = load(Path(model)) if model.endswith(YAML) else configuration(model, {}, {})
     applications = [AppConfig.of(application) for _, application in ours(config)]
     found = [(section, application.ingress) for application in applications for section in application.models]
@@ -243,7 +246,7 @@ def _find(model: str, name: str | None) -> tuple[ModelSection, IngressSection]:
 
 
 def _engine_options(section: ModelSection) -> Json:
-    """Return the options of an engine that gives the bits of the model's replicas."""
+    """Return options for an engine that computes the same bits as the model's replicas."""
     config = section.engine_config()
     options = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
     options |= {"handoff": None, "encode": None, "speculative": None}

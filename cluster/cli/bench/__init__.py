@@ -1,1 +1,1 @@
-"""`manta bench`: load on a server, and an engine alone."""
+"""`manta bench`: load on a server, or on an engine alone."""

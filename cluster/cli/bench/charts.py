@@ -1,4 +1,4 @@
-"""The HTML reports of `manta bench serve`, `simulate` and `generate`."""
+"""HTML reports of `manta bench serve`, `simulate` and `generate`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_serve_report(path: Path, report: ServeReport) -> None:
 
 
 def _tokens(outcome: Outcome, began: float) -> list[Point]:
-    """Return when tokens came, and how many; a chunk may hold several, which are taken to be equally many."""
+    """Return when tokens arrived, and how many. Tokens of an answer are spread evenly over its chunks."""
     times = list(accumulate(outcome.itl_s, initial=outcome.sent_at + outcome.ttft_s - began))
     return [(at, outcome.output_tokens / len(times)) for at in times]
 

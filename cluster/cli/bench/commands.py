@@ -1,4 +1,4 @@
-"""The commands of `manta bench`. Each imports what it needs by itself, since `manta --help` should not take seconds."""
+"""Commands of `manta bench`. Each imports what it needs itself, so that `manta --help` is fast."""
 
 from __future__ import annotations
 

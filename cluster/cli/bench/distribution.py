@@ -1,4 +1,4 @@
-"""A few numbers that describe many."""
+"""Summary statistics of measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution | None:
-        """Summarise; None if there is nothing to describe."""
+        """Return the summary of some values; None if there are none."""
         if not len(values):
             return None
         low, median, p90, p99, high = np.percentile(values, [0, 50, 90, 99, 100]).tolist()

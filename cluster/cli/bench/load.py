@@ -1,4 +1,4 @@
-"""The requests of a measurement. Fast to import: `manta bench --help` lists these options."""
+"""Requests of a measurement. Imports little, because `manta bench --help` lists these options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OfflineLoad:
     warmup: int = flag(1, "Repetitions before those that count.", min=0)
 
     def batch(self, number: int, model: str, vocab_size: int) -> list[Job]:
-        """Return the prompts of a repetition."""
+        """Return the prompts of one repetition."""
         if self.workload:
             return preset(self.workload, model, number)
         return random_jobs(self.requests, self.input_len, self.output_len, vocab_size, self.seed, number)
@@ -71,8 +71,8 @@ class ServeLoad:
         return PATHS[self.endpoint]
 
     def bodies(self, model: str) -> list[bytes]:
-        """Return every request, ready to be sent: nothing is computed while the server is measured. Warm-ups come
-        first."""
+        """Return the bodies of all requests, warm-ups first, so that nothing is computed while the server is
+        measured."""
         prompts = with_prefixes(
             self.num_warmups + self.num_prompts, self.input_len, self.prefix_len, self.prefix_groups, self.vocab_size,
             self.seed, text=self.text or self.endpoint == "chat",

@@ -27,22 +27,22 @@ from engine.wire.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class OfflineReport:
-    """Each Distribution is over the repetitions."""
+    """Report of an offline measurement. Each Distribution is over the repetitions."""
 
     model: str
     workload: str
     dtype: str
     threads: int
-    requests: int  #: of one repetition
+    requests: int  #: number of requests per repetition
     input_len: int
     output_len: int
     repetitions: int
     failed: int  #: requests that ended in an error, warm-up included
     output_tokens_per_s: Distribution | None
     total_tokens_per_s: Distribution | None
-    ttft_ms: Distribution | None  #: median over a repetition's requests, which wait for one another
+    ttft_ms: Distribution | None  #: median over a repetition's requests, which queue for the engine
     tpot_ms: Distribution | None  #: likewise, per token after the first
-    loaded_s: float | None  #: from the start of this process until the engine takes requests, where the system tells
+    loaded_s: float | None  #: from the start of this process until the engine takes requests; None if unknown
     ready_s: float | None  #: the same, until the warm-up is answered
     peak_rss_gib: float  #: of this process; other ranks have their own
 
@@ -78,7 +78,8 @@ class Repetition:
 
 
 def measure(load: OfflineLoad, *, model: str = "pocket", progress: Progress, **options: Any) -> OfflineReport:
-    """Generate greedily to the full length, several times with new prompts. options: fields of EngineConfig.
+    """Generate greedily to the full length, several times with new prompts. Returns the report. options: fields of
+    EngineConfig.
 
     Raises StartupError, or RequestError if the engine would refuse the requests.
     """
@@ -133,7 +134,7 @@ def params_of(job: Job) -> SamplingParams:
 
 
 def process_age_s() -> float | None:
-    """Return the seconds since this process was started, imports included; Linux only."""
+    """Return the seconds since this process started, imports included; None on systems other than Linux."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -1,7 +1,7 @@
-"""A client of OpenAI-compatible servers: streamed answers, and the times at which their tokens came.
+"""Client of OpenAI-compatible servers: streamed answers, with the arrival times of their tokens.
 
-aiohttp rather than httpx: it takes a fraction of the CPU time per chunk, and the load generator often shares the
-machine with what it measures.
+Uses aiohttp rather than httpx, because it takes a fraction of the CPU time per chunk, and the load generator often
+shares the machine with the server that it measures.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Message(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    text: str | None = None  #: of a completion
-    delta: Message | None = None  #: of a chat
+    text: str | None = None  #: text of a completion
+    delta: Message | None = None  #: delta of a chat
     finish_reason: str | None = None
 
     @property
@@ -45,7 +45,7 @@ class Usage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """An event of a stream, as far as it matters here."""
+    """A stream event, reduced to the fields used here."""
 
     id: str = ""
     choices: list[Choice] = []
@@ -55,21 +55,21 @@ class Chunk(msgspec.Struct):
 
 @dataclass(slots=True)
 class Outcome:
-    """One request, as its client saw it. Seconds count from when it was sent."""
+    """One request as its client saw it. Times are seconds since it was sent."""
 
-    sent_at: float = 0.0  #: the client's clock
+    sent_at: float = 0.0  #: time of sending on the client's clock
     prompt_tokens: int | None = None  #: from the server's usage
     output_tokens: int = 0  #: from the server's usage, or the number of chunks with text
     has_usage: bool = False
-    ttft_s: float = 0.0  #: to the first chunk with text, or to the end; a chat's opening chunk has only a role
+    ttft_s: float = 0.0  #: to the first chunk with text (a chat's first chunk has only a role), or to the end
     itl_s: list[float] = field(default_factory=list)  #: between chunks with text, which may hold several tokens
-    e2el_s: float = 0.0  #: to the chunk that ended it, or to its failure
+    e2el_s: float = 0.0  #: to its last chunk, or to its failure
     error: str | None = None
     last_text_at: float | None = None
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per token after the first; None if there is only one."""
+        """Seconds per token after the first; None if there is only one."""
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     def add(self, chunk: Chunk, now: float) -> None:
@@ -88,33 +88,34 @@ class Outcome:
 
 
 class StreamFailed(Exception):
-    """A request that did not end as it should; the text says why."""
+    """A request that failed. The text says why."""
 
 
 CHUNKS = msgspec.json.Decoder(Chunk)
 
 
 class EventParser:
-    """Splits a stream of server-sent events, in any pieces, into their data."""
+    """Splits a stream of server-sent events, which may arrive in any pieces, into their data."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Return the data of the events that are complete."""
+        """Return the data of the events that are complete now."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 class ChunkParser:
-    """Makes chunks of the events of a stream."""
+    """Parses the events of a stream into chunks."""
 
     def __init__(self) -> None:
         self._events = EventParser()
         self._ended = False
 
     def feed(self, piece: bytes) -> list[Chunk]:
-        """Return the chunks that are complete. Raises StreamFailed for the server's error, or for no chunk."""
+        """Return the chunks that are complete now. Raises StreamFailed for an error of the server, or for an invalid
+        chunk."""
         events = self._events.feed(piece)
         self._ended |= b"[DONE]" in events
         return [self._chunk(event) for event in events if event != b"[DONE]"]
@@ -130,13 +131,13 @@ class ChunkParser:
         return chunk
 
     def close(self) -> None:
-        """Raise StreamFailed if the answer has not come to its end."""
+        """Raise StreamFailed unless the answer is complete."""
         if not self._ended:
             raise StreamFailed("the stream broke off before its end")
 
 
 class OpenAIClient:
-    """A connection pool to one server; enter it inside the event loop that it will be used in.
+    """A connection pool to one server. Enter it in the event loop in which it is used.
 
     base_url: with or without `http://` and `/v1`.
     """
@@ -150,7 +151,7 @@ class OpenAIClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     async def __aenter__(self) -> OpenAIClient:
-        # as many connections as there are requests: the limit of `--max-concurrency` is kept elsewhere
+        # no limit on connections: `--max-concurrency` is enforced elsewhere
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
             timeout=aiohttp.ClientTimeout(total=self.timeout_s),
@@ -162,9 +163,9 @@ class OpenAIClient:
         await self._session.close()
 
     async def models(self) -> list[str]:
-        """Return the models that are served; none if the server does not tell.
+        """Return the served models; empty if the server does not list them.
 
-        Raises InvalidApiKey, and EngineUnavailable if no server is there and ready.
+        Raises InvalidApiKey, and EngineUnavailable if there is no ready server.
         """
         status, body = await self.get("/v1/models")
         if status >= 500:
@@ -203,7 +204,7 @@ class OpenAIClient:
             raise EngineUnavailable(f"no server answers at {self.base_url}: {describe(e, self.timeout_s)}") from e
 
     async def chunks(self, path: str, body: bytes) -> AsyncGenerator[Chunk]:
-        """Stream one answer. Raises StreamFailed if it does not come to its end."""
+        """Yield the chunks of one answer. Raises StreamFailed if the answer is incomplete."""
         parser = ChunkParser()
         try:
             async with self._session.post(self.base_url + path, data=body) as response:
@@ -217,7 +218,7 @@ class OpenAIClient:
         parser.close()
 
     async def send(self, path: str, body: bytes) -> Outcome:
-        """Stream one answer to its end; a failure is part of the outcome."""
+        """Stream one answer to its end. Returns the outcome, which may be a failure."""
         outcome = Outcome(sent_at=time.perf_counter())
         try:
             async for chunk in self.chunks(path, body):
@@ -228,7 +229,7 @@ class OpenAIClient:
 
 
 def error_message(body: bytes) -> str:
-    """Return the message in an OpenAI error, or the body as it is."""
+    """Return the message of an OpenAI error, or the body if it is not one."""
     try:
         error = msgspec.json.decode(body)["error"]
         return shorten(error if isinstance(error, str) else error["message"])
@@ -237,7 +238,7 @@ def error_message(body: bytes) -> str:
 
 
 def shorten(text: str | bytes) -> str:
-    """Return the text on one line, and cut it."""
+    """Return the text on one line, shortened."""
     whole = " ".join((text if isinstance(text, str) else text.decode(errors="replace")).split())
     return whole[:ERROR_CHARACTERS] + "…" if len(whole) > ERROR_CHARACTERS else whole
 

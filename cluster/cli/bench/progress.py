@@ -1,4 +1,4 @@
-"""The progress bar of a measurement."""
+"""Progress bar of a measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bar(shown: bool | None = None) -> Progress:
-    """Make a bar on stderr, by default if that is a terminal; redrawn seldom, since it runs during a measurement."""
+    """Return a progress bar on stderr, shown by default if that is a terminal. Redrawn rarely, since it runs during
+    measurements."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,5 +1,5 @@
-"""Prompts for measurements. A prompt is a function of its arguments alone, so that two engines, or two runs, can be
-given the same."""
+"""Prompts for measurements. A prompt depends only on the arguments, so that different engines and runs get the same
+ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.errors import InvalidParameter
 
-WARM_UP = 1000  # number of the first repetition that is not counted
+WARM_UP = 1000  # number of the first repetition that does not count
 FIRST_ID = 10  # ids below are special tokens in many vocabularies
 PRESET_IDS = 31000  # presets draw ids from [FIRST_ID, PRESET_IDS)
 PRESETS = ("W1", "W2")
@@ -24,17 +24,17 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt in token ids, and how many tokens to answer with."""
+    """A prompt in token ids, and the number of tokens to generate."""
 
     prompt: list[int]
     max_tokens: int
 
 
 def preset(name: str, model: str, repetition: int) -> list[Job]:
-    """Return a workload that Manta is compared with other engines by; token ids depend on name and repetition only.
+    """Return a workload for comparisons with other engines. Token ids depend only on name and repetition.
 
-    W1, throughput: 64 requests of 128 tokens in and 64 out, all at once; 16 of 256 and 64 for a Qwen3 model.
-    W2, one stream: 128 tokens in, 128 out.
+    W1, throughput: 64 requests at once, of 128 tokens in and 64 out; for a Qwen3 model 16 requests of 256 in and 64
+    out. W2, one stream: 128 tokens in, 128 out.
     """
     rng = random.Random(f"{name}-{repetition}")
     if name == "W1":
@@ -57,17 +57,17 @@ def random_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
 
 
 def random_words(rng: random.Random, count: int) -> list[str]:
-    """Draw common English words: about a token each, in most vocabularies."""
+    """Draw common English words, each about one token in most vocabularies."""
     return rng.choices(WORDS.split(), k=count)
 
 
 def with_prefixes(
     count: int, input_len: int, prefix_len: int, prefix_groups: int, vocab_size: int, seed: int, *, text: bool
 ) -> Sequence[list[int] | str]:
-    """Return prompts of `input_len` tokens each, behind `prefix_len` tokens that all of their group share.
+    """Return prompts of `input_len` tokens after a prefix of `prefix_len` tokens that all prompts of a group share.
 
-    Groups take turns: prompt i begins with prefix i modulo `prefix_groups`.
-    text: words instead of token ids; lengths then are about right.
+    Groups alternate: prompt i begins with prefix i modulo `prefix_groups`. text: whether to return words instead of
+    token ids, whose lengths are then approximate.
     """
     rng = random.Random(seed)
     if text:

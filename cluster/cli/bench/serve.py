@@ -1,4 +1,4 @@
-"""Load on an OpenAI-compatible server, and how it held up. Metrics are defined and named as in vLLM's `bench serve`."""
+"""Load on an OpenAI-compatible server, and its response. Metrics are defined and named as in vLLM's `bench serve`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOAD_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """Totals are over the requests that completed."""
+    """Report of a load test. Totals are over the requests that completed."""
 
     base_url: str
     model: str
@@ -38,12 +38,12 @@ class ServeReport:
     failed: int
     total_input_tokens: int
     total_output_tokens: int
-    request_goodput: float | None  #: requests per second that met every objective; None without objectives
+    request_goodput: float | None  #: requests per second that met all objectives; None without objectives
     latencies: dict[str, Distribution | None]
     """Milliseconds: `ttft` to the first token, `tpot` per token after it, `itl` between chunks, `e2el` to the end."""
     errors: dict[str, int]  #: the commonest messages of failed requests, and their counts
-    without_usage: int  #: requests whose tokens had to be counted by chunks, since the server did not say
-    client_cpu_share: float  #: fraction of a core that the load generator used; near 1, it is what was measured
+    without_usage: int  #: requests whose tokens were counted by chunks, because the server sent no usage
+    client_cpu_share: float  #: fraction of a core that the load generator used; near 1, it was the bottleneck
     outcomes: list[Outcome]  #: of all requests, for charts
 
     @property
@@ -57,7 +57,7 @@ class ServeReport:
         }
 
     def flat(self) -> dict[str, Any]:
-        """Return the fields for JSON, named as vLLM names them: `mean_ttft_ms` and so on."""
+        """Return the fields for JSON, under vLLM's names: `mean_ttft_ms` and so on."""
         fields = {
             name: getattr(self, name)
             for name in self.__dataclass_fields__
@@ -76,7 +76,8 @@ class ServeReport:
 async def measure(
     load: ServeLoad, client: OpenAIClient, model: str | None, objectives: dict[str, float], progress: Progress
 ) -> ServeReport:
-    """Send the load to a server. Raises EngineUnavailable if there is none; requests that fail are counted."""
+    """Send the load to a server, and return the report. Failed requests are counted. Raises EngineUnavailable if there
+    is no server."""
     async with client:
         served = await client.models()
         if model is None and not served:
@@ -107,7 +108,7 @@ async def send_all(
     times: Sequence[float],
     max_concurrency: int | None,
 ) -> list[Outcome]:
-    """Send each body at its time, or as soon after as `max_concurrency` allows."""
+    """Send each body at its time, or as soon afterwards as `max_concurrency` allows."""
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
 
     async def one(body: bytes) -> Outcome:
@@ -124,7 +125,7 @@ async def send_all(
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """Parse "ttft:200 tpot:50": milliseconds by metric."""
+    """Parse "ttft:200 tpot:50". Returns milliseconds by metric."""
     objectives = {}
     for pair in text.split():
         name, _, value = pair.partition(":")
@@ -138,7 +139,8 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def meets(outcome: Outcome, objectives: dict[str, float]) -> bool:
-    """Return whether a request met all objectives. A single token has no time between tokens, and so meets any."""
+    """Return whether a request met all objectives. A request of one token has no time between tokens, so it meets any
+    `tpot`."""
     seconds = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.e2el_s}
     return all(1e3 * seconds[name] <= limit for name, limit in objectives.items())
 

@@ -1,4 +1,4 @@
-"""Reports as tables, with notes below about what the figures do not say."""
+"""Reports as tables, with notes about what the figures do not show."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def totals(rows: Sequence[Total]) -> Table:
 
 
 def distributions(corner: str, statistics: Sequence[str], rows: Sequence[tuple[str, object, int]]) -> Table:
-    """Return a table of the fields `statistics` of objects. A row: its name, the object or None, and the decimals."""
+    """Return a table of the fields `statistics` of objects. rows: name, object or None, and decimals of each row."""
     table = make_table(corner, *statistics)
     for name, values, decimals in rows:
         shown = (None if values is None else getattr(values, statistic) for statistic in statistics)
@@ -76,7 +76,7 @@ def show_serve(report: ServeReport) -> None:
 
 
 def serve_notes(report: ServeReport) -> list[str]:
-    """Notes that a reader of the figures should know."""
+    """Return notes that a reader of the figures should know."""
     notes = [f"failed {count} times: {error}" for error, count in report.errors.items()]
     if report.without_usage:
         notes.append(f"{report.without_usage} answers came without usage; their tokens were counted by chunks")
@@ -88,7 +88,7 @@ def serve_notes(report: ServeReport) -> list[str]:
 
 
 def make_table(*columns: str) -> Table:
-    """The first column names what was measured, the others hold figures."""
+    """Return a table whose first column names the measurement, and whose other columns are figures."""
     table = Table(show_header=any(columns))
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left")
@@ -102,5 +102,5 @@ def figure(value: float | None, decimals: int = 1) -> str:
 def show(*parts: Table | str) -> None:
     console = Console(highlight=False, markup=False)
     for part in parts:
-        # a table is cut to the terminal; a text is better left whole, for copying and for pipes
+        # tables are cut to the terminal's width; text stays whole, for copying and for pipes
         console.print(part, soft_wrap=isinstance(part, str))

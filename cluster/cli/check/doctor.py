@@ -32,7 +32,8 @@ GPU_QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--fo
 
 
 def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
-    """Examine machine, cluster and configuration. address: of a Ray cluster; None for one on this machine, if any.
+    """Examine machine, cluster and configuration. address: address of a Ray cluster; None for one on this machine, if
+    any.
 
     Raises StartupError if there is no cluster at `address`.
     """
@@ -62,14 +63,15 @@ def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
             yield from check_fit(serve_config, nodes, here=here)
         except StartupError as error:
             yield Finding("problem", "configuration", str(error))
-    if found is None:  # or else the cluster has its ports already
+    if found is None:  # else the running cluster occupies the ports itself
         yield from check_ports(host, port)
 
 
 def check_fit(
     serve_config: Mapping[str, Any], nodes: Sequence[Node] | None = None, *, here: bool = True
 ) -> Iterator[Finding]:
-    """Check whether the models of a configuration fit. nodes: those of this machine, if not given; here: they are."""
+    """Check whether the models of a configuration fit. nodes: nodes of the cluster, by default this machine. here:
+    whether the nodes are this machine."""
     for _, application in ours(serve_config):
         yield from check_models(AppConfig.of(application), nodes or [this_machine()], here=here)
 
@@ -102,7 +104,7 @@ def check_extra(extra: str, use: str, needed: Iterable[Requirement]) -> Finding:
 
 
 def mismatch(needed: Requirement) -> str | None:
-    """Say what is wrong with an installed package; None if nothing is."""
+    """Return what is wrong with an installed package, or None."""
     try:
         found = version(needed.name)
     except PackageNotFoundError:
@@ -124,7 +126,8 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def check_compiler() -> Finding:
-    """Triton compiles its launcher when the first kernel runs; without a compiler the engine ends there."""
+    """Check for a C compiler: Triton needs one when the first kernel runs, and without it the engine would end
+    there."""
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if found is None:
         advice = "Install gcc and the headers of the C library (Debian: gcc libc6-dev), or name another in CC"

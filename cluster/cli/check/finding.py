@@ -9,7 +9,7 @@ from typing import Literal
 @dataclass(frozen=True, slots=True)
 class Finding:
     level: Literal["ok", "warning", "problem"]
-    """`warning`: Manta runs, but slower or with less than it could. `problem`: what was asked for will not run."""
+    """`warning`: Manta runs, but slower or with fewer features than possible. `problem`: it cannot run."""
     topic: str
     message: str
     advice: str = ""

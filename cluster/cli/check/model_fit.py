@@ -1,4 +1,4 @@
-"""Checks whether the models of a configuration fit: replicas onto nodes, weights and KV cache into memory."""
+"""Checks whether the models of a configuration fit: replicas on nodes, weights and KV cache in memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from engine.runner.memory import choose_num_snapshots, snapshot_bytes
 from placement.capacity import Node, can_grow, missing
 
 GIB = 2**30
-CONVERTED = {"F64", "F32", "BF16", "F16"}  # dtypes in files that are turned into the model's as it is loaded
+CONVERTED = {"F64", "F32", "BF16", "F16"}  # dtypes in files that are converted to the model's when it is loaded
 
 
 def check_models(config: AppConfig, nodes: Sequence[Node], *, here: bool) -> Iterator[Finding]:
-    """Check every pool, and all of them together. here: the only node is this machine, whose memory can be seen."""
+    """Check each pool, and all pools together. here: whether the only node is this machine, whose memory can be
+    inspected."""
     for model in config.models:
         for role in model.pools:
             yield check_placement(model, role, nodes)
@@ -78,7 +79,7 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
 def check_kv_cache(
     topic: str, engine: EngineConfig, shape: ModelConfig, dtype: torch.dtype, weights: int, *, on_gpu: bool
 ) -> Finding:
-    """Choose a KV cache as a rank does at its start, on this machine with nothing else on it. weights: per rank."""
+    """Size a KV cache as a rank does at its start, as if nothing else ran on this machine. weights: bytes per rank."""
     if on_gpu:
         _, total = torch.cuda.mem_get_info()
         free, less = int(total * engine.gpu_memory_utilization) - weights, ", less what a step's activations take"
@@ -109,9 +110,9 @@ def check_kv_cache(
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype, *, with_text: bool = True) -> int:
-    """Return the bytes of the whole model once it is loaded in `dtype`, from the headers of its files.
+    """Return the bytes of the whole model when loaded in `dtype`, computed from its files' headers.
 
-    with_text: whether the language model counts; without it what encodes images does.
+    with_text: whether to count the language model; without it, only the image encoder counts.
     """
     total = 0
     for file, names in tensors_by_file(folder).items():

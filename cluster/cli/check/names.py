@@ -1,4 +1,4 @@
-"""Names of our packages, which a file of the user's may have too."""
+"""Checks for files and distributions that clash with the names of our packages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OUTERMOST = ("manta",) if BELOW else ("manta", "engine", "placement", "deploymen
 
 
 def check_folder(folder: Path) -> Iterator[Finding]:
-    """Check what hides our packages from Ray's workers, which look into the folder where their driver has started,
-    before all others."""
+    """Check for files that hide our packages from Ray's workers, which search the folder in which their driver was
+    started first."""
     ours = ROOT.parent if BELOW else ROOT
     for name in OUTERMOST:
         found = PathFinder.find_spec(name, [str(folder)])
@@ -27,15 +27,15 @@ def check_folder(folder: Path) -> Iterator[Finding]:
 
 
 def check_facade() -> Iterator[Finding]:
-    """Check whether `manta/__init__.py` is ours: another `manta` may have overwritten it, or taken it along when it was
-    uninstalled. Takes no time if nothing is wrong."""
+    """Check whether `manta/__init__.py` is ours: another package `manta` may have overwritten it, or removed it when it
+    was uninstalled. Fast if nothing is wrong."""
     if "manta" in sys.modules and "build" not in getattr(sys.modules["manta"], "__all__", ()):
         yield from check_distributions()
         yield Finding("problem", "names", "`manta/__init__.py` is not Manta's", f"Install {DISTRIBUTION} again")
 
 
 def check_distributions() -> Iterator[Finding]:
-    """Check whether another distribution has installed a package of ours: pip overwrites files silently."""
+    """Check whether another distribution has installed a package of the same name: pip silently overwrites files."""
     owners = packages_distributions()
     for name in OUTERMOST:
         if others := sorted(set(owners.get(name, ())) - {DISTRIBUTION}):

@@ -1,6 +1,6 @@
-"""The nodes of a Ray cluster, as `manta doctor` looks for them: in a separate process, which may not come back.
+"""Finds the nodes of a Ray cluster for `manta doctor`, in a separate process that may hang or be killed.
 
-A driver of a cluster that is just ending waits for minutes, or is ended by Ray.
+A driver that joins a cluster which is just ending waits for minutes, or is killed by Ray.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from deployments.ray_driver import patience
 from engine.errors import StartupError
 from placement.capacity import Node, cluster_nodes
 
-ANSWER_S = 15.0  # on an idle machine; a second or two is spent on starting the process
+ANSWER_S = 15.0  # time limit on an idle machine, of which the process takes a second or two to start
 
 
 def find_nodes(address: str | None) -> list[Node] | None:
-    """Return the nodes of the cluster at `address`; None if none was named and none is found.
+    """Return the nodes of the cluster at `address`; None if no address is given and no cluster is found.
 
-    Raises StartupError if there is none at `address`, or one that does not answer.
+    Raises StartupError if there is no cluster at `address`, or one that does not answer.
     """
     named, limit_s = address or os.environ.get("RAY_ADDRESS"), ANSWER_S * patience()
     context = multiprocessing.get_context("spawn")
@@ -44,7 +44,8 @@ def find_nodes(address: str | None) -> list[Node] | None:
 
 
 def _answer(answer: Connection, named: str | None) -> None:
-    """Send the nodes; None if none was named and none is found; or else a line that says why there are none."""
+    """Send the nodes, or None if no cluster was named and none is found, or else a line that says why there are
+    none."""
     try:
         ray.init(address=named or "auto", logging_level=logging.ERROR, log_to_driver=False)
         answer.send(cluster_nodes())

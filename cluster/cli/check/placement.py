@@ -1,4 +1,4 @@
-"""Places the replicas of a configuration on nodes, or on pods that will be nodes, to see whether they fit."""
+"""Places the replicas of a configuration on nodes, or on pods that will become nodes, to check whether they fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Deployment:
 
 
 def deployments_of(config: AppConfig, overrides: Sequence[Mapping[str, Any]] = ()) -> list[Deployment]:
-    """Return all deployments of an application. overrides: its section `deployments`."""
+    """Return all deployments of an application. overrides: its `deployments` section."""
     given = {override["name"]: override for override in overrides}
     options, count = given.get(INGRESS, {}).get("ray_actor_options") or {}, config.ingress.num_replicas
     cpus, labels = float(options.get("num_cpus", config.ingress.num_cpus)), options.get("label_selector") or {}
@@ -35,7 +35,7 @@ def deployments_of(config: AppConfig, overrides: Sequence[Mapping[str, Any]] = (
 
 
 def _bounds(override: Mapping[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return the minimum and the maximum number of replicas, which an override may raise above those of `args`."""
+    """Return the minimum and maximum number of replicas. An override may exceed those of `args`."""
     if isinstance(count := override.get("num_replicas"), int):
         return count, count
     scaling = override.get("autoscaling_config") or {}
@@ -44,11 +44,11 @@ def _bounds(override: Mapping[str, Any], bounds: tuple[int, int]) -> tuple[int, 
 
 @dataclass(slots=True)
 class FreeNode:
-    resources: dict[str, float]  #: that no replica has taken
+    resources: dict[str, float]  #: resources that no replica has taken
     labels: Mapping[str, str]
 
     def take(self, bundle: Mapping[str, float], selector: Mapping[str, str]) -> bool:
-        """Reserve a bundle, if it fits here."""
+        """Reserve a bundle. Returns False if it does not fit."""
         fits = all(self.resources.get(name, 0.0) + EPSILON >= amount for name, amount in bundle.items())
         if not fits or not matches(self.labels, selector):
             return False
@@ -58,16 +58,16 @@ class FreeNode:
 
 
 def place(wanted: Mapping[str, int], deployments: Sequence[Deployment], nodes: Sequence[Node]) -> dict[str, int]:
-    """Return how many replicas of each deployment, out of those wanted, the nodes hold all together.
+    """Return how many of the wanted replicas of each deployment the nodes hold together.
 
-    The largest replicas are placed first, each of their bundles on the first node with enough left.
+    Largest replicas are placed first, each of their bundles on the first node with enough left.
     """
-    # nodes without GPUs first, so that bundles without any leave the others alone
+    # nodes without GPUs first, so that bundles without GPUs do not take the others
     free = sorted((FreeNode(dict(n.resources), n.labels) for n in nodes), key=lambda node: node.resources.get("GPU", 0))
     placed = dict.fromkeys(wanted, 0)
     for deployment in sorted(deployments, key=lambda d: (d.spec.num_gpus, d.spec.num_cpus), reverse=True):
         name, spec = deployment.name, deployment.spec
-        if missing(spec, nodes) is None:  # else not even one by itself
+        if missing(spec, nodes) is None:  # else not even one replica fits
             while placed[name] < wanted[name] and all(
                 any(node.take(bundle, spec.label_selector) for node in free) for bundle in spec.bundles
             ):

@@ -11,7 +11,7 @@ from cluster.server_ports import KNOWN_PORTS, given_ports
 
 
 def check_ports(host: str, port: int) -> Iterator[Finding]:
-    """host, port: address of the API. Raises ConfigError."""
+    """Check that the ports of a server are free. host, port: address of the API. Raises ConfigError."""
     yield check_port(host, port, "the API", "Stop what listens there, or choose another with --port")
     if sys.platform == "linux":
         for name, number in given_ports().items():

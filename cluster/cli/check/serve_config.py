@@ -17,7 +17,7 @@ from engine.errors import ConfigError, Described
 from engine.model.checkpoint.folder import resolve
 
 WEIGHTS = (".safetensors", ".gguf")
-KV_CACHE_GIB = 2.0  # at most, where nothing is set
+KV_CACHE_GIB = 2.0  # maximum if the configuration sets nothing
 
 # Keys of Ray's schemas, which silently accept any other; a test compares these with them.
 TOP_KEYS = frozenset({
@@ -37,13 +37,13 @@ APPLICATION_KEYS = frozenset({
 def check(path: Path) -> list[str]:
     """Return the names of the models that a Serve configuration file would serve.
 
-    Raises StartupError for any mistake that can be seen without loading weights or starting Ray.
+    Raises StartupError for any mistake that can be found without loading weights or starting Ray.
     """
     return check_serve_config(load(path))
 
 
 def check_serve_config(serve_config: dict[str, Any]) -> list[str]:
-    """Check the content of a file, as `check` does."""
+    """Check the content of a file. Returns and raises like `check`."""
     _check_keys(serve_config, TOP_KEYS, "")
     address_of(serve_config)
     names = []
@@ -57,7 +57,7 @@ def check_serve_config(serve_config: dict[str, Any]) -> list[str]:
 
 
 def memory_may_be_short(serve_config: Mapping[str, Any]) -> bool:
-    """Return whether weights and KV caches take more than half of this machine's free memory, by the sizes of files."""
+    """Return whether weights and KV caches take more than half of this machine's free memory, judging by file sizes."""
     needed = 0.0
     for _, application in ours(serve_config):
         for model in AppConfig.of(application).models:
@@ -88,7 +88,7 @@ def _check_certificate(http: Mapping[str, Any]) -> None:
     for key, path in files.items():
         if not isinstance(path, str) or not path.startswith("/") or not os.access(path, os.R_OK):
             raise ConfigError(f"http_options.{key}", path, "the absolute path of a PEM file that can be read")
-    try:  # a key with a password would otherwise be asked for on the terminal
+    try:  # else the terminal would prompt for the password of an encrypted key
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(http["ssl_certfile"], http["ssl_keyfile"], password="")
     except ssl.SSLError as error:
         limit = f"the private key of {files['ssl_certfile']}, both PEM, without a password ({error.reason})"
@@ -109,9 +109,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
-    """Return a Serve configuration with at least one application of Manta's. Raises ConfigError, with one line.
+    """Return a Serve configuration that has at least one Manta application. Raises ConfigError, with a one-line
+    message.
 
-    name: of the file, for messages.
+    name: name of the file, for messages.
     """
     try:
         found = yaml.safe_load(text)
@@ -128,7 +129,7 @@ def parse(text: str, name: str) -> dict[str, Any]:
 
 
 def ours(serve_config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield Manta's applications, with their positions in the list."""
+    """Yield Manta's applications, each with its index in the list."""
     for i, application in enumerate(serve_config["applications"]):
         if not isinstance(application, dict) or "import_path" not in application:
             raise ConfigError(f"applications[{i}].import_path", None, "given")
@@ -150,7 +151,7 @@ def _check_keys(section: Mapping[str, Any], known: Set[str], path: str) -> None:
 
 
 def check_deployments(application: Mapping[str, Any], config: AppConfig, path: str) -> None:
-    """Check the names of deployments, which Serve does only after it has built the application."""
+    """Check the names of deployments, which Serve does only after building the application."""
     known = ["ingress", *(f"{role}-{model.name}" for model in config.models for role in model.pools)]
     for i, deployment in enumerate(application.get("deployments") or []):
         name = deployment.get("name") if isinstance(deployment, dict) else deployment

@@ -1,1 +1,1 @@
-"""`manta k8s lint`: what is wrong with manifests that follow their schemas, and that the API server would take."""
+"""`manta k8s lint`: finds mistakes in manifests that follow their schemas and that the API server would accept."""

@@ -1,4 +1,4 @@
-"""Manifests as the rules read them: what each Ray pod has, and what the Serve configuration asks for."""
+"""Manifests as seen by the rules: the resources of each Ray pod, and the requirements of the Serve configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNITS = (
 
 
 def read(path: Path) -> list[Manifest]:
-    """Return the objects of a YAML file, or of what kustomize makes of a folder. Raises StartupError."""
+    """Return the objects of a YAML file, or of the output of kustomize for a folder. Raises StartupError."""
     try:
         found = [document for document in yaml.safe_load_all(_text(path)) if document]
     except yaml.YAMLError as error:
@@ -40,7 +40,7 @@ def read(path: Path) -> list[Manifest]:
 
 
 def kustomize() -> list[str] | None:
-    """The command that renders a folder; None if this machine has none."""
+    """Return the command that renders a folder; None if this machine has none."""
     if shutil.which("kubectl"):
         return ["kubectl", "kustomize"]
     return ["kustomize", "build"] if shutil.which("kustomize") else None
@@ -58,7 +58,7 @@ def _text(path: Path) -> str:
 
 
 def quantity(value: Any, name: str) -> float:
-    """Read an amount as Kubernetes writes it: `500m` cores, `16Gi` bytes, `1e10`. Raises ConfigError, with `name`."""
+    """Parse a Kubernetes quantity: `500m` cores, `16Gi` bytes, `1e10`. Raises ConfigError for `name`."""
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?([a-zA-Z]*)", str(value))
     if found is None or found[3] not in UNITS or (found[2] and found[3]):
         raise ConfigError(name, value, "a number with or without a unit, as 8, 500m, 16Gi or 1e10")
@@ -69,7 +69,7 @@ def quantity(value: Any, name: str) -> float:
 class Group:
     """The head or a worker group of a RayCluster."""
 
-    where: str  #: its name in messages
+    where: str  #: name of the group in messages
     spec: Manifest
     config_maps: Mapping[str, Mapping[str, str]]
 
@@ -79,7 +79,7 @@ class Group:
 
     @cached_property
     def main(self) -> Manifest:
-        """Ray's container: the first."""
+        """Ray's container, the first one."""
         return self.pod["containers"][0]
 
     @property
@@ -92,7 +92,7 @@ class Group:
 
     @cached_property
     def ports(self) -> Mapping[str, int]:
-        """Container ports that have a name."""
+        """Named container ports."""
         entries = [entry for container in self.pod["containers"] for entry in container.get("ports") or []]
         return {entry["name"]: entry["containerPort"] for entry in entries if "name" in entry}
 
@@ -104,7 +104,7 @@ class Group:
 
     @property
     def node(self) -> Node:
-        """One of its pods, as Ray sees it."""
+        """One of the group's pods, as Ray sees it."""
         has, labels = self.main.get("resources") or {}, self.spec.get("labels") or {}
         has = {**(has.get("requests") or {}), **(has.get("limits") or {})}
         given = {**self.start_params, **(self.spec.get("resources") or {})}
@@ -117,7 +117,7 @@ class Group:
 
 
 class Service:
-    """A RayService, with the manifests that are deployed with it."""
+    """A RayService, together with the manifests deployed with it."""
 
     def __init__(self, manifest: Manifest, manifests: Sequence[Manifest]):
         self.name = f"RayService {manifest['metadata']['name']}"
@@ -131,7 +131,7 @@ class Service:
         self.groups = [Group(f"{self.name}, {name}", spec, maps) for name, spec in specs]
 
     def of_kind(self, kind: str) -> Iterator[Manifest]:
-        """Yield those in the namespace of the RayService, or in none that is given."""
+        """Yield the manifests of a kind that are in the RayService's namespace or name none."""
         namespace = self.metadata.get("namespace")
         for manifest in self._manifests:
             if manifest["kind"] == kind and manifest["metadata"].get("namespace", namespace) in (namespace, None):
@@ -143,7 +143,7 @@ class Service:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """The nodes that Ray sees when every group has its maximum of pods."""
+        """Nodes that Ray sees if every group has its maximum number of pods."""
         return [group.node for group in self.groups for _ in range(self.max_pods(group))]
 
     def max_pods(self, group: Group) -> int:
@@ -159,7 +159,8 @@ class Service:
 
     @property
     def groups_with_streams(self) -> list[Group]:
-        """The groups whose pods answer clients: not a head without replicas that is no endpoint of the Service."""
+        """Groups whose pods answer clients. The head is left out if it runs no replicas and is not an endpoint of the
+        Service."""
         head_serves = self.groups[0].node.resources["CPU"] or not self.spec.get("excludeHeadPodFromServeSvc")
         return self.groups if head_serves else self.groups[1:]
 
@@ -169,7 +170,7 @@ class Service:
 
     @cached_property
     def apps(self) -> list[tuple[Manifest, AppConfig]]:
-        """Manta's applications, as written and parsed. Raises StartupError."""
+        """Manta's applications, raw and parsed. Raises StartupError."""
         found = []
         for i, app in serve_config.ours(self.serve):
             found.append((app, AppConfig.of(app)))

@@ -1,4 +1,4 @@
-"""The rules of `manta k8s lint`, which no schema knows: each takes a RayService and yields violations."""
+"""Rules of `manta k8s lint` that no schema covers. Each takes a RayService and yields violations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _violations(service: Service, rules: Sequence[Rule]) -> Iterator[Violation]:
         return
     try:
         _ = service.apps
-    except StartupError as error:  # the other rules would all stumble over it
+    except StartupError as error:  # all other rules would fail with the same error
         yield Violation("broken-serve-config", service.name, str(error))
         return
     for rule in rules:

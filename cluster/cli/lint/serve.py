@@ -1,4 +1,4 @@
-"""Rules about the Serve configuration and the pods that are to carry it out."""
+"""Rules about the Serve configuration and the pods that run it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def serve_port(service: Service) -> Iterator[Violation]:
 
 
 def proxies(service: Service) -> Iterator[Violation]:
-    """KubeRay's probe asks each worker for its proxy, and only workers that have one are Ready."""
+    """Check that every worker has a proxy: KubeRay's probe asks each worker for one, and only workers with one become
+    Ready."""
     if (location := service.serve.get("proxy_location", EVERY_NODE)) != EVERY_NODE:
         message = f"proxy_location must be {EVERY_NODE}, got {location}: no worker would ever be Ready"
         yield Violation("proxy-location", service.name, message)
 
 
 def deadlines(service: Service) -> Iterator[Violation]:
-    """Everything that stops must outlive the requests that it has accepted."""
+    """Check that everything that stops outlives the requests that it has accepted."""
     drains_s = {f"{m.name}.{role}": p.drain_s for _, c in service.apps for m in c.models for role, p in m.pools.items()}
     drains_s |= {"ingress": max(config.ingress.drain_s for _, config in service.apps)}
     request_s, drain_s = max(config.ingress.request_timeout_s for _, config in service.apps), max(drains_s.values())
@@ -58,7 +59,7 @@ def deadlines(service: Service) -> Iterator[Violation]:
 
 
 def placement(service: Service) -> Iterator[Violation]:
-    """Replicas must fit the pods; otherwise Serve waits for ever."""
+    """Check that replicas fit the pods; otherwise Serve would wait forever."""
     deployments = [d for app, config in service.apps for d in deployments_of(config, app.get("deployments") or [])]
     wanted = {deployment.name: deployment.max_replicas for deployment in deployments}
     for deployment in deployments:
@@ -75,4 +76,4 @@ def _seconds(section: Any, name: str) -> float:
     try:
         return float(section.get(name, DEFAULTS_S[name]))
     except ValueError:
-        return 0.0  # less than anything asks for
+        return 0.0  # below every requirement
