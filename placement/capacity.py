@@ -1,4 +1,4 @@
-"""A check whether the cluster can ever hold a replica. Ray itself would wait for ever for a fitting node, silently."""
+"""Checks whether the cluster could ever hold a replica. Ray itself would silently wait forever for a fitting node."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import ray
 from placement.spec import GroupSpec
 
 EPSILON = 1e-6
-NODE_GROUP = "ray.io/node-group"  # label of nodes that an autoscaler or KubeRay has started
-OWN_RESOURCES = ("node:", "memory", "object_store_memory")  # of every node
+NODE_GROUP = "ray.io/node-group"  # label of nodes started by an autoscaler or KubeRay
+OWN_RESOURCES = ("node:", "memory", "object_store_memory")  # resources that every node has
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    resources: Mapping[str, float]  #: in total, including those in use
+    resources: Mapping[str, float]  #: total resources, including those in use
     labels: Mapping[str, str]
 
 
@@ -27,12 +27,13 @@ def cluster_nodes() -> list[Node]:
 
 
 def can_grow(nodes: Sequence[Node]) -> bool:
-    """Return whether nodes may be added: by an autoscaler, or by KubeRay, whose pods start one after the other."""
+    """Return whether nodes may still be added: by an autoscaler, or by KubeRay, which starts pods one after the
+    other."""
     return any(node.labels.get(NODE_GROUP) for node in nodes)
 
 
 def missing(spec: GroupSpec, nodes: Sequence[Node]) -> str | None:
-    """Return why `nodes` cannot hold one replica, even if nothing else ran there; None if they can."""
+    """Return why `nodes` could not hold one replica even if nothing else ran there; None if they could."""
     usable = [node for node in nodes if matches(node.labels, spec.label_selector)]
     found = _ranks_that_fit(spec, usable)
     if found >= spec.num_ranks:
@@ -58,7 +59,7 @@ def missing(spec: GroupSpec, nodes: Sequence[Node]) -> str | None:
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Evaluate Ray's label selectors: each value is `v`, `!v`, `in(v, w)` or `!in(v, w)`."""
+    """Return whether labels match a label selector of Ray, whose values are `v`, `!v`, `in(v, w)` or `!in(v, w)`."""
     for key, wanted in selector.items():
         negated = wanted.startswith("!")
         listed = re.fullmatch(r"in\((.*)\)", wanted.removeprefix("!"))
@@ -87,12 +88,12 @@ def _ranks_that_fit(spec: GroupSpec, nodes: Sequence[Node]) -> int:
 
 
 def _capacity(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
-    """Return how many times the bundle fits."""
+    """Return how many times the bundle fits these resources."""
     return min(int((resources.get(resource, 0.0) + EPSILON) / amount) for resource, amount in bundle.items())
 
 
 def _describe_shortage(spec: GroupSpec, nodes: Sequence[Node]) -> str:
-    """Name the resource that no node has enough of to hold the first bundle."""
+    """Return which resource of the first bundle no node has enough of."""
     for resource, amount in spec.bundles[0].items():
         largest = max(node.resources.get(resource, 0.0) for node in nodes)
         if largest + EPSILON < amount:

@@ -1,4 +1,4 @@
-"""Log lines of our processes, as text or as JSON; Ray carries them to the console of `serve run`."""
+"""Log lines of our processes, as text or JSON; Ray forwards them to the console of `serve run`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class LogConfig:
 
 
 def log_to_console(who: str, config: LogConfig = LogConfig()) -> None:
-    """Show our packages' log lines, each with `who`, this process' name. Other libraries keep their settings."""
+    """Write our packages' log lines to the console, each with `who`, the name of this process. Other libraries are
+    unaffected."""
     handler = console_handler(who, config)
     for package in PACKAGES:
         logger = logging.getLogger(package)
@@ -37,7 +38,7 @@ def log_to_console(who: str, config: LogConfig = LogConfig()) -> None:
 
 
 def console_handler(who: str, config: LogConfig = LogConfig()) -> logging.Handler:
-    """Return what writes lines to the console as we do."""
+    """Return a handler that writes lines to the console in our format."""
     handler = logging.StreamHandler(sys.__stderr__)  # Serve may have turned sys.stderr into its log file
     text = logging.Formatter(TEXT.format(who=who), datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(who) if config.format == "json" else text)
@@ -45,9 +46,10 @@ def console_handler(who: str, config: LogConfig = LogConfig()) -> logging.Handle
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes one JSON object per line. Values that a message names, as in `steps=%d`, are separate keys.
+    """Formats each line as a JSON object. Values that a message names, as in `steps=%d`, are separate keys.
 
-    They come from the arguments of the call, not from the finished text, so a client's request id cannot forge a key.
+    They are taken from the arguments of the call, not from the finished text, so a client's request id cannot forge a
+    key.
     """
 
     def __init__(self, who: str):
@@ -69,7 +71,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def named_values(message: object, args: object) -> dict[str, Any]:
-    """Return the `%` arguments that have a name right before them."""
+    """Return the `%` arguments that are preceded by a name, by name."""
     if not isinstance(message, str) or not isinstance(args, tuple):
         return {}
     names = [match[1] for match in CONVERSION.finditer(message.replace("%%", ""))]

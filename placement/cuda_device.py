@@ -1,8 +1,8 @@
-"""The GPU of a rank among those that its process sees.
+"""Selects the GPU of a rank among those that its process can see.
 
-Ray would show a process its own GPU only. Every rank is then device 0, and torch's symmetric memory refuses ranks of
-one machine with the same device index. So ranks see all GPUs of their node, and each makes its own the current one,
-as those of vLLM do. This has not run on a GPU yet.
+By default Ray shows a process only its own GPU, so every rank would be device 0, and torch's symmetric memory refuses
+ranks of one machine that have the same device index. So ranks see all GPUs of their node, as in vLLM, and each makes
+its own the current one. This has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from typing import Any
 
 from placement.spec import GroupSpec
 
-#: Ray leaves CUDA_VISIBLE_DEVICES as it is on the node (ray/_private/accelerators/nvidia_gpu.py).
+#: Makes Ray leave CUDA_VISIBLE_DEVICES as it is on the node (ray/_private/accelerators/nvidia_gpu.py).
 SEE_ALL = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def rank_options(spec: GroupSpec) -> dict[str, Any]:
-    """Return the options of a rank's actor. Without a GPU it takes a process that Ray has ready, of any environment."""
+    """Return the options of a rank's actor. Without a GPU it needs no environment, so Ray can use a process that is
+    ready."""
     resources: dict[str, Any] = {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus}
     return resources | {"runtime_env": {"env_vars": SEE_ALL}} if spec.num_gpus else resources
 
 
 def device_index(own: str, visible: str | None) -> int:
-    """Return the index by which CUDA knows the GPU `own`, an accelerator id of Ray's: a number or a UUID.
+    """Return CUDA's index of the GPU `own`, an accelerator id of Ray (a number or a UUID).
 
-    visible: CUDA_VISIBLE_DEVICES of the process, in whose terms Ray counts if it is set. Raises ValueError.
+    visible: CUDA_VISIBLE_DEVICES of the process; if set, Ray's ids are entries of it. Raises ValueError.
     """
     if visible is None:
         return int(own)

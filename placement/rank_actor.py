@@ -1,4 +1,4 @@
-"""The Ray actor around one rank: a separate process, so HTTP and scheduling never share a GIL."""
+"""Ray actor around one rank, in a process of its own, so that HTTP and scheduling never share a GIL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from placement.console_log import LogConfig, log_to_console
 from placement.cuda_device import device_index
 from placement.rank_order import RankLocation
 
-if TYPE_CHECKING:  # torch takes seconds, and the processes that start ranks do without
+if TYPE_CHECKING:  # torch takes seconds to import, and processes that start ranks do not need it
     from engine.core.server import EngineServer
     from engine.distributed.tp_group import ConnectedGroup
     from engine.runner.worker import Worker
@@ -29,42 +29,44 @@ RAYLET_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """The task that all ranks of one engine share."""
+    """Task that all ranks of one engine share."""
 
     config: EngineConfig
     engine_id: str
     status_to: str  #: ZMQ address to which the engine reports
-    timeout_s: float  #: for the ranks to find each other
+    timeout_s: float  #: seconds for the ranks to find each other
     log: LogConfig
-    key: ClusterKey  #: by which its sockets and those of other replicas know each other
+    key: ClusterKey  #: cluster key of its sockets and those of other replicas
 
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """The answer of rank 0 once all ranks have loaded."""
+    """Answer of rank 0 once all ranks have loaded."""
 
-    address: str  #: ZMQ address where the engine takes commands
+    address: str  #: ZMQ address on which the engine takes commands
     max_model_len: int
 
 
 class RankActor:
-    """Hosts the engine on rank 0, a worker on other ranks. A dead rank is never restarted: its replica is replaced."""
+    """Hosts the engine on rank 0, and a worker on other ranks. A dead rank is never restarted; its replica is
+    replaced."""
 
     def __init__(self) -> None:
-        # when rank 0 ends first, torch would print a page about a lost connection
+        # else torch would print a page about a lost connection when rank 0 ends first
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._group: ConnectedGroup | None = None
         self._process: EngineServer | Worker
         threading.Thread(target=_end_with_raylet, args=(os.getppid(),), daemon=True).start()
 
     def location(self) -> RankLocation:
-        """Return where Ray has put this actor."""
+        """Return where Ray has placed this actor."""
         context = ray.get_runtime_context()
         devices = tuple(context.get_accelerator_ids().get("GPU", []))
         return RankLocation(context.get_node_id(), devices, ray.util.get_node_ip_address())
 
     def listen(self, task: RankTask, host: str) -> str:
-        """Return the address that the other ranks connect to. For rank 0 of several; host: as they reach it."""
+        """Listen as rank 0 of several, and return the address to which the other ranks connect. host: address at which
+        they reach it."""
         from engine.distributed.tp_group import TPGroup
 
         config = task.config
@@ -76,9 +78,10 @@ class RankActor:
         return self._group.address
 
     def start(self, task: RankTask, rank: int, rank_0: str) -> RankReady | None:
-        """Load this rank's shards of the model; return when all ranks have. Raises the StartupError of any rank.
+        """Load this rank's shards of the model, and return when all ranks have loaded. Raises the StartupError of any
+        rank.
 
-        rank_0: address of rank 0, if there are several.
+        rank_0: address of rank 0, if there are several ranks.
         """
         log_to_console(f"{task.engine_id}/rank{rank}", task.log)
         location = self.location()
@@ -93,7 +96,7 @@ class RankActor:
         return None
 
     def run(self) -> None:
-        """Serve until the process ends. While this call is open, the rank group knows that the rank lives.
+        """Serve until the process ends. While this call is open, the rank group knows that the rank is alive.
 
         Raises EngineUnavailable when another rank dies.
         """
@@ -124,7 +127,7 @@ class RankActor:
 
 
 def _take_device(config: EngineConfig) -> None:
-    """Make the GPU that Ray gave this actor the current one, before anything makes a CUDA context."""
+    """Make the GPU that Ray gave this actor the current one, before anything creates a CUDA context."""
     import torch
 
     from engine.device import is_gpu
@@ -135,7 +138,8 @@ def _take_device(config: EngineConfig) -> None:
 
 
 def _end_with_raylet(raylet: int) -> None:
-    """End this process, and free its GPU, once the raylet that started it has died. Ray itself would wait for `run`."""
+    """End this process, which frees its GPU, once the raylet that started it has died. Ray itself would wait for
+    `run`."""
     while os.getppid() == raylet:
         time.sleep(RAYLET_INTERVAL_S)
     logger.error("the raylet of this node has died, and this rank ends with it")

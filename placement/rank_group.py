@@ -1,4 +1,4 @@
-"""The ranks of one engine, inside the placement group of the replica that starts them."""
+"""Ranks of one engine, in the placement group of the replica that starts them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from placement.spec import GroupSpec
 
 logger = logging.getLogger(__name__)
 
-VERDICT_S = 1.0  # after one rank's failure, for others to fail too: the first one knows the reason best
-RELAYED = re.compile(r"rank \d+( cannot be reached|: )")  # an error that is about another rank's failure
+VERDICT_S = 1.0  # wait after a rank's failure for others to fail, too: another rank may know the reason better
+RELAYED = re.compile(r"rank \d+( cannot be reached|: )")  # matches errors about another rank's failure
 
 
 class RankGroup:
-    """Rank actors, from their start to the first death among them. The control actor owns them: they die with it."""
+    """Rank actors, from their start to the first death among them. The control actor owns them, so they die with it."""
 
     def __init__(self, spec: GroupSpec):
         self._spec = spec
-        self._ranks: list[Any] = []  # actor handles; by bundle until their order is known, then by rank
+        self._ranks: list[Any] = []  # actor handles, by bundle until the ranks' order is known, then by rank
 
     async def start(self, config: EngineConfig, *, engine_id: str, status_to: str, key: ClusterKey) -> RankReady:
         """Start all ranks and wait until the model is loaded.
@@ -46,12 +46,12 @@ class RankGroup:
             raise
 
     async def run(self) -> str:
-        """Let all ranks serve; return why the first of them ended."""
+        """Let all ranks serve. Returns why the first of them ended."""
         running = [asyncio.ensure_future(_ended(rank, number)) for number, rank in enumerate(self._ranks)]
         try:
             done, others = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             reasons = [reason for ended in done if (reason := ended.result())]
-            if not reasons and others:  # a rank that ended in order got the command from one that knows the reason
+            if not reasons and others:  # a rank that ended in an orderly way was told to by one that knows the reason
                 done, _ = await asyncio.wait(others, timeout=VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
                 reasons = [reason for ended in done if (reason := ended.result())]
             return reasons[0] if reasons else "its ranks ended"
@@ -70,7 +70,7 @@ class RankGroup:
         locations = await self._all([rank.location.remote() for rank in self._ranks], deadline)
         order = rank_order(locations, ray.get_runtime_context().get_node_id())
         self._ranks = [self._ranks[bundle] for bundle in order]
-        # in one line, since Ray shows only one of several processes' lines that differ in numbers only
+        # as one line, because Ray shows only one of several processes' lines that differ only in numbers
         logger.info("ranks placed %s", "; ".join(f"rank {rank}: {locations[b]}" for rank, b in enumerate(order)))
         task = RankTask(config, engine_id, status_to, self._spec.startup_timeout_s, self._spec.log, key)
         rank_0 = ""
@@ -111,11 +111,12 @@ class RankGroup:
             return [call.result() for call in waiting]
         finally:
             for call in waiting:
-                call.cancel()  # their results are of no interest
+                call.cancel()  # their results are not needed
 
 
 async def _ended(rank: Any, number: int) -> str | None:
-    """Wait for the rank's end and return its reason, short, since clients read it. None if it ended in order."""
+    """Wait for the rank's end, and return its reason, which is short because clients read it; None after an orderly
+    end."""
     try:
         await rank.run.remote()
     except RayTaskError as error:
@@ -130,9 +131,10 @@ async def _ended(rank: Any, number: int) -> str | None:
 
 
 def _verdict(errors: Sequence[BaseException | None]) -> ServingError:
-    """Choose the error to report when ranks failed to start. `errors` is in rank order.
+    """Return the error to report after ranks failed to start. errors: one per rank, in rank order.
 
-    A death has no cause in another rank, so it comes first; then a rank's own error; then errors about other ranks.
+    A death has no cause in another rank, so it takes precedence; then a rank's own error; then errors about other
+    ranks.
     """
     deaths: list[ServingError] = []
     own: list[ServingError] = []

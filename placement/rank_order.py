@@ -1,4 +1,4 @@
-"""The order in which the bundles of a replica's placement group become ranks, and where these meet."""
+"""Determines the order in which the bundles of a replica's placement group become ranks, and where the ranks meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """The node and devices that Ray has given to the actor of one bundle."""
+    """Node and devices that Ray has given to the actor of one bundle."""
 
     node: str  #: Ray's node id
     devices: tuple[str, ...] = ()  #: GPUs that the actor may use, as in CUDA_VISIBLE_DEVICES
@@ -20,11 +20,10 @@ class RankLocation:
 
 
 def rank_order(locations: Sequence[RankLocation], home: str) -> list[int]:
-    """Return bundle indices in rank order: ranks of one node are neighbours, in the order of their devices.
+    """Return bundle indices in rank order: ranks of one node are adjacent, in the order of their devices.
 
     locations: one per bundle. home: the control actor's node, which comes first if any bundle is there.
-
-    Ray promises neither: with PACK, neighbouring bundles may be on different nodes, and devices come in any order.
+    Ray guarantees neither: with PACK, adjacent bundles may be on different nodes, and devices come in any order.
     """
     first_bundle: dict[str, int] = {}
     for bundle, location in enumerate(locations):
@@ -38,7 +37,7 @@ def rank_order(locations: Sequence[RankLocation], home: str) -> list[int]:
 
 
 def meeting_host(hosts: Sequence[str]) -> str:
-    """Return the address at which rank 0 listens for the others: loopback if all are on one machine.
+    """Return the address on which rank 0 listens for the others: loopback if all are on one machine.
 
     hosts: addresses of the ranks' nodes, in rank order.
     """
@@ -48,5 +47,5 @@ def meeting_host(hosts: Sequence[str]) -> str:
 
 
 def _number(device: str) -> tuple[float, str]:
-    """Sort key by which 10 comes after 9. Devices may also be UUIDs."""
+    """Return a sort key by which device 10 comes after 9. Devices may also be UUIDs."""
     return (int(device) if device.isdigit() else float("inf")), device

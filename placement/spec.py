@@ -1,4 +1,4 @@
-"""The resources of one replica, as a placement group."""
+"""Resources of one replica, as a placement group."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from placement.console_log import LogConfig
 
 Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
-DIGITS = 4  # to which Ray counts resources
+DIGITS = 4  # precision with which Ray counts resources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """One control actor and the ranks of one engine."""
+    """Resources and limits of one control actor and the ranks of its engine."""
 
     num_cpus: float = 1.0  #: per rank
     num_gpus: float = 0.0  #: per rank
@@ -23,17 +23,19 @@ class GroupSpec:
     #: labels that a rank's node must have, in Ray's syntax: `v`, `!v`, `in(v, w)` or `!in(v, w)`
     label_selector: dict[str, str] = field(default_factory=dict)
     strategy: Strategy = "PACK"  #: PACK takes as few nodes as it can, STRICT_PACK one, STRICT_SPREAD one per rank
-    control_cpus: float = 0.1  #: of the control actor, which only forwards requests and watches
-    startup_timeout_s: float = 600.0  #: from starting the ranks until the model is loaded
-    stall_timeout_s: float = 10.0  #: without the end of a step, while work is queued, until the engine counts as hung
+    control_cpus: float = 0.1  #: CPUs of the control actor, which only forwards requests and watches
+    startup_timeout_s: float = 600.0  #: time from starting the ranks until the model is loaded
+    stall_timeout_s: float = 10.0  #: time without a finished step, while work is queued, after which an engine is hung
     log: LogConfig = field(default_factory=LogConfig)
 
     @property
     def rank_bundle(self) -> dict[str, float]:
-        """The resources of one rank."""
+        """Resources of one rank."""
         bundle = {"CPU": self.num_cpus, "GPU": self.num_gpus}
         if self.accelerator_type is not None:
-            bundle[f"accelerator_type:{self.accelerator_type}"] = 0.001  # marks the node; it is never used up
+            bundle[f"accelerator_type:{self.accelerator_type}"] = (
+                0.001  # only selects the node; Ray never runs out of it
+            )
         return {resource: amount for resource, amount in bundle.items() if amount > 0}
 
     @property

@@ -179,9 +179,7 @@ class ScalingMetrics:
         self._max.set(pool.limits.max_replicas, tags)
         for name, value in decision.inputs.items():
             self._input.set(value, {**tags, "input": name})
-        before = self._last.get(
-            (pool.model, pool.role), before
-        )  # our own record, since Serve scales to zero through one
+        before = self._last.get((pool.model, pool.role), before)  # ours: Serve scales to zero through one
         self._last[pool.model, pool.role] = decision.replicas
         if decision.replicas == before:
             return

@@ -1,1 +1,2 @@
-"""The cluster as discrete events: its real schedulers, block pools, routers and autoscaler, and a cost of steps."""
+"""Discrete-event simulation of a cluster, with its real schedulers, block pools, routers and autoscaler, and modelled
+step times."""

@@ -1,4 +1,4 @@
-"""A cluster on the simulated clock: an ingress queue, routers, replicas, and handoffs between them."""
+"""A cluster on the simulated clock: an ingress queue, routers, replicas, and handoffs between replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.messages import GenerateRequest
 from engine.wire.remote_request import Peer
 
-POLL_INTERVAL_S = 1.0  # between two polls of the engines, as in the real cluster
+POLL_INTERVAL_S = 1.0  # between polls of the engines, as in the real cluster
 NO_LIMIT = 10**12
 CLIENT = "everyone"
 
@@ -33,15 +33,15 @@ Progress = Callable[[int], None]
 
 
 class Cluster:
-    """One run. What decides here is what decides in the real cluster; docs/simulator.md says what is left out."""
+    """One simulation run. Decisions are made by the real cluster's code; docs/simulator.md lists what is left out."""
 
     def __init__(self, spec: ClusterSpec, trace: Trace, *, fast_forward: int = MAX_FAST_FORWARD_STEPS):
-        """fast_forward: 0 takes every step of every engine by itself, which is slow, and is what tests compare to.
-        Raises PromptTooLong."""
+        """fast_forward: maximum steps of a fast-forward; 0 simulates every step of every engine, slowly, as tests do
+        for comparison. Raises PromptTooLong."""
         if trace.longest >= spec.max_model_len:
             raise PromptTooLong(trace.longest, spec.max_model_len - 1)
         self.spec, self.trace, self.results, self.loop = spec, trace, Results(trace), EventLoop()
-        self.turns = 0  # of the event loop
+        self.turns = 0  # number of events processed
         self._fast_forward = fast_forward
         self._policies: list[RemotePrefillPolicy] = []
         self.pools = {role: Pool(role, spec, self._make_replica) for role in spec.sizes}
@@ -58,7 +58,8 @@ class Cluster:
         self._done = 0
 
     def run(self, progress: Progress = lambda done: None) -> None:
-        """Run until the last request of the trace has ended. progress: is given now and then how many have."""
+        """Run until the last request of the trace has ended. progress: called now and then with the number of ended
+        requests."""
         loop, arrivals, come = self.loop, self.trace.arrivals_s.tolist(), 0
         while self._done + self.results.refused < len(arrivals):
             next_at = loop.next_at
@@ -85,7 +86,7 @@ class Cluster:
         return self.results.report(self.spec, itl, uses, self._handoffs.use(duration_s) if self._handoffs else None)
 
     def call_s(self) -> float:
-        """Return the time of a call to a replica that sets out now."""
+        """Return the seconds that a call to a replica takes if it starts now."""
         return self.spec.call_s
 
     # -- a request -----------------------------------------------------------------------------------------
@@ -110,14 +111,14 @@ class Cluster:
         self._after(replica)
 
     def _after(self, replica: Replica) -> None:
-        """Take note that something has happened to the replica."""
+        """Process the effects of an event on a replica."""
         if self._handoffs is not None:
             self._handoffs.act(replica)
         self.loop.watch(replica)
         pool = self.pools[replica.role]
         if pool.wants_updates:
             pool.publish(replica, self.loop.now)
-            if replica.due is None:  # nothing else will happen to it, so what it has to say now it says a little later
+            if replica.due is None:  # no further event will trigger its update, so schedule one
                 self.loop.later(UPDATE_PERIOD_S, self._publish, replica)
         if not replica.ended:
             return
@@ -145,7 +146,7 @@ class Cluster:
         self.pools[replica.role].publish(replica, self.loop.now)
 
     def _poll(self) -> None:
-        """Do what the real cluster does about once a second."""
+        """Run what the real cluster does about once a second."""
         self._polled_at = now = self.loop.now
         for pool in self.pools.values():
             pool.poll(now)
@@ -160,7 +161,8 @@ class Cluster:
 
 
 def simulate(spec: ClusterSpec, trace: Trace, progress: Progress = lambda done: None) -> Report:
-    """Raises ServingError for what the cluster could not serve at all."""
+    """Run a simulation, and return its report. Raises ServingError for traffic that the cluster could not serve
+    at all."""
     started = time.perf_counter()
     cluster = Cluster(spec, trace)
     cluster.run(progress)

@@ -1,4 +1,4 @@
-"""The time that a step of an engine takes, by the work in it: as measured, or as data sheets have it."""
+"""Time that a step of an engine takes, by the work in it: measured, or computed from data sheets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from engine.errors import InvalidParameter
 from engine.model.config import DTYPES, ModelConfig
 from engine.wire.plan import StepPlan
 
-COMPUTE_FRACTION = 0.6  # of the dense peak is reached by large matrix products
-ATTENTION_FRACTION = 0.4  # of the dense peak is reached by attention over long prompts
-MEMORY_FRACTION = 0.8  # of the memory's bandwidth is reached by a step of decoding
-TP_FRACTION = 0.9  # of it all is left for every doubling of the ranks: all-reduces take the rest
-STEP_S = 0.002  # of a step without the model: planning, launching, sampling
+COMPUTE_FRACTION = 0.6  # of the dense peak that large matrix products reach
+ATTENTION_FRACTION = 0.4  # of the dense peak that attention over long prompts reaches
+MEMORY_FRACTION = 0.8  # of the memory bandwidth that a decode step reaches
+TP_FRACTION = 0.9  # of the speed that is left at every doubling of ranks: all-reduces take the rest
+STEP_S = 0.002  # per step besides the model: planning, launching, sampling
 SEQUENCE_S = 5e-6
-USABLE = 0.9  # of the memory, as `gpu_memory_utilization`; activations take a fraction of that
+USABLE = 0.9  # of the memory, like `gpu_memory_utilization`; activations take a fraction of it
 ACTIVATIONS = 0.05
 
 
@@ -26,8 +26,8 @@ class Work(NamedTuple):
     """The work of one step."""
 
     tokens: int  #: computed tokens
-    sequences: int  #: sequences that they belong to
-    pairs: int  #: computed tokens, each times the tokens that it attends to, itself included
+    sequences: int  #: sequences to which they belong
+    pairs: int  #: sum over computed tokens of the tokens that each attends to, itself included
     context: int  #: tokens whose KV is read, once for each sequence
 
     @classmethod
@@ -41,19 +41,21 @@ class Work(NamedTuple):
 
 class CostModel(Protocol):
     def seconds(self, tokens: int, sequences: int, pairs: int, context: int) -> float:
-        """Return the time of a step. The fields of a Work come apart, since this is called for every step."""
+        """Return the time of a step. The arguments are the fields of a Work, separately, because this is called for
+        every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A step computes, or waits for memory, whichever takes longer (Williams et al. 2009); and some cost is fixed."""
+    """Cost model in which a step takes its compute time or its memory time, whichever is longer (Williams et al. 2009),
+    plus fixed costs."""
 
     step_s: float  #: per step: planning, launching kernels
     sequence_s: float  #: per sequence: planning, sampling
-    token_s: float  #: computing a token
-    pair_s: float  #: computing an attended pair
-    weights_s: float  #: reading all weights, once per step
-    context_s: float  #: reading the KV of a token
+    token_s: float  #: to compute a token
+    pair_s: float  #: to compute an attended pair
+    weights_s: float  #: to read all weights, once per step
+    context_s: float  #: to read the KV of a token
 
     def seconds(self, tokens: int, sequences: int, pairs: int, context: int) -> float:
         compute = self.token_s * tokens + self.pair_s * pairs
@@ -63,7 +65,8 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class LinearCostModel:
-    """A sum of terms, measured on an engine: for where no peak rate is known, a CPU above all."""
+    """Cost model that is a sum of terms measured on an engine, for hardware without a known peak rate, above all
+    CPUs."""
 
     step_s: float
     token_s: float
@@ -86,11 +89,11 @@ class Measured:
     """A cost file."""
 
     cost: LinearCostModel
-    request_s: float | None = None  #: of the time to the first token, what is not steps; None: not measured
+    request_s: float | None = None  #: time to the first token outside of steps; None if not measured
 
 
 def read_cost(path: Path) -> Measured:
-    """Raises InvalidParameter."""
+    """Read a cost file. Raises InvalidParameter."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Measured)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -103,12 +106,12 @@ def read_cost(path: Path) -> Measured:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Figures from the maker's data sheet."""
+    """Figures from the data sheet of a GPU."""
 
     flops: float  #: per second, dense, bfloat16
-    bandwidth: float  #: of its memory, bytes per second
+    bandwidth: float  #: memory bandwidth, bytes per second
     memory: float  #: bytes
-    network: float  #: bytes per second that one card can send to another machine, by its own NIC
+    network: float  #: bytes per second that one card can send to another machine through its own NIC
 
 
 CARDS = {
@@ -121,12 +124,12 @@ CARDS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model that decide the cost of its steps."""
+    """Sizes of a model that determine the cost of its steps."""
 
     parameters: float
-    active: float  #: parameters that a token passes through: a mixture of experts has fewer, though a batch reads all
-    pair_flops: float  #: of a token that attends to one token, over all layers
-    kv_bytes: float  #: of a token's keys and values, over all layers
+    active: float  #: parameters used per token; for a mixture of experts a part of all, although a batch reads all
+    pair_flops: float  #: floating-point operations for a token to attend to one token, over all layers
+    kv_bytes: float  #: bytes of a token's keys and values, over all layers
     weight_bytes: float
     heads: int
     kv_heads: int
@@ -140,7 +143,7 @@ class ModelShape:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelShape:
-        """Read the config.json of a model folder. Raises ModelFolderError."""
+        """Return the shape of the model in a folder, from its config.json. Raises ModelFolderError."""
         cfg = ModelConfig.from_folder(folder)
         attention = cfg.hidden_size * cfg.head_dim * (2 * cfg.num_heads + 2 * cfg.num_kv_heads)
         total = active = float(cfg.vocab_size * cfg.hidden_size)  # the head; looking up an embedding costs nothing
@@ -166,7 +169,7 @@ MODELS = {
 
 
 def find_model(name: str) -> ModelShape:
-    """name: one of MODELS, or a model folder. Raises ServingError."""
+    """Return a model's shape. name: one of MODELS, or a model folder. Raises ServingError."""
     if name in MODELS:
         return MODELS[name]
     if Path(name, "config.json").is_file():
@@ -181,8 +184,8 @@ def find_card(name: str) -> Card:
 
 
 def roofline(model: ModelShape, card: Card, tensor_parallel: int = 1) -> Roofline:
-    """Return a cost model by round fractions, which fit published measurements within some tens of percent; a cost that
-    was fitted to the engine itself is better."""
+    """Return a cost model with round efficiency factors, which fit published measurements within some tens of percent.
+    A cost model fitted to the engine itself is better."""
     ranks = tensor_parallel * TP_FRACTION ** (tensor_parallel.bit_length() - 1)
     return Roofline(
         step_s=STEP_S,
@@ -195,7 +198,8 @@ def roofline(model: ModelShape, card: Card, tensor_parallel: int = 1) -> Rooflin
 
 
 def kv_tokens(model: ModelShape, card: Card, tensor_parallel: int = 1) -> int:
-    """Return the tokens whose KV fits in addition to the weights. Raises InvalidParameter if the weights do not fit."""
+    """Return the number of tokens whose KV fits besides the weights. Raises InvalidParameter if the weights do
+    not fit."""
     usable = tensor_parallel * card.memory * USABLE * (1 - ACTIVATIONS)
     tokens = int((usable - model.weight_bytes) / model.kv_bytes)
     if tokens < 1:

@@ -1,4 +1,4 @@
-"""Many steps of plain decoding at once, with the same outcome as one by one."""
+"""Runs many steps of plain decoding at once, with the same outcome as one by one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from engine.core.scheduler import Scheduler
 
 
 def token_of(request: Request) -> int:
-    """Return the token that is sampled for a request: always the same, and never another request's, so that no two
-    outputs share a block."""
+    """Return the token that is sampled for a request: always the same one, and different from other requests' tokens,
+    so that no two outputs share a block."""
     return OUTPUT_ID + request.seed % (OUTPUT_ID - 1)
 
 
 class FastForward:
-    """Takes many steps of a scheduler in one pass over its requests, instead of two (schedule, commit) per step, while
-    each step does the same: all running requests decode, no other can start, and blocks suffice.
+    """Runs many steps of a scheduler in one pass over its requests, instead of two passes (schedule, commit) per step.
+    It applies while every step is alike: all running requests decode, no other request can start, and blocks suffice.
 
-    Tokens, blocks, prefix cache, finished requests and their times are as after as many single steps. Two things
+    Tokens, blocks, prefix cache, finished requests and their times are the same as after single steps. Two things
     differ: the choice among equal free blocks, and the engine's histograms, which miss most times between tokens.
     """
 
@@ -28,20 +28,20 @@ class FastForward:
         self._scheduler, self._queue, self._pool = scheduler, scheduler.queue, scheduler.kv_cache.pool
 
     def max_steps(self, limit: int, now: float) -> int:
-        """Return how many steps may be taken at once, up to `limit`; 0 if the next step is of another kind.
+        """Return how many steps may be run at once, up to `limit`; 0 if the next step is of another kind.
 
-        The last of them may end requests. Call this where a step has ended now, and no waiting request can start.
+        The last step may end requests. Call this when a step has just ended and no waiting request can start.
         """
         running, steps = self._queue.running, limit
         if not running:
             return 0
         for request in running:
             if request.clock.last_token_at != now or len(request.tokens) - request.computed != 1:
-                return 0  # it has some of its prompt left, or had when the last step began
+                return 0  # part of its prompt is left, or was left when the last step began
             left = request.num_prompt + request.max_tokens - len(request.tokens)
             if left < steps:
                 steps = left
-        # a request takes at most this many blocks; count exactly only if they might not be there
+        # a request takes at most this many blocks; count exactly only if that might be too many
         if len(running) * (steps // self._pool.block_size + 1) <= self._pool.num_available:
             return steps
         while steps and self._blocks_missing(steps) > self._pool.num_available:
@@ -49,7 +49,7 @@ class FastForward:
         return steps
 
     def advance(self, ends: Sequence[float]) -> list[Event]:
-        """Take as many steps as there are `ends`, the times at which they end. Returns the requests that finish."""
+        """Run as many steps as there are `ends`, the times at which they end. Returns the finished requests."""
         steps, size, ended = len(ends), self._pool.block_size, []
         for request in self._queue.running:
             tokens = request.tokens
@@ -61,7 +61,7 @@ class FastForward:
             if computed // size > request.tables[0].num_cached:
                 self._scheduler.kv_cache.cache_blocks(request, computed)
             if len(tokens) - request.num_prompt + 1 == request.max_tokens:
-                ended.append(request)  # its last token comes below
+                ended.append(request)  # its last token is added below
             else:
                 tokens.append(tokens[-1])
                 request.clock.last_token_at = ends[-1]

@@ -1,7 +1,7 @@
-"""KV in transfer from prefill to decode replicas. The schedulers say what is to be done; here it takes time.
+"""Simulates the transfer of KV from prefill to decode replicas: the schedulers decide, and the actions take time here.
 
-Nothing is lost and no engine dies here, so leases and heartbeats (engine/kv_transfer/protocol/) are left out, except
-for the time of their messages. Reading begins with the first chunk, while prefill computes the next, as it really does.
+No message is lost and no engine dies here, so leases and heartbeats (engine/kv_transfer/protocol/) are left out, except
+for the time of their messages. As in reality, reading begins with the first chunk, while prefill computes the next.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from engine.wire.remote_request import RemoteRequest
 class _Handoff:
     decode: Replica
     prefill: Replica
-    sent: int  #: tokens of the prompt whose KV is in transfer or there
-    read_at: float = 0.0  #: when the last of them is there
+    sent: int  #: prompt tokens whose KV is in transfer or has arrived
+    read_at: float = 0.0  #: time at which the last of them has arrived
 
 
 class HandoffTraffic:
     """All handoffs between the two pools."""
 
     def __init__(self, spec: ClusterSpec, loop: EventLoop, prefill: Pool, after: Callable[[Replica], None]):
-        """after: called with each replica to which something has happened."""
+        """after: function called with each replica affected by an event."""
         self._spec, self._loop, self._pool, self._after = spec, loop, prefill, after
         self._live: dict[str, _Handoff] = {}
         self._link_free_at: dict[Replica, float] = {}
@@ -39,7 +39,7 @@ class HandoffTraffic:
         self._bytes = self._link_s = 0.0
 
     def act(self, replica: Replica) -> None:
-        """Carry out what the replica's scheduler wants done."""
+        """Carry out the handoff actions of a replica's scheduler."""
         now, actions = self._loop.now, replica.scheduler.handoffs.actions
         for action in actions:
             match action:
@@ -60,11 +60,11 @@ class HandoffTraffic:
     def _dispatch(self, remote_request: RemoteRequest, decode: Replica) -> None:
         handoff_id = remote_request.handoff_id
         prefill = self._pool.choose(handoff_id, remote_request.token_ids)
-        # before the prefill engine has it, since it may be started at once and be reported on
+        # register it before the prefill engine gets it, which may start it and report on it at once
         self._live[handoff_id] = _Handoff(decode, prefill, remote_request.skip)
         try:
             prefill.add_remote_prefill(remote_request, self._loop.now)
-        except ServingError as error:  # Overloaded: decode computes it itself
+        except ServingError as error:  # Overloaded: decode computes the prompt itself
             del self._live[handoff_id]
             self._pool.ended(handoff_id)
             failed = Failed(handoff_id, "remote_prefill_failed", remote_request.skip, False, str(error))
@@ -75,7 +75,7 @@ class HandoffTraffic:
         self._after(prefill)
 
     def _send(self, handoff: _Handoff, upto: int) -> None:
-        """Send the KV up to this token, after everything else that the replica sends."""
+        """Send the KV up to this token, after everything else that the replica is sending."""
         num_bytes = (upto - handoff.sent) * self._spec.kv_bytes
         seconds = num_bytes / self._spec.bytes_per_s
         handoff.sent = upto

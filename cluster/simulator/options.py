@@ -1,4 +1,4 @@
-"""The options of `manta simulate`, each of them a flag. Light: `manta --help` reads them."""
+"""Options of `manta simulate`, each of which is a flag. Imports little, because `manta --help` reads them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RouterName = Literal["prefix_aware", "power_of_two", "round_robin", "random"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """The traffic, the cluster, its engines, and what is good enough."""
+    """Traffic, cluster, engines, and SLO of a simulation."""
 
     trace: str = option(
         "azure-conversation",

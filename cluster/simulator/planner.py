@@ -13,10 +13,10 @@ from cluster.simulator.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A cluster that was simulated."""
+    """A simulated cluster."""
 
     decode: int
-    prefill: int  #: 0 for one pool that does both
+    prefill: int  #: prefill replicas; 0 for one pool that does both
     report: Report
 
     @property
@@ -32,7 +32,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The smallest cluster of each kind that meets the SLO. None if there is none, or if none of the kind was tried."""
+    """The smallest cluster of each kind that meets the SLO; None if none does or if the kind was not tried."""
 
     shared: Candidate | None
     split: Candidate | None
@@ -47,7 +47,7 @@ class Plan:
 class Planner:
     """Searches up to `max_gpus` GPUs.
 
-    It relies on this: more replicas of a pool never make the fraction of good requests smaller, except by chance.
+    It assumes that more replicas of a pool never lower the fraction of good requests, except by chance.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Planner:
         max_gpus: int,
         on_result: Callable[[Candidate], None] = lambda candidate: None,
     ):
-        """spec: its numbers of replicas are searched; without prefill replicas there is no split."""
+        """spec: cluster whose numbers of replicas are searched; without prefill replicas, no split is tried."""
         self._spec, self._trace, self._max_gpus, self._on_result = spec, trace, max_gpus, on_result
         self._tried: dict[tuple[int, int], Candidate] = {}
 
@@ -67,7 +67,7 @@ class Planner:
         return Plan(shared, split, list(self._tried.values()))
 
     def _split(self) -> Candidate | None:
-        """Double the pool that gains more by it, until both suffice; then shrink each as far as it can."""
+        """Double the pool that gains more until both suffice, then shrink each as far as possible."""
         best = self._try(1, 1)
         while not self._suffices(best):
             larger = [(2 * best.decode, best.prefill), (best.decode, 2 * best.prefill)]
@@ -75,7 +75,7 @@ class Planner:
             if not found:
                 return None
             best = max(found, key=lambda c: (c.report.good, c.report.good_ttft + c.report.good_tpot, -c.gpus))
-        for _ in range(2):  # a smaller prefill pool may allow for fewer decode replicas, and the other way round
+        for _ in range(2):  # shrinking one pool may allow the other to shrink further
             start = best
             best = self._fewest(lambda n, d=best.decode: self._try(d, n), best.prefill) or best  # type: ignore[misc]
             best = self._fewest(lambda n, p=best.prefill: self._try(n, p), best.decode) or best  # type: ignore[misc]
@@ -84,7 +84,7 @@ class Planner:
         return best
 
     def _fewest(self, of: Callable[[int], Candidate], limit: int) -> Candidate | None:
-        """Return the smallest n up to `limit` that suffices: doubled until one does, then by halves."""
+        """Return the smallest n up to `limit` that suffices, by doubling, then by bisection."""
         low = high = 1
         while not self._suffices(found := of(high)):
             if high >= limit:

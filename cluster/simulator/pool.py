@@ -1,4 +1,4 @@
-"""Equal replicas, and the router of deployments/routing/ in front of them."""
+"""Identical replicas behind the router of deployments/routing/."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class Pool:
     """The replicas of one role."""
 
     def __init__(self, role: Role, spec: ClusterSpec, make: Callable[[str, Role], Replica]):
-        """make: returns a new replica of the given name."""
+        """make: function that returns a new replica with a given name."""
         self.role = role
-        self.replicas: list[Replica] = []  # all that there ever were
-        self.up: dict[str, Replica] = {}  # those that get requests
-        self.desired = [spec.sizes[role]]  # numbers of replicas that there should be, the latest last
+        self.replicas: list[Replica] = []  # all replicas that ever existed
+        self.up: dict[str, Replica] = {}  # replicas that get requests
+        self.desired = [spec.sizes[role]]  # desired numbers of replicas so far, latest last
         self._spec, self._config, self._make = spec, spec.engine_of(role), make
         self._random = random.Random(spec.seed + (role == "prefill"))
         self._balancer: Balancer | None = None
-        if spec.router != "random":  # which published gains are measured against, and no policy of the real router
+        if spec.router != "random":  # "random" is a baseline of published results, not a policy of the real router
             block_size = self._config.known_block_size
             self._balancer = Balancer(RoutingConfig(policy=spec.router), role, block_size, self._random)
-            # the other policies ignore prefixes, so they need not be read
+            # the other policies ignore prefixes, so they are not computed
             self._digester = PromptDigester(block_size if spec.router == "prefix_aware" else None)
-        #: True if the router wants the engines' updates.
+        #: Whether the router uses the engines' updates.
         self.wants_updates = spec.router in ("prefix_aware", "power_of_two")
         self._names: list[str] = []
-        self._since: dict[Replica, float] = {}  # when it came, of those that are still there
-        self._gone_s = 0.0  # seconds that the others were there
-        self._sizes: list[tuple[float, int]] = []  # (when, replicas that were up from then on)
+        self._since: dict[Replica, float] = {}  # start of each replica that still exists
+        self._gone_s = 0.0  # total lifetime of the others, in seconds
+        self._sizes: list[tuple[float, int]] = []  # (time, replicas that were up from then on)
         for _ in range(spec.sizes[role]):
             self.grow(0.0)
         del self._sizes[:-1]
@@ -48,19 +48,20 @@ class Pool:
         return self.up[self._balancer.choose(prompt, self._names).engines[0]]
 
     def ended(self, request_id: str) -> None:
-        """The request is over, or nothing is computed for it any more."""
+        """Record that the request has ended, or that nothing is computed for it any more."""
         if self._balancer is not None:
             self._balancer.end(request_id, confirmed=True)
 
     def publish(self, replica: Replica, now: float) -> None:
-        """Pass the engine's updates on to the router, if it is time."""
+        """Pass the engine's updates to the router, if they are due."""
         for update in replica.updates(now):
             if replica.name in self.up and self._balancer is not None:
                 assert self._balancer.update(update), "no message is lost here"
 
     @property
     def capacity(self) -> int:
-        """Sequences that the ingress lets in: as `window` in deployments/frontend/admission.py before any report."""
+        """Number of sequences that the ingress admits, as in `window` of deployments/frontend/admission.py before any
+        report."""
         max_num_seqs = self._config.max_num_seqs
         return max(1, len(self.up) * (max_num_seqs + max(1, max_num_seqs // 8)))
 
@@ -73,12 +74,12 @@ class Pool:
         self._set_up(self.up | {replica.name: replica}, now)
 
     def drain(self, now: float) -> None:
-        """Send no more requests to the replica with the fewest."""
+        """Send no more requests to the replica that has the fewest."""
         replica = min(self.up.values(), key=lambda r: len(r.scheduler.queue.running) + r.scheduler.queue.num_waiting)
         self._set_up({name: other for name, other in self.up.items() if other is not replica}, now)
 
     def poll(self, now: float) -> None:
-        """Keep the router subscribed, and let drained replicas go that have nothing left to do."""
+        """Keep the router subscribed, and remove drained replicas that have no work left."""
         if self.wants_updates:
             for replica in self.up.values():
                 replica.subscribe(now)
@@ -87,7 +88,7 @@ class Pool:
                 self._gone_s += now - self._since.pop(replica)
 
     def use(self, duration_s: float) -> PoolUse:
-        """duration_s: of the simulation, above 0."""
+        """Return the pool's work. duration_s: duration of the simulation, above 0."""
         alive_s = self._gone_s + sum(duration_s - since for since in self._since.values())
         totals = [replica.scheduler.totals for replica in self.replicas]
         return PoolUse(

@@ -1,4 +1,4 @@
-"""One engine on the simulated clock: the real scheduler and block pool, steps that take what a cost model says."""
+"""One engine on the simulated clock: the real scheduler and block pool, and step times from a cost model."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from engine.wire.messages import EngineUpdate, GenerateRequest, PrefillReplica, 
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
 
-MAX_FAST_FORWARD_STEPS = 64  # the next arrival may cut it short, and the rest of it was in vain
+MAX_FAST_FORWARD_STEPS = 64  # limited, because the next arrival may cut it short and waste the rest
 
 
 class Replica:
-    """An engine as its step loop (engine/core/engine.py) runs it without overlap: what comes while a step computes is
-    planned for in the next."""
+    """An engine, simulated as its step loop (engine/core/engine.py) runs without overlap: what arrives during a step is
+    planned for in the next one."""
 
     def __init__(
         self, name: str, role: Role, spec: ClusterSpec, handoffs: HandoffManager, times: StepTimes | None, at_once: int
     ):
-        """times: what the engine itself learns of its steps, or None.
-        at_once: most steps of a fast-forward; 0 takes every step by itself."""
+        """times: step times that the engine learns itself, or None. at_once: maximum steps of a fast-forward; 0
+        simulates every step separately."""
         config = spec.engine_of(role)
         self.name, self.role, self.times, self.cost = name, role, times, spec.cost
-        self.due: float | None = None  # when it has to be woken, as its steps have ended; None: it has nothing to do
-        self.ended: list[Request] = []  # requests that are over, oldest first; the caller empties it
+        self.due: float | None = None  # time of its next wake, when its steps have ended; None if it has nothing to do
+        self.ended: list[Request] = []  # ended requests, oldest first; the caller empties it
         self.itl = LatencyHistogram()
         self.busy_s = 0.0  # seconds in steps
         pool = BlockPool(spec.num_blocks, config.known_block_size, config.enable_prefix_caching)
@@ -53,30 +53,30 @@ class Replica:
         self._kv_events = KVEventPublisher(name, self.scheduler)
         self._fast_forward, self._max_steps = FastForward(self.scheduler), at_once
         self._inbox: list[HandoffEvent] = []
-        self._plan: StepPlan | None = None  # the step that computes
-        self._ends: list[float] = []  # or of the steps of a fast-forward that are not recorded yet
+        self._plan: StepPlan | None = None  # the running step, if it is a single one
+        self._ends: list[float] = []  # or the ends of the fast-forward's steps that are not recorded yet
         self._began = 0.0
-        self._settled = False  # no waiting request can start before anything but decoding happens
+        self._settled = False  # whether no waiting request can start until something other than decoding happens
 
     def add(self, message: GenerateRequest, now: float) -> None:
-        """Raises ServingError."""
+        """Add a request. Raises ServingError."""
         self.scheduler.add(message, now)
         self._kv_events.admitted(message.request_id)
         self._came(now)
 
     def add_remote_prefill(self, remote_request: RemoteRequest, now: float) -> None:
-        """Raises ServingError."""
+        """Add another engine's prompt. Raises ServingError."""
         self.scheduler.add_remote(remote_request, now)
         self._kv_events.admitted(remote_request.handoff_id)
         self._came(now)
 
     def handle(self, event: HandoffEvent, now: float) -> None:
-        """A handoff made progress; it is taken in between two steps."""
+        """Queue the progress of a handoff, to be handled between two steps."""
         self._inbox.append(event)
         self._came(now)
 
     def wake(self, now: float) -> None:
-        """Call at `due`."""
+        """Record the steps that have ended, and begin the next. Call it at `due`."""
         assert now == self.due
         if self._ends:
             self._record(len(self._ends))
@@ -85,12 +85,12 @@ class Replica:
         self._begin(now)
 
     def catch_up(self, now: float) -> None:
-        """Record the steps of a fast-forward that have ended by now, so that the scheduler shows the present."""
+        """Record the steps of a fast-forward that have ended by now, so that the scheduler's state is current."""
         if 0 < (steps := bisect_right(self._ends, now)) < len(self._ends):
             self._record(steps)
 
     def subscribe(self, now: float) -> None:
-        """Collect updates for the router; call again within SUBSCRIPTION_S."""
+        """Collect updates for the router. Call it again within SUBSCRIPTION_S."""
         self._kv_events.subscribe(Subscribe("router"), now)
 
     def updates(self, now: float) -> list[EngineUpdate]:
@@ -98,7 +98,7 @@ class Replica:
         return [update for update, _ in self._kv_events.messages(now)]
 
     def prefill_state(self, now: float) -> PrefillReplica:
-        """Return what decode engines weigh a prompt by."""
+        """Return the figures by which decode engines decide where to compute a prompt."""
         assert self.times is not None
         self.catch_up(now)
         per_step, per_token = self.times.by_tokens.coefficients
@@ -144,7 +144,7 @@ class Replica:
         return ends
 
     def _record(self, steps: int) -> None:
-        """The first steps of the fast-forward have ended."""
+        """Record the first steps of the fast-forward."""
         ends, self._ends = self._ends[:steps], self._ends[steps:]
         running = len(self.scheduler.queue.running)
         self.itl.add_steps([self._began, *ends], running)

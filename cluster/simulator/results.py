@@ -1,4 +1,4 @@
-"""The outcome of each request, and the figures of a report."""
+"""Outcome of each request, and the figures of a report."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import Trace
 from engine.core.request import Request
 
-PER_DOUBLING = 32  # classes of a histogram, so that a value is known to 1 percent
+PER_DOUBLING = 32  # classes of a histogram per doubling, so that values are known to 1 percent
 SMALLEST_S = 1e-6
 
 
 @dataclass(slots=True)
 class LatencyHistogram:
-    """Times between tokens, which are too many to keep: counted in classes of a factor of 2 ** (1 / PER_DOUBLING)."""
+    """Times between tokens, which are too many to keep, counted in classes of a factor of 2 ** (1 / PER_DOUBLING)."""
 
     _counts: list[int] = field(default_factory=lambda: [0] * (40 * PER_DOUBLING))
 
@@ -28,7 +28,7 @@ class LatencyHistogram:
         self._counts[self._index(seconds)] += count
 
     def add_steps(self, ends: Sequence[float], count: int) -> None:
-        """Add the times between each end and the next, `count` times each; none is shorter than the one before it."""
+        """Add the times between consecutive ends, each `count` times. They must not decrease."""
         first, last = self._index(ends[1] - ends[0]), self._index(ends[-1] - ends[-2])
         if first == last:
             self._counts[first] += count * (len(ends) - 1)
@@ -55,7 +55,7 @@ class LatencyHistogram:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Milliseconds."""
+    """Latencies in milliseconds."""
 
     mean: float
     p50: float
@@ -76,21 +76,21 @@ class ReplicaCounts:
 
     min: int
     max: int
-    mean: float  #: over the simulated time
-    wanted: int  #: the maximum that the autoscaler wanted; above `max` where they were not up before the end
+    mean: float  #: mean over the simulated time
+    wanted: int  #: maximum that the autoscaler wanted; above `max` if they were not up before the end
     sizes: list[tuple[float, int]]  #: (second, replicas that were up from then on)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUse:
-    """Work of the replicas of a pool."""
+    """Work of a pool's replicas."""
 
-    replicas: int  #: at the start
+    replicas: int  #: number of replicas at the start
     busy: float  #: fraction of the replicas' time in which they computed
     steps: int
     preemptions: int
     gpu_hours: float
-    scaled: ReplicaCounts | None = None  #: None where the number of replicas stays
+    scaled: ReplicaCounts | None = None  #: None if the number of replicas is fixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +99,12 @@ class HandoffUse:
 
     count: int  #: prompts that the prefill pool computed
     gigabytes: float
-    link_busy: float  #: fraction of the time in which a prefill replica sent
+    link_busy: float  #: mean fraction of the time in which a prefill replica was sending
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One entry per request that completed."""
+    """Arrays with one entry per completed request."""
 
     ended_at: np.ndarray  #: seconds since the start
     ttft_s: np.ndarray
@@ -114,39 +114,39 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A simulation in figures."""
+    """Figures of a simulation."""
 
     trace: str
     requests: int
     completed: int
     refused: int
-    duration_s: float  #: until the last request ended
+    duration_s: float  #: time until the last request ended
     requests_per_s: float
     output_tokens_per_s: float
-    goodput: float  #: requests per second that kept the SLO
-    good: float  #: fraction of all requests that kept the SLO
-    good_ttft: float  #: fraction that kept its first half at least
-    good_tpot: float  #: fraction that kept its second half at least
-    ttft_ms: Latencies | None  #: over requests, as the next two
+    goodput: float  #: requests per second that met the SLO
+    good: float  #: fraction of all requests that met the SLO
+    good_ttft: float  #: fraction that met at least its TTFT target
+    good_tpot: float  #: fraction that met at least its TPOT target
+    ttft_ms: Latencies | None  #: over requests, like the next two
     tpot_ms: Latencies | None
     e2e_ms: Latencies | None
-    itl_p50_ms: float | None  #: over all pairs of tokens that follow each other, in classes of 2%
+    itl_p50_ms: float | None  #: over all pairs of consecutive tokens, in classes of 2%
     itl_p99_ms: float | None
     hit_rate: float  #: fraction of prompt tokens that were cached
     gpus: int
     pools: dict[str, PoolUse]
     handoffs: HandoffUse | None
-    series: Series = field(compare=False, repr=False)  #: for charts
-    took_s: float = 0.0  #: on the real clock
+    series: Series = field(compare=False, repr=False)  #: data for charts
+    took_s: float = 0.0  #: duration of the simulation on the real clock
 
 
 def figures(report: Any) -> dict[str, Any]:
-    """Return a Report, or a dataclass that holds some, for JSON: all fields but `series`."""
+    """Return a Report, or a dataclass that contains some, for JSON: all fields except `series`."""
     return asdict(report, dict_factory=lambda pairs: {key: value for key, value in pairs if key != "series"})
 
 
 class Results:
-    """Arrays with one entry per request of the trace; nan while unknown. Seconds on the simulated clock."""
+    """Arrays with one entry per request of the trace; nan while unknown. Times are seconds on the simulated clock."""
 
     def __init__(self, trace: Trace):
         self._trace = trace
@@ -156,7 +156,7 @@ class Results:
         self.refused = 0
 
     def ended(self, request: Request, late_s: float) -> None:
-        """late_s: a token's time from the engine to the client."""
+        """Record an ended request. late_s: seconds that a token takes from the engine to the client."""
         index = int(request.request_id)
         assert request.clock.first_token_at is not None and request.clock.last_token_at is not None
         self.first_at[index] = request.clock.first_token_at + late_s

@@ -22,10 +22,10 @@ class Scaling:
         self._startup_s, self._pools, self._queue, self._loop = spec.startup_s, pools, queue, loop
         targets = Slo(ttft_ms=1000 * spec.slo.ttft_s, itl_ms=1000 * spec.slo.tpot_s)
         self._scaler = ModelScaler(targets, dict.fromkeys(pools, limits))
-        self._seen: dict[Replica, deque[tuple[float, tuple[int, ...]]]] = {}  # when, and a replica's totals then
+        self._seen: dict[Replica, deque[tuple[float, tuple[int, ...]]]] = {}  # (time, totals of the replica)
 
     def poll(self) -> None:
-        """Call about once a second."""
+        """Scale the pools. Call it about once a second."""
         now = self._loop.now
         loads = {role: self._load(role, now) for role in self._pools}
         for role, decision in self._scaler.decide(loads, now).items():
@@ -38,7 +38,7 @@ class Scaling:
                     pool.drain(now)
 
     def _start(self, pool: Pool) -> None:
-        """A replica is up, if it is still desired."""
+        """Bring up a replica that has finished starting, if it is still desired."""
         if len(pool.up) < pool.desired[-1]:
             pool.grow(self._loop.now)
 

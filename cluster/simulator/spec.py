@@ -1,4 +1,4 @@
-"""The cluster that is simulated: a frozen specification, made from the options of `manta simulate`."""
+"""Frozen specification of the simulated cluster, made from the options of `manta simulate`."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from engine.errors import InvalidParameter
 
 NO_LIMIT = 10**9
 DEFAULT_RATE = 10.0
-UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 3.0, 300.0  # the defaults of serve_config.yaml
+UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 3.0, 300.0  # defaults of serve_config.yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputSlo:
-    """The two times that a request has to keep to count as good, as in DistServe (arXiv:2401.09670)."""
+    """The two times that a good request must meet, as in DistServe (arXiv:2401.09670)."""
 
-    ttft_s: float = 2.0  #: from its arrival to its first token
+    ttft_s: float = 2.0  #: time from its arrival to its first token
     tpot_s: float = 0.05  #: mean time between its tokens
-    fraction: float = 0.9  #: of all requests has to be good for the cluster to be good enough
+    fraction: float = 0.9  #: fraction of all requests that must be good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """One or two pools of equal replicas, and everything between them."""
+    """One or two pools of identical replicas, and the connections between them."""
 
     replicas: int  #: replicas that answer requests
-    prefill_replicas: int = 0  #: replicas that compute prompts for them; 0: there is one pool
+    prefill_replicas: int = 0  #: replicas that compute prompts for them; 0 for a single pool
     engine: EngineConfig
-    prefill_engine: EngineConfig | None = None  #: None: as `engine`
+    prefill_engine: EngineConfig | None = None  #: None for the same as `engine`
     cost: CostModel
     num_blocks: int  #: KV blocks of one replica
     replica_gpus: int = 1
-    router: RouterName = "prefix_aware"  #: in front of each pool
-    handoff: HandoffPolicy = "always"  #: where prompts are computed if there are two pools, as HandoffConfig.policy
+    router: RouterName = "prefix_aware"  #: policy of the router before each pool
+    handoff: HandoffPolicy = "always"  #: where prompts are computed if there are two pools (HandoffConfig.policy)
     kv_bytes: float = 0.0  #: bytes of one token's KV
     max_model_len: int = 131_072
     max_waiting: int = NO_LIMIT  #: sequences that the ingress queues before it refuses more
-    call_s: float = 0.002  #: a call to a replica, one way
-    token_s: float = 0.001  #: a token's way to the client
-    handoff_s: float = 0.004  #: the messages of a handoff when all is computed: Progress, Release, Released
-    bytes_per_s: float = 25e9  #: at which one prefill replica sends KV, to all decode replicas together
+    call_s: float = 0.002  #: seconds of a call to a replica, one way
+    token_s: float = 0.001  #: seconds for a token to reach the client
+    handoff_s: float = 0.004  #: seconds of a handoff's last messages: Progress, Release, Released
+    bytes_per_s: float = 25e9  #: rate at which one prefill replica sends KV, to all decode replicas together
     slo: GoodputSlo = GoodputSlo()
-    limits: Limits | None = None  #: of a pool under the autoscaler, which keeps the SLO; None: pools stay as they are
-    startup_s: float = 60.0  #: from when a replica is desired until it takes requests
+    limits: Limits | None = None  #: limits of an autoscaled pool, which aims at the SLO; None for fixed pools
+    startup_s: float = 60.0  #: seconds from when a replica is desired until it takes requests
     seed: int = 0
 
     @property
     def sizes(self) -> dict[Role, int]:
-        """Replicas of each pool."""
+        """Number of replicas of each pool."""
         sizes: dict[Role, int] = {"decode": self.replicas, "prefill": self.prefill_replicas}
         return {role: size for role, size in sizes.items() if size}
 
@@ -67,7 +67,8 @@ class ClusterSpec:
         return self.prefill_engine or self.engine if role == "prefill" else self.engine
 
     def with_request(self, request_s: float) -> ClusterSpec:
-        """Spread over both ways what a client was seen to wait for its first token outside the steps of an engine."""
+        """Return the spec with the measured time to the first token outside of steps, divided evenly over both
+        directions."""
         return replace(self, call_s=request_s / 2, token_s=request_s / 2)
 
 
@@ -75,7 +76,7 @@ class ClusterSpec:
 
 
 def find_trace(options: SimulationOptions) -> Trace:
-    """Raises InvalidParameter."""
+    """Return the trace. Raises InvalidParameter."""
     if options.trace not in KINDS and Path(options.trace).is_file():
         found = Trace.read(Path(options.trace)).first(options.requests)
         return found if options.rate is None else found.at_rate(options.rate)
@@ -84,7 +85,7 @@ def find_trace(options: SimulationOptions) -> Trace:
 
 
 def check_plan(options: SimulationOptions, max_gpus: int) -> None:
-    """Raise InvalidParameter for options that a search for the fewest GPUs cannot keep."""
+    """Raise InvalidParameter for options that contradict a search for the fewest GPUs."""
     if options.autoscale is not None:
         raise InvalidParameter("--autoscale", options.autoscale, "left out with --plan, whose clusters keep their size")
     min_gpus = options.tensor_parallel * (2 if options.prefill_replicas else 1)
@@ -94,7 +95,7 @@ def check_plan(options: SimulationOptions, max_gpus: int) -> None:
 
 
 def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
-    """Raises ServingError."""
+    """Return the cluster described by the options. Raises ServingError."""
     _check(options)
     model, card, ranks = find_model(options.model), find_card(options.card), options.tensor_parallel
     _check_ranks(ranks, model.heads, model.kv_heads, options.model)
@@ -140,7 +141,7 @@ def _limits(max_replicas: int, max_num_seqs: int) -> Limits:
 
 
 def _check(options: SimulationOptions) -> None:
-    """Raises InvalidParameter."""
+    """Check the options. Raises InvalidParameter."""
     for name in ("ttft_ms", "tpot_ms", "network_gbit"):
         value = getattr(options, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -156,7 +157,7 @@ def _check(options: SimulationOptions) -> None:
 
 
 def _check_ranks(ranks: int, heads: int, kv_heads: int, model: str) -> None:
-    """Raises InvalidParameter."""
+    """Check that heads divide among the ranks. Raises InvalidParameter."""
     if heads % ranks:
         raise InvalidParameter("--tensor-parallel", ranks, f"a divisor of the {heads} heads of {model}")
     if kv_heads % ranks and ranks % kv_heads:
@@ -165,7 +166,8 @@ def _check_ranks(ranks: int, heads: int, kv_heads: int, model: str) -> None:
 
 
 def _too_small(options: SimulationOptions, longest: int, capacity: int) -> InvalidParameter:
-    """longest: tokens of a request. capacity: tokens whose KV a replica holds."""
+    """Return the error for a KV cache that is too small. longest: tokens of the longest request. capacity: tokens whose
+    KV a replica can hold."""
     if options.num_blocks is not None:
         blocks, size = longest // options.block_size + 1, options.block_size
         limit = f"at least {blocks}, so that blocks of {size} tokens hold the longest request of --trace ({longest})"

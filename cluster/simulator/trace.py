@@ -1,11 +1,12 @@
-"""The requests of a simulation: when they come, how long they are, and which prefixes they share.
+"""Requests of a simulation: when they arrive, how long they are, and which prefixes they share.
 
 Traces are read from files, or drawn from published figures. Equal arguments draw equal traces. Lengths are log-normal,
-by median and mean: sigma = sqrt(2 ln(mean / median)).
+given by median and mean: sigma = sqrt(2 ln(mean / median)).
 
-docs/simulator.md has the figures and their sources. What they leave open is chosen here: a session of `mooncake` draws
+docs/simulator.md has the figures and their sources. What these leave open is chosen here: a session of `mooncake` draws
 one of a few system prompts by Zipf's law, and each turn appends the last answer and a new question, so that prompts
-grow as those do. Gaps between arrivals are gamma distributed, as BurstGPT (arXiv:2401.17644) describes them.
+grow as in the published trace. Gaps between arrivals are gamma distributed, as described for BurstGPT
+(arXiv:2401.17644).
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from engine.errors import InvalidParameter
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
-PIECE = 512  # tokens that one hash id stands for, as in Mooncake's traces
-OUTPUT_ID = 2**30  # ids from here on stand for tokens that are sampled
-VOCABULARY = 2**31 - 1  # of the simulated model: a token is the id of the piece that it belongs to
+PIECE = 512  # tokens per hash id, as in Mooncake's traces
+OUTPUT_ID = 2**30  # ids from here on are sampled tokens
+VOCABULARY = 2**31 - 1  # of the simulated model, in which a token is the id of the piece to which it belongs
 
 Times = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -46,14 +47,14 @@ class _Line(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Parallel arrays with one entry per request, by rising time of arrival (seconds from the start)."""
+    """Parallel arrays with one entry per request, in order of arrival (seconds from the start)."""
 
     name: str
     arrivals_s: Times
     prompt_tokens: Counts
     output_tokens: Counts
-    #: An id for every PIECE tokens of each prompt, the last of them maybe fewer. Prompts that begin with the same ids
-    #: begin with the same tokens. None where no prompt shares anything.
+    #: For each prompt, an id per PIECE tokens, of which the last may have fewer. Prompts that begin with the same ids
+    #: begin with the same tokens. None if no prompts share anything.
     hash_ids: list[list[int]] | None = None
 
     def __len__(self) -> int:
@@ -65,11 +66,11 @@ class Trace:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Tokens of the longest request, prompt and output together."""
         return int((self.prompt_tokens + self.output_tokens).max(initial=1))
 
     def prompt(self, index: int) -> list[int]:
-        """Return token ids that are equal where, and only where, the trace says that prompts are."""
+        """Return the token ids of a prompt. They are equal to another prompt's exactly as far as the trace says so."""
         length = int(self.prompt_tokens[index])
         if self.hash_ids is None:
             return [index] * length
@@ -79,7 +80,7 @@ class Trace:
         return tokens
 
     def request(self, index: int) -> GenerateRequest:
-        """Return what an engine is sent. Its id is the index."""
+        """Return the request for an engine. Its id is the index."""
         params = _params(int(self.output_tokens[index]))
         return GenerateRequest(request_id=str(index), prompt=self.prompt(index), params=params)
 
@@ -88,7 +89,7 @@ class Trace:
         return Trace(self.name, *arrays, self.hash_ids and self.hash_ids[:requests])
 
     def at_rate(self, requests_per_s: float) -> Trace:
-        """Return the same requests, sooner or later. Raises InvalidParameter."""
+        """Return the same requests, with arrival times scaled to this rate. Raises InvalidParameter."""
         if not requests_per_s > 0:
             raise InvalidParameter("rate", requests_per_s, "above 0")
         if not self.duration_s:
@@ -112,7 +113,7 @@ class Trace:
             raise InvalidParameter("trace", str(path), "at least one request")
         lines.sort(key=lambda line: line.timestamp)
         shared = any(line.hash_ids for line in lines)
-        own = iter(range(OUTPUT_ID - 1, 0, -1))  # for prompts, or ends of prompts, without ids: they share nothing
+        own = iter(range(OUTPUT_ID - 1, 0, -1))  # ids for prompts, or ends of prompts, that share nothing
         return cls(
             path.stem,
             np.array([line.timestamp for line in lines]) / 1000 - lines[0].timestamp / 1000,
@@ -135,7 +136,7 @@ def _params(output_tokens: int) -> SamplingParams:
 
 
 def make_trace(name: str, requests: int, rate: float, *, burstiness: float = 1.0, seed: int = 0) -> Trace:
-    """rate: requests per second. Raises InvalidParameter."""
+    """Return a synthetic trace. rate: requests per second. Raises InvalidParameter."""
     if name not in KINDS:
         raise InvalidParameter("trace", name, f"a file, or one of {', '.join(KINDS)}")
     if requests < 1:
@@ -157,10 +158,10 @@ def lognormal(random: Random, size: int, median: float, mean: float, longest: in
 def shared_prefix(
     arrivals: Times, random: Random, *, groups: int, system: int, question: int, output: int, turns: int = 0
 ) -> Trace:
-    """Begin every request with the system prompt of one of `groups` groups, drawn uniformly.
+    """Return a trace in which every request begins with the system prompt of one of `groups` groups, drawn uniformly.
 
-    system: tokens of it, rounded down to whole pieces.
-    turns: if given, each group has exactly this many requests, in random order.
+    system: tokens of a system prompt, rounded down to whole pieces. turns: if given, each group has exactly this many
+    requests, in random order.
     """
     size, pieces = len(arrivals), system // PIECE
     group = random.integers(groups, size=size) if not turns else random.permutation(np.arange(size) % groups)
@@ -181,17 +182,18 @@ def _azure(name: str, prompt: tuple[float, float, int], output: tuple[float, flo
 
 
 SYSTEM_PROMPTS, ZIPF = 40, 1.5
-SYSTEM_PIECES = (1, 6)  # how long a system prompt may be
+SYSTEM_PIECES = (1, 6)  # range of lengths of a system prompt
 MORE_TURNS = 0.48  # chance that a session continues
 THINK_S = 60.0  # mean time until a user's next turn
-FIRST = (2500.0, 4900.0, 100_000)  # median and mean of what a user brings first: often a document
+FIRST = (2500.0, 4900.0, 100_000)  # tokens of a user's first input, often a document: median, mean, maximum
 NEXT = (420.0, 1300.0, 30_000)
 ANSWER = (120.0, 182.0, 2_000)
 LONGEST = 120_000
 
 
 def _mooncake(arrivals: Times, random: Random) -> Trace:
-    """Make every arrival the next turn of the session that is due for one, or the first turn of a new one."""
+    """Return a trace in which every arrival is the next turn of the session that is due, or the first turn of a new
+    one."""
     weights = 1 / np.arange(1, SYSTEM_PROMPTS + 1) ** ZIPF
     ids = count()
     systems = [[next(ids) for _ in range(random.integers(*SYSTEM_PIECES))] for _ in range(SYSTEM_PROMPTS)]
@@ -209,7 +211,7 @@ def _mooncake(arrivals: Times, random: Random) -> Trace:
         else:
             pieces = systems[chosen[i]]
             tokens = len(pieces) * PIECE + int(firsts[i])
-        # only whole pieces stay what they are when the text continues
+        # only whole pieces keep their ids when the text continues
         pieces = [*pieces, *(next(ids) for _ in range(-(-tokens // PIECE) - len(pieces)))]
         prompts[i] = tokens
         hash_ids.append(pieces)

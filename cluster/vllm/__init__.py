@@ -1,1 +1,1 @@
-"""Commands, flags and engine arguments of vLLM: which there are here, and what is said to the others."""
+"""Commands, flags and engine arguments of vLLM: their translation, and messages about unsupported ones."""

@@ -1,4 +1,4 @@
-"""Arguments of `vllm serve` as those of `manta serve`."""
+"""Translates arguments of `vllm serve` to those of `manta serve`."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import yaml
 from cluster.vllm.flags import NAMES, VALUES, Row, find, takes
 from engine.errors import ConfigError, InvalidParameter, RequestError
 
-SEVERAL = ("--served-model-name", "--api-key")  # vLLM's take several values after one flag
-OBJECTS = (  # flags of ours whose value is a JSON object, and may come in parts: --hf-overrides.rope_theta 1e6
+SEVERAL = ("--served-model-name", "--api-key")  # flags that take several values in vLLM
+OBJECTS = (  # our flags whose value is a JSON object, which may come in parts: --hf-overrides.rope_theta 1e6
     "--speculative-config", "--hf-overrides", "--override-generation-config", "--default-chat-template-kwargs",
     "--limit-mm-per-prompt",
 )  # fmt: skip
-NOT_DRAFTED = ("draft_tensor_parallel_size", "disable_by_batch_size", "max_model_len")  # only say how fast, or how far
+NOT_DRAFTED = ("draft_tensor_parallel_size", "disable_by_batch_size", "max_model_len")  # without effect on outputs
 
 
 @dataclass(slots=True)
 class Command:
-    """What a command of vLLM's says in our words."""
+    """A translated command."""
 
     args: list[str] = field(default_factory=list)
-    """Flags of ours, and what is no flag."""
+    """Our flags, and words that are not flags."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Flags that were left out, and why that does no harm."""
+    """Flags that were left out, each with the reason why that does no harm."""
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Values of flags in OBJECTS."""
     seen: dict[str, str | None] = field(default_factory=dict)
-    """All flags of vLLM's, by their names there."""
+    """All flags of vLLM in the command, by vLLM's name."""
 
     @property
     def warning(self) -> str:
-        """One line about what was left out; empty if nothing was."""
+        """One line about the flags that were left out; empty if there are none."""
         reasons: dict[str, list[str]] = {}
         for flag, why in self.ignored.items():
             reasons.setdefault(why, []).append(flag)
@@ -46,9 +46,10 @@ class Command:
 
 
 def translated(args: list[str]) -> Command:
-    """Return the command that `args` of `vllm serve` stand for, without `vllm serve` itself. Flags of ours stay.
+    """Return the translation of `vllm serve` arguments, without `vllm serve` itself. Our own flags are kept.
 
-    Raises RequestError for a flag that would change results or capacity, with what stands for it.
+    Raises RequestError for an unsupported flag that would change results or capacity; the message names the
+    alternative.
     """
     command, rest = Command(), _repeated(_with_file(args))
     while rest:
@@ -84,7 +85,7 @@ def arguments(engine_kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def _take(command: Command, name: str, value: str | None, rest: list[str]) -> None:
-    """Add a flag to a command, with its value, which may be the next word of `rest`."""
+    """Add a flag to a command with its value, which may be the next word of `rest`."""
     base, _, path = name.partition(".")
     if re.fullmatch(r"-O\d", base):
         base, value = "-O", base[2:]
@@ -115,7 +116,7 @@ def _take(command: Command, name: str, value: str | None, rest: list[str]) -> No
 
 
 def _take_negated(command: Command, name: str) -> None:
-    """Leave out a switch that asks for what is so anyway, or turn around what has another name."""
+    """Leave out a switch that asks for the default, or negate one that has another name here."""
     row = find(_switch(name))
     assert row is not None
     if row.effect == "other name":
@@ -125,7 +126,7 @@ def _take_negated(command: Command, name: str) -> None:
 
 
 def _rename(command: Command, row: Row, value: str | None, rest: list[str]) -> None:
-    """Add what stands for a flag with another name: a flag, a key of an object, or a key of the configuration."""
+    """Add the equivalent of a flag that has another name: a flag, a key of an object, or a key of the configuration."""
     if row.note.endswith("={}"):
         command.args += ["--set", row.note.format(value)]
     elif "." in row.note:
@@ -136,7 +137,7 @@ def _rename(command: Command, row: Row, value: str | None, rest: list[str]) -> N
 
 
 def _translate_value(command: Command, flag: str, value: str | None, rest: list[str]) -> None:
-    """Give the newest word of the command, a flag of VALUES, the name that its value has here."""
+    """Replace the newest word of the command, a flag in VALUES, by the flag with our name for its value."""
     command.args.pop()
     value = rest.pop(0) if value is None and rest else value
     ours = VALUES[flag].get(value or "", value)
@@ -147,7 +148,8 @@ def _translate_value(command: Command, flag: str, value: str | None, rest: list[
 
 
 def _merge(command: Command, flag: str, path: str, value: str | None) -> None:
-    """Set a value, or a key at a path inside, of a flag in OBJECTS. Raises InvalidParameter for what is no object."""
+    """Set the value, or a key at a path inside the value, of a flag in OBJECTS. Raises InvalidParameter for a value
+    that is not an object."""
     try:
         found = json.loads(value or "")
     except ValueError:
@@ -165,13 +167,13 @@ def _merge(command: Command, flag: str, path: str, value: str | None) -> None:
 
 
 def _add_object(command: Command, flag: str, content: dict[str, Any]) -> None:
-    """Add a flag in OBJECTS with all that was said of it."""
+    """Add a flag in OBJECTS with its collected content."""
     if flag == "--limit-mm-per-prompt":
         _add_images(command, content)
         return
     if flag == "--speculative-config":
         method = content.get("method")
-        if isinstance(method, str) and method.endswith("_mtp"):  # vLLM has had a name for each family
+        if isinstance(method, str) and method.endswith("_mtp"):  # older vLLM has one name per model family
             content = content | {"method": "mtp"}
         if content.get("method") == "mtp":
             content = {key: value for key, value in content.items() if key != "model"}  # the model's own layers
@@ -183,7 +185,7 @@ def _add_object(command: Command, flag: str, content: dict[str, Any]) -> None:
 
 
 def _add_images(command: Command, limits: dict[str, Any]) -> None:
-    """Add what limits of media per prompt mean for images; there are no others."""
+    """Add the flag for the image limit among limits of media per prompt; other media are not supported."""
     images = limits.get("image")
     images = images.get("count") if isinstance(images, dict) else images
     if images == 0:
@@ -195,7 +197,8 @@ def _add_images(command: Command, limits: dict[str, Any]) -> None:
 
 
 def _check_experts(command: Command) -> None:
-    """Raise RequestError where vLLM would spread experts over replicas: a replica here has them all."""
+    """Raise RequestError if vLLM would distribute experts over replicas, which is not supported: each replica here has
+    them all."""
     seen = command.seen
     size = next((seen[name] for name in ("--data-parallel-size", "-dp") if name in seen), "1")
     if size != "1" and not seen.keys().isdisjoint(("--enable-expert-parallel", "-ep")):
@@ -204,8 +207,8 @@ def _check_experts(command: Command) -> None:
 
 
 def _with_file(args: list[str]) -> list[str]:
-    """Return the arguments with the flags of a `--config FILE` before the others, which come first where they differ,
-    and without `--model`. Raises ConfigError."""
+    """Return the arguments preceded by the flags of a `--config FILE`, which they override, and without `--model`.
+    Raises ConfigError."""
     found: list[str] = []
     rest, before = list(args), []
     while rest:
@@ -221,7 +224,7 @@ def _with_file(args: list[str]) -> list[str]:
 
 
 def _flags_of_file(file: Path, args: list[str]) -> list[str]:
-    """Return the flags of a YAML file of vLLM's, except those that `args` has too."""
+    """Return the flags in a YAML file of vLLM, except those that `args` overrides."""
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -236,7 +239,7 @@ def _flags_of_file(file: Path, args: list[str]) -> list[str]:
 
 
 def _next(rest: list[str], several: bool = False) -> str | None:
-    """Take the value of a flag from the words behind it."""
+    """Take the value of a flag from the words after it."""
     if several:
         taken = [rest.pop(0) for _ in iter(lambda: bool(rest) and not rest[0].startswith("--"), False)]
         return json.dumps(taken)
@@ -244,7 +247,7 @@ def _next(rest: list[str], several: bool = False) -> str | None:
 
 
 def _dashed(name: str) -> str:
-    """Return a flag with dashes for underscores, except in the keys of an object after it."""
+    """Return a flag with dashes in place of underscores, except in the keys of an object after it."""
     base, dot, path = name.partition(".")
     return base.replace("_", "-") + dot + path
 
@@ -254,8 +257,8 @@ def _switch(name: str) -> str:
 
 
 def _repeated(args: list[str]) -> list[str]:
-    """Repeat a flag of SEVERAL before each of its values, if the model comes before all flags, as in vLLM's examples.
-    Elsewhere a second value might be the model."""
+    """Repeat a flag in SEVERAL before each of its values, if the model precedes all flags, as in vLLM's examples.
+    Otherwise a second value might be the model."""
     if not args or args[0].startswith("-"):
         return args
     result: list[str] = []

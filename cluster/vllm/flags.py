@@ -1,8 +1,8 @@
-"""Every flag of `vllm serve` that is none of Manta's, and what becomes of it: the one table that the command line, the
-`engine_kwargs` of Ray Serve LLM and docs/vllm.md follow.
+"""Table of all flags of `vllm serve` that are not Manta's, with their treatment. The command line, the `engine_kwargs`
+of Ray Serve LLM and docs/vllm.md all follow it.
 
-`--flag` is a switch, `--flag=` takes a value, `--flag=*` several; `--flag=a|b` stands for those values only, and the
-rest of the flag in another row. A switch also exists as `--no-flag`, which asks for what is so anyway.
+`--flag` is a switch, `--flag=` takes a value, `--flag=*` several; `--flag=a|b` means only those values, while others
+are in another row. A switch also exists as `--no-flag`, which asks for the default.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ Effect = Literal["other name", "ignored", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What becomes of some flags."""
+    """Treatment of some flags."""
 
     effect: Effect
     flags: str
     note: str
-    """`other name`: ours, or with a value `KEY={}` of a configuration. `ignored`: why that does no harm. `refused`:
-    what stands for it."""
+    """For `other name`: our name, or a configuration key as `KEY={}`. For `ignored`: why that is harmless. For `refused`:
+    the alternative."""
 
     def named(self) -> Iterator[tuple[str, str | None]]:
-        """Yield name and values of each flag; values is None for a switch, "" for any one, "*" for several."""
+        """Yield the name and the values of each flag; values is None for a switch, "" for any value, "*" for
+        several."""
         for flag in self.flags.split():
             name, takes, values = flag.partition("=")
             yield name, values if takes else None
@@ -274,24 +275,24 @@ TABLE = (
     refused("--additional-config=", "it is for plugins of vLLM's"),
     ignored("--fail-on-environ-validation", "variables of vLLM's are not read, except VLLM_API_KEY"),
 )
-SPECIAL = {  # of the command line
+SPECIAL = {  # flags handled by the command line itself
     "--model=": "the model itself, which has no flag here",
     "--config=": "a YAML file of flags, which are read instead",
 }
-VALUES: dict[str, dict[str, str | None]] = {  # of flags that are the same; None leaves the flag out
+VALUES: dict[str, dict[str, str | None]] = {  # renamed values of flags with the same name; None drops the flag
     "--dtype": {"half": "float16", "float": "float32"},
     "--load-format": dict.fromkeys(
         ("safetensors", "hf", "mistral", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"
     ),
     "--log-level": {"trace": "debug", "critical": "error"},
-    "--max-model-len": {"auto": None, "-1": None},  # without the flag it is the model's own, or what fits
+    "--max-model-len": {"auto": None, "-1": None},  # the default is the model's own length, or what fits
     "--quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4", "None": None},
 }
 NAMES = {name for row in TABLE for name, _ in row.named()}
 
 
 def find(name: str, value: str | None = None) -> Row | None:
-    """Return the row of a flag with a value; None for a flag that has no row."""
+    """Return the row for a flag with this value; None if there is none."""
     for row in TABLE:
         for known, values in row.named():
             if known == name and (values in (None, "", "*") or value in values.split("|")):
@@ -300,13 +301,13 @@ def find(name: str, value: str | None = None) -> Row | None:
 
 
 def takes(name: str) -> str:
-    """Return how many values a flag of the table takes: "" for none, "1" or "*"."""
+    """Return how many values a flag in the table takes: "" for none, "1" or "*"."""
     values = next(values for row in TABLE for known, values in row.named() if known == name)
     return "" if values is None else "*" if values == "*" else "1"
 
 
 def markdown() -> str:
-    """The table of docs/vllm.md."""
+    """Return the table of docs/vllm.md."""
     lines = ["| flags of `vllm serve` | here |", "| --- | --- |"]
     for row in TABLE:
         named = [f"{name}={values}" if values and values != "*" else name for name, values in row.named()]
