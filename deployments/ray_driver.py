@@ -1,5 +1,7 @@
-"""Ray as `manta serve` runs it: starts it, deploys, and ends both on Ctrl-C. It has private names of Ray's, as
-ray_compat.py has; those of Serve are imported by functions, since this process has time for that while Ray starts.
+"""Ray as `manta serve` runs it: starts it, deploys, and ends both on Ctrl-C.
+
+Like ray_compat.py it uses private names of Ray. Those of Serve are imported in functions, since this process has time
+for that while Ray starts.
 """
 
 from __future__ import annotations
@@ -53,13 +55,14 @@ STARTING = ("NOT_STARTED", "DEPLOYING")  # of Serve's ApplicationStatus
 
 
 class ServeViewer(Protocol):
-    """Shows a server to the user who has started it."""
+    """Display of a server for the user who started it."""
 
     def line(self, text: str) -> None:
-        """Take a line that a process of the cluster has written. Called by any thread."""
+        """Take a line that a process of the cluster has written. May be called from any thread."""
 
     def stopping(self, states: dict[str, int]) -> None:
-        """Called again and again while the server ends. states: replicas that still stop, by deployment."""
+        """Show progress. Called repeatedly while the server ends. states: number of replicas still stopping, by
+        deployment."""
 
 
 def serve_until_interrupted(
@@ -69,11 +72,12 @@ def serve_until_interrupted(
     *,
     agent_ports: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Start Ray, or join one, deploy a Serve configuration, and return once Ctrl-C or SIGTERM has ended it.
+    """Start or join Ray, deploy a Serve configuration, and return once Ctrl-C or SIGTERM has ended it.
 
-    As `serve run FILE` does, which waits for its proxies before it deploys, and ends with 0 after an error. viewer: is
-    given all lines, which otherwise go to the console. agent_ports: of Ray's agents, by their names in RayParams.
-    Raises StartupError, and SystemExit if a process of the cluster has said why the application cannot start.
+    Replaces `serve run FILE`, which waits for its proxies before it deploys, and exits with 0 after an error.
+    viewer: display that gets all lines, which otherwise go to the console. agent_ports: ports of Ray's agents, by their
+    names in RayParams.
+    Raises StartupError, and SystemExit if a process of the cluster has reported why the application cannot start.
     """
     if viewer is None:
         log_to_console("manta-serve")
@@ -108,7 +112,7 @@ def serve_until_interrupted(
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM is what Ctrl-C is."""
+    """Treat SIGTERM like Ctrl-C."""
     raise KeyboardInterrupt
 
 
@@ -121,7 +125,7 @@ def _end_if_the_start_failed() -> None:
 
 
 def patience() -> float:
-    """Return how much longer than on an idle machine things take now: processes that want to run, for each CPU."""
+    """Return by what factor things take longer than on an idle machine: the number of runnable processes per CPU."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -131,7 +135,7 @@ def _load() -> str:
 
 
 def _start_ray(address: str | None, *, configure_logging: bool) -> None:
-    """Start or join Ray with as much patience as the machine's load asks for. Raises StartupError."""
+    """Start or join Ray, with time limits that grow with the machine's load. Raises StartupError."""
     for name, limit in RAYS_LIMITS.items():
         os.environ.setdefault(name, str(int(limit * patience())))
     try:
@@ -194,14 +198,14 @@ def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None
 
 @ray.remote(num_cpus=0)
 def _import_builder(application: Mapping[str, Any]) -> None:
-    """Import what builds an application, in a worker that then waits for more: Serve is given the same one, once its
+    """Import the application's builder in a worker that stays idle afterwards. Serve gets the same worker once its
     controller has started."""
     module, _, name = application["import_path"].partition(":")
     getattr(importlib.import_module(module), name)
 
 
 def _deploy(config: dict[str, Any], builders: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
-    """Start Serve where it does not run, and have it build and start the applications. Return its proxies that start.
+    """Start Serve if it does not run, and make it build and start the applications. Returns the starting proxies.
 
     builders: calls of `_import_builder`.
     """
@@ -231,7 +235,7 @@ def _deploy(config: dict[str, Any], builders: list[ray.ObjectRef]) -> list[ray.O
 
 
 def _wait_for(proxies: list[ray.ObjectRef]) -> None:
-    """Raises StartupError."""
+    """Wait until the proxies are up. Raises StartupError."""
     began = time.monotonic()
     while time.monotonic() - began < PROXY_LIMIT_S * patience():
         ready, proxies = ray.wait(proxies, num_returns=len(proxies), timeout=STATUS_INTERVAL_S)
@@ -254,9 +258,9 @@ def _wait_while_models_load() -> None:
 
 
 def _send_lines_to(viewer: ServeViewer) -> None:
-    """Give a viewer what Ray prints to the console of a driver: all that the processes of its cluster write, and of the
-    autoscaler its events. The table of resources that it writes every five seconds stays in Ray's own log.
-    """
+    """Send everything that Ray would print to the driver's console to a viewer instead: the lines of the cluster's
+    processes and the events of the autoscaler. The autoscaler's resource table, printed every five seconds, stays in
+    Ray's log."""
 
     def give(data: dict[str, Any]) -> None:
         for line in filter_autoscaler_events(data["lines"]) if data.get("pid") == "autoscaler" else data["lines"]:
@@ -267,7 +271,7 @@ def _send_lines_to(viewer: ServeViewer) -> None:
 
 
 def _tell_what_stops(viewer: ServeViewer) -> None:
-    """Returns when Serve's controller is gone."""
+    """Report stopping replicas to the viewer until Serve's controller is gone."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
@@ -280,9 +284,8 @@ def _tell_what_stops(viewer: ServeViewer) -> None:
 
 
 def _shutdown() -> None:
-    """End the applications, once their running requests have ended, and then Serve. Its own shutdown begins with the
-    proxies, through which those requests are answered.
-    """
+    """End the applications once their running requests have ended, then Serve. Serve's own shutdown would end the
+    proxies first, through which those requests are answered."""
     from ray import serve
 
     if not ray.is_initialized():  # else Serve would start another Ray
@@ -297,7 +300,7 @@ def _shutdown() -> None:
 
 
 def _drain_limit(client: ServeControllerClient) -> float:
-    """Return after how many seconds Serve has killed every replica that does not end by itself."""
+    """Return the seconds after which Serve has killed every replica that does not end by itself."""
     applications = client.get_serve_details()["applications"].values()
     drains = [
         deployment["deployment_config"]["graceful_shutdown_timeout_s"]

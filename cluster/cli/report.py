@@ -98,7 +98,7 @@ def steps_over_time(title: str, unit: str, changes: Sequence[Point], duration_s:
 
 
 def write_report(path: Path, title: str, figures: Sequence[tuple[str, str]], charts: Sequence[Chart]) -> None:
-    """Write one self-contained file."""
+    """Write one self-contained HTML file."""
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in figures)
     sections = "".join(
         f'<section><span class="labels">{chart.labels}</span>'

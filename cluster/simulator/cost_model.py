@@ -86,7 +86,7 @@ class LinearCostModel:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A cost file."""
+    """Content of a cost file: costs measured on an engine."""
 
     cost: LinearCostModel
     request_s: float | None = None  #: time to the first token outside of steps; None if not measured

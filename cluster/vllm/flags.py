@@ -21,8 +21,8 @@ class Row:
     effect: Effect
     flags: str
     note: str
-    """For `other name`: our name, or a configuration key as `KEY={}`. For `ignored`: why that is harmless. For `refused`:
-    the alternative."""
+    """For `other name`: our name, or a configuration key as `KEY={}`. For `ignored`: why that is harmless. For
+    `refused`: the alternative."""
 
     def named(self) -> Iterator[tuple[str, str | None]]:
         """Yield the name and the values of each flag; values is None for a switch, "" for any value, "*" for

@@ -64,8 +64,9 @@ class Lark:
 
     @staticmethod
     def _until_token(end: list[str | int]) -> str:
-        """Return a rule for free text up to and including the end. No regular expression matches a special token, but
-        literal text before it must not count as free text."""
+        """Return a rule for free text up to and including `end`, which contains a special token. Free text cannot
+        contain that token, because regular expressions never match special tokens; it must end before any literal text
+        that precedes it in `end`."""
         before = end[0] if isinstance(end[0], str) else ""
         rest = end[1:] if before else end
         parts = [f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in rest]

@@ -76,8 +76,8 @@ class MedusaDrafter:
     block_bytes, reads_all = 0, False
 
     def __init__(self, folder: Path, target: Target, num_tokens: int):
-        """num_tokens: tokens to draft. Raises ConfigError or ModelFolderError if the heads do not fit the target, or
-        are fewer than these."""
+        """Load the heads in `folder`. num_tokens: tokens to draft per sequence. Raises ConfigError or ModelFolderError
+        if the heads do not fit the target, or if there are fewer than `num_tokens`."""
         raw, cfg = read_json(folder, "config.json"), target.config
         num_heads = raw.get("num_heads") or raw.get("medusa_num_heads") or 5
         num_layers = raw.get("num_hidden_layers") or raw.get("medusa_num_layers") or 1
