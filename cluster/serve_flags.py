@@ -83,7 +83,7 @@ NO_SERVER = ServerFlags()
 
 
 def http_options(server: ServerFlags) -> dict[str, Any]:
-    """Return the keys of Serve's `http_options` set by the flags."""
+    """Return the keys of Serve's `http_options` that the flags set, with their values."""
     options: dict[str, Any] = {"host": server.host, "port": server.port}
     for key in ("ssl_certfile", "ssl_keyfile"):
         file = getattr(server, key)
@@ -92,7 +92,7 @@ def http_options(server: ServerFlags) -> dict[str, Any]:
 
 
 def model_keys(model: ModelFlags, engine: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a model's section set by the flags, by path."""
+    """Return the values that the flags set in a model's section, by the path of the key."""
     names, template = model.served_model_name or [], model.chat_template
     keys: dict[str, Any] = {
         "name": names[0] if names else None,
@@ -109,7 +109,7 @@ def model_keys(model: ModelFlags, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def server_keys(server: ServerFlags, replicas: ReplicaFlags) -> dict[str, Any]:
-    """Return the keys of pools and ingress set by the flags, by path."""
+    """Return the values that the flags set in the sections of pools and ingress, by the path of the key."""
     keys: dict[str, Any] = {
         "decode.num_replicas": replicas.num_replicas,
         "decode.min_replicas": replicas.min_replicas,
@@ -128,7 +128,7 @@ def server_keys(server: ServerFlags, replicas: ReplicaFlags) -> dict[str, Any]:
 
 
 def set_keys(sets: list[str] | None) -> dict[str, Any]:
-    """Return the keys set by --set, by path; values are YAML. Raises InvalidParameter."""
+    """Return the values that --set sets, by the path of the key. Values are YAML. Raises InvalidParameter."""
     keys = {}
     for text in sets or ():
         key, equals, value = text.partition("=")
@@ -147,8 +147,8 @@ def _keys(flags: ModelFlags, replicas: ReplicaFlags, engine: EngineFlags, sets: 
 
 
 def keys_of(args: list[str]) -> dict[str, Any]:
-    """Return the keys set by flags of a model, its replicas and its engine, by path. Raises RequestError for an unknown
-    flag."""
+    """Return the values that flags of a model, its replicas and its engine set, by the path of the key. Raises
+    RequestError for an unknown flag."""
     command = typer.Typer(add_completion=False)
     command.command()(_keys)
     try:

@@ -53,7 +53,7 @@ async def _find(engine: EngineReplica, pool: RemotePool) -> EngineStatus | None:
 
 
 def mismatch(decode: EngineStatus, prefill: EngineStatus) -> str:
-    """Return a message that says how the fingerprints, lists of `name=value`, differ."""
+    """Return a message about the `name=value` parts in which two fingerprints differ."""
     theirs, ours = prefill.fingerprint.split(), decode.fingerprint.split()
     has = ", ".join(part for part in theirs if part not in ours) or "less"
     needs = ", ".join(part for part in ours if part not in theirs) or "nothing"

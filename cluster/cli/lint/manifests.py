@@ -131,7 +131,7 @@ class Service:
         self.groups = [Group(f"{self.name}, {name}", spec, maps) for name, spec in specs]
 
     def of_kind(self, kind: str) -> Iterator[Manifest]:
-        """Yield the manifests of a kind that are in the RayService's namespace or name none."""
+        """Yield the manifests of a kind that are in the RayService's namespace, or that specify no namespace."""
         namespace = self.metadata.get("namespace")
         for manifest in self._manifests:
             if manifest["kind"] == kind and manifest["metadata"].get("namespace", namespace) in (namespace, None):
