@@ -31,8 +31,8 @@ def rewritten(config: str) -> str:
 
     Ray's turns 502, 503 and 504 into a 500 of plain text. Requests that HAProxy cannot even parse are refused with a
     body that no configuration can change. While no application is named yet, 404 becomes 503: every HAProxy starts with
-    such a configuration, including one that replaces another after failed health checks. Until it knew the replicas, it
-    would answer 404, after which no client tries again.
+    such a configuration, including one that replaces another after failed health checks, and no client retries after a
+    404.
     """
     errors = "".join(f"    http-error {_answer(status, *error)}\n" for status, error in ERRORS.items())
     config = re.sub(r"(^ *errorfile .*\n)+", lambda _: errors, config, flags=re.MULTILINE)
