@@ -106,8 +106,8 @@ class InputBuilder:
         states: StateCache | None = None,
     ):
         """kv_caches, kv_scales: one per KV cache group. shape_for: returns the graph's shape for a step of (tokens,
-        sequences), or None if no graph fits. drafts: whether a drafter with weights runs after each step. It needs the
-        batch also where a graph computes the step."""
+        sequences), or None if no graph fits. drafts: whether a drafter with weights runs after each step. A batch is
+        then built also for steps that run as a graph."""
         self._device, self._shape_for, self._drafts, self._states = device, shape_for, drafts, states
         self._kv_caches, self._kv_scales = kv_caches, kv_scales
         self._block_size, self._max_model_len = kv_caches[0].shape[4], max_model_len

@@ -155,7 +155,7 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
 
 
 def _dtype(tensors: dict[str, Entry]) -> str:
-    """Return the dtype with the most bytes of matrices; bfloat16 if that type is in blocks."""
+    """Return the dtype that most of the file's matrices have, by bytes; bfloat16 if they are stored in blocks."""
     sizes: dict[str, int] = {}
     for entry in tensors.values():
         if len(entry.shape) > 1:

@@ -111,7 +111,8 @@ def encoder_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: floa
 
 
 def row_tiles(batch: Batch) -> Tensor:
-    """Return [tiles, 4] int64: first row and length of a sequence, first row in it and rows of the tile."""
+    """Return [tiles, 4] int64 for each tile: its sequence's first row and length, its first row in the sequence, its
+    rows."""
     starts = batch.query_start.tolist()
     lengths = [(start, end - start) for start, end in itertools.pairwise(starts)]
     tiles = [(a, n, row, min(TILE_ROWS, n - row)) for a, n in lengths for row in range(0, n, TILE_ROWS)]

@@ -107,9 +107,9 @@ def multiply_panel(bits: int, rows: int) -> Any:
     ) -> Any:  # fmt: skip
         """Compute out[r, o]: row min(r, last) of x times output o of the panel, over n groups of `size` inputs.
 
-        x: int8 [rows, n * size]; x_scale float32, x_sum int32: [rows, n], scale and sum of each group. panel: values
-        plus 8 or MIDDLE, [inputs / (4 * quads), 64, 4 * quads]; scale: float32 [n, 64]; zero: likewise, plus 8 for 4
-        bits, or a null pointer.
+        x: [rows, n * size] int8. x_scale, x_sum: [rows, n] float32 and int32, scale and sum of each group.
+        panel: [inputs / (4 * quads), 64, 4 * quads], values plus 8 (4 bits) or plus MIDDLE (8 bits).
+        scale, zero: [n, 64] float32; zero points are plus 8 for 4 bits, and `zero` is a null pointer if there are none.
         """
 
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
