@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 ENCODER_ACTIVATIONS = ("gelu",)
-WITH_KV = ("attention", "hybrid")  # of `block_types`
+WITH_KV = ("attention", "hybrid")  # the `block_types` that keep KV
 # Fields of config.json that change the output if they are set, and that only few families support.
 RARE = ("attn_logit_softcapping", "final_logit_softcapping")
 

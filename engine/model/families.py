@@ -342,7 +342,7 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-# The base models of encoders; each also comes with a head for pretraining, and with one that scores.
+# The base models of encoders; each also exists with a head for pretraining, and with a score head.
 BERT_FIELDS = {"hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
 BERT = Family("bert.BertModel", (), {**BERT_FIELDS, "first_position": 0}, encoder=True)
 ROBERTA = Family("bert.RobertaModel", (), {**BERT_FIELDS, "pad_token_id": 1}, encoder=True)
@@ -360,7 +360,7 @@ ENCODERS: dict[str, Family] = {
         encoder=True,
     ),
 }  # fmt: skip
-# What comes behind the hidden states: next tokens, a score, or nothing.
+# What is computed from the hidden states: next tokens, a score, or nothing.
 Head = Literal["lm", "score", "none"]
 HEADS: dict[str, Head] = {
     "LMHeadModel": "lm",
@@ -369,8 +369,8 @@ HEADS: dict[str, Head] = {
     "TextModel": "none",
     "Model": "none",
 }
-# Architectures that transformers' own code computes in tests/engine/model/transformers_backend, by the models that have
-# them; others that transformers knows may run as well.
+# Architectures that transformers' own code computes in tests/engine/model/transformers_backend, with models that have
+# them. Others that transformers knows may run as well.
 TRANSFORMERS: dict[str, str] = {
     "AfmoeForCausalLM": "Trinity",
     "ApertusForCausalLM": "Apertus",

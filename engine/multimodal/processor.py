@@ -205,7 +205,7 @@ FAMILIES = {
         placeholders=_gemma3,
         arguments=(),
         max_pixels=_tile,
-        options=lambda config: {"do_pan_and_scan": False},  # its crops would be further images
+        options=lambda config: {"do_pan_and_scan": False},  # pan and scan would add crops as further images
     ),
     "internvl": ImageFamily(
         marker="<IMG_CONTEXT>",

@@ -99,7 +99,7 @@ class Pooler:
         return vectors
 
     def _score(self, rows: list[PooledRows], vectors: Tensor) -> Tensor:
-        vectors = vectors.to(self._dtype)  # a mean is in float32
+        vectors = vectors.to(self._dtype)  # means are float32
         if self._config.head == "score":
             return self._model.scores(vectors).float()
         ids = copy_to([row.params.score_token_ids for row in rows], vectors.device)

@@ -23,7 +23,7 @@ from engine.runner.logits_processors import BatchEdits, LogitsEdits, RowEdits, T
 from engine.wire.messages import TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 
-DRAW_AHEAD = 32  # positions
+DRAW_AHEAD = 32  # positions to draw numbers for at a time
 MAX_SEEDS = 4096  # seeds whose numbers are kept, far more than there are running sequences
 WORDS_PER_COUNTER = 4  # words that the generator makes for one counter; only the first is used
 

@@ -91,7 +91,7 @@ def run_dummy_step(setup: RankSetup, model: Model, kv_scales: list[Tensor | None
         model(ids, batch)
         setup.device.event().wait()
         return
-    # both ways of drawing, since each has a kernel; top_p needs the most memory
+    # with and without filters, since each has a kernel; top_p needs the most memory
     samplings = [
         prepare_sampling(
             [SampledRow(0, 0, 0, row, SamplingParams(temperature=1.0, top_p=top_p)) for row in range(seqs)],

@@ -23,7 +23,7 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dty
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return [rotary_dim / 2] float32 on the CPU, radians per token. rotary_dim: rotated part of head_dim."""
-    if rope.type == "proportional":  # Gemma 4: whole heads by frequencies the last of which are 0
+    if rope.type == "proportional":  # Gemma 4 rotates whole heads, and sets the last frequencies to 0
         kept = int(head_dim * rope.partial_rotary_factor) // 2
         frequencies = inverse_frequencies(RopeConfig(theta=rope.theta), head_dim)
         return torch.cat((frequencies[:kept], torch.zeros_like(frequencies[kept:])))
@@ -38,7 +38,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return _llama3(1.0 / wavelengths, rope)
     if rope.type == "yarn":
         return _yarn(wavelengths, rope, rotary_dim)
-    if rope.type == "longrope":  # LongRoPE, arXiv:2402.13753: one factor for each wave
+    if rope.type == "longrope":  # LongRoPE, arXiv:2402.13753: one factor for each wavelength
         return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32, device="cpu") * wavelengths)
     return 1.0 / wavelengths
 

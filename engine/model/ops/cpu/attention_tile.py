@@ -132,7 +132,7 @@ def attend_tile(
         rows = rows_at_once(last - query)
         low = max(begins[query] - start, 0) // COLUMNS * COLUMNS
         high = padded(min(ends[query + rows - 1] - start, count))
-        if packed and (next_side != side or next_offset != key_offset):  # a part of what the next tile packs
+        if packed and (next_side != side or next_offset != key_offset):  # prefetch a part of the next tile
             part = (query - first_query) // ROWS * PART_TOKENS % TILE_TOKENS
             prefetch(as_i64(next_keys + 8 * part), PART_TOKENS, next_offset, size * head_dim)
             prefetch(as_i64(next_values + 8 * part), PART_TOKENS, next_offset, size * head_dim)
@@ -153,7 +153,7 @@ def attend_tile(
                 if softcap > np.float32(0.0):
                     factor = LOG2_E
                     for t in range(high - low):
-                        power = exp(scores[t] * (np.float32(2.0) * scale / softcap))  # for the tanh
+                        power = exp(scores[t] * (np.float32(2.0) * scale / softcap))  # e ** 2x, from which tanh follows
                         scores[t] = softcap - np.float32(2.0) * softcap / (power + np.float32(1.0))
                 for t in range(min(begins[query + r] - start, high) - low):
                     scores[t] = LOWEST

@@ -19,8 +19,8 @@ PANEL = VECTORS * LANES
 AHEAD = 4096  # distance of prefetches, in bytes: hardware prefetchers do not look past the end of a page
 QUAD = 4  # adjacent inputs of one output, which one instruction multiplies and adds
 I8, I16 = ir.IntType(8), ir.IntType(16)
-BYTES, WORDS = ir.VectorType(I8, 32), ir.VectorType(I16, 16)  # in a register of AVX2
-PAIRED = 32  # inputs whose products with weights of four bits can be added up in 16 bits, two by two: 15 * 127 * 32 / 2
+BYTES, WORDS = ir.VectorType(I8, 32), ir.VectorType(I16, 16)  # the contents of an AVX2 register
+PAIRED = 32  # inputs whose products with 4-bit weights can be added up in 16 bits, two by two: 15 * 127 * 32 / 2
 U8P, I8P, I32P = (types.CPointer(kind) for kind in (types.uint8, types.int8, types.int32))
 
 
@@ -98,7 +98,7 @@ def load_vector(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, kind:
 
 def multiply_panel(bits: int, rows: int) -> Any:
     """Return an intrinsic that multiplies `rows` rows of int8 inputs with a panel of weights of 8 or 4 `bits`."""
-    step_vectors = 1 if has_avx2 and rows > 1 else VECTORS  # whose sums stay in registers
+    step_vectors = 1 if has_avx2 and rows > 1 else VECTORS  # as many as have their sums in registers
 
     @intrinsic
     def multiply(
@@ -162,7 +162,7 @@ def add_up(
     builder: ir.IRBuilder, bits: int, rows: list[ir.Value], panel: ir.Value, vectors: range, size: ir.Value
 ) -> list[list[ir.Value]]:
     """Generate code for sums over a group of inputs: 16 int32 per row and vector, in memory that becomes registers."""
-    quads = 8 // bits  # of inputs in a word
+    quads = 8 // bits  # quads of inputs in a word
     dots = [[cgutils.alloca_once(builder, VI32) for _ in vectors] for _ in rows]
     for dot in itertools.chain(*dots):
         builder.store(ir.Constant(VI32, [0] * LANES), dot)

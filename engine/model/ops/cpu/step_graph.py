@@ -16,7 +16,10 @@ from engine.model.ops.cpu.graph import RUN_ALL, Graph
 logger = logging.getLogger(__name__)
 
 RECORDED = 1, 2, 2, 1  # tokens of each sequence in the step that is recorded
-REPLAYED = 2, 1  # tokens of each sequence in the step that checks the replay; no more than recorded, for memory's sake
+REPLAYED = (
+    2,
+    1,
+)  # tokens of each sequence in the step that checks the replay; fewer, since memory may lack room for more
 
 Forward = Callable[[Tensor, Batch], Tensor]
 

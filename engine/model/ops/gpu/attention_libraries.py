@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_ERROR = 0.02  # root mean square, relative to the oracle's; bfloat16 gives 0.005
 EDGE = 16.0  # factor on V at the border of a window, so that being off by one is a large error
-WORKSPACE_BYTES = 256 << 20  # FlashInfer's partial results; it counts in zeros at the front and leaves zeros there
+WORKSPACE_BYTES = 256 << 20  # FlashInfer's partial results, after counters that must be 0 and that it leaves at 0
 COUNTER_BYTES = 4 << 20  # for trtllm-gen, 4 per query head and sequence; if not given, each launch fills new ones
 TIMED = ((8192,), (1024,) * 64, (32768,) + (1024,) * 63)  # lengths of sequences in the batches that are timed
 TIMED_CACHE_BYTES = 128 << 20  # exceeds any GPU's cache; the sequences of a batch that needs more share blocks
@@ -282,7 +282,7 @@ def small_batch(
                 cache[blocks[position // shape.block_size], :, 1, :, position % shape.block_size] *= EDGE
     single, chunks = split(counts, list(kv_lens))
     batch = Batch(
-        positions=torch.empty(0, device=device),  # only for writing
+        positions=torch.empty(0, device=device),  # used only where KV is written
         slot_mapping=torch.empty(0, device=device),
         query_start=torch.tensor([0, *counts], device=device).cumsum(0).int(),
         kv_len=torch.tensor(kv_lens, dtype=torch.int32, device=device),

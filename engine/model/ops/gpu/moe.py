@@ -25,7 +25,7 @@ BLOCK_K_BYTES = 128
 WHOLE_ROW = 1 << 30  # group size if all inputs share one scale
 
 
-@triton.jit(do_not_specialize=["num_tiles", "pairs_per_row"])  # both follow the number of tokens
+@triton.jit(do_not_specialize=["num_tiles", "pairs_per_row"])  # both change with the number of tokens
 def grouped_kernel(
     x, weight, scales, offsets, bias, out, order, tiles, num_tiles, size_n, size_k, groups, stride_x, pairs_per_row,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr,

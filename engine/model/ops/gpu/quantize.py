@@ -14,7 +14,7 @@ SCALED_COLUMNS = 1024
 ROUNDS = 12582912.0  # 1.5 * 2^23: floats of this size are integers, so adding it rounds to the nearest, ties to even
 
 
-@triton.jit(do_not_specialize=["rows", "scale_stride", "group_stride"])  # they follow the number of tokens
+@triton.jit(do_not_specialize=["rows", "scale_stride", "group_stride"])  # they change with the number of tokens
 def quantize_kernel(
     x, values, scale, rows, stride, groups, largest, scale_stride, group_stride,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, INTEGER: tl.constexpr, ROUNDS: tl.constexpr,

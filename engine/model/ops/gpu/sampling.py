@@ -55,8 +55,8 @@ def find_key(
 ):  # fmt: skip
     """Return the largest key above `low` at which the tokens at or above it together reach the goal (with STRICT:
     exceed it); `low` if there is none. Each pass over the row tries three keys and leaves a quarter of the range."""
-    below = tl.cast(low, tl.int64)  # reaches the goal
-    above = tl.cast(sort_key(best), tl.int64) + 1  # does not: nothing is there
+    below = tl.cast(low, tl.int64)  # a key at which the goal is reached
+    above = tl.cast(sort_key(best), tl.int64) + 1  # a key at which it is not, since no token has it
     while above - below > 1:
         step = tl.maximum((above - below) // 4, 1)
         a, b, c = below + step, below + 2 * step, below + 3 * step
@@ -221,7 +221,7 @@ def draw_any_kernel(logits, tokens, uniform, vocab, stride, BLOCK: tl.constexpr)
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     top = tl.full([BLOCK], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK], tl.float32)  # of weights relative to `top`
+    sums = tl.zeros([BLOCK], tl.float32)  # sums of weights relative to `top`
     for first in range(0, vocab, BLOCK):
         i = first + tl.arange(0, BLOCK)
         x = tl.load(logits + i, mask=i < vocab, other=float("-inf"))
@@ -234,7 +234,7 @@ def draw_any_kernel(logits, tokens, uniform, vocab, stride, BLOCK: tl.constexpr)
     target = tl.load(uniform + row) * tl.sum(sums * tl.exp(top - best), 0)
 
     first = tl.zeros([], tl.int32)
-    start = tl.zeros([], tl.int32)  # of the block of the token: the last one with weights that was looked at
+    start = tl.zeros([], tl.int32)  # start of the token's block: the last block read that has weights above 0
     before = tl.zeros([], tl.float32)
     seen = tl.zeros([], tl.float32)
     while first < vocab:
