@@ -122,8 +122,8 @@ class IngressSection(Section):
     max_waiting_tokens: int = Field(default=2**22, ge=1)  #: prompt tokens of these sequences; else 429
     api_keys_file: str | None = Field(
         default=None, min_length=1
-    )  #: on every node with an ingress; without any key every client is admitted
-    api_keys: list[str] = Field(default=[])  #: further keys, as lines of that file (`manta hash-key`)
+    )  #: file of keys, on every node with an ingress; without keys every client is admitted
+    api_keys: list[str] = Field(default=[])  #: more keys, in the form of that file's lines (`manta hash-key`)
     console: bool = True  #: serve the page at `/` (docs/console.md)
     console_texts: bool = False
     """Show prompts and outputs of requests on that page, and in `manta explain`, to everyone who has a key."""
@@ -187,7 +187,7 @@ class SloSection(Section):
 
 
 class ModelSection(Section):
-    """One model that is served."""
+    """One served model."""
 
     name: str = Field(min_length=1)  #: name that clients send as `model`
     aliases: list[str] = Field(default=[])  #: further names that they may send
@@ -203,13 +203,13 @@ class ModelSection(Section):
         default={}
     )  #: default sampling parameters: `{"temperature": 0.6}`
     tool_call_parser: ToolCallParserName = "auto"  #: `auto` infers it from the chat template (docs/tool_calls.md)
-    reasoning_parser: ReasoningParserName = "auto"  #: likewise
-    engine: EngineSection = EngineSection()  # type: ignore[valid-type]  #: of all pools (EngineConfig)
+    reasoning_parser: ReasoningParserName = "auto"  #: `auto` infers it likewise
+    engine: EngineSection = EngineSection()  # type: ignore[valid-type]  #: engine options of all pools (EngineConfig)
     decode: PoolSection = PoolSection()  #: replicas that answer requests
     prefill: PoolSection | None = None  #: replicas that only compute prompts for them
     encode: PoolSection | None = None  #: replicas that only encode images for both (docs/images.md)
-    handoff: HandoffSection | None = None  # type: ignore[valid-type]  #: how KV gets across (docs/handoff.md)
-    slo: SloSection = SloSection()  #: `ttft_ms` and `itl_ms`, which autoscaling is to meet (docs/autoscaling.md)
+    handoff: HandoffSection | None = None  # type: ignore[valid-type]  #: options of handoffs (docs/handoff.md)
+    slo: SloSection = SloSection()  #: latency targets of autoscaling: `ttft_ms`, `itl_ms` (docs/autoscaling.md)
     sdc_check_every: int | None = Field(default=None, ge=1)
     """Recompute one in this many answers on another replica while all are idle, to detect silent data corruption; for
     example 1000 (docs/sdc_check.md)."""
@@ -351,7 +351,7 @@ class AppConfig(Section):
     models: list[ModelSection] = Field(min_length=1)  #: models, each with its pools
     ingress: IngressSection = IngressSection()  #: the HTTP API
     log_format: LogFormat = "text"  #: `json` writes one object per line
-    log_level: LogLevel = "info"  #: `debug` also shows each step of every request's life
+    log_level: LogLevel = "info"  #: `debug` also logs each stage of every request
     tracing: TracingSection | None = None  #: OpenTelemetry, which needs the extra `otel`
 
     @property

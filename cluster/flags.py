@@ -24,21 +24,21 @@ NAMES = {  # vLLM's, where the field has another name, and shorter ones
     "speculative": ("--speculative-config",),
 }
 
-ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
-ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
+ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a model folder, a GGUF file, or a Hub id.")]
+ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")]
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
     """Refuse a path that cannot be written, before the measurement that it is to report."""
     if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"{path.parent} is no folder")
+        raise typer.BadParameter(f"{path.parent} is not a folder")
     return path
 
 
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(dir_okay=False, callback=_in_a_folder, help="Also write a report with charts, in one file."),
+    typer.Option(dir_okay=False, callback=_in_a_folder, help="Also write a report with charts to this file."),
 ]
 EngineFlags = Annotated[dict[str, Any], EngineConfig]
 """Type of a command's parameter for the fields of EngineConfig that are flags."""

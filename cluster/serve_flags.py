@@ -26,8 +26,8 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Any key of the configuration, for instance handoff.policy=always, prefill.num_cpus=2 or "
-        "ingress.num_replicas=2. May be given more than once.",
+        help="Set any key of the configuration, for instance handoff.policy=always, prefill.num_cpus=2 or "
+        "ingress.num_replicas=2. Repeatable.",
     ),
 ]
 
@@ -36,33 +36,39 @@ SetOption = Annotated[
 class ModelFlags:
     PANEL: ClassVar = "API"
     served_model_name: list[str] | None = flag(  # noqa: RUF009  the default is None
-        None, "What clients send as `model`; may be given more than once. Default: MODEL's last part."
+        None, "Name that clients send as `model`. Repeatable. Default: the last part of MODEL."
     )
     revision: str | None = flag(None, "Branch, tag or commit of a Hub id.")
-    chat_template: str | None = flag(None, "A file of Jinja. Default: the model's own.")
-    default_chat_template_kwargs: str | None = flag(None, "Variables of it: '{\"enable_thinking\": false}'.")
-    generation_config: str | None = flag(None, "Defaults of sampling: auto, vllm (none), or a folder.")
-    override_generation_config: str | None = flag(None, "Single ones: '{\"temperature\": 0.6}'.")
-    tool_call_parser: str | None = flag(None, "Default: inferred from the chat template.")
-    reasoning_parser: str | None = flag(None, "Default: inferred from the chat template.")
+    chat_template: str | None = flag(None, "File with a Jinja chat template. Default: the model's own.")
+    default_chat_template_kwargs: str | None = flag(
+        None, "Variables of the chat template: '{\"enable_thinking\": false}'."
+    )
+    generation_config: str | None = flag(
+        None, "Source of the sampling defaults: auto (the model's), vllm (none), or a folder."
+    )
+    override_generation_config: str | None = flag(
+        None, "Sampling defaults that replace those: '{\"temperature\": 0.6}'."
+    )
+    tool_call_parser: str | None = flag(None, "Format of tool calls. Default: inferred from the chat template.")
+    reasoning_parser: str | None = flag(None, "Format of reasoning. Default: inferred from the chat template.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFlags:
     PANEL: ClassVar = "API"
-    host: str | None = flag(None, "0.0.0.0 listens on all interfaces.", show_default=HOST)
-    port: int | None = flag(None, "", min=1, max=65535, show_default=str(PORT))
-    api_keys_file: str | None = flag(None, "Clients that are admitted; see `manta hash-key`. Default: all.")
+    host: str | None = flag(None, "Address to listen on; 0.0.0.0 for all interfaces.", show_default=HOST)
+    port: int | None = flag(None, "Port to listen on.", min=1, max=65535, show_default=str(PORT))
+    api_keys_file: str | None = flag(None, "File of API keys; see `manta hash-key`. Default: every client is admitted.")
     api_key: list[str] | None = flag(  # noqa: RUF009  the default is None
-        None, "A key that may come in; only its hash is kept.", envvar=API_KEY_VARIABLES
+        None, "API key to accept; only its hash is kept. Repeatable.", envvar=API_KEY_VARIABLES
     )
-    ssl_certfile: str | None = flag(None, "HTTPS with this certificate (PEM).")
-    ssl_keyfile: str | None = flag(None, "Its private key.")
-    allowed_origins: str | None = flag(
-        None, "Web pages that may send requests from browsers: '[\"https://a.example\"]'."
+    ssl_certfile: str | None = flag(None, "Serve HTTPS with this certificate (PEM file).")
+    ssl_keyfile: str | None = flag(None, "Private key of the certificate (PEM file).")
+    allowed_origins: str | None = flag(None, "Origins of web pages that may send requests: '[\"https://a.example\"]'.")
+    root_path: str | None = flag(None, "Prefix that a proxy in front adds to all paths, such as /llm.")
+    log_level: Literal["debug", "info", "warning", "error"] | None = flag(
+        None, "Least severe messages to log.", show_default="info"
     )
-    root_path: str | None = flag(None, "Prefix of all paths at a proxy in front, such as /llm.")
-    log_level: Literal["debug", "info", "warning", "error"] | None = flag(None, "", show_default="info")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +77,12 @@ class ReplicaFlags:
     num_replicas: int | None = flag(
         None, "Replicas that answer requests.", "--num-replicas", "--decode-replicas", show_default="1"
     )
-    max_replicas: int | None = flag(None, "Instead of a fixed number: load decides (docs/autoscaling.md).")
-    min_replicas: int | None = flag(None, "With --max-replicas.", show_default="1")
-    prefill_replicas: int | None = flag(None, "Replicas that only compute prompts for the others (docs/handoff.md).")
+    max_replicas: int | None = flag(None, "Scale with the load up to this number (docs/autoscaling.md).")
+    min_replicas: int | None = flag(None, "Minimum number of replicas with --max-replicas.", show_default="1")
+    prefill_replicas: int | None = flag(None, "Replicas that only compute prompts (docs/handoff.md).")
     num_cpus: float | None = flag(None, "CPUs of each rank of a replica.", show_default="1")
-    num_gpus: float | None = flag(None, "GPUs of each rank; at most 1.", show_default="0")
-    accelerator_type: str | None = flag(None, "GPU that a rank needs, as Ray names it: L4, H100.")
+    num_gpus: float | None = flag(None, "GPUs of each rank, at most 1; 0 means a CPU.", show_default="0")
+    accelerator_type: str | None = flag(None, "GPU type that each rank needs, by Ray's name: L4, H100.")
 
 
 NO_SERVER = ServerFlags()

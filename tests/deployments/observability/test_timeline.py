@@ -118,7 +118,7 @@ def test_unknown_request_is_not_found_and_without_a_key_nothing_is_told(tmp_path
             assert (await api.client.get("/debug/requests/cmpl-x")).status_code == 401
             answer = await api.client.get("/debug/requests/cmpl-x", headers={"Authorization": "Bearer sk-1"})
             assert answer.status_code == 404
-            assert answer.json()["error"]["message"].startswith("nothing is known of a request 'cmpl-x'")
+            assert answer.json()["error"]["message"].startswith("request 'cmpl-x' is unknown")
 
     run(scenario())
 

@@ -117,7 +117,9 @@ def test_rank_0_names_the_ranks_that_did_not_come():
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(TPGroup.connect, 2, 4, first.address, LIMIT_S, device="cpu")
         first._open_store().wait(["exchange/1/2"])
-        with pytest.raises(RendezvousTimeout, match=r"ranks 1, 3 of 4 did not come within 0 s") as raised:
+        with pytest.raises(
+            RendezvousTimeout, match=r"ranks 1, 3 of 4 did not join the rendezvous within 0 s"
+        ) as raised:
             first.join(0.0)
         assert raised.value.args[0] == [1, 3]
         with pytest.raises(StartupError, match="1, 3"):  # because rank 0 said so

@@ -58,7 +58,7 @@ def test_explanation_for_people_says_what_was_waited_for_and_what_happened_when(
 
 def test_request_that_nobody_knows_is_told_so(server):
     result = CliRunner().invoke(app, ["explain", "never/sent?", "--url", server.url])
-    assert str(result.exception).startswith("nothing is known of a request 'never/sent?'")
+    assert str(result.exception).startswith("request 'never/sent?' is unknown")
 
 
 def test_chat_gets_the_same_answer_as_the_official_client(server, client):
