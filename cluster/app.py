@@ -95,7 +95,7 @@ def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:
             try:
                 AppConfig.of(application)
             except ConfigError as error:
-                logger.warning("%s. Without it Serve counts open requests and ignores `slo`", error)
+                logger.warning("%s. Without it, Serve scales by open requests and ignores `slo`", error)
 
 
 def ingress(

@@ -94,9 +94,9 @@ class PoolSection(Section):
         if low is not None and (high is None or high < low):
             raise ConfigError(f"{path}.max_replicas", high, f"at least min_replicas ({low})")
         if high is not None and "num_replicas" in self.model_fields_set:
-            raise ConfigError(f"{path}.num_replicas", self.num_replicas, "left out where max_replicas is given")
+            raise ConfigError(f"{path}.num_replicas", self.num_replicas, "left out if max_replicas is given")
         if not self.num_cpus and not self.num_gpus:
-            raise ConfigError(f"{path}.num_cpus", 0, "above 0 where num_gpus is 0")
+            raise ConfigError(f"{path}.num_cpus", 0, "above 0 if num_gpus is 0")
         try:
             self.routing_config()
         except ConfigError as error:
@@ -237,7 +237,7 @@ class ModelSection(Section):
     def check(self, path: str) -> None:
         """Raise ConfigError for contradictory keys. path: position of this section."""
         if self.handoff is not None and len(self.pools) == 1:
-            raise ConfigError(f"{path}.prefill", None, "given, or `encode`, where there is a `handoff` section")
+            raise ConfigError(f"{path}.prefill", None, "given, or `encode`, if there is a `handoff` section")
         for role, pool in self.pools.items():
             pool.check(f"{path}.{role}")
             try:
@@ -255,7 +255,7 @@ class ModelSection(Section):
                 raise ConfigError(f"{path}.sdc_check_every", self.sdc_check_every, limit)
         sizes = {role: self.engine_config(role).block_size for role in self.pools}
         if len(set(sizes.values())) > 1:
-            limit = f"that of the decode pool ({sizes['decode']}), since blocks travel as they are"
+            limit = f"that of the decode pool ({sizes['decode']}), because blocks are transferred unchanged"
             role = next(role for role, size in sizes.items() if size != sizes["decode"])
             raise ConfigError(f"{path}.{self._section(role, 'block_size')}block_size", sizes[role], limit)
 
@@ -263,15 +263,17 @@ class ModelSection(Section):
         assert self.encode is not None
         encode, decode = self.engine_config("encode"), self.engine_config()
         if encode.tensor_parallel != 1:
-            limit = "1: every rank would encode all images"
+            limit = "1, because every rank would encode all images"
             raise ConfigError(f"{path}.encode.engine.tensor_parallel", encode.tensor_parallel, limit)
         if not self.encode.bounds[0]:
-            limit = "at least 1: other engines encode images while there is none, so nothing would start one"
+            limit = (
+                "at least 1: nothing would start a replica, because other engines then encode the images"
+            )
             raise ConfigError(f"{path}.encode.min_replicas", 0, limit)
         for key in ALIKE:
             value, wanted = getattr(encode, key), getattr(decode, key)
             if value != wanted:
-                limit = f"that of the decode pool ({wanted}), or no image could come from there"
+                limit = f"that of the decode pool ({wanted}), or it would accept no image from there"
                 raise ConfigError(f"{path}.{self._section('encode', key)}{key}", value, limit)
 
     def engine_config(self, role: Role = "decode") -> EngineConfig:

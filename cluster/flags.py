@@ -128,5 +128,5 @@ def json_object(text: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise typer.BadParameter(f"{text!r} is no JSON object")
+        raise typer.BadParameter(f"{text!r} is not a JSON object")
     return value

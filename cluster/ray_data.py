@@ -95,7 +95,7 @@ def build_processor(
     try:
         import ray.data  # noqa: F401
     except ImportError as error:
-        raise StartupError(f"Ray Data needs more ({error}): pip install 'manta-serve[data]'") from None
+        raise StartupError(f"Ray Data needs more packages ({error}): pip install 'manta-serve[data]'") from None
     _engine_options(config)
     return Processor(config, preprocess, postprocess)
 
@@ -107,7 +107,7 @@ def _engine_options(config: ProcessorConfig) -> dict[str, Any]:
     keys = engine_keys({name: given.pop(name) for name in given.keys() - fields}, "engine_kwargs")
     options = {**keys.pop("engine", {}), **given}
     for name, value in keys.items():
-        raise ConfigError(f"engine_kwargs.{name}", value, "an option of an engine without a server")
+        raise ConfigError(f"engine_kwargs.{name}", value, "an engine option that needs no server")
     EngineConfig(model=config.model_source, **options)
     return options
 

@@ -107,7 +107,7 @@ def _model(given: Any, path: str, variables: dict[str, str] | None) -> dict[str,
     config = _config(given, path)
     _check_keys(config, MODEL, f"{path}.")
     if config.get("llm_engine", "vLLM") != "vLLM":
-        raise ConfigError(f"{path}.llm_engine", config["llm_engine"], "vLLM, or left out: the engine is Manta's own")
+        raise ConfigError(f"{path}.llm_engine", config["llm_engine"], "vLLM, or left out: Manta uses its own engine")
     _refuse(config, "lora_config", path, "there are no LoRA adapters: merge the adapter into the weights")
     _refuse(config, "server_cls", path, "the engine is Manta's own")
     _refuse(config, "callback_config", path, "no code of others is run in engines")

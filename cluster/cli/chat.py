@@ -105,7 +105,7 @@ def chat(url: str, model: str | None, system: str | None, api_key: str | None, o
         try:
             names = runner.run(client.models())
             if model is None and not names:
-                raise RequestError(f"{client.base_url} does not say what it serves; name a model with --model", "model")
+                raise RequestError(f"{client.base_url} does not list its models; give --model", "model")
             conversation = Conversation(client, model or names[0], options, system)
             if sys.stdin.isatty():
                 _converse(runner, conversation)
@@ -130,7 +130,7 @@ def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
         import readline  # noqa: F401  gives `input` a history and editing
 
     console = Console(highlight=False, markup=False, emoji=False)
-    console.print(f"{conversation.model} at {conversation.client.base_url}; /help tells more", style="dim")
+    console.print(f"{conversation.model} at {conversation.client.base_url}; /help lists commands", style="dim")
     while True:
         try:
             line = _read()
@@ -182,4 +182,4 @@ def _command(line: str, conversation: Conversation, console: Console) -> None:
         case "/help":
             console.print(COMMANDS, style="dim")
         case _:
-            console.print(f"there is no {printable(name)}\n{COMMANDS}", style="dim")
+            console.print(f"unknown command {printable(name)}\n{COMMANDS}", style="dim")

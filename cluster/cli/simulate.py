@@ -23,16 +23,16 @@ if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch
 def simulate(
     options: SimulationOptions,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Search the fewest GPUs that are good enough, and the split of two pools.")
+        bool, typer.Option("--plan", help="Find the fewest GPUs that meet the limits, with one pool or two.")
     ] = False,
     max_gpus: Annotated[int, typer.Option(min=1, help="GPUs that --plan may use.")] = 256,
     as_json: JsonOption = False,
     html: HtmlOption = None,
 ) -> None:
-    """Run traffic on a cluster that exists only on paper: how many replicas, and which split, does it take?
+    """Run traffic on a simulated cluster, to find how many replicas it needs and how to split them into pools.
 
-    The schedulers, block pools, routers and the autoscaler are the real ones; what a step of an engine takes is
-    computed from data sheets, or measured once (--cost). How far off that is: docs/simulator.md.
+    The schedulers, block pools, routers and the autoscaler are the real ones. The time of a step is computed from data
+    sheets, or measured once (--cost). docs/simulator.md states the errors.
 
     Examples:
 
@@ -50,7 +50,7 @@ def simulate(
 
     if plan:
         if html is not None:
-            raise InvalidParameter("--html", str(html), "left out with --plan, which has no one run to show")
+            raise InvalidParameter("--html", str(html), "left out with --plan, which has no single run to show")
         check_plan(options, max_gpus)
     traffic = find_trace(options)
     spec = make_cluster(options, traffic)

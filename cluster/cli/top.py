@@ -53,7 +53,7 @@ async def _states(client: OpenAIClient) -> AsyncGenerator[ClusterState]:
             try:
                 yield msgspec.json.decode(event, type=ClusterState)
             except msgspec.DecodeError as error:
-                raise RequestError(f"the server sends states of another version: {error}") from error
+                raise RequestError(f"the server has another version of Manta: {error}") from error
 
 
 def view(state: ClusterState, before: ClusterState | None) -> RenderableType:

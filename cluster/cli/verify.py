@@ -93,7 +93,7 @@ class Recomputation(LiveSource):
         log = DeltaLog()
         for choice, request in enumerate(request for requests in prompts for request in requests):
             if request.params.seed is None and not request.params.greedy:
-                raise InvalidParameter("seed", None, "given, or temperature 0: tokens were drawn by chance")
+                raise InvalidParameter("seed", None, "given, or temperature 0: the tokens were sampled at random")
             text = TextStream(request.params, context.tokenizer)
             with closing(self._llm.deltas(msgspec.structs.replace(request, timeout_s=None))) as deltas:
                 for delta in deltas:
@@ -108,7 +108,9 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
     """Recompute an answer and compare it. model: as for `manta serve`. Raises OSError, or ServingError if it cannot be
     recomputed."""
     answer, request = _read(answer_file), _read(request_file)
-    incomplete = RequestError(f"{answer_file} is no whole answer of {' or '.join(ROUTES)} with a system_fingerprint")
+    incomplete = RequestError(
+        f"{answer_file} is not a full answer of {' or '.join(ROUTES)} with a system_fingerprint"
+    )
     try:
         msgspec.convert(answer, Answer)
     except msgspec.ValidationError:
@@ -126,7 +128,7 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
         again = asyncio.run(_compute(route, request, served, RequestContext("", 0, "", source=Recomputation(llm))))
     prompts = zip(_prompts(answer), _prompts(again), strict=False)
     if len(answer["choices"]) != len(again["choices"]) or any(one not in (None, other) for one, other in prompts):
-        raise RequestError(f"{request_file} is not what was answered: it has another prompt, or `n`")
+        raise RequestError(f"{request_file} does not belong to the answer: its prompt or `n` differs")
     try:
         return Verdict([], differences(answer, again, tokenizer), _compared(answer))
     except (AttributeError, KeyError, TypeError):  # a part of a choice is malformed
@@ -262,5 +264,5 @@ def _read(path: Path) -> Json:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise RequestError(f"{path} is no JSON object")
+        raise RequestError(f"{path} is not a JSON object")
     return value

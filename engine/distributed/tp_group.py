@@ -310,7 +310,7 @@ class ConnectedGroup(TPGroup):
         """Return whether no rank reports a problem with shared memory. problem: this rank's, or ""."""
         problems = [text for text in self.exchange(problem) if text]
         if problems:
-            logger.warning("ranks on one machine do without shared memory, which cannot be had: %s", problems[0])
+            logger.warning("ranks on one machine use no shared memory, because it is unavailable: %s", problems[0])
         return not problems
 
     def _share_memory(self, pids: list[int]) -> SharedMemory | None:

@@ -181,7 +181,7 @@ def test_images_of_prefill_and_decode_engines_are_encoded_by_an_encode_pool():
         ({"models": [{**MODEL, "decode": {"min_replicas": 2}}]}, ["models[0].decode.max_replicas"]),
         (
             {"models": [{**MODEL, "prefill": {"num_replicas": 2, "max_replicas": 3}}]},
-            ["models[0].prefill.num_replicas", "left out where max_replicas is given", "2"],
+            ["models[0].prefill.num_replicas", "left out if max_replicas is given", "2"],
         ),
         ({"models": [{**MODEL, "slo": {"itl_ms": 0}}]}, ["models[0].slo.itl_ms", "greater than 0"]),
         ({"models": [{**MODEL, "slo": {"tpot_ms": 10}}]}, ["models[0].slo.tpot_ms", "itl_ms"]),

@@ -23,10 +23,10 @@ def offline(
     model: ModelOption = "pocket",
     as_json: JsonOption = False,
 ) -> None:
-    """Throughput and latency of the engine alone, in this process.
+    """Measure throughput and latency of the engine alone, in this process.
 
-    Greedy, and always to the full length. With --requests 1 the two latencies are those of a single stream; with more,
-    requests wait for one another.
+    Answers are greedy and have the full length. With --requests 1 the latencies are those of a single stream; with
+    more, they include waiting for other requests.
 
     Example: manta bench offline --requests 1 --output-len 128
     """
@@ -47,23 +47,21 @@ def offline(
 @with_flags
 def serve(
     load: ServeLoad,
-    base_url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Default: the first of /v1/models.")] = None,
+    base_url: Annotated[str, typer.Option(help="Address of any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Name of the model. Default: the first of /v1/models.")] = None,
     api_key: ApiKeyOption = None,
     goodput: Annotated[
         str | None,
-        typer.Option(
-            help='Count requests that are fast enough, in ms: "ttft:200 tpot:50 e2el:5000", or some of these.'
-        ),
+        typer.Option(help='Count requests within these limits, in ms: "ttft:200 tpot:50 e2el:5000", or some of them.'),
     ] = None,
     timeout_s: Annotated[float, typer.Option(min=0.001, help="Time limit of one request.")] = 600.0,
     as_json: JsonOption = False,
     html: HtmlOption = None,
 ) -> None:
-    """Load on a server, and its latencies: any that speaks OpenAI's API.
+    """Send load to a server with OpenAI's API, and measure its latencies.
 
     TTFT is the time to the first chunk with text, ITL the time between chunks, TPOT the time per token after the
-    first, E2EL the time to the end. Tokens are those in the server's usage. The exit code is 1 if any request failed.
+    first, E2EL the time to the end. Token counts come from the server's usage. Exit code 1 if any request failed.
 
     Example: manta bench serve --request-rate 8 --num-prompts 200 --goodput "ttft:500 tpot:50"
     """

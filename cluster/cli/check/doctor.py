@@ -131,7 +131,7 @@ def check_compiler() -> Finding:
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if found is None:
         advice = "Install gcc and the headers of the C library (Debian: gcc libc6-dev), or name another in CC"
-        return Finding("problem", "C compiler", "none is found, and Triton's kernels need one", advice)
+        return Finding("problem", "C compiler", "not found, but Triton's kernels need one", advice)
     return Finding("ok", "C compiler", found)
 
 

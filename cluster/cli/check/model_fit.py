@@ -45,7 +45,7 @@ def check_placement(model: ModelSection, role: Role, nodes: Sequence[Node]) -> F
     if problem is None:
         return Finding("ok", topic, "a replica fits the cluster")
     if can_grow(nodes):
-        return Finding("warning", topic, problem, "It will wait for the autoscaler to add a node")
+        return Finding("warning", topic, problem, "The replica waits until the autoscaler adds a node")
     return Finding("problem", topic, problem, f"Lower num_cpus, num_gpus or tensor_parallel of `{role}`, or add a node")
 
 
@@ -87,7 +87,7 @@ def check_kv_cache(
         free, less = kv_cache.free_host_bytes() // engine.tensor_parallel - weights, ""
     if free <= 0:
         message = f"the weights ({weights / GIB:.2f} GiB per rank) do not fit into memory"
-        return Finding("problem", topic, message, "Raise tensor_parallel, or take a smaller model")
+        return Finding("problem", topic, message, "Raise tensor_parallel, or use a smaller model")
     device, tp = torch.device("cuda" if on_gpu else "cpu"), TPGroup(0, engine.tensor_parallel)
     size = engine.known_block_size
     try:
@@ -105,7 +105,9 @@ def check_kv_cache(
         less += f", beside {snapshots} snapshots of states ({states / GIB:.2f} GiB)"
     message = f"KV cache for {tokens:,} tokens{less}: {tokens / longest:.1f} requests of max_model_len {longest:,}"
     if longest < (engine.max_model_len or shape.max_position_embeddings):
-        return Finding("warning", topic, message, "The context is cut to what fits; raise kv_cache_memory_gib for more")
+        return Finding(
+            "warning", topic, message, "The context is cut to fit; raise kv_cache_memory_gib for more"
+        )
     return Finding("ok", topic, message)
 
 

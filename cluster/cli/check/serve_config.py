@@ -74,7 +74,7 @@ def address_of(serve_config: Mapping[str, Any]) -> tuple[str, int]:
     _check_keys(http, HTTP_KEYS, "http_options.")
     host, port = http.get("host", HOST), http.get("port", PORT)
     if not isinstance(host, str):
-        raise ConfigError("http_options.host", host, "a text, as 127.0.0.1")
+        raise ConfigError("http_options.host", host, "a string, for instance 127.0.0.1")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
         raise ConfigError("http_options.port", port, "a port between 1 and 65535")
     _check_certificate(http)
@@ -95,7 +95,7 @@ def _check_certificate(http: Mapping[str, Any]) -> None:
         raise ConfigError("http_options.ssl_keyfile", files["ssl_keyfile"], limit) from None
     for key in ("ssl_keyfile_password", "ssl_ca_certs"):
         if http.get(key):
-            raise ConfigError(f"http_options.{key}", Described("a value"), "left out, since HAProxy does without")
+            raise ConfigError(f"http_options.{key}", Described("a value"), "left out: HAProxy does not use it")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def parse(text: str, name: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(name, " ".join(str(error).split()), "YAML") from None
     if not isinstance(found, dict) or not isinstance(found.get("applications"), list):
-        raise ConfigError(name, type(found).__name__, "a mapping with a list `applications`, as for Serve")
+        raise ConfigError(name, type(found).__name__, "a mapping with a list `applications`, as in Serve")
     found["applications"] = [
         ray_serve_llm.application(given) if isinstance(given, dict) else given for given in found["applications"]
     ]

@@ -61,7 +61,7 @@ def quantity(value: Any, name: str) -> float:
     """Parse a Kubernetes quantity: `500m` cores, `16Gi` bytes, `1e10`. Raises ConfigError for `name`."""
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?([a-zA-Z]*)", str(value))
     if found is None or found[3] not in UNITS or (found[2] and found[3]):
-        raise ConfigError(name, value, "a number with or without a unit, as 8, 500m, 16Gi or 1e10")
+        raise ConfigError(name, value, "a number with or without a unit, such as 8, 500m, 16Gi or 1e10")
     return float(found[1] + (found[2] or "")) * UNITS[found[3]]
 
 

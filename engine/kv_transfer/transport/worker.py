@@ -279,8 +279,8 @@ def open_transports(
             found["nixl"] = NixlTransport(memory, progress_s)
         except TransportError as error:
             if name == "nixl":
-                raise StartupError(f"handoff.transport is nixl, which cannot be had: {error}") from error
-            logger.info("kv travels over tcp, since nixl cannot be had: %s", error)
+                raise StartupError(f"handoff.transport is nixl, which is unavailable: {error}") from error
+            logger.info("kv travels over tcp, because nixl is unavailable: %s", error)
     try:
         if name != "nixl":
             found["tcp"] = TcpTransport(memory, host, progress_s, key)

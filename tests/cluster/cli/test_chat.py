@@ -121,7 +121,7 @@ def test_conversation_in_a_terminal_goes_on_after_an_answer_is_stopped_and_ends_
     assert asked == ["Be long.", "Five\nlines?"]
     terminal.wait_for("> ")
     terminal.type("/clear\n/nonsense\n")
-    terminal.wait_for("there is no /nonsense")
+    terminal.wait_for("unknown command /nonsense")
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.process.wait(WAIT_S) == 0

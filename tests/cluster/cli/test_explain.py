@@ -111,7 +111,7 @@ def server() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
             RequestNotFound,
             "is unknown",
         ),
-        (404, '{"detail": "Not Found"}', RequestError, "is no Manta"),
+        (404, '{"detail": "Not Found"}', RequestError, "is not a Manta server"),
         (401, '{"error": {"message": "who are you?"}}', InvalidApiKey, "who are you?"),
         (503, "", EngineUnavailable, "answers 503"),
     ],

@@ -115,7 +115,7 @@ def test_a_torn_line_is_cut_off(tmp_path):
 @pytest.mark.parametrize("content", [b"notes\n", b"notes", b'{"index":1}\n', b'{"index":0}\n{"prompt": "x"}'])
 def test_file_that_is_no_output_is_refused_and_left_as_it_is(content, tmp_path):
     (tmp_path / "out").write_bytes(content)
-    with pytest.raises(RequestError, match=r"out:[12] is no answer to line [12] of the input"):
+    with pytest.raises(RequestError, match=r"out:[12] does not answer line [12] of the input"):
         complete_lines(tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == content
 

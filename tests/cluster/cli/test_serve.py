@@ -143,8 +143,8 @@ def never_runs(monkeypatch):
         (["--set", "handoff.polic=x", "--prefill-replicas", "1"], "models[0].handoff.polic must be one of"),
         (["--api-keys-file", "/none"], "api_keys_file"),
         (["no_such_file.yaml"], "no_such_file.yaml must be a text file that can be read"),
-        (["serve_config.yaml", "--port", "9000"], "MODEL must be a model where flags are given"),
-        (["serve_config.yaml", "--api-key", "sk-1"], "--api-key must be left out, also MANTA_API_KEY"),
+        (["serve_config.yaml", "--port", "9000"], "MODEL must be a model if there are flags"),
+        (["serve_config.yaml", "--api-key", "sk-1"], "--api-key must be left out, like MANTA_API_KEY"),
         (["--allowed-origins", "https://a.example"], "--allowed-origins must be JSON, a list"),
         (["--root-path", "llm"], "ingress.root_path"),
         (["--chat-template", "/none"], "chat_template must be a text file that can be read, or a template in Jinja"),
@@ -182,7 +182,7 @@ def test_port_that_is_in_use_is_told_before_anything_starts(monkeypatch):
         port = listener.getsockname()[1]
         result = CliRunner().invoke(app, ["serve", "--port", str(port)])
     assert str(result.exception).startswith(
-        f"port {port}, for the API, cannot be had on 127.0.0.1: Address already in use. Stop"
+        f"port {port}, for the API, is unavailable on 127.0.0.1: Address already in use. Stop"
     )
 
 

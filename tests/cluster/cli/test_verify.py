@@ -120,8 +120,8 @@ def test_a_change_of_any_field_is_found_save_of_those_that_are_named_as_not_comp
     [
         ({"model": "larger"}, 'another model: "larger", computed again "'),
         ({"usage": {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}}, "another usage: "),
-        ({"choices": []}, "is not what was answered"),
-        ({"usage": None}, "is no whole answer"),
+        ({"choices": []}, "does not belong to the answer"),
+        ({"usage": None}, "is not a full answer"),
     ],
 )
 def test_another_model_or_usage_is_no_equal_answer(model, answers, tmp_path, changed, difference):
@@ -141,9 +141,9 @@ def test_a_server_with_another_model_is_told_and_nothing_is_computed(model, answ
     ("request_body", "reason"),
     [
         ({**REQUEST, "seed": None}, "seed must be given, or temperature 0"),
-        ({**REQUEST, "prompt": [5, 7, 9]}, "is not what was answered"),
-        ({**REQUEST, "n": 1}, "is not what was answered"),
-        ([], "is no JSON object"),
+        ({**REQUEST, "prompt": [5, 7, 9]}, "does not belong to the answer"),
+        ({**REQUEST, "n": 1}, "does not belong to the answer"),
+        ([], "is not a JSON object"),
     ],
 )
 def test_what_cannot_be_computed_again_is_no_difference(model, answers, tmp_path, request_body, reason):

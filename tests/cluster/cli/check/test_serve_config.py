@@ -33,7 +33,7 @@ def test_known_keys_are_those_of_rays_schemas():
             with_() | {"http_options": {"port": 99999}},
             "http_options.port must be a port between 1 and 65535, got 99999",
         ),
-        (with_() | {"http_options": {"host": 1}}, "http_options.host must be a text"),
+        (with_() | {"http_options": {"host": 1}}, "http_options.host must be a string"),
         (with_() | {"http_options": 8000}, "http_options must be a section with keys, got 8000"),
         (with_(autoscaling={}), "applications[0].autoscaling must be one of the known keys"),
         (
