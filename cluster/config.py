@@ -266,9 +266,7 @@ class ModelSection(Section):
             limit = "1, because every rank would encode all images"
             raise ConfigError(f"{path}.encode.engine.tensor_parallel", encode.tensor_parallel, limit)
         if not self.encode.bounds[0]:
-            limit = (
-                "at least 1: nothing would start a replica, because other engines then encode the images"
-            )
+            limit = "at least 1: nothing would start a replica, because other engines then encode the images"
             raise ConfigError(f"{path}.encode.min_replicas", 0, limit)
         for key in ALIKE:
             value, wanted = getattr(encode, key), getattr(decode, key)

@@ -108,9 +108,7 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
     """Recompute an answer and compare it. model: as for `manta serve`. Raises OSError, or ServingError if it cannot be
     recomputed."""
     answer, request = _read(answer_file), _read(request_file)
-    incomplete = RequestError(
-        f"{answer_file} is not a full answer of {' or '.join(ROUTES)} with a system_fingerprint"
-    )
+    incomplete = RequestError(f"{answer_file} is not a full answer of {' or '.join(ROUTES)} with a system_fingerprint")
     try:
         msgspec.convert(answer, Answer)
     except msgspec.ValidationError:

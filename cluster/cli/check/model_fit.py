@@ -105,9 +105,7 @@ def check_kv_cache(
         less += f", beside {snapshots} snapshots of states ({states / GIB:.2f} GiB)"
     message = f"KV cache for {tokens:,} tokens{less}: {tokens / longest:.1f} requests of max_model_len {longest:,}"
     if longest < (engine.max_model_len or shape.max_position_embeddings):
-        return Finding(
-            "warning", topic, message, "The context is cut to fit; raise kv_cache_memory_gib for more"
-        )
+        return Finding("warning", topic, message, "The context is cut to fit; raise kv_cache_memory_gib for more")
     return Finding("ok", topic, message)
 
 

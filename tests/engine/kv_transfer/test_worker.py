@@ -327,14 +327,14 @@ def test_auto_takes_tcp_where_nixl_cannot_be_imported(
     with caplog.at_level("INFO"):
         worker = world.worker(full_cache(4, 2), transport="auto")
     assert list(worker.description) == ["tcp"]
-    assert "kv travels over tcp, since nixl cannot be had" in caplog.text
+    assert "kv travels over tcp, because nixl is unavailable" in caplog.text
 
 
 def test_nixl_that_was_asked_for_and_cannot_be_imported_is_a_startup_error(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl._api", None)
-    with pytest.raises(StartupError, match="is nixl, which cannot be had"):
+    with pytest.raises(StartupError, match="is nixl, which is unavailable"):
         world.worker(full_cache(4, 2), transport="nixl")
 
 
