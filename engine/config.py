@@ -46,8 +46,8 @@ class HandoffConfig:
 
     role: Literal["prefill", "decode", "encode"] = field(
         metadata={
-            "help": "`prefill` computes prompts for decode engines; `decode` may let them compute its prompts; "
-            "`encode` encodes images for both."
+            "help": "`prefill` computes prompts for decode engines; `decode` may let prefill engines compute "
+            "its prompts; `encode` encodes images for both."
         }
     )
     transport: Literal["auto", "tcp", "nixl"] = option(
