@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,20 +23,25 @@ INDEX, PEERS, HOURS = "fetches from an index or the Hub", "needs another engine"
 NODES = "needs several machines"
 COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"kubectl kustomize k8s/overlays/cpu-demo$": HERE,
+    r"kubectl (-n manta )?create": HERE,
+    r"helm install manta k8s/chart|helm upgrade manta k8s/chart": HERE,
     r"kubeconform": "is not packaged; tests/k8s validates by the same schemas",
     r"kubectl|kind|helm (install|upgrade|repo)|openssl|head=": CLUSTER,
-    r"docker|mmdebstrap|buildah|k8s/docker/start.sh|printf FROM": BUILDER,
-    r"mkdir -p /etc|printf \[Service|systemctl|printf": "changes a node",
+    r"docker|mmdebstrap|buildah|k8s/docker/start.sh": BUILDER,
+    r"mkdir -p /etc|printf": HERE,
+    r"systemctl": "changes a node",
     r"grep manta$": CLUSTER,
     r"manta k8s lint|helm template|manta hash-key": HERE,
-    r"make (test-gpu|bench-gpu)|.*--num-gpus": GPU,
+    r"make (test-gpu|bench-gpu)": GPU,
+    r".*manta serve (/models|.*--num-gpus)": f"{HERE} makes its configuration; to serve, it needs weights or a GPU",
     r"make (serve|install)": "tests/serve/test_start.py",
-    r".*manta (check Qwen|serve /models)": INDEX,
+    r".*manta check Qwen": INDEX,
     r".*(pip|hf|uv|optimum-cli) |python\S* -m (venv|pip)": INDEX,
     r"manta serve$": "tests/serve/test_installed.py",
     r"manta serve --speculative-config .*eagle3": "tests/engine/spec_decode/test_eagle3.py",
     r"manta serve --speculative-config": "tests/cluster/vllm/test_command.py",
     r".*manta doctor": "tests/serve/plain/test_cli.py",
+    r"ray get-auth-token": HERE,
     r"ray |manta serve serve_config.yaml": NODES,
     r"serve deploy|echo|cat|manta verify": SERVER,
     r"import json|for i in|python -c|.*manta simulate": HERE,
@@ -44,6 +51,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"claude": "tests/clients/test_command_lines.py",
     r"python -m tools.pocket": HOURS,
     r"python -m benchmarks.(peers|embeddings)": PEERS,
+    r"python -m benchmarks.random_gguf": "writes a model of 0.58 billion weights",
     r"python -m benchmarks.isolation": "measures for minutes",
     r"python -m benchmarks.simulator.fit": "tests/benchmarks/simulator",
     r"python -m benchmarks.simulator.write_trace": HERE,
@@ -92,6 +100,52 @@ def test_what_helm_and_kustomize_render_passes_the_lint(tmp_path):
     lint, kustomize = (line.partition(" #")[0].partition("|")[0] for line in text.splitlines()[:2])
     for command in (template, lint, kustomize):
         run(command, ROOT)
+
+
+@needs_kustomize
+def test_kubectl_makes_the_objects_that_the_overlays_need(tmp_path):
+    """Without a cluster: `--dry-run=client` prints them."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl")
+    (tmp_path / "keys").write_text("alice:0\n")
+    found = re.findall(r"^kubectl (?:-n manta )?create [^#\n]*", page("k8s/README.md").read_text(), re.MULTILINE)
+    commands = [re.sub(r"<[^>]*>", "x", command).strip() + " --dry-run=client -o name" for command in found]
+    made = run("\n".join(commands), tmp_path).split()
+    assert made == [
+        "namespace/manta",
+        *(f"secret/manta-{name}" for name in ("ray-auth", "redis", "api-keys", "metrics-key", "hub-token")),
+    ]
+
+
+@needs_helm
+def test_helm_accepts_the_values_of_the_page():
+    """Rendered, since there is no cluster to install in."""
+    for line in block("k8s/README.md", "bash", with_="helm template").splitlines():
+        if re.match("helm (install|upgrade)", line):
+            command = re.sub("helm (install|upgrade)", "helm template", line).replace("--reuse-values ", "")
+            assert "kind: RayService" in run(command, ROOT)
+
+
+def test_files_that_a_page_writes_say_what_it_promises(tmp_path):
+    text = block("k8s/README.md", "bash", with_="LimitMEMLOCK").replace("/etc/", f"{tmp_path}/")
+    run(text[: text.index("systemctl")], tmp_path)
+    unit = configparser.ConfigParser()
+    unit.read(tmp_path / "systemd/system/containerd.service.d/memlock.conf")
+    assert unit["Service"]["LimitMEMLOCK"] == "infinity"
+    (line,) = [
+        line
+        for line in block("docs/measurements/image.md", "bash", with_="FROM scratch").splitlines()
+        if line.startswith("printf")
+    ]
+    run(line, tmp_path)
+    assert (tmp_path / "Base").read_text() == "FROM scratch\nADD rootfs.tar /\n"
+
+
+@pytest.mark.slow
+def test_ray_makes_the_token_that_every_node_needs(tmp_path):
+    lines = block("docs/deploy.md", "bash", with_="get-auth-token").splitlines()
+    run("\n".join(lines[:2]), tmp_path, HOME=str(tmp_path))
+    assert (tmp_path / ".ray" / "auth_token").read_text().strip()
 
 
 @pytest.mark.slow
