@@ -260,8 +260,6 @@ class EngineConfig:
     encode: HandoffConfig | None = option(
         None, "Options for image handoffs of an engine for which encode replicas may encode images."
     )
-    handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs.")
-    encode: HandoffConfig | None = option(None, "Options for image handoffs from encode replicas to this engine.")
 
     @property
     def known_block_size(self) -> int:
