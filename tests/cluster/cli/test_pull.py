@@ -76,5 +76,5 @@ def test_an_index_that_does_not_have_it_ends_in_one_line(index):
 
 
 def test_a_name_that_is_not_known_is_refused():
-    with pytest.raises(InvalidParameter, match="MODEL must be smollm2; a Hub id is downloaded when it is served"):
+    with pytest.raises(InvalidParameter, match="MODEL must be smollm2; Hub ids are downloaded when they are served"):
         pull("llama")

@@ -320,4 +320,4 @@ def test_a_ray_of_its_own_listens_on_loopback_and_one_that_runs_keeps_its_addres
 def test_where_ctrl_c_is_ignored_the_server_says_how_to_stop_it(monkeypatch, capsys, ignored):
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if ignored else signal.default_int_handler)
     serve_command.run({}, None)
-    assert (f"to stop: kill {os.getpid()}" in capsys.readouterr().err) is ignored
+    assert (f"stop with: kill {os.getpid()}" in capsys.readouterr().err) is ignored
