@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.block_pool import BlockPool
+from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_cache_coordinator import kv_cache_of
 from engine.core.features.speculator import Speculator
@@ -18,6 +19,7 @@ from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.model.kv_groups import KVCacheSpec
 from engine.spec_decode.drafter import HostDrafter
+from engine.wire.lora import LoRARequest
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
@@ -254,6 +256,7 @@ class Harness:
         chunk: int = 0,
         num_snapshots: int = 4,
         snapshot_interval: int = 0,
+        adapters: AdapterSlots | None = None,
         **options,
     ):
         """windows: of each KV cache group. blocks: of each, instead of num_blocks. step_tokens: see kv_cache_of.
@@ -287,6 +290,7 @@ class Harness:
             handoffs=handoffs,
             speculation=speculator,
             token_limits=token_limits,
+            adapters=adapters,
         )
         self.runner = FakeRunner(self.config, max_model_len, propose, windows, chunk)
         self.depth = depth
@@ -309,6 +313,7 @@ class Harness:
         prefill="auto",
         pooling: PoolingParams | None = None,
         prediction: list[int] | None = None,
+        lora: LoRARequest | None = None,
         **params,
     ) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, "seed": 1, "ignore_eos": True, **params})
@@ -321,6 +326,7 @@ class Harness:
             cache_salt=cache_salt,
             prefill=prefill,
             prediction=prediction or [],
+            lora=lora,
         )
         self.pooled |= {name} if pooling else set()
         request = self.scheduler.add(message, now=0.0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.block_pool import BlockPool
 from engine.core.engine import EngineCore
+from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.image_handoffs import ImageHandoffs
@@ -27,6 +28,7 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.kv_transfer.fingerprint import fingerprint
+from engine.lora.group_loader import GroupLoader
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
@@ -93,6 +95,7 @@ def build_engine(
         handoffs=make_handoffs(loaded, channel, step_times),
         speculation=make_speculation(loaded, step_times),
         images=make_images(loaded, open_channel, image_ranks),
+        adapters=AdapterSlots(config.max_loras) if loaded.config.enable_lora else None,
         token_limits=token_limits,
     )
     return EngineCore(
@@ -103,6 +106,7 @@ def build_engine(
         scheduler=scheduler,
         grammars=GrammarCompiler(loaded.folder, loaded.model.vocab_size, scheduler.limits.eos_token_ids),
         step_times=step_times,
+        adapter_loader=GroupLoader(loaded.runner.adapter_loader, group.size, broadcaster),
         kv_workers=kv_workers,
         broadcaster=broadcaster,
         channel=channel,
@@ -244,7 +248,9 @@ def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
 
 def images_only(config: EngineConfig) -> EngineConfig:
     """Return the options of an engine that only encodes images, with all options for language models off."""
-    return replace(config, enforce_eager=True, speculative=None, torch_compile=False, kv_cache_dtype="auto")
+    return replace(
+        config, enforce_eager=True, speculative=None, torch_compile=False, kv_cache_dtype="auto", enable_lora=False
+    )
 
 
 def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:

@@ -28,11 +28,20 @@ from engine.errors import (
     RequestTimeout,
     ServingError,
 )
+from engine.lora.group_loader import GroupLoader
 from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.wire.handoff import AcceptPrefill, RefusePrefill
-from engine.wire.messages import CancelDispatch, DispatchRemote, EngineStats, GenerateRequest
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import (
+    AdapterLoaded,
+    CancelDispatch,
+    DispatchRemote,
+    EngineStats,
+    ErrorInfo,
+    GenerateRequest,
+)
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
 
@@ -72,6 +81,7 @@ class EngineCore:
         scheduler: Scheduler,
         grammars: GrammarCompiler,
         step_times: StepTimes,
+        adapter_loader: GroupLoader,
         kv_workers: ExitStack,
         broadcaster: PlanBroadcaster | None = None,
         channel: HandoffChannel | None = None,
@@ -85,10 +95,12 @@ class EngineCore:
         self.idle = True
         self.last_step_at = time.monotonic()
         self._group, self._grammars, self._broadcaster, self._kv_workers = group, grammars, broadcaster, kv_workers
+        self._adapter_loader = adapter_loader
+        self._adapter_calls: dict[int, str] = {}  # ids of LoadAdapter, by the number of the command
         self._compiling: dict[Request, Compilation] = {}
         self._grammar_compiled = threading.Event()
         self._deadlines: list[tuple[float, int, Request]] = []  # heap of (when, number of arrival, request)
-        self._notices: list[DispatchRemote | CancelDispatch] = []
+        self._notices: list[DispatchRemote | CancelDispatch | AdapterLoaded] = []
         self._broken: str | None = None
         self._in_flight: deque[StepInFlight] = deque()
         # A thread for overlap on devices whose calls block. With other ranks it is needed even without overlap, to
@@ -130,6 +142,8 @@ class EngineCore:
         compile."""
         self._check_task(message)
         self.scheduler.check_request(message)
+        if message.lora is not None:
+            self.check_adapter(message.lora)
         if message.params.structured_outputs is not None:
             compilation = self._grammars.start(message.params.structured_outputs, [], time.monotonic())
             wait([compilation.compiled], COMPILE_TIMEOUT_S)
@@ -223,8 +237,11 @@ class EngineCore:
         if self._broadcaster:
             self._broadcaster.check()
         self.idle = False
-        events = self._abort_overdue() + self._take_compiled() + self._take_handoffs()
-        return events, self.scheduler.schedule(time.monotonic())
+        events = self._abort_overdue() + self._take_compiled() + self._take_adapters() + self._take_handoffs()
+        plan = self.scheduler.schedule(time.monotonic())
+        for load in self.scheduler.adapters.take_loads():
+            self._adapter_loader.load(load)
+        return events, plan
 
     def _launch(self, plan: StepPlan) -> None:
         submitted_at, work = time.monotonic(), StepWork.of(plan)
@@ -272,8 +289,10 @@ class EngineCore:
     def _wait_for_grammars(self) -> None:
         """Wait briefly for a grammar or mask if a request needs one; otherwise become idle. Called when no step can be
         planned."""
-        if self._compiling or any(
-            r.grammar.constrains for r in [*self.scheduler.queue.running, *self.scheduler.queue.waiting]
+        if (
+            self._compiling
+            or self._adapter_loader.loading
+            or any(r.grammar.constrains for r in [*self.scheduler.queue.running, *self.scheduler.queue.waiting])
         ):
             self._grammar_compiled.wait(GRAMMAR_POLL_S)
             self._grammar_compiled.clear()
@@ -309,7 +328,7 @@ class EngineCore:
         if submitted:
             channel.submit(*submitted)
 
-    def take_notices(self) -> list[DispatchRemote | CancelDispatch]:
+    def take_notices(self) -> list[DispatchRemote | CancelDispatch | AdapterLoaded]:
         """Return the messages for the control actor queued since the last call."""
         notices, self._notices = self._notices, []
         return notices
@@ -328,6 +347,31 @@ class EngineCore:
                 try:
                     self.scheduler.set_grammar(request, self._grammars.finish(compilation))
                 except ServingError as error:
+                    events += self._fail(request, error, now)
+        return events
+
+    # -- adapters ------------------------------------------------------------------------------------------
+
+    def load_adapter(self, lora: LoRARequest, call_id: str) -> None:
+        """Read an adapter into host memory on all ranks; the answer is a notice. Raises AdapterError."""
+        self._adapter_calls[self.scheduler.adapters.new_load(lora)] = call_id
+        self.idle = False
+
+    def check_adapter(self, lora: LoRARequest) -> None:
+        """Raise AdapterError if no request can be computed with an adapter; waits until rank 0 has read it."""
+        self.scheduler.adapters.check(lora)
+        self._adapter_loader.check(lora)
+
+    def _take_adapters(self) -> list[Event]:
+        """Let requests run whose adapter has come, and end those whose adapter cannot be loaded."""
+        events = []
+        for number, error in self._adapter_loader.finished():
+            lora = self.scheduler.adapters.loaded(number, failed=error is not None)
+            if call_id := self._adapter_calls.pop(number, None):
+                self._notices.append(AdapterLoaded(call_id, None if error is None else ErrorInfo.of(error)))
+            if lora is not None and error is not None:
+                now, waiting = time.monotonic(), list(self.scheduler.queue.waiting)
+                for request in [request for request in waiting if request.prefix.adapter == lora.digest]:
                     events += self._fail(request, error, now)
         return events
 
@@ -356,6 +400,7 @@ class EngineCore:
     def close(self) -> None:
         """Wait for the step that is computing, stop the thread, and let the other ranks end."""
         self._grammars.close()
+        self._adapter_loader.close()
         if self._executor:
             self._executor.shutdown(wait=True, cancel_futures=True)
         if self.handoff_channel is not None:  # before the other ranks end: they may be reading

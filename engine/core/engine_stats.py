@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.wire.messages import EngineLoad, EngineStats
 
@@ -52,4 +53,13 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         images_encoded=scheduler.images.num_encoded,
         encoder_cache_hits=scheduler.images.num_hits,
         spec_decode=scheduler.speculation.stats,
+        max_loras=scheduler.adapters.max_loras,
+        adapters=scheduler.adapters.digests,
+        running_adapters=adapter_names(queue.running),
+        waiting_adapters=adapter_names(queue.waiting),
     )
+
+
+def adapter_names(requests: list[Request]) -> list[str]:
+    """Return the names of the requests' adapters, each once."""
+    return list(dict.fromkeys(request.lora.lora_name for request in requests if request.lora is not None))

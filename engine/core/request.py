@@ -244,6 +244,10 @@ class Request:
         return self.drafts.in_flight > 0 or self.grammar.waits(self.in_flight)
 
     @property
+    def is_waiting(self) -> bool:
+        return self.state is State.WAITING
+
+    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 

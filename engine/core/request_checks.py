@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.core.features.adapter_slots import AdapterSlots, NoAdapters
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
-from engine.errors import AdapterError, InvalidParameter, PromptTooLong
-from engine.wire.lora import LoRARequest
+from engine.errors import InvalidParameter, PromptTooLong
 from engine.wire.messages import GenerateRequest
 from engine.wire.remote_request import RemoteRequest
 
@@ -28,12 +28,18 @@ class ModelLimits:
 class RequestChecks:
     """Checks that raise RequestError for requests that this engine could never serve."""
 
-    def __init__(self, limits: ModelLimits, images: EncoderCacheManager | TextOnly, handoffs: HandoffManager):
-        self._limits, self._images, self._handoffs = limits, images, handoffs
+    def __init__(
+        self,
+        limits: ModelLimits,
+        images: EncoderCacheManager | TextOnly,
+        handoffs: HandoffManager,
+        adapters: AdapterSlots | NoAdapters,
+    ):
+        self._limits, self._images, self._handoffs, self._adapters = limits, images, handoffs, adapters
 
     def check(self, message: GenerateRequest) -> None:
         params, pooling = message.params, message.pooling
-        self._check_adapter(message.lora)
+        self._adapters.check(message.lora)
         self._check_tokens(message.prompt, message.num_prompt, answer=pooling is None)
         params.check_vocabulary(self._limits.vocab_size)
         given = 0 if message.num_prompt is None else len(message.prompt) - message.num_prompt
@@ -45,14 +51,10 @@ class RequestChecks:
             raise InvalidParameter("prefill", message.prefill, "auto or local where no other engine computes prompts")
 
     def check_remote(self, asked_by: RemoteRequest) -> None:
-        self._check_adapter(asked_by.lora)
+        self._adapters.check(asked_by.lora)
         self._check_tokens(asked_by.token_ids, asked_by.num_prompt)
         self._images.check_images(asked_by.mm_features, asked_by.token_ids[: asked_by.num_prompt])
         asked_by.params.check_vocabulary(self._limits.vocab_size)
-
-    def _check_adapter(self, lora: LoRARequest | None) -> None:
-        if lora is not None:
-            raise AdapterError(lora.lora_name, "lora", lora.lora_name, "left out: this engine has no adapters")
 
     def _check_tokens(self, tokens: list[int], num_prompt: int | None, answer: bool = True) -> None:
         limits = self._limits

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.core.block_allocator import BlockAllocator
+from engine.core.features.adapter_slots import AdapterSlots, NoAdapters
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.speculator import NoSpeculation, Speculator
@@ -61,6 +62,7 @@ class Scheduler:
         handoffs: HandoffManager | None = None,
         speculation: Speculator | NoSpeculation | None = None,
         images: EncoderCacheManager | TextOnly | None = None,
+        adapters: AdapterSlots | NoAdapters | None = None,
         token_limits: Sequence[TokenLimit] = (),
     ):
         """token_limits: parts that can lower how many tokens of a request a step computes, besides speculation and
@@ -71,9 +73,10 @@ class Scheduler:
         self.handoffs = handoffs or HandoffManager()
         self.speculation = speculation or NoSpeculation()
         self.images = images or TextOnly()
+        self.adapters = adapters or NoAdapters()
         #: Every limit is called for each request in each step, so parts that limit nothing are left out.
         self._token_limits = [*token_limits, *self.images.token_limits, *self.speculation.token_limits]
-        self._checks = RequestChecks(limits, self.images, self.handoffs)
+        self._checks = RequestChecks(limits, self.images, self.handoffs, self.adapters)
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
         self._blocks = BlockAllocator(self.kv_cache, self.queue, self.handoffs, self.totals)
@@ -168,6 +171,7 @@ class Scheduler:
             num_drafts=self.speculation.num_drafts(builder.requests),
             images=self.images.take_changes(),
         )
+        self.adapters.planned(builder.requests, plan.step)
         self.metrics.observe_step(plan.num_tokens)
         self.planned.append((plan, builder.requests))
         return plan
@@ -207,6 +211,8 @@ class Scheduler:
                 return  # it was preempted, and its last token has not arrived yet
             if request.is_undecided:
                 continue  # its next mask is still being computed, which may take long
+            if not self.adapters.may_start(request):
+                continue  # its adapter is still being loaded, or waits for a slot
             needed = 1 if self.limits.chunked_prefill else len(request.tokens)
             startable = budget >= needed and self.queue.has_free_slot
             if not request.tables and not self._reserve(request, startable, now):
@@ -249,7 +255,7 @@ class Scheduler:
     def _start(self, request: Request, budget: int) -> int:
         """Move a request that holds its blocks into a slot and plan its first tokens. Returns how many are planned."""
         self.queue.run(request)
-        self._builder.add_sequence(request)
+        self._builder.add_sequence(request, self.adapters.start(request))
         self.kv_cache.add_sequence(request)
         if request.asked_by:
             self.handoffs.report(request, request.computed, self.block_size)
@@ -267,6 +273,7 @@ class Scheduler:
         plan, requests = self.planned.popleft()
         assert plan.step == result.step, f"step {result.step} came back, step {plan.step} was expected"
         self.images.release(plan.received)
+        self.adapters.committed(plan.step)
         events: list[Event] = []
         cache_blocks = self.kv_cache.cache_blocks
         verifies = bool(plan.drafts) or self.speculation.has_weights
@@ -420,6 +427,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError if requests, slots and blocks do not add up."""
         self.images.check()
+        self.adapters.check_slots(self.queue.running)
         receiving, leased = list(self.handoffs.receiving.values()), list(self.handoffs.leased.values())
         self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased)
         self.kv_cache.check([*self.queue.running, *self.queue.waiting_with_kv, *receiving, *leased])

@@ -18,7 +18,7 @@ from engine.core.output import Event, take_timelines
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.distributed.tp_group import TPGroup
-from engine.errors import AdapterError, Overloaded, ServingError
+from engine.errors import Overloaded, ServingError
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     MAX_LIVE_HANDOFFS,
@@ -152,8 +152,10 @@ class EngineServer:
             self._reply(request.reply_to, delta)
 
     def _load_adapter(self, call_id: str, lora: LoRARequest) -> None:
-        error = AdapterError(lora.lora_name, "lora", lora.lora_name, "left out: this engine has no adapters")
-        self._push(self._status_to, self._encode(AdapterLoaded(call_id, ErrorInfo.of(error))))
+        try:
+            self._core.load_adapter(lora, call_id)
+        except ServingError as error:
+            self._push(self._status_to, self._encode(AdapterLoaded(call_id, ErrorInfo.of(error))))
 
     def _make_way(self, runs_when_idle: str | None = None) -> None:
         """Abort the request that runs only while there is no other work. runs_when_idle: id of a new request of this

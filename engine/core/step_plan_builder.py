@@ -20,8 +20,8 @@ class StepPlanBuilder:
         self._samples: list[bool] = []
         self._drafts: dict[int, list[int]] = {}
 
-    def add_sequence(self, request: Request) -> None:
-        """Add a request that just got a slot to the runner's sequences."""
+    def add_sequence(self, request: Request, adapter: int = -1) -> None:
+        """Add a request that just got a slot to the runner's sequences. adapter: slot of its adapter, -1 for none."""
         tokens, params = list(request.tokens), request.params
         images = [image.without_pixels() for image in request.images]
         self._added.append(
@@ -33,6 +33,7 @@ class StepPlanBuilder:
                 seed=request.seed,
                 pooling=request.pooling,
                 images=images,
+                adapter=adapter,
             )
         )
 

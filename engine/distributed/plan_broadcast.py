@@ -21,6 +21,7 @@ from engine.distributed.refusals import REFUSALS
 from engine.distributed.sockets import HandshakeMonitor
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout
+from engine.wire.lora import AdapterAnswer, AdapterLoad
 from engine.wire.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ HEARTBEAT_MS = 1000
 SILENCE_MS = 10_000  # without an answer to heartbeats after which a peer counts as gone
 LINGER_MS = 1000
 HELLO, GONE = b"\x01", b"\x00"  # an XPUB socket receives these, then a topic, when a rank subscribes or leaves
+ANSWER = b"answer "  # with it begins the topic that stands for an AdapterAnswer: no rank ever publishes it
 TOPIC = re.compile(rb"rank (\d{1,6})")
 NAME = "plans"  # name of the socket in metrics
 
@@ -42,6 +44,8 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
     checked: int
     """Step whose tokens `checksum` covers; 0 if none."""
     checksum: int
+    adapter: AdapterLoad | None = None
+    """Instead of a plan, an adapter to load."""
 
 
 class PlanBroadcaster:
@@ -60,6 +64,7 @@ class PlanBroadcaster:
         self._encode = msgspec.msgpack.Encoder().encode
         self._number = self._checked = self._checksum = 0
         self._gone: int | None = None
+        self._answers: list[AdapterAnswer] = []
         try:
             group.exchange(self._bind(group))
             self._wait_for(set(range(1, group.size)))
@@ -71,6 +76,17 @@ class PlanBroadcaster:
         """Send a plan without waiting; None ends the other ranks. `check` notices a rank that has gone."""
         self._number += 1
         self._socket.send(self._encode(PlanMessage(self._number, plan, self._checked, self._checksum)), zmq.NOBLOCK)
+
+    def load(self, command: AdapterLoad) -> None:
+        """Ask the other ranks to load an adapter."""
+        self._number += 1
+        self._socket.send(self._encode(PlanMessage(self._number, None, 0, 0, command)), zmq.NOBLOCK)
+
+    def take_answers(self) -> list[AdapterAnswer]:
+        """Return what the other ranks have answered to `load` since the last call. Raises as `check`."""
+        self.check()
+        answers, self._answers = self._answers, []
+        return answers
 
     def committed(self, result: StepResult) -> None:
         """Record a step's tokens, for the other ranks to compare with theirs."""
@@ -117,6 +133,10 @@ class PlanBroadcaster:
         messages."""
         message = self._socket.recv()
         word, topic = message[:1], message[1:]
+        if topic.startswith(ANSWER):
+            if word == HELLO:
+                self._answers.append(msgspec.msgpack.decode(topic[len(ANSWER) :], type=tuple[int, AdapterAnswer])[1])
+            return word, None
         found = TOPIC.fullmatch(topic)
         if found is not None and 0 < int(found[1]) < self._group.size:
             return word, int(found[1])
@@ -169,6 +189,13 @@ class PlanReceiver:
         if ready:
             raise EngineUnavailable(f"rank 0 is gone, so rank {self._rank} ends")
         return None
+
+    def answer(self, answer: AdapterAnswer) -> None:
+        """Tell rank 0 what became of a command. What a socket subscribes to is all that it can send; the topic has the
+        rank in it, since equal ones of several ranks arrive as one."""
+        topic = ANSWER + msgspec.msgpack.encode((self._rank, answer))
+        self._socket.subscribe(topic)
+        self._socket.unsubscribe(topic)
 
     def close(self) -> None:
         self._context.destroy(linger=0)

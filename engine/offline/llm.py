@@ -27,6 +27,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import Described, EngineError, InvalidParameter, RequestError
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
+from engine.offline.adapters import LoRARequests, with_digests
 from engine.offline.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -39,6 +40,7 @@ from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
 from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
+from engine.wire.lora import LoRARequest
 from engine.wire.messages import EngineStats, GenerateRequest, TokenDelta
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
@@ -134,22 +136,30 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Continue each prompt (text, or token ids). Returns one result per prompt, in order.
 
+<<<<<<< HEAD
         sampling_params: one for all prompts, or one for each.
         Raises RequestError, before anything is computed, if any request cannot be served.
+=======
+        sampling_params, lora_request: one for all prompts, or one for each.
+        Raises RequestError, before anything is computed, if any request could not be served as it is.
+>>>>>>> ec37b8a0 (LoRA in engines: low-rank products, slots, loading beside the steps, offline requests)
         """
-        return self._generate(_as_list(prompts), sampling_params, progress)
+        return self._generate(_as_list(prompts), sampling_params, progress, lora_request)
 
     def _generate(
         self,
         prompts: Sequence[Prompt | ImagePrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
+        lora_requests: LoRARequests,
     ) -> list[RequestOutput]:
-        params = self._params_for(prompts, sampling_params)
-        requests = [self.request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+        params, adapters = self._params_for(prompts, sampling_params), with_digests(lora_requests, len(prompts))
+        columns = zip(prompts, params, adapters, strict=True)
+        requests = [self.request(prompt, p, lora_request=lora) for prompt, p, lora in columns]
         for request, p in zip(requests, params, strict=True):
             self.check(request, p)
         jobs = zip(requests, params, strict=True)
@@ -162,6 +172,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        lora_request: LoRARequests = None,
         **template_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages), or several, using the model's chat template.
@@ -171,7 +182,7 @@ class LLM:
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [self._chat_prompt(list(c), template_arguments) for c in conversations]
-        return self._generate(prompts, sampling_params or SamplingParams(max_tokens=None), progress)
+        return self._generate(prompts, sampling_params or SamplingParams(max_tokens=None), progress, lora_request)
 
     def _chat_prompt(self, messages: list[Message], template_arguments: dict[str, Any]) -> ImagePrompt | list[int]:
         contents = [message.get("content") for message in messages]
@@ -200,6 +211,7 @@ class LLM:
         *,
         prompt_name: str | None = None,
         progress: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return an embedding of each prompt (text, or token ids), in order.
 
@@ -212,7 +224,7 @@ class LLM:
             EmbeddingRequestOutput(
                 delta.request_id, job.token_ids, EmbeddingOutput(_numbers(delta).tolist()), delta.num_cached_tokens
             )
-            for job, delta in zip(jobs, self._pool(jobs, progress), strict=True)
+            for job, delta in zip(jobs, self._pool(jobs, progress, lora_request), strict=True)
         ]
 
     def score(
@@ -223,6 +235,7 @@ class LLM:
         *,
         instruction: str | None = None,
         progress: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well each document fits the query, in the order of the documents.
 
@@ -234,13 +247,13 @@ class LLM:
         params, prompts = pooling_params or PoolingParams(), self._pooling_prompts()
         if "score" in self._model_config.supported_tasks:
             jobs = prompts.score([(query, document) for document in documents], params, instruction)
-            deltas = self._pool(jobs, progress)
+            deltas = self._pool(jobs, progress, lora_request)
             scores = [_numbers(delta).item() for delta in deltas]
         else:
             refuse_instruction(instruction)
             params = msgspec.structs.replace(params, use_activation=True)
             jobs = [*prompts.embed_queries([query], params), *prompts.embed_documents(documents, params)]
-            _, *deltas = both = self._pool(jobs, progress)
+            _, *deltas = both = self._pool(jobs, progress, lora_request)
             first, *others = map(_numbers, both)
             scores = [float(first @ other) for other in others]
             jobs = [PoolingPrompt(jobs[0].token_ids + job.token_ids, job.params) for job in jobs[1:]]
@@ -250,7 +263,11 @@ class LLM:
         ]
 
     def request(
-        self, prompt: Prompt | ImagePrompt, params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: Prompt | ImagePrompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """Return a request that is not computed yet; `run` computes it.
 
@@ -264,7 +281,7 @@ class LLM:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         request_id = request_id or f"{self.config.seed}-{next(self._numbers)}"
-        return RequestOutput(request_id, text, ids, outputs, mm_features=images)
+        return RequestOutput(request_id, text, ids, outputs, mm_features=images, lora_request=lora_request)
 
     def check(self, request: RequestOutput, params: SamplingParams) -> None:
         """Raise RequestError if the engine would refuse this request."""
@@ -321,14 +338,22 @@ class LLM:
     def _pooling_prompts(self) -> PoolingPrompts:
         return PoolingPrompts(self.tokenizer, self._model_config.supported_tasks, self.max_model_len)
 
+<<<<<<< HEAD
     def _pool(self, jobs: list[PoolingPrompt], progress: bool) -> list[TokenDelta]:
         """Compute the jobs. Returns their deltas in order. Raises RequestError or EngineError, after aborting
         all jobs."""
+=======
+    def _pool(self, jobs: list[PoolingPrompt], progress: bool, lora_requests: LoRARequests) -> list[TokenDelta]:
+        """Compute the jobs; results in their order. Raises RequestError or EngineError; nothing is left behind then."""
+>>>>>>> ec37b8a0 (LoRA in engines: low-rank products, slots, loading beside the steps, offline requests)
         requests = [
             GenerateRequest(
-                request_id=f"{self.config.seed}-{next(self._numbers)}", prompt=job.token_ids, pooling=job.params
+                request_id=f"{self.config.seed}-{next(self._numbers)}",
+                prompt=job.token_ids,
+                pooling=job.params,
+                lora=lora,
             )
-            for job in jobs
+            for job, lora in zip(jobs, with_digests(lora_requests, len(jobs)), strict=True)
         ]
         for request in requests:
             self._core.check(request)
@@ -376,6 +401,7 @@ class LLM:
                 request_id=f"{request.request_id}-{output.index}",
                 prompt=request.prompt_token_ids,
                 mm_features=request.mm_features,
+                lora=request.lora_request,
                 params=params.sequence(output.index),
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
+from engine.wire.lora import LoRARequest
 from engine.wire.messages import RequestTimes, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
 
@@ -41,6 +42,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None  #: one per prompt token, the first None, if requested
     num_cached_tokens: int = 0  #: prompt tokens that came from the prefix cache
     mm_features: list[MultiModalFeatureSpec] = field(default_factory=list)  #: images of the prompt
+    lora_request: LoRARequest | None = None  #: with the digest of the adapter's files
 
     @property
     def finished(self) -> bool:

@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.device import Device, StagedCopy
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.config import ModelConfig
+from engine.model.ops.lora.low_rank import row_table
 from engine.model.ops.sampling import sorts_candidates
 from engine.model.state import StateCache
 from engine.runner.cuda_graphs import StepShape, pad_step
@@ -86,6 +87,8 @@ class StepInputs:
     prompt_logprob_rows: list[PromptLogprobRows]
     pooled_rows: list[PooledRows]
     image_rows: EmbeddingRows | None
+    adapter_rows: Tensor | None
+    """Which tokens have which adapter, from `row_table`; None if none has one."""
     rotary_positions: Tensor | None
     """[tokens] int64, or [3, tokens] if some are in images; None if they equal the batch's positions."""
 
@@ -104,6 +107,7 @@ class InputBuilder:
         shape_for: Callable[[int, int], StepShape | None] = lambda tokens, seqs: None,
         drafts: bool = False,
         states: StateCache | None = None,
+        adapter_tile_rows: int = 1,
     ):
         """kv_caches, kv_scales: one per KV cache group. shape_for: returns the graph's shape for a step of (tokens,
         sequences), or None if no graph fits. drafts: whether a drafter with weights runs after each step. A batch is
@@ -113,7 +117,9 @@ class InputBuilder:
         self._block_size, self._max_model_len = kv_caches[0].shape[4], max_model_len
         self._vocab_size = model_config.vocab_size
         self._divides_drafts = model_config.recurrent is None  # a recurrent state runs through the rows of one sequence
+        self._adapter_tile_rows = adapter_tile_rows
         slots = config.max_num_seqs
+        self._adapters = np.full(slots, -1, dtype=np.int32)  # slots of their adapters, of the sequences in these slots
         shape = len(kv_caches), slots, -(-max_model_len // self._block_size)
         self.block_tables = np.zeros(shape, dtype=np.int32)  # [groups, slots, blocks of a sequence]
         self._tables = list(self.block_tables)
@@ -169,6 +175,7 @@ class InputBuilder:
             prompt_logprob_rows=self._prompt_logprob_rows(plan, query_start, staged),
             pooled_rows=self._pooled_rows(plan, query_start) if self._pooling else [],
             image_rows=image_rows,
+            adapter_rows=self._adapter_rows(layout, staged),
             rotary_positions=None if rotary is positions else staged.add(rotary),
         )
 
@@ -235,10 +242,17 @@ class InputBuilder:
             self._prompt_logprobs.add(sequence.slot)
         if self._images is not None:
             self._images.add(sequence)
+        self._adapters[sequence.slot] = sequence.adapter
         self._pooling.pop(sequence.slot, None)
         if sequence.pooling is not None:
             self._pooling[sequence.slot] = sequence.pooling
         return NewTokens(sequence.slot, staged.add(np.array(sequence.tokens, dtype=np.int32)))
+
+    def _adapter_rows(self, layout: StepLayout, staged: StagedCopy) -> Tensor | None:
+        of_sequences = self._adapters[layout.sequences.slots]
+        if of_sequences.max(initial=-1) < 0:
+            return None
+        return staged.add(row_table(of_sequences[layout.entry], self._adapter_tile_rows))
 
     def _block_table_rows(self, plan: StepPlan, slots: np.ndarray, width: int, staged: StagedCopy) -> BlockTableRows:
         _, slots_of_group, entries = self.block_tables.shape

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
+from engine.lora.adapter_loader import AdapterLoader
+from engine.lora.model_adapters import ModelAdapters
 from engine.model import fixed_order
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.image_encoder import encoder_config
@@ -50,6 +52,17 @@ def load_model(setup: RankSetup) -> Model:
         device, torch.get_num_threads(), time.perf_counter() - started,
     )  # fmt: skip
     return model
+
+
+def load_adapters(setup: RankSetup, model: Model) -> AdapterLoader | None:
+    """Give the model's linear layers slots for adapters, and return what fills these; None without `enable_lora`."""
+    config = setup.config
+    if not config.enable_lora:
+        return None
+    adapters = ModelAdapters(
+        model, config.max_loras, config.max_lora_rank, config.max_num_batched_tokens, setup.torch_device
+    )
+    return AdapterLoader(adapters, config.max_cpu_loras or config.max_loras, setup.device)
 
 
 def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int], None]) -> None:

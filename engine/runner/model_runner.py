@@ -23,13 +23,14 @@ from engine.device import DeviceEvent
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.ops import sampling
+from engine.model.ops.lora.low_rank import AdapterRows
 from engine.model.state import StateCache
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.graphs import can_capture, graph_shapes, record_cpu_steps
 from engine.runner.images import EncoderCache
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
-from engine.runner.load import allocate_inbox, compile_model, load_drafter, load_model
+from engine.runner.load import allocate_inbox, compile_model, load_adapters, load_drafter, load_model
 from engine.runner.memory import plan_blocks
 from engine.runner.model_drafts import draft_inputs
 from engine.runner.pooler import Pooled, Pooler
@@ -80,6 +81,8 @@ class ModelRunner:
             scales = kv_cache.read_scales(folder, model_config.num_layers, device)
             self.kv_scales = [scales[list(group.layers)] for group in groups]
         self.model = load_model(setup)
+        self.adapter_loader = load_adapters(setup, self.model)
+        self._adapter_rows = self.adapter_loader.rows if self.adapter_loader else AdapterRows(0, device)
         self._encoder_cache: EncoderCache | None = None
         if model_config.vision is not None:
             self._encoder_cache = EncoderCache(self.model, model_config, self.dtype)
@@ -112,6 +115,7 @@ class ModelRunner:
             shape_for=self.graphs.shape_for if self.graphs else lambda tokens, seqs: None,
             drafts=self.drafter is not None,
             states=self.states,
+            adapter_tile_rows=self._adapter_rows.tile_rows,
         )
         self._warm_up()
 
@@ -176,6 +180,7 @@ class ModelRunner:
             for block, start in change.cleared:
                 self.kv_caches[change.group][block, :, :, :, start:] = 0
         self.states.restore(inputs.plan.restored)
+        self._adapter_rows.begin(inputs.adapter_rows)
         if self._encoder_cache is not None:
             self._encoder_cache.update(inputs.plan, self.image_inbox)
         out, size = self._forward(inputs, history), self.model_config.hidden_size

@@ -21,6 +21,7 @@ from engine.runner.rank_setup import read_model
 
 logger = logging.getLogger(__name__)
 
+LOADING_POLL_S = 0.005  # while an adapter is being loaded
 POLL_INTERVAL_S = 0.2  # how soon a thread notices that it should end
 
 
@@ -60,6 +61,8 @@ class Worker:
                     sampled[result.step] = checksum(result)
         finally:
             self._stopping.set()
+            if self._runner.adapter_loader is not None:
+                self._runner.adapter_loader.close()
             self._kv_workers.close()
             self._group.close()
         logger.info("rank ended rank=%d", self._group.rank)
@@ -70,10 +73,18 @@ class Worker:
 
     def _prepared(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
         """Yield every plan with its inputs, until rank 0 ends the group or `stop` is called."""
+        loading, loader = 0, self._runner.adapter_loader
         try:
             while not self._stopping.is_set():
-                message = self._receiver.receive(POLL_INTERVAL_S)
+                message = self._receiver.receive(LOADING_POLL_S if loading else POLL_INTERVAL_S)
+                for answer in loader.answers() if loader is not None else ():
+                    self._receiver.answer(answer)
+                    loading -= 1
                 if message is None:
+                    continue
+                if message.adapter is not None and loader is not None:
+                    loader.load(message.adapter)
+                    loading += 1
                     continue
                 if message.plan is None:
                     return

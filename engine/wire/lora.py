@@ -17,6 +17,24 @@ class LoRARequest(msgspec.Struct, frozen=True, omit_defaults=True):
     cluster reads it from the files."""
 
 
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Asks each rank to read an adapter into host memory, and to copy it into a slot that no sequence uses."""
+
+    number: int
+    """Counts from 1; answers name it."""
+    lora: LoRARequest
+    slot: int = -1
+    """-1: host memory only."""
+
+
+class AdapterAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """What became of an AdapterLoad on one rank."""
+
+    number: int
+    error: str = ""
+    """Empty if it is done."""
+
+
 def digest_of(lora: LoRARequest | None) -> str:
     """Return the digest of an adapter, empty for none."""
     return "" if lora is None else lora.digest

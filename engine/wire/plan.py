@@ -24,6 +24,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """If set, hidden states are pooled and nothing is sampled."""
     images: list[MultiModalFeatureSpec] = []
     """Images of its prompt, without their pixels."""
+    adapter: int = -1
+    """Slot of its adapter; -1 for none."""
 
 
 class BlockChange(msgspec.Struct, frozen=True, array_like=True):

@@ -122,6 +122,7 @@ class HandoffManager:
             decode=self._peer,
             timeout_s=None if request.clock.deadline_at is None else max(0.0, request.clock.deadline_at - now),
             mm_features=request.images,
+            lora=request.lora,
         )
         request.remote.handoff_id = remote_request.handoff_id
         self.receiving[remote_request.handoff_id] = request

@@ -96,6 +96,8 @@ class HeadProjections(Linear):
     `pack` dequantizes and splits it: each head gets to_keys [rank, nope_dim] and to_values [value_dim, rank].
     """
 
+    takes_adapters = False
+
     def __init__(self, weight: Shard, heads: int, nope_dim: int, format: WeightFormat | None):
         super().__init__({"": weight}, format)
         self.heads, self.nope_dim = heads, nope_dim

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
+from engine.model.layers.lora import NO_ADAPTERS, LinearAdapters, NoAdapters
 from engine.model.ops import linear, quantized_linear
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicated
@@ -24,12 +25,15 @@ class Linear(Sharded):
     converts them to what multiplies them fastest: a `kernel`, or an ordinary `weight`.
     """
 
+    takes_adapters = True  #: `multiply` computes all of it
+
     def __init__(self, weights: dict[str, Shard], format: WeightFormat | None):
         super().__init__()
         self.weights = weights
         self.weight: nn.Parameter | None = None
         self.stored: StoredWeight | None = None
         self.kernel: quantized_linear.Multiply | None = None
+        self.adapters: LinearAdapters | NoAdapters = NO_ADAPTERS
         if format is not None:
             self.stored = StoredWeight(weights, format)
             self.quantized_parameters = self.stored.numel
@@ -44,9 +48,12 @@ class Linear(Sharded):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product without a sum over ranks: [tokens, inputs] -> [tokens, outputs]."""
         if self.kernel is not None:
-            return self.kernel(x, bias)
-        assert self.weight is not None, "weights were loaded, but not packed"
-        return linear.linear(x, self.weight, bias)
+            out = self.kernel(x, bias)
+        else:
+            assert self.weight is not None, "weights were loaded, but not packed"
+            out = linear.linear(x, self.weight, bias)
+        self.adapters.add([out], x)
+        return out
 
     def pack(self) -> None:
         if self.stored is not None:
@@ -159,7 +166,11 @@ class RowParallelLinear(Linear):
 
     def partials(self, x: Tensor) -> Sequence[Tensor]:
         """Return this rank's summands of the result, without the bias. The result is the sum of all ranks' summands."""
-        return linear.linear_parts(x, self.pieces, self.tp.parts) if self.pieces else [self.multiply(x)]
+        if not self.pieces:
+            return [self.multiply(x)]
+        parts = linear.linear_parts(x, self.pieces, self.tp.parts)
+        self.adapters.add(parts, x)
+        return parts
 
     def pack(self) -> None:
         if self.tp.fixed_order:

@@ -1,0 +1,197 @@
+"""Slots for adapters: which ones are on the device, and which waiting requests may start for that. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+from engine.core.request import Request
+from engine.errors import AdapterError
+from engine.wire.lora import AdapterLoad, LoRARequest
+
+
+class NoAdapters:
+    """Has no slots. Its methods are those of AdapterSlots that a scheduler calls."""
+
+    max_loras = 0
+    loading = False
+
+    def check(self, lora: LoRARequest | None) -> None:
+        """Raise AdapterError if this engine can compute no request with the adapter."""
+        if lora is not None:
+            raise AdapterError(lora.lora_name, "lora", lora.lora_name, "left out: this engine has no adapters")
+
+    def may_start(self, request: Request) -> bool:
+        return True
+
+    def start(self, request: Request) -> int:
+        return -1
+
+    def planned(self, requests: list[Request], step: int) -> None:
+        pass
+
+    def committed(self, step: int) -> None:
+        pass
+
+    def new_load(self, lora: LoRARequest) -> int:
+        self.check(lora)
+        return 0
+
+    def take_loads(self) -> list[AdapterLoad]:
+        return []
+
+    def loaded(self, number: int, failed: bool) -> LoRARequest | None:
+        return None
+
+    def check_slots(self, running: list[Request]) -> None:
+        pass
+
+    @property
+    def digests(self) -> list[str]:
+        return []
+
+
+@dataclass(slots=True)
+class AdapterSlot:
+    """One slot on the device, and the adapter in it."""
+
+    lora: LoRARequest | None = None
+    load: int = 0
+    """Number of the command that brings the adapter; 0 once it is there."""
+    last_step: int = 0
+    """The last planned step that reads it."""
+    kept_for: Request | None = None
+    """The request for which the adapter was brought, until it starts."""
+    wanted_by: Request | None = None
+    """A request whose adapter is to come here once those that run have ended: later ones do not start."""
+
+    @property
+    def digest(self) -> str:
+        return "" if self.lora is None else self.lora.digest
+
+
+class AdapterSlots:
+    """Gives each adapter of running requests a slot, the one whose adapter was used longest ago.
+
+    A request whose adapter is not in a slot is passed over, so that others start meanwhile. If sequences run in all
+    slots, it marks the one with the fewest, and later requests with that slot's adapter wait behind it: so a popular
+    adapter does not keep another one out for ever.
+    """
+
+    def __init__(self, max_loras: int):
+        self.slots = [AdapterSlot() for _ in range(max_loras)]
+        self.loads: list[AdapterLoad] = []
+        """Commands for the ranks, taken by the engine."""
+        self._by_digest: dict[str, AdapterSlot] = {}
+        self._running: dict[Request, AdapterSlot] = {}
+        self._committed = 0
+        self._numbers = count(1)
+
+    @property
+    def max_loras(self) -> int:
+        return len(self.slots)
+
+    @property
+    def loading(self) -> bool:
+        """Whether an adapter is on its way into a slot."""
+        return any(slot.load for slot in self.slots)
+
+    @property
+    def digests(self) -> list[str]:
+        """Adapters that requests can start with."""
+        return [slot.digest for slot in self.slots if slot.lora is not None and not slot.load]
+
+    def check(self, lora: LoRARequest | None) -> None:
+        if lora is not None and not lora.digest:
+            raise AdapterError(lora.lora_name, "digest", "", "the digest of the adapter's files")
+
+    def may_start(self, request: Request) -> bool:
+        """Return whether a waiting request's adapter is in its slot. If not, it is brought there as soon as one is
+        free."""
+        if request.lora is None:
+            return True
+        slot = self._by_digest.get(request.lora.digest)
+        if slot is None:
+            self._bring(request, request.lora)
+            return False
+        return not slot.load and (slot.wanted_by is None or slot.wanted_by.order >= request.order)
+
+    def start(self, request: Request) -> int:
+        """Return the slot of the adapter of a request that starts to run, -1 for none."""
+        if request.lora is None:
+            return -1
+        slot = self._running[request] = self._by_digest[request.lora.digest]
+        slot.kept_for = None
+        return self.slots.index(slot)
+
+    def planned(self, requests: list[Request], step: int) -> None:
+        """Record which requests a step computes."""
+        for request in requests:
+            if request.lora is not None:
+                self._running[request].last_step = step
+
+    def committed(self, step: int) -> None:
+        """Record that a step has ended."""
+        self._committed = step
+
+    def new_load(self, lora: LoRARequest) -> int:
+        """Ask the ranks to read an adapter into host memory. Returns the command's number."""
+        self.check(lora)
+        self.loads.append(AdapterLoad(next(self._numbers), lora))
+        return self.loads[-1].number
+
+    def take_loads(self) -> list[AdapterLoad]:
+        loads, self.loads = self.loads, []
+        return loads
+
+    def loaded(self, number: int, failed: bool) -> LoRARequest | None:
+        """Record that a command is done on all ranks, or has failed on one. Returns the adapter if it failed on its way
+        into a slot."""
+        slot = next((slot for slot in self.slots if slot.load == number), None)
+        if slot is None:
+            return None
+        slot.load, lora = 0, slot.lora
+        if failed:
+            self._empty(slot)
+        return lora if failed else None
+
+    def check_slots(self, running: list[Request]) -> None:
+        """Raise AssertionError if a running request's adapter is not in a slot."""
+        for request in running:
+            if request.lora is not None:
+                slot = self._running[request]
+                assert slot.digest == request.lora.digest and not slot.load, "a slot was taken from a running request"
+        assert {slot.digest: slot for slot in self.slots if slot.lora} == self._by_digest
+
+    def _bring(self, request: Request, lora: LoRARequest) -> None:
+        self._running = {user: slot for user, slot in self._running.items() if user.slot >= 0}
+        used = {id(slot): 0 for slot in self.slots}
+        for slot in self._running.values():
+            used[id(slot)] += 1
+        marked = next((slot for slot in self.slots if self._is_wanted_for(slot, lora)), None)
+        ready = [slot for slot in self.slots if not slot.load and (slot.wanted_by is None or slot is marked)]
+        idle = [slot for slot in ready if not used[id(slot)] and not self._is_needed(slot)]
+        if idle:
+            slot = min(idle, key=lambda slot: (slot.lora is not None, slot.last_step))
+            self._empty(slot)
+            if marked is not None:
+                marked.wanted_by = None
+            slot.lora, slot.load, slot.kept_for = lora, next(self._numbers), request
+            self._by_digest[lora.digest] = slot
+            self.loads.append(AdapterLoad(slot.load, lora, self.slots.index(slot)))
+        elif marked is None and ready:
+            min(ready, key=lambda slot: used[id(slot)]).wanted_by = request
+
+    def _is_needed(self, slot: AdapterSlot) -> bool:
+        """Return whether a step that has not ended reads a slot, or the request that it was filled for still waits."""
+        return slot.last_step > self._committed or (slot.kept_for is not None and slot.kept_for.is_waiting)
+
+    def _is_wanted_for(self, slot: AdapterSlot, lora: LoRARequest) -> bool:
+        """Return whether a slot is marked for an adapter, after forgetting a request that has ended meanwhile."""
+        if slot.wanted_by is not None and not slot.wanted_by.is_waiting:
+            slot.wanted_by = None
+        return slot.wanted_by is not None and slot.wanted_by.prefix.adapter == lora.digest
+
+    def _empty(self, slot: AdapterSlot) -> None:
+        self._by_digest.pop(slot.digest, None)
+        slot.lora = slot.kept_for = slot.wanted_by = None

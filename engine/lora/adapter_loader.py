@@ -1,0 +1,93 @@
+"""Brings adapters into one rank's memory, in a thread beside the steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from engine.device import Device
+from engine.errors import AdapterError, ServingError
+from engine.lora.adapter_files import WEIGHTS_FILE, open_adapter
+from engine.lora.model_adapters import LayerFactors, ModelAdapters
+from engine.wire.lora import AdapterAnswer, AdapterLoad, LoRARequest
+
+logger = logging.getLogger(__name__)
+
+NICE = 10  # of the thread, so that steps keep the cores
+
+
+class AdapterLoader:
+    """Keeps the adapters that were used last in host memory, and copies them into slots. What cannot be loaded is
+    answered by an error, and changes nothing."""
+
+    def __init__(self, adapters: ModelAdapters, capacity: int, device: Device):
+        """capacity: adapters in host memory."""
+        self.rows = adapters.rows
+        self._adapters, self._capacity, self._device = adapters, capacity, device
+        self._kept: OrderedDict[str, dict[int, LayerFactors]] = OrderedDict()  # by digest, the last used one last
+        self._answers: queue.SimpleQueue[AdapterAnswer] = queue.SimpleQueue()
+        self._executor = ThreadPoolExecutor(1, "adapters", self._begin)
+
+    def load(self, command: AdapterLoad) -> None:
+        self._executor.submit(self._load, command)
+
+    def check(self, lora: LoRARequest) -> Future[None]:
+        """Read an adapter; the future raises AdapterError if it cannot be used."""
+        return self._executor.submit(self._check, lora)
+
+    def answers(self) -> list[AdapterAnswer]:
+        """Return those since the last call."""
+        found = []
+        while not self._answers.empty():
+            found.append(self._answers.get())
+        return found
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self) -> None:
+        self._device.set_current()
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+    def _load(self, command: AdapterLoad) -> None:
+        started, error = time.perf_counter(), ""
+        try:
+            factors = self._factors(command.lora)
+            if command.slot >= 0:
+                self._adapters.write(command.slot, factors)
+                self._device.event().wait()
+        except ServingError as problem:
+            error = str(problem)
+        except Exception as problem:  # it must not take more than its requests with it
+            logger.exception("adapter failed name=%s path=%s", command.lora.lora_name, command.lora.lora_path)
+            error = f"adapter {command.lora.lora_name!r}: {type(problem).__name__}: {problem}"
+        logger.info(
+            "adapter loaded name=%s digest=%s slot=%d seconds=%.2f error=%s",
+            command.lora.lora_name, command.lora.digest[:8], command.slot, time.perf_counter() - started, error,
+        )  # fmt: skip
+        self._answers.put(AdapterAnswer(command.number, error))
+
+    def _check(self, lora: LoRARequest) -> None:
+        self._factors(lora)
+
+    def _factors(self, lora: LoRARequest) -> dict[int, LayerFactors]:
+        """Return this rank's part of an adapter, from memory or its files."""
+        if lora.digest in self._kept:
+            self._kept.move_to_end(lora.digest)
+            return self._kept[lora.digest]
+        files = open_adapter(lora.lora_path, lora.lora_name)
+        if files.digest != lora.digest:
+            limit = f"the file whose digest is {lora.digest}: it has changed since the request came"
+            raise AdapterError(lora.lora_name, WEIGHTS_FILE, files.digest, limit)
+        factors = self._adapters.factors(files)
+        self._kept[lora.digest] = factors
+        while len(self._kept) > self._capacity:
+            self._kept.popitem(last=False)
+        return factors

@@ -1,0 +1,1 @@
+"""What low-rank adapters add to the product of a linear layer."""

@@ -1,0 +1,31 @@
+"""The adapters that offline requests name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.errors import InvalidParameter, RequestError
+from engine.lora.adapter_files import open_adapter
+from engine.wire.lora import LoRARequest
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+"""One adapter for all prompts, or one for each; None for the model itself."""
+
+
+def with_digests(lora_requests: LoRARequests, count: int) -> list[LoRARequest | None]:
+    """Return the adapter of each of `count` prompts, with the digest of its files as they are now. Raises RequestError
+    for another number of adapters, and AdapterError for one that cannot be read."""
+    if lora_requests is None or isinstance(lora_requests, LoRARequest):
+        lora_requests = [lora_requests] * count
+    if len(lora_requests) != count:
+        raise RequestError(f"lora_request has {len(lora_requests)} entries for {count} prompts", "lora_request")
+    known: dict[LoRARequest, LoRARequest] = {}
+    for lora in filter(None, lora_requests):
+        if not isinstance(lora, LoRARequest) or not isinstance(lora.lora_path, str):
+            raise InvalidParameter("lora_request", lora, "LoRARequest(lora_name, lora_path)")
+        if lora not in known:
+            digest = lora.digest or open_adapter(lora.lora_path, lora.lora_name).digest
+            known[lora] = msgspec.structs.replace(lora, digest=digest)
+    return [lora and known[lora] for lora in lora_requests]

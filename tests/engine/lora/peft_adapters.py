@@ -1,0 +1,58 @@
+"""Adapters that PEFT itself writes, with random weights, and what transformers answers with them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+from engine.lora.adapter_files import open_adapter
+from engine.wire.lora import LoRARequest
+
+ATTENTION = r".*\.layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj|qkv_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa)"
+
+
+def load(folder: Path) -> transformers.PreTrainedModel:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # so that every generation is as long as asked for
+    return model
+
+
+def make_adapter(target: Path, model: Path, seed: int, rank: int = 4, **config: Any) -> LoRARequest:
+    """Write an adapter for a model, and return what names it. Its weights are such that every token feels it."""
+    config = {"r": rank, "lora_alpha": 2 * rank, "target_modules": ATTENTION, "init_lora_weights": False} | config
+    torch.manual_seed(seed)
+    adapted = peft.get_peft_model(load(model), peft.LoraConfig(**config))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape) * (0.5 / parameter.shape[1] ** 0.5))
+    adapted.save_pretrained(target)
+    return LoRARequest(target.name, str(target), open_adapter(target).digest)
+
+
+class Reference:
+    """transformers' greedy answers, by PEFT: with the adapter merged into the weights, or beside them."""
+
+    def __init__(self, model: Path, max_tokens: int):
+        self._folder, self._max_tokens = model, max_tokens
+        self._model = cache(self._make)
+
+    def _make(self, path: str | None, merged: bool) -> Any:
+        model = load(self._folder)
+        if path is None:
+            return model
+        adapted = peft.PeftModel.from_pretrained(model, path)
+        return adapted.merge_and_unload() if merged else adapted
+
+    def tokens(self, prompt: list[int], lora: LoRARequest | None, merged: bool = True) -> list[int]:
+        ids = torch.tensor([prompt])
+        model = self._model(None if lora is None else lora.lora_path, merged)
+        found = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=self._max_tokens, do_sample=False
+        )
+        return found[0, len(prompt) :].tolist()

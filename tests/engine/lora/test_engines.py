@@ -1,0 +1,219 @@
+"""Whole engines with adapters: their tokens are those of PEFT, alone and in any company."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, SpeculativeConfig
+from engine.core.build import build_engine
+from engine.core.engine import EngineCore
+from engine.errors import AdapterError, ConfigError
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import GenerateRequest, TokenDelta, TokenLogprob
+from engine.wire.sampling_params import SamplingParams
+from tests.engine.lora.peft_adapters import Reference, make_adapter
+from tests.models import FAMILIES, make_model
+from tests.rank_pool import RankPool
+
+MAX_TOKENS = 8
+SIZES = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 40, "num_threads": 1}
+BUSY = {"num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 13}  # preempts, and cuts prompts into chunks
+FAST = ("llama", "phi3")
+ALL_LINEAR = r".*\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|qkv|gate|up|down|gate_up)_proj"
+
+
+def config(folder: Path, **options: Any) -> EngineConfig:
+    defaults: dict[str, Any] = {"dtype": "float32", "enable_lora": True, "max_loras": 2, "max_cpu_loras": 2}
+    return EngineConfig(**{"model": str(folder), **defaults, **SIZES, **options})
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(100 * seed + length)).tolist()
+
+
+class Answers:
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
+        self.errors: dict[str, str] = {}
+        self.cached: dict[str, int] = {}
+
+    def add(self, delta: TokenDelta) -> None:
+        name = delta.request_id
+        self.tokens.setdefault(name, []).extend(delta.token_ids)
+        self.logprobs.setdefault(name, []).extend(delta.logprobs or [])
+        self.cached[name] = self.cached.get(name, 0) + delta.num_cached_tokens
+        if delta.error is not None:
+            self.errors[name] = delta.error.message
+
+
+def ask(core: EngineCore, requests: dict[str, tuple[list[int], LoRARequest | None]], **params: Any) -> Answers:
+    settings = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 1, **params}
+    answers = Answers()
+    for name, (tokens, lora) in requests.items():
+        core.add(GenerateRequest(request_id=name, prompt=tokens, lora=lora, params=SamplingParams(**settings)))
+    while core.has_work:
+        for event in core.step():
+            answers.add(event.delta)
+        core.scheduler.check()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    @cache
+    def make(family: str) -> tuple[Path, list[LoRARequest]]:
+        folder = make_model(tmp_path_factory.mktemp(family), family)
+        dense = {"target_modules": ALL_LINEAR} if family in FAST else {}
+        first = {**dense, "rank_pattern": {"layers.0.self_attn.o_proj": 2}, "alpha_pattern": {"o_proj": 16}}
+        adapters = [
+            make_adapter(tmp_path_factory.mktemp(family) / "one", folder, 1, **first),
+            make_adapter(tmp_path_factory.mktemp(family) / "two", folder, 2, rank=8, use_rslora=True),
+            make_adapter(tmp_path_factory.mktemp(family) / "three", folder, 3, rank=2, **dense),
+        ]
+        return folder, adapters
+
+    return make
+
+
+@pytest.fixture
+def opened() -> Iterator[list[EngineCore]]:
+    cores: list[EngineCore] = []
+    yield cores
+    for core in cores:
+        core.close()
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "minicpm3"]
+)
+def test_tokens_are_those_of_peft_alone_and_in_one_batch(family, made, opened):
+    """Four prompts by three adapters and none through two slots, with preemption, chunks and cached prefixes."""
+    folder, adapters = made(family)
+    reference, some = Reference(folder, MAX_TOKENS), [None, *adapters]
+    opened.append(core := build_engine(config(folder, **BUSY)))
+    requests = {f"{i} {j}": (prompt(9 + 7 * i), lora) for i in range(2) for j, lora in enumerate(some)}
+    answers = ask(core, requests)
+    assert not answers.errors
+    for name, (tokens, lora) in requests.items():
+        assert answers.tokens[name] == reference.tokens(tokens, lora), name
+    assert answers.tokens["1 1"] == reference.tokens(*requests["1 1"], merged=False)
+    assert len({tuple(answers.tokens[f"1 {j}"]) for j in range(4)}) == 4, "the adapters do nothing"
+    again = ask(core, {name: requests[name] for name in ("1 0", "1 3")})
+    assert again.tokens == {name: answers.tokens[name] for name in ("1 0", "1 3")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_the_company(dtype, tmp_path, opened):
+    """Alone, beside 15 other adapters, and in an engine without any."""
+    folder = make_model(tmp_path / "model", "llama")
+    adapters = [make_adapter(tmp_path / str(i), folder, i, target_modules=ALL_LINEAR) for i in range(4)]
+    for i in range(4, 16):  # the same weights by another factor
+        shutil.copytree(tmp_path / str(i % 4), tmp_path / str(i))
+        file = tmp_path / str(i) / "adapter_config.json"
+        file.write_text(file.read_text().replace('"lora_alpha": 8', f'"lora_alpha": {8 + i}'))
+        adapters.append(make_adapter_request(tmp_path / str(i)))
+    opened.append(core := build_engine(config(folder, dtype=dtype, max_loras=16, max_cpu_loras=16, max_num_seqs=32)))
+    opened.append(plain := build_engine(config(folder, dtype=dtype, enable_lora=False, max_num_seqs=32)))
+    requests = {str(i): (prompt(12, i % 3), lora) for i, lora in enumerate([*adapters, None, None])}
+    together, others = ask(core, requests), [name for name, (_, lora) in requests.items() if lora is None]
+    for name in ("0", "7", "15"):
+        alone = ask(core, {name: requests[name]})
+        assert alone.tokens[name] == together.tokens[name] and alone.logprobs[name] == together.logprobs[name]
+    without = ask(plain, {name: requests[name] for name in others})
+    assert without.logprobs == {name: together.logprobs[name] for name in others}
+    assert len({tuple(logprob.logprob for logprob in answer) for answer in together.logprobs.values()}) == 18
+
+
+def make_adapter_request(folder: Path) -> LoRARequest:
+    from engine.lora.adapter_files import open_adapter
+
+    return LoRARequest(folder.name, str(folder), open_adapter(folder).digest)
+
+
+def test_blocks_are_shared_by_requests_of_one_adapter_only(made, opened):
+    folder, (one, two, _) = made("llama")
+    opened.append(core := build_engine(config(folder)))
+    tokens = prompt(21)
+    assert [ask(core, {"x": (tokens, lora)}).cached["x"] for lora in (None, one, two, one, None)] == [0, 0, 0, 20, 20]
+
+
+def test_an_adapter_that_cannot_be_used_ends_its_requests_and_no_others(made, tmp_path, opened):
+    folder, (one, *_) = made("llama")
+    opened.append(core := build_engine(config(folder)))
+    expected = ask(core, {"good": (prompt(9), one)}).tokens["good"]
+    cut = tmp_path / "cut"
+    shutil.copytree(one.lora_path, cut)
+    (cut / "adapter_model.safetensors").write_bytes((cut / "adapter_model.safetensors").read_bytes()[:-8])
+    wrong = LoRARequest("gone", str(tmp_path / "none"), "0" * 32)
+    changed = LoRARequest("changed", one.lora_path, "1" * 32)
+    requests = {"good": (prompt(9), one), "gone": (prompt(9), wrong), "changed": (prompt(9), changed)}
+    answers = ask(core, requests | {"cut": (prompt(9), LoRARequest("cut", str(cut), "2" * 32))})
+    assert answers.tokens["good"] == expected and answers.errors.keys() == {"gone", "changed", "cut"}
+    assert "adapter 'gone': path must be a folder" in answers.errors["gone"]
+    assert "it has changed" in answers.errors["changed"] and "whole" in answers.errors["cut"]
+    assert ask(core, {"good": (prompt(9), one)}).tokens["good"] == expected
+
+
+def test_adapters_that_do_not_fit_the_model_are_refused(made, tmp_path, opened):
+    folder, _ = made("llama")
+    opened.append(core := build_engine(config(folder, max_lora_rank=16)))
+    cases = [
+        (make_adapter(tmp_path / "high", folder, 1, rank=32), r"r must be at most 16 \(max_lora_rank\), got 32"),
+        (
+            make_adapter(tmp_path / "head", folder, 1, target_modules=["q_proj", "lm_head"]),
+            r"1 of 4 that find no place: lm_head \(adapters of the output head",
+        ),
+        (make_adapter(tmp_path / "other", made("phi3")[0], 1), "find no place|of a layer with"),
+    ]
+    for lora, message in cases:
+        with pytest.raises(AdapterError, match=message):
+            core.check_adapter(lora)
+
+
+def test_an_engine_without_adapters_refuses_them(made, opened):
+    folder, (one, *_) = made("llama")
+    opened.append(core := build_engine(config(folder, enable_lora=False)))
+    with pytest.raises(AdapterError, match="this engine has no adapters"):
+        core.add(GenerateRequest(request_id="x", prompt=[3, 4], lora=one))
+
+
+def test_drafts_change_no_token_of_an_adapter(made, opened):
+    folder, (one, two, _) = made("llama")
+    requests = {"a": (prompt(6) * 3, one), "b": (prompt(6) * 3, two), "c": (prompt(6) * 3, None)}
+    opened.append(plain := build_engine(config(folder)))
+    opened.append(core := build_engine(config(folder, speculative=SpeculativeConfig(method="ngram"))))
+    assert ask(core, requests, max_tokens=24).tokens == ask(plain, requests, max_tokens=24).tokens
+    assert core.stats().spec_decode.num_draft_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("determinism", [None, "strict"])
+def test_two_ranks_have_the_tokens_of_one(determinism, made):
+    folder, adapters = made("llama")
+    requests = {str(i): (prompt(9 + i), lora) for i, lora in enumerate([None, *adapters])}
+    pool, answers = RankPool(), []
+    try:
+        for size in (1, 2):
+            options = {"tensor_parallel": size, "determinism": determinism}
+            with pool.engine(config(folder, **options)) as core:
+                answers.append(ask(core, requests))
+    finally:
+        pool.close()
+    one, two = answers
+    assert not two.errors and one.tokens == two.tokens
+    if determinism:
+        assert one.logprobs == two.logprobs
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path):
+    for options, key in (({"max_lora_rank": 257}, "max_lora_rank"), ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu")):
+        with pytest.raises(ConfigError, match=key):
+            EngineConfig(enable_lora=True, **options)
