@@ -1,0 +1,195 @@
+"""What adapters cost a step, and what loading one costs the streams that run meanwhile: `python -m benchmarks.lora`.
+
+A batch has its rows divided among 1, 8 and 32 adapters, or has none, in turns, in one engine; and none in an engine
+without adapters. Then a number of streams run, alone and while adapters of a higher rank are loaded, one after another.
+Weights are random: what is computed does not depend on their values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from safetensors.torch import save_file
+
+from benchmarks.command import DtypeOption, JsonOption, print_report, run
+from cluster.cli.bench.tables import figure, make_table, show
+from engine.config import EngineConfig
+from engine.core.build import build_engine
+from engine.core.engine import EngineCore
+from engine.lora.adapter_files import open_adapter
+from engine.model.config import ModelConfig
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+
+#: As SmolLM2-135M.
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+BATCH, PROMPT_LEN = 32, 8
+ADAPTERS = (0, 1, 8, 32)  # in a batch
+STREAMS, LOAD_RANK = 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAReport:
+    model: str
+    dtype: str
+    rank: int
+    tokens_per_s: dict[str, list[float]]
+    """Of each batch, a value for each turn."""
+    gaps_ms: dict[str, list[float]]
+    """P50 and P99 between tokens of a stream: alone, and while adapters are loaded."""
+    load_s: list[float]
+    """How long each of these took."""
+
+
+def make_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> LoRARequest:
+    """Write an adapter of all linear layers, with random weights."""
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    hidden, inner = model.hidden_size, model.intermediate_size
+    sizes = {
+        "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer, (name, (outputs, inputs)) in itertools.product(range(model.num_layers), sizes.items()):
+        prefix = f"base_model.model.model.layers.{layer}.{name}"
+        tensors[f"{prefix}.lora_A.weight"] = 0.02 * torch.randn(rank, inputs, generator=generator)
+        tensors[f"{prefix}.lora_B.weight"] = 0.02 * torch.randn(outputs, rank, generator=generator)
+    folder.mkdir()
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return LoRARequest(folder.name, str(folder), open_adapter(folder).digest)
+
+
+def add(core: EngineCore, name: str, tokens: int, lora: LoRARequest | None) -> None:
+    prompt = random.Random(name).choices(range(3, core.model_config.vocab_size), k=PROMPT_LEN)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, lora=lora))
+
+
+def tokens_per_s(core: EngineCore, adapters: list[LoRARequest], tokens: int) -> float:
+    """Tokens per second of a batch, once all of it decodes."""
+    for i in range(BATCH):
+        add(core, str(i), tokens, adapters[i % len(adapters)] if adapters else None)
+    while len(core.scheduler.queue.running) < BATCH or any(r.num_output < 2 for r in core.scheduler.queue.running):
+        core.step()
+    count, started = 0, time.perf_counter()
+    while core.has_work:
+        count += sum(len(event.delta.token_ids) for event in core.step())
+    return count / (time.perf_counter() - started)
+
+
+def gaps(core: EngineCore, tokens: int, adapters: list[LoRARequest]) -> tuple[list[float], list[float]]:
+    """Return the seconds between tokens of streams, and those that each load took; adapters are loaded one after
+    another, each for a request of one token."""
+    for i in range(STREAMS):
+        add(core, f"stream {i}", tokens, None)
+    while any(r.num_output < 1 for r in [*core.scheduler.queue.running, *core.scheduler.queue.waiting]):
+        core.step()
+    waiting, found, loads = list(adapters), [], []
+    last, asked = time.perf_counter(), 0.0
+    while any(request.lora is None for request in core.scheduler.queue.live.values()):
+        if waiting and not asked:
+            asked = time.perf_counter()
+            add(core, waiting[0].lora_name, 1, waiting.pop(0))
+        events, now = core.step(), time.perf_counter()
+        if any(event.request.lora is None for event in events):
+            found.append(now - last)
+            last = now
+        if any(event.request.lora is not None for event in events):
+            loads.append(now - asked)
+            asked = 0.0
+    while core.has_work:
+        core.step()
+    return found, loads
+
+
+def measure(folder: Path, dtype: str, rank: int, tokens: int, repetitions: int) -> LoRAReport:
+    model = ModelConfig.from_folder(folder)
+    adapters = [make_adapter(folder / f"{i}", model, rank, i) for i in range(max(ADAPTERS))]
+    large = [make_adapter(folder / f"large {i}", model, LOAD_RANK, i) for i in range(6)]
+    options = EngineConfig(
+        model=str(folder), dtype=dtype, load_format="dummy", max_num_seqs=BATCH, max_model_len=512, num_blocks=2048  # type: ignore[arg-type]
+    )  # fmt: skip
+    adapted = replace(options, enable_lora=True, max_loras=max(ADAPTERS), max_lora_rank=rank)
+    cores = {"without": build_engine(options), "with": build_engine(adapted)}
+    turns: dict[str, list[float]] = {}
+    for turn in range(repetitions + 1):
+        for count in (None, *ADAPTERS):
+            name = "engine without adapters" if count is None else f"{count} adapters"
+            core = cores["without" if count is None else "with"]
+            speed = tokens_per_s(core, adapters[: count or 0], tokens)
+            if turn:  # the first warms up
+                turns.setdefault(name, []).append(speed)
+    for core in cores.values():
+        core.close()
+    core = build_engine(replace(adapted, max_loras=2, max_lora_rank=LOAD_RANK, max_num_seqs=STREAMS + 1))
+    gaps(core, 8, [])
+    found: dict[str, list[float]] = {}
+    alone, _ = gaps(core, 4 * tokens, [])
+    beside, loads = gaps(core, 4 * tokens, large)
+    core.close()
+    for name, values in (("alone", alone), ("while adapters are loaded", beside)):
+        found[name] = [1000 * float(np.percentile(values, share)) for share in (50, 99)]
+    return LoRAReport(str(folder), dtype, rank, turns, found, loads)
+
+
+def show_report(report: LoRAReport) -> None:
+    table = make_table("batch of 32", "tokens/s", "of one without")
+    base = report.tokens_per_s["engine without adapters"]
+    for name, values in report.tokens_per_s.items():
+        ratio = statistics.median(value / other for value, other in zip(values, base, strict=True))
+        table.add_row(name, figure(statistics.median(values)), f"{ratio:.2f}")
+    show(f"adapters of rank {report.rank} on all linear layers, {report.dtype}", table)
+    table = make_table(f"{STREAMS} streams", "P50 between tokens, ms", "P99, ms")
+    for name, (middle, high) in report.gaps_ms.items():
+        table.add_row(name, figure(middle), figure(high))
+    show(f"{len(report.load_s)} adapters of rank {LOAD_RANK}, {statistics.median(report.load_s):.2f} s each", table)
+
+
+def main(
+    *,
+    model: Annotated[str, typer.Option(help="Folder with a config.json; none for the shape of SmolLM2-135M.")] = "",
+    dtype: DtypeOption = "bfloat16",
+    rank: Annotated[int, typer.Option(help="Of the adapters in a batch.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Of each answer.")] = 24,
+    repetitions: Annotated[int, typer.Option(help="Turns of each batch.")] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        shape = (Path(model) / "config.json").read_text(encoding="utf-8") if model else json.dumps(SHAPE)
+        (folder / "config.json").write_text(shape, encoding="utf-8")
+        print_report(measure(folder, dtype, rank, tokens, repetitions), as_json, show_report)
+
+
+if __name__ == "__main__":
+    run(main)
