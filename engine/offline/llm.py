@@ -140,13 +140,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt (text, or token ids). Returns one result per prompt, in order.
 
-<<<<<<< HEAD
-        sampling_params: one for all prompts, or one for each.
-        Raises RequestError, before anything is computed, if any request cannot be served.
-=======
         sampling_params, lora_request: one for all prompts, or one for each.
-        Raises RequestError, before anything is computed, if any request could not be served as it is.
->>>>>>> ec37b8a0 (LoRA in engines: low-rank products, slots, loading beside the steps, offline requests)
+        Raises RequestError, before anything is computed, if any request cannot be served.
         """
         return self._generate(_as_list(prompts), sampling_params, progress, lora_request)
 
@@ -338,14 +333,9 @@ class LLM:
     def _pooling_prompts(self) -> PoolingPrompts:
         return PoolingPrompts(self.tokenizer, self._model_config.supported_tasks, self.max_model_len)
 
-<<<<<<< HEAD
-    def _pool(self, jobs: list[PoolingPrompt], progress: bool) -> list[TokenDelta]:
+    def _pool(self, jobs: list[PoolingPrompt], progress: bool, lora_requests: LoRARequests) -> list[TokenDelta]:
         """Compute the jobs. Returns their deltas in order. Raises RequestError or EngineError, after aborting
         all jobs."""
-=======
-    def _pool(self, jobs: list[PoolingPrompt], progress: bool, lora_requests: LoRARequests) -> list[TokenDelta]:
-        """Compute the jobs; results in their order. Raises RequestError or EngineError; nothing is left behind then."""
->>>>>>> ec37b8a0 (LoRA in engines: low-rank products, slots, loading beside the steps, offline requests)
         requests = [
             GenerateRequest(
                 request_id=f"{self.config.seed}-{next(self._numbers)}",

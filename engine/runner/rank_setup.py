@@ -37,6 +37,8 @@ class RankSetup:
         if config.torch_compile and model.transformers:
             limit = f"false for {model.architecture}, which transformers' own code computes"
             raise ConfigError("torch_compile", True, limit)
+        if config.torch_compile and config.enable_lora:
+            raise ConfigError("torch_compile", True, "false with enable_lora: what it compiles has no adapters")
         if model.recurrent is not None or model.latent is not None or model.gemma is not None:
             check_layers(config, model)
         device = open_device(config.device)
