@@ -141,6 +141,10 @@ def measure(folder: Path, dtype: str, rank: int, tokens: int, repetitions: int) 
     )  # fmt: skip
     adapted = replace(options, enable_lora=True, max_loras=max(ADAPTERS), max_lora_rank=rank)
     cores = {"without": build_engine(options), "with": build_engine(adapted)}
+    for i, lora in enumerate(adapters):  # there are slots for all: they stay
+        add(cores["with"], f"first {i}", 1, lora)
+    while cores["with"].has_work:
+        cores["with"].step()
     turns: dict[str, list[float]] = {}
     for turn in range(repetitions + 1):
         for count in (None, *ADAPTERS):
