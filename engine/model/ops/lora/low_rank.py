@@ -113,6 +113,8 @@ def select(dtype: torch.dtype, device: torch.device) -> Add:
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.lora import cpu
 
+        cpu.SHRINK.compile(dtype)  # now, and not in the first step
+        cpu.EXPAND.compile(dtype)
         return cpu.add
     if dispatch.gpu_kernels(dtype, device):
         from engine.model.ops.lora import gpu
