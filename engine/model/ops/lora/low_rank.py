@@ -111,13 +111,13 @@ Add = Callable[[Sequence[Tensor], Tensor, LowRankWeights, AdapterRows], None]
 
 def select(dtype: torch.dtype, device: torch.device) -> Add:
     if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.lora import cpu
+        from engine.model.ops.cpu.lora import low_rank as cpu
 
         cpu.SHRINK.compile(dtype)  # now, and not in the first step
         cpu.EXPAND.compile(dtype)
         return cpu.add
     if dispatch.gpu_kernels(dtype, device):
-        from engine.model.ops.lora import gpu
+        from engine.model.ops.gpu import low_rank as gpu
 
         return gpu.add
     return add_plain

@@ -17,7 +17,7 @@ ROWS = st.lists(st.integers(-1, 2), min_size=1, max_size=20)
 
 
 def cpu_add():
-    from engine.model.ops.lora import cpu
+    from engine.model.ops.cpu.lora import low_rank as cpu
 
     return cpu.add
 

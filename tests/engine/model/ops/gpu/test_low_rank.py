@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.ops.lora import gpu
+from engine.model.ops.gpu import low_rank as gpu
 from tests.engine.model.ops.gpu.paged import DEVICE
 from tests.engine.model.ops.lora.cases import Case
 
