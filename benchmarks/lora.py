@@ -135,7 +135,7 @@ def gaps(core: EngineCore, tokens: int, adapters: list[LoRARequest]) -> tuple[li
 def measure(folder: Path, dtype: str, rank: int, tokens: int, repetitions: int) -> LoRAReport:
     model = ModelConfig.from_folder(folder)
     adapters = [make_adapter(folder / f"{i}", model, rank, i) for i in range(max(ADAPTERS))]
-    large = [make_adapter(folder / f"large {i}", model, LOAD_RANK, i) for i in range(6)]
+    large = [make_adapter(folder / f"large {i}", model, LOAD_RANK, i) for i in range(4)]
     options = EngineConfig(
         model=str(folder), dtype=dtype, load_format="dummy", max_num_seqs=BATCH, max_model_len=512, num_blocks=2048  # type: ignore[arg-type]
     )  # fmt: skip
@@ -158,8 +158,8 @@ def measure(folder: Path, dtype: str, rank: int, tokens: int, repetitions: int) 
     core = build_engine(replace(adapted, max_loras=2, max_lora_rank=LOAD_RANK, max_num_seqs=STREAMS + 1))
     gaps(core, 8, [])
     found: dict[str, list[float]] = {}
-    alone, _ = gaps(core, 4 * tokens, [])
-    beside, loads = gaps(core, 4 * tokens, large)
+    alone, _ = gaps(core, 16 * tokens, [])
+    beside, loads = gaps(core, 16 * tokens, large)
     core.close()
     for name, values in (("alone", alone), ("while adapters are loaded", beside)):
         found[name] = [1000 * float(np.percentile(values, share)) for share in (50, 99)]

@@ -14,8 +14,8 @@ from engine.errors import AdapterError, Described
 from engine.lora.adapter_files import WEIGHTS_FILE, AdapterFiles, LowRank, StoredTensor
 from engine.model.layers.linear import Linear
 from engine.model.layers.lora import LinearAdapters
+from engine.model.low_rank import AdapterRows, filled
 from engine.model.models.llama import Model
-from engine.model.ops.lora.low_rank import AdapterRows, filled
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -59,7 +59,8 @@ class ModelAdapters:
         self._places: dict[str, list[Place]] = {}
         for path, module in model.named_modules():
             if isinstance(module, Linear) and module.takes_adapters and IN_LAYERS.match(f"{path}."):
-                module.adapters = layer = LinearAdapters(module, slots, rank, self.rows)
+                shards = list(module.weights.values())
+                module.adapters = layer = LinearAdapters(shards, slots, rank, self.rows, module.dtype, module.device)
                 self._layers.append(layer)
                 for i, (name, shard) in enumerate(module.weights.items()):
                     tensor = f"{name}.weight".removeprefix(".").partition(":")[0]

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.device import Device, StagedCopy
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.config import ModelConfig
-from engine.model.ops.lora.low_rank import row_table
+from engine.model.low_rank import row_table
 from engine.model.ops.sampling import sorts_candidates
 from engine.model.state import StateCache
 from engine.runner.cuda_graphs import StepShape, pad_step

@@ -22,8 +22,8 @@ from engine.config import EngineConfig
 from engine.device import DeviceEvent
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
+from engine.model.low_rank import AdapterRows
 from engine.model.ops import sampling
-from engine.model.ops.lora.low_rank import AdapterRows
 from engine.model.state import StateCache
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import CudaGraphs

@@ -169,7 +169,7 @@ def test_adapters_that_do_not_fit_the_model_are_refused(made, tmp_path, opened):
         (make_adapter(tmp_path / "high", folder, 1, rank=32), r"r must be at most 16 \(max_lora_rank\), got 32"),
         (
             make_adapter(tmp_path / "head", folder, 1, target_modules=["q_proj", "lm_head"]),
-            r"1 of 4 that find no place: lm_head \(adapters of the output head",
+            r"adapter_model\.safetensors must be with the names .*lm_head",  # PEFT saves the head itself as well
         ),
         (make_adapter(tmp_path / "other", made("phi3")[0], 1), "find no place|of a layer with"),
     ]

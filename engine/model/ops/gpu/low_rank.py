@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.ops.lora.low_rank import BLOCK, TILE_ROWS, AdapterRows, LowRankWeights
+from engine.model.low_rank import BLOCK, TILE_ROWS, AdapterRows, LowRankWeights
 
 ROWS = TILE_ROWS["cuda"]
 INPUTS = 64  # that are multiplied at a time

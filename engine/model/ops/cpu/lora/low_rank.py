@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from engine.model.low_rank import TILE_ROWS, AdapterRows, LowRankWeights
 from engine.model.ops.cpu.kernel import (
     I32,
     I64,
@@ -33,7 +34,6 @@ from engine.model.ops.cpu.kernel import (
     take,
 )
 from engine.model.ops.cpu.vector import F32, F32P, LANES, VF32, constant, load16, splat, store16
-from engine.model.ops.lora.low_rank import TILE_ROWS, AdapterRows, LowRankWeights
 
 ROWS = TILE_ROWS["cpu"]
 WIDE = 4  # vectors of columns that a row which is alone takes at a time, so that sums do not wait for each other

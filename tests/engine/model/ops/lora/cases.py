@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.ops.lora.low_rank import AdapterRows, LowRankWeights, add_plain, filled, row_table
+from engine.model.low_rank import AdapterRows, LowRankWeights, filled, row_table
+from engine.model.ops.lora.low_rank import add_plain
 
 CPU = torch.device("cpu")
 

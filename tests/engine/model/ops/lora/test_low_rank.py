@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.ops.lora.low_rank import add_plain, row_table
+from engine.model.low_rank import row_table
+from engine.model.ops.lora.low_rank import add_plain
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.model.ops.lora.cases import Case
 

@@ -1,0 +1,97 @@
+"""The factors of low-rank adapters in the slots of a linear layer, and the rows of a step that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+LANES = 16  # to a multiple of which ranks, and the outputs of a slice, are filled up with zeros
+BLOCK = 128  # outputs of a slice that a kernel takes at a time
+TILE_ROWS = {"cpu": 4, "cuda": 16}  # rows of one adapter that a kernel takes at a time
+
+
+class AdapterRows:
+    """Which rows of the current step have an adapter, in memory whose address stays.
+
+    table: int32; the number of tiles, then slot, first row and number of rows of each tile, then the rows, sorted by
+    slot: a tile's rows are some of those.
+    """
+
+    def __init__(self, max_tokens: int, device: torch.device):
+        self.tile_rows = TILE_ROWS[device.type]
+        self.table = torch.zeros(1 + 4 * max_tokens, dtype=torch.int32, device=device)
+        self.any = False
+        """Whether a row has one, as the host knows."""
+
+    def begin(self, table: Tensor | None) -> None:
+        """Take the table of a step, from `row_table`; None if no row has an adapter."""
+        if table is not None:
+            self.table[: len(table)] = table
+        elif self.any:
+            self.table[0] = 0
+        self.any = table is not None
+
+    def tiles(self) -> list[tuple[int, list[int]]]:
+        """Return each tile's slot and rows, from the device."""
+        count = int(self.table[0])
+        tiles = self.table[1 : 1 + 3 * count].view(count, 3).tolist()
+        rows = self.table[1 + 3 * count :]
+        return [(slot, rows[first : first + size].tolist()) for slot, first, size in tiles]
+
+
+def row_table(slots: NDArray[np.int32], tile_rows: int) -> NDArray[np.int32]:
+    """Return the table of AdapterRows. slots: [tokens], of each row's adapter; -1 for none."""
+    rows = np.flatnonzero(slots >= 0)
+    rows = rows[np.argsort(slots[rows], kind="stable")]
+    found, starts, counts = np.unique(slots[rows], return_index=True, return_counts=True)
+    tiles = [
+        (slot, start + first, min(tile_rows, count - first))
+        for slot, start, count in zip(found.tolist(), starts.tolist(), counts.tolist(), strict=True)
+        for first in range(0, count, tile_rows)
+    ]
+    return np.concatenate([[len(tiles)], np.array(tiles).reshape(-1), rows]).astype(np.int32)
+
+
+def filled(size: int) -> int:
+    return -(-size // LANES) * LANES
+
+
+@dataclass(slots=True)
+class LowRankWeights:
+    """The factors of one linear layer in all slots. Its outputs are slices that lie side by side, each with an A of its
+    own."""
+
+    a: Tensor
+    """[slots, inputs, slices * rank]: A of all slices, transposed."""
+    b: Tensor
+    """[slots, rank, outputs]: B, transposed, each slice's outputs filled up to a multiple of LANES."""
+    ranks: Tensor
+    """[slots] int32: columns of A and rows of B beyond are not used; 0 where an adapter leaves the layer alone."""
+    blocks: Tensor
+    """[blocks, 4] int32: first output, number of outputs, slice and first column of `b`."""
+    rank: int
+    """The highest of an adapter, a multiple of LANES."""
+    slices: int
+
+    @classmethod
+    def allocate(
+        cls, slots: int, inputs: int, slices: Sequence[int], rank: int, dtype: torch.dtype, device: torch.device
+    ) -> LowRankWeights:
+        """slices: number of outputs of each."""
+        rank, blocks, start, column = filled(rank), [], 0, 0
+        for i, size in enumerate(slices):
+            blocks += [(start + o, min(BLOCK, size - o), i, column + o) for o in range(0, size, BLOCK)]
+            start, column = start + size, column + filled(size)
+        return cls(
+            a=torch.zeros(slots, inputs, len(slices) * rank, dtype=dtype, device=device),
+            b=torch.zeros(slots, rank, column, dtype=dtype, device=device),
+            ranks=torch.zeros(slots, dtype=torch.int32, device=device),
+            blocks=torch.tensor(blocks, dtype=torch.int32, device=device),
+            rank=rank,
+            slices=len(slices),
+        )
