@@ -1,10 +1,9 @@
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from cluster.cli.generate import Answer, complete_lines, generate_file, in_order
 from engine import LLM
 from engine.errors import RequestError
 from tests.models import make_model
-from tests.processes import started
+from tests.processes import with_engine
 
 COUNT = 30
 
@@ -42,18 +41,17 @@ def prompts() -> list[dict]:
     return [{"prompt": [5 + i, 7, 9], "id": f"p{i}", "max_tokens": 5 + i % 40} for i in range(COUNT)]
 
 
-def run_cli(model: Path, source: Path, target: Path) -> AbstractContextManager[subprocess.Popen[str]]:
-    command = [
-        sys.executable,
-        "-m",
-        "cluster.cli.main",
-        "generate",
-        "--model",
-        str(model),
-        "--kv-cache-memory-gib",
-        "0.01",
-    ]
-    return started([*command, "--input", str(source), "--output", str(target)], stderr=subprocess.DEVNULL)
+@contextmanager
+def generating(model: Path, source: Path, target: Path) -> Iterator[BaseProcess]:
+    """Answer the file in a process of its own, which may be killed."""
+    load = partial(LLM, str(model), kv_cache_memory_gib=0.01, num_threads=1)
+    process = with_engine().Process(target=generate_file, args=(load, source, target, {}), kwargs={"progress": False})
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_answers_come_in_the_order_of_the_input_and_repeat_its_ids(llm, tmp_path):
@@ -94,14 +92,14 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_line(model, llm, tmp
     source, target = write_lines(tmp_path / "in.jsonl", prompts()), tmp_path / "out.jsonl"
     unbroken = tmp_path / "unbroken.jsonl"
     generate_file(lambda: llm, source, unbroken, {}, progress=False)
-    with run_cli(model, source, target) as process:
-        while process.poll() is None and not (target.exists() and target.stat().st_size):
+    with generating(model, source, target) as process:
+        while process.is_alive() and not (target.exists() and target.stat().st_size):
             time.sleep(0.001)  # a file does not say that it grows
-        os.kill(process.pid, signal.SIGKILL)
     with target.open("ab") as file:
         file.write(b'{"index": 99, "torn')
-    with run_cli(model, source, target) as process:
-        assert process.wait(60) == 0
+    with generating(model, source, target) as process:
+        process.join(60)
+        assert process.exitcode == 0
     assert target.read_bytes() == unbroken.read_bytes()
 
 

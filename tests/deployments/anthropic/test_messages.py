@@ -6,13 +6,10 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2
 import pytest
-from anthropic import AsyncAnthropic
-from anthropic.types import Message, RawMessageStreamEvent, ToolUseBlock
 from pydantic import TypeAdapter
 
 from deployments.anthropic.message import MessageResponse
@@ -27,12 +24,15 @@ from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, says
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, answers, chat_tokenizer
 
+if TYPE_CHECKING:  # its import takes two seconds, in each process that collects
+    from anthropic import AsyncAnthropic
+    from anthropic.types import Message
+
 HELLO: Any = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [{"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}]
 ARGUMENTS = '{"city": "Zürich"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -51,6 +51,8 @@ async def serving(
 
 
 def client_of(api: FakeApi, **options: Any) -> AsyncAnthropic:
+    from anthropic import AsyncAnthropic
+
     app = api.client._transport.app  # type: ignore[attr-defined]
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)  # the client takes no httpx
     options = {"api_key": "none", "max_retries": 0, **options}
@@ -60,7 +62,7 @@ def client_of(api: FakeApi, **options: Any) -> AsyncAnthropic:
 def shown(message: Message) -> list[dict[str, Any]]:
     """Return the content without the ids of calls."""
     for block in message.content:
-        if isinstance(block, ToolUseBlock):
+        if block.type == "tool_use":
             assert block.id.startswith("toolu_")
     return [block.model_dump(exclude={"id"}, exclude_none=True) for block in message.content]
 
@@ -117,6 +119,10 @@ def test_message_has_the_blocks_that_the_model_wrote_and_a_stream_has_the_same(t
 
 
 def test_every_event_is_one_of_anthropics_with_all_of_its_fields_in_order():
+    from anthropic.types import RawMessageStreamEvent
+
+    of_anthropic: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
+
     async def scenario() -> None:
         async with serving(f"<think>hm</think>Let me see.\n{CALL}") as (_, api):
             response = await api.post("messages", max_tokens=200, messages=HELLO, tools=TOOLS, stream=True)
@@ -127,7 +133,7 @@ def test_every_event_is_one_of_anthropics_with_all_of_its_fields_in_order():
                 body = json.loads(data.removeprefix("data: "))
                 assert name == f"event: {body['type']}"
                 if body["type"] != "ping":
-                    EVENT.validate_python(body)
+                    of_anthropic.validate_python(body)
                 kind = body.get("delta", {}).get("type") or body["type"]
                 if order[-1:] != [kind]:
                     order.append(kind)
@@ -149,7 +155,7 @@ def test_tool_call_goes_back_with_its_result_and_the_reasoning():
             asked: Any = {"model": "fake", "max_tokens": 200, "tools": TOOLS, "system": "Be brief."}
             message = await client.messages.create(messages=HELLO, **asked)
             call = message.content[-1]
-            assert isinstance(call, ToolUseBlock)
+            assert call.type == "tool_use"
             result = {"type": "tool_result", "tool_use_id": call.id, "content": [text_block("snow")], "is_error": True}
             answer: Any = {"role": "user", "content": [result, text_block("So?")]}
             await client.messages.create(messages=[*HELLO, message.to_param(), answer], **asked)
@@ -270,25 +276,27 @@ def test_schema_of_the_output_is_enforced():
 
 
 REFUSED = [
-    (anthropic.NotFoundError, "not_found_error", {"model": "other"}, "other"),
-    (anthropic.BadRequestError, "invalid_request_error", {"extra_body": {"temperature": 3}}, "temperature"),
-    (anthropic.BadRequestError, "invalid_request_error", {"messages": []}, "messages"),
-    (anthropic.BadRequestError, "invalid_request_error", {"max_tokens": 0}, "max_tokens"),
-    (anthropic.BadRequestError, "invalid_request_error", {"messages": [{"role": "user", "content": "a b " * 4000}]},
+    ("NotFoundError", "not_found_error", {"model": "other"}, "other"),
+    ("BadRequestError", "invalid_request_error", {"extra_body": {"temperature": 3}}, "temperature"),
+    ("BadRequestError", "invalid_request_error", {"messages": []}, "messages"),
+    ("BadRequestError", "invalid_request_error", {"max_tokens": 0}, "max_tokens"),
+    ("BadRequestError", "invalid_request_error", {"messages": [{"role": "user", "content": "a b " * 4000}]},
      "prompt is too long: 1234 tokens > 512 maximum"),
-    (anthropic.BadRequestError, "invalid_request_error", {"tools": [{"name": "a", "input_schema": {"type": "array"}}]},
+    ("BadRequestError", "invalid_request_error", {"tools": [{"name": "a", "input_schema": {"type": "array"}}]},
      "tools[0].input_schema"),
-    (anthropic.BadRequestError, "invalid_request_error", {"tool_choice": {"type": "any"}}, "tool_choice"),
+    ("BadRequestError", "invalid_request_error", {"tool_choice": {"type": "any"}}, "tool_choice"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "name", "fields", "says"), REFUSED)
 def test_errors_have_anthropics_shape_and_its_client_knows_them(kind, name, fields, says):
+    import anthropic
+
     async def scenario() -> None:
         async with serving("hi") as (client, api):
             asked: Any = {"model": "fake", "max_tokens": 5, "messages": HELLO, **fields}
             for stream in (False, True):
-                with pytest.raises(kind) as caught:
+                with pytest.raises(getattr(anthropic, kind)) as caught:
                     await client.messages.create(stream=stream, extra_headers={"X-Request-Id": "r1"}, **asked)
                 error = caught.value.body
                 assert error.keys() == {"type", "error", "request_id"}
@@ -302,6 +310,8 @@ def test_errors_have_anthropics_shape_and_its_client_knows_them(kind, name, fiel
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_full_queue_is_a_rate_limit_that_says_when_to_come_again(streamed):
+    import anthropic
+
     async def scenario() -> None:
         async with serving("hi") as (client, api):
             api.engine.refusal = ErrorInfo.of(Overloaded("the queue is full"))
@@ -360,6 +370,8 @@ def test_error_of_a_chat_is_told_in_the_words_of_the_message():
 
 
 def test_errors_of_the_middleware_have_the_same_shape_and_both_kinds_of_keys_are_taken(tmp_path):
+    import anthropic
+
     async def scenario() -> None:
         file = tmp_path / "keys"
         file.write_text(f"alice:{hash_key('sk-a')}\n")

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from anthropic.types.beta.message_create_params import MessageCreateParamsStreaming as Beta
-from anthropic.types.message_create_params import MessageCreateParamsStreaming as Stable
 
 from deployments.anthropic.request_bodies import FOREIGN_FIELDS as FOREIGN
 from deployments.anthropic.request_bodies import CountTokensBody, MessagesBody
@@ -18,16 +16,19 @@ from engine.errors import RequestError
 from tests.deployments.fake_api import fake_api, says
 
 HEADERS = {"betas", "user_profile_id", "workspace_id"}  # of the client's methods, not of the body
-FIELDS = {*get_type_hints(Stable), *get_type_hints(Beta), "output_format"} - HEADERS
 PAGE = (Path(__file__).parents[3] / "docs" / "anthropic.md").read_text()
 BODY: dict[str, Any] = {"max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 
 
 def test_every_field_of_anthropics_is_obeyed_or_ignored_or_refused_for_a_reason_that_the_documentation_gives():
+    from anthropic.types.beta.message_create_params import MessageCreateParamsStreaming as Beta
+    from anthropic.types.message_create_params import MessageCreateParamsStreaming as Stable
+
+    names = {*get_type_hints(Stable), *get_type_hints(Beta), "output_format"} - HEADERS
     tables = {**FOREIGN.unused, **FOREIGN.ignored, **FOREIGN.refused}
-    assert tables.keys() == FIELDS - MessagesBody.model_fields.keys()
-    for name in FIELDS:
+    assert tables.keys() == names - MessagesBody.model_fields.keys()
+    for name in names:
         assert f"| `{name}` | {tables[name]} |" in PAGE if name in tables else f"`{name}`" in PAGE, name
 
 

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "with a budget of reasoning": {"seed": 6, "thinking_budget": ThinkingBudget(5, close=77)},
     "of a form": {"structured_outputs": FORM, "max_tokens": 64, "min_tokens": 0, "ignore_eos": False},
 }
+QUICK = ("greedy", "seeded with penalties", "of a form")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,10 @@ async def outcome(replica: EngineReplica, asked: GenerateRequest, breaks: list[i
         return found, pool
 
 
-@pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "params",
+    [pytest.param(params, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, params in CASES.items()],
+)
 def test_engine_that_was_thought_dead_changes_nothing(folder, params):
     async def scenario() -> None:
         async with running_engine(folder, "decode-1") as (_, replica):

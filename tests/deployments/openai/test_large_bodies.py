@@ -32,6 +32,7 @@ from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, says, tokenizer
 from tests.deployments.loop_time import longest_turn, slowness
 from tests.deployments.openai.bad_requests import Bad
 from tests.examples import examples
+from tests.models import with_slow
 
 TEXT = "The quick brown fox. " * 20_000
 
@@ -233,7 +234,21 @@ async def parse_body(kind: type[RequestBody], raw: bytes) -> None:
         body.sampling_params({})
 
 
-@pytest.mark.parametrize("name", LARGEST)
+# whose fields are read by the same code as another of the bodies
+LIKE_OTHERS = (
+    "members of an item",
+    "texts to embed",
+    "lists of ids to embed",
+    "ids to embed",
+    "pairs",
+    "one long input",
+    "instruction to rank",
+    "chat_template_kwargs to tokenize",
+    "lists of token ids",
+)
+
+
+@pytest.mark.parametrize("name", with_slow(LARGEST, LIKE_OTHERS))
 def test_largest_value_that_a_field_may_have_holds_the_loop_for_less_than_100_ms(name):
     kind, body = LARGEST[name]
     generates = issubclass(kind, GenerationBody)

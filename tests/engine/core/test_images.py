@@ -24,11 +24,12 @@ from engine.wire.sampling_params import SamplingParams
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.core.test_kv_events import split
 from tests.fake_drafter import WildDrafter, draft_always
-from tests.models import make_model, make_tokenizer
+from tests.models import make_model, make_tokenizer, with_slow
 from tests.vision_models import MODELS, MROPE, RECURRENT, Prompt, expected_tokens, make_vision_model
 
 MAX_TOKENS = 8
 IN_PARTS = [name for name in MODELS if name != "gemma3"]  # models of which a step may compute a part of an image
+QUICK = {"mistral3", "qwen3_vl", "qwen3_5"}  # plain, with vectors for deeper layers, and recurrent
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
 
@@ -73,7 +74,7 @@ def test_answers_about_images_are_those_of_transformers(folder, name):
     core.close()
 
 
-@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.parametrize("name", with_slow(IN_PARTS, set(IN_PARTS) - QUICK))
 def test_a_chunk_may_end_inside_an_image(folder, name):
     core, wanted = engine(folder(name), max_num_batched_tokens=5), prompts(name)
     assert run(core, *wanted) == [expected_tokens(folder(name), prompt, MAX_TOKENS) for prompt in wanted]
@@ -112,7 +113,7 @@ def test_an_image_of_another_size_is_refused_where_all_have_one(folder):
     core.close()
 
 
-@pytest.mark.parametrize("name", [name for name in IN_PARTS if name not in RECURRENT])
+@pytest.mark.parametrize("name", with_slow([name for name in IN_PARTS if name not in RECURRENT], set(IN_PARTS) - QUICK))
 def test_a_cached_prefix_may_end_inside_an_image(folder, name):
     core = engine(folder(name), encoder_cache_size=12, block_size=6)  # one image
     first, second = (Prompt(name).text(5, 6, 7).image(1, 3, 3).text(*rest) for rest in ([8, 9], [10]))

@@ -19,6 +19,7 @@ from tests.transformers_models import make_transformers_model
 
 BY_TRANSFORMERS = ("SmolLM3ForCausalLM", "VaultGemmaForCausalLM", "Llama4ForCausalLM")
 NATIVE = ("gpt_oss", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_moe", "mixtral", "qwen3_moe", "phi3", "glm4_moe")
+QUICK = {"gpt_oss", "gemma3", "gemma4", "qwen3_moe", "VaultGemmaForCausalLM", "Llama4ForCausalLM"}
 RECURRENT = ("qwen3_5", "nemotron_h", "lfm2", "kimi_linear")
 BORDERS = (200, 129, 128, 64, 20)  # tokens behind borders of states, and none before one
 LENGTHS = (33, 8, 1)  # more than the windows of 8 tokens, as many, and too few for a block
@@ -61,7 +62,10 @@ def flat(deltas: list[TokenDelta]) -> tuple[list[int], list[float]]:
 @pytest.mark.parametrize(
     ("name", "decode", "prefill"),
     [
-        *((name, 1, 1) for name in (*NATIVE, *BY_TRANSFORMERS)),
+        *(
+            pytest.param(name, 1, 1, marks=[pytest.mark.slow] * (name not in QUICK))
+            for name in (*NATIVE, *BY_TRANSFORMERS)
+        ),
         *(
             pytest.param(name, decode, prefill, marks=pytest.mark.slow)
             for name in ("gpt_oss", "gemma3", "mixtral", "phi3", "VaultGemmaForCausalLM")

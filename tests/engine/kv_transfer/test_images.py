@@ -10,6 +10,7 @@ import pytest
 
 from engine.config import EngineConfig, HandoffConfig
 from tests.engine.kv_transfer.pair import Pair
+from tests.models import with_slow
 from tests.vision_models import MODELS, RECURRENT, Prompt, expected_tokens, make_vision_model
 
 SIZES = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1}
@@ -45,7 +46,12 @@ def config(folder: Path, role: Any, **options: Any) -> EngineConfig:
     return EngineConfig(model=str(folder), dtype="float32", handoff=handoff, **SIZES, **options)
 
 
-@pytest.fixture(scope="module", params=[name for name in MODELS if name not in RECURRENT])
+@pytest.fixture(
+    scope="module",
+    params=with_slow(
+        [name for name in MODELS if name not in RECURRENT], MODELS.keys() - {"gemma3", "qwen3_vl"}
+    ),  # one whose images are computed whole, and one with rotary sections and with vectors for deeper layers
+)
 def started(request, ranks, tmp_path_factory) -> Iterator[VisionPair]:
     folder = make_vision_model(tmp_path_factory.mktemp(request.param), request.param)
     sizes = {"max_num_batched_tokens": 12 if request.param in WHOLE_IMAGES else 5}

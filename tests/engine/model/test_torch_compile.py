@@ -91,7 +91,8 @@ def check_same_logits(folder: Path) -> None:
     torch.testing.assert_close(logits(load_compiled(folder)), logits(load(folder)), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.usefixtures("traced")
 def test_a_traced_model_has_the_logits_of_the_plain_one_for_any_number_of_tokens(family, folder_of):
     check_same_logits(folder_of(family))

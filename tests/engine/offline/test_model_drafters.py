@@ -14,7 +14,6 @@ from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
 from tests.fake_drafter import draft_always
 from tests.models import with_slow
-from tests.products import each_once
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1, "num_blocks": 128}
 PROMPTS = [list(range(3, 30)), [5, 6, 7], [40] * 30, [9, 8]]
@@ -82,7 +81,11 @@ def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
 
 @pytest.mark.parametrize(
     ("method", "dtype"),
-    each_once(with_slow(["same_model", "noisy_model", "eagle3"], ["same_model"]), ["float32", "bfloat16"]),
+    [
+        pytest.param(method, dtype, marks=[pytest.mark.slow] * ((method, dtype) != ("eagle3", "bfloat16")))
+        for method in ("same_model", "noisy_model", "eagle3")
+        for dtype in ("float32", "bfloat16")
+    ],
 )
 def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expected, method, dtype):
     folder, options = folders[method]

@@ -126,6 +126,7 @@ def test_a_rank_that_is_killed_during_a_step_ends_the_engine_within_seconds(fold
         assert time.monotonic() - killed_at[0] < NOTICE_S
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_nothing_runs_is_noticed_by_the_next_step(folder, leaves_nothing):
     with start(folder, 2) as llm:
         generate(llm, SamplingParams(max_tokens=3))
@@ -135,6 +136,7 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_noticed_by_the_next_step(fo
             generate(llm, LONG)
 
 
+@pytest.mark.slow  # tests/engine/distributed/test_plan_broadcast.py has it within one process
 def test_a_rank_that_hangs_is_noticed_by_its_silence(folder, leaves_nothing, monkeypatch):
     monkeypatch.setattr(plan_broadcast, "SILENCE_MS", 1500)
     monkeypatch.setattr(plan_broadcast, "HEARTBEAT_MS", 100)

@@ -63,7 +63,7 @@ def check(outputs: list[CompletionOutput], expected: list[CompletionOutput]) -> 
             assert logprob.logprob == pytest.approx(same.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "overlap"])
 def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild, overlap):
     with LLM(folder, overlap=overlap, speculative={"method": "ngram"}, **OPTIONS) as llm:
         prompts = [llm.tokenizer.encode(text) for text in TEXTS]

@@ -50,7 +50,7 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
 GRAPHED = [family for family, (_, fields) in FAMILIES.items() if "kv_lora_rank" not in fields]  # not latent attention
 
 
-@pytest.mark.parametrize("family", with_slow(GRAPHED, set(GRAPHED) - {"llama", "qwen3_moe", "gemma3"}))
+@pytest.mark.parametrize("family", with_slow(GRAPHED, set(GRAPHED) - {"qwen3_moe", "gemma3"}))
 def test_a_model_gives_the_same_tokens_with_padded_graphs_as_plainly_on_a_cpu(family, folder_of):
     folder, device = folder_of(family), TapedDevice()
     wanted = requests(logprobs=2)
@@ -108,8 +108,8 @@ def test_edits_that_need_the_newest_token_are_right_while_only_the_device_has_it
 def test_steps_stay_right_when_blocks_run_out_and_slots_change_hands(folder_of):
     """Preempted and resumed sequences get other blocks and other slots, and the device's copy of the tables follows."""
     folder, device, cores = folder_of("qwen3"), TapedDevice(), []
-    wanted = requests(12, max_tokens=30)
-    tight = {"num_blocks": 34, "max_num_seqs": 5, "max_model_len": 100, "max_num_batched_tokens": 16}
+    wanted = requests(8, max_tokens=20)
+    tight = {"num_blocks": 26, "max_num_seqs": 5, "max_model_len": 100, "max_num_batched_tokens": 16}
     assert generate(folder, wanted, device, cores, **tight) == generate(folder, wanted, None, **tight)
     assert cores[0].scheduler.totals.preemptions > 0
 

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 KEYS = {"alice": "sk-alice", "bob": "sk-bob"}
 ALICE, BOB = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
-MAX_NUM_SEQS, MAX_WAITING = 8, 8  # of the model `small`
+MAX_NUM_SEQS, MAX_WAITING = 8, 8  # of the model `tiny`
 FITS = MAX_NUM_SEQS + MAX_NUM_SEQS // 8 + MAX_WAITING

@@ -1,7 +1,7 @@
 """One server as `make serve` starts it on Linux, HAProxy in front, that wants keys.
 
-It serves a model three times: `tiny` has room for all that these tests ask, `small` is soon full, and `apart` has its
-prompts computed by an engine of two ranks, in several chunks, and decodes on one rank.
+It serves a model twice: `tiny` is soon full, and `apart` has its prompts computed by an engine of two ranks, in several
+chunks, and decodes on one rank.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def server(tmp_path_factory) -> Iterator[ServeRun]:
     keys = folder / "keys"
     keys.write_text("".join(f"{name}:{hash_key(key)}\n" for name, key in KEYS.items()))
     models = [
-        {"name": "tiny", "model": model, "decode": DECODE, "engine": ENGINE},
-        {"name": "small", "model": model, "decode": DECODE, "engine": {**ENGINE, "max_num_seqs": MAX_NUM_SEQS}},
+        {"name": "tiny", "model": model, "decode": DECODE, "engine": {**ENGINE, "max_num_seqs": MAX_NUM_SEQS}},
         {"name": "apart", "model": model, **APART},
     ]
     args = {"models": models, "ingress": {"max_waiting": MAX_WAITING, "api_keys_file": str(keys)}}

@@ -1,4 +1,5 @@
-"""One `serve run` with two ingresses for all tests that only ask questions, traced and logged in full."""
+"""One `serve run` with two ingresses and two decode replicas, traced and logged in full, for all tests that only ask
+questions, and one that kills a replica."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ import pytest
 
 from tests.otlp_receiver import OtlpReceiver
 from tests.serve.serve_run import ServeRun
+
+REPLICAS = 2
+ENGINE = {"dtype": "bfloat16", "block_size": 4, "num_blocks": 8192, "num_threads": 1}
 
 
 @pytest.fixture(scope="package")
@@ -21,7 +25,9 @@ def receiver() -> Iterator[OtlpReceiver]:
 @pytest.fixture(scope="package")
 def server(tmp_path_factory, model_folder, receiver) -> Iterator[ServeRun]:
     args = {
-        "models": [{"name": "tiny", "model": str(model_folder)}],
+        "models": [
+            {"name": "tiny", "model": str(model_folder), "engine": ENGINE, "decode": {"num_replicas": REPLICAS}}
+        ],
         "ingress": {"num_replicas": 2},
         "log_format": "json",
         "log_level": "debug",
@@ -29,7 +35,7 @@ def server(tmp_path_factory, model_folder, receiver) -> Iterator[ServeRun]:
     }
     server = ServeRun(tmp_path_factory.mktemp("serve"), args)
     try:
-        server.wait_until_healthy()
+        server.wait_until_healthy(REPLICAS)
         yield server
     finally:
         server.stop()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
+
+if TYPE_CHECKING:
+    import anthropic  # its import takes two seconds, in each process that collects
 
 pytestmark = pytest.mark.serve
 
@@ -20,6 +22,8 @@ ASK: dict[str, Any] = {
 
 @pytest.fixture
 def client(server) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="none", timeout=60, max_retries=0) as client:
         yield client
 
@@ -37,6 +41,8 @@ def test_message_and_its_stream_are_the_same_and_its_prompt_was_counted(client):
 
 
 def test_error_names_the_request_that_serve_gave_an_id(client):
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.create(**{**ASK, "model": "other"})
     assert caught.value.request_id and caught.value.body["request_id"] == caught.value.request_id

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.serve
 LIMITS = httpx.Limits(max_connections=1000)
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_200_clients_that_leave_after_half_a_second_leave_nothing_behind(server, stream):
     body = {"prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": stream}
 

@@ -114,8 +114,8 @@ def test_models_are_listed_and_retrieved(client):
     assert client.models.retrieve("tiny").max_model_len == 512
 
 
-def test_32_streams_at_once_have_the_texts_of_the_same_prompts_alone(server):
-    prompts = [f"{i} quick brown foxes and {i * i} lazy dogs" for i in range(32)]
+def test_16_streams_at_once_have_the_texts_of_the_same_prompts_alone(server):
+    prompts = [f"{i} quick brown foxes and {i * i} lazy dogs" for i in range(16)]
     ask = {"model": "tiny", "max_tokens": 40, "temperature": 0, "stream": True}
 
     async def text(client: openai.AsyncOpenAI, prompt: str) -> str:
@@ -126,12 +126,12 @@ def test_32_streams_at_once_have_the_texts_of_the_same_prompts_alone(server):
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             alone = [await text(client, prompt) for prompt in prompts]
             assert await asyncio.gather(*(text(client, prompt) for prompt in prompts)) == alone
-            assert len(set(alone)) > 20
+            assert len(set(alone)) > 10
 
     asyncio.run(scenario())
 
 
-def test_100_streams_whose_clients_leave_free_all_their_blocks(server, client):
+def test_50_streams_whose_clients_leave_free_all_their_blocks(server, client):
     body = {"model": "tiny", "prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": True}
 
     async def leave_after_the_first_chunk(http: httpx.AsyncClient) -> None:
@@ -139,9 +139,9 @@ def test_100_streams_whose_clients_leave_free_all_their_blocks(server, client):
             await anext(response.aiter_lines())
 
     async def scenario() -> None:
-        limits = httpx.Limits(max_connections=100)
+        limits = httpx.Limits(max_connections=50)
         async with httpx.AsyncClient(timeout=60, limits=limits) as http:
-            await asyncio.gather(*(leave_after_the_first_chunk(http) for _ in range(100)))
+            await asyncio.gather(*(leave_after_the_first_chunk(http) for _ in range(50)))
 
     asyncio.run(scenario())
     wait_until(lambda: is_idle(server))

@@ -1,4 +1,6 @@
-"""One `serve run` with three decode replicas of one model. Tests kill some; each begins when all three are up."""
+"""One `serve run` with three decode replicas of one model. Tests kill some; each begins when all three are up.
+
+All are slow; in ordinary runs two replicas of a smaller model do (plain/test_replicas.py)."""
 
 from __future__ import annotations
 

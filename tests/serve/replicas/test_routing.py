@@ -14,7 +14,7 @@ from tests.scrape import Scrape
 from tests.serve.replicas.conftest import REPLICAS
 from tests.serve.serve_run import ServeRun, wait_until
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 READY = re.compile(r"ServeReplica:manta:decode-pocket pid=(\d+)\).* (decode-pocket-\w+) .*replica ready")
 
@@ -91,7 +91,6 @@ def test_all_sequences_of_one_http_request_find_a_replica(server):
     complete(server, prefix(40), n=7)
 
 
-@pytest.mark.slow
 def test_a_session_stays_with_one_replica_and_goes_on_elsewhere_when_that_dies(server):
     def replica_of(session: str, number: int) -> str:
         before = by_engine(server)

@@ -15,7 +15,7 @@ from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
 from engine.model.models.registry import build_model
 from tests.batches import ByHand
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, make_model, with_slow
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
 LONGROPE = {
@@ -108,7 +108,7 @@ def test_a_sequence_past_the_original_context_turns_by_the_long_factors(tmp_path
     torch.testing.assert_close(pair.by_hand().step({0: prompt}), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow(FAMILIES))
 @torch.inference_mode()
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path, family):
     total = their_total = 0.0

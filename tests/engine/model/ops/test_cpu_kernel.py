@@ -49,6 +49,12 @@ def test_where_neither_source_nor_home_can_be_written_kernels_are_kept_in_a_priv
     folder = tmp_path / "tmp" / f"manta-{os.getuid()}"
     assert where_code_is_kept(tmp_path, TMPDIR=str(tmp_path / "tmp")) == (str(folder), True)
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.slow
+def test_a_folder_that_others_could_write_is_not_used_and_one_that_is_named_is(tmp_path):
+    folder = tmp_path / "tmp" / f"manta-{os.getuid()}"
+    folder.mkdir(parents=True)
     folder.chmod(0o777)
     assert where_code_is_kept(tmp_path, TMPDIR=str(tmp_path / "tmp")) == ("", False)
     given = str(tmp_path / "given")

@@ -72,7 +72,13 @@ def generate(core: EngineCore) -> list[tuple[int, float]]:
     return answers
 
 
-@pytest.mark.parametrize(("architecture", "quantization"), VARIANTS)
+@pytest.mark.parametrize(
+    ("architecture", "quantization"),
+    [
+        pytest.param(*variant, marks=[pytest.mark.slow] * (variant in (("Qwen3", None), ("Llama", "int8"))))
+        for variant in VARIANTS
+    ],
+)
 def test_a_model_gives_the_same_bits_in_one_region_and_kernel_by_kernel(architecture, quantization, tmp_path):
     core = make_core(tmp_path, architecture, enable_prefix_caching=False, quantization=quantization)
     first, second = generate(core), generate(core)

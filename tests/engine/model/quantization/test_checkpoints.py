@@ -29,7 +29,7 @@ from tests.engine.model.quantization.checkpoints import (
     is_linear,
     quantize_folder,
 )
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, SLOW_ENGINES, make_model
 from tests.ranks import make_ranks, on_all
 
 # With two ranks 96 / 2 columns of a row-parallel layer are one group of 32 and a half.
@@ -68,8 +68,8 @@ MOE_SHAPE = {
 # Phi 3's blocks would span q and k here; gpt-oss is quantized in its own way: test_mxfp4.py; Gemma 4's experts lie in
 # one tensor, which these formats do not know
 PAIRS = [
-    (family, name)
-    for family in FAMILIES
+    pytest.param(family, name, marks=[pytest.mark.slow] * ((family in SLOW_ENGINES) or i % 2 == (name == "awq")))
+    for i, family in enumerate(FAMILIES)
     for name in ("fp8_blocks", "awq")
     if family not in ("gpt_oss", "gemma4_moe") and (family, name) != ("phi3", "fp8_blocks")
 ]

@@ -17,7 +17,7 @@ from tests.engine.model.quantization.checkpoints import is_linear, quantize_fold
 from tests.engine.model.quantization.test_checkpoints import FORMATS
 from tests.engine.model.transformers_backend.test_parity import random_prompt, run
 from tests.late_device import LateDevice
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, make_model, with_slow
 from tests.transformers_models import make_transformers_model
 
 
@@ -27,7 +27,11 @@ def make_config(folder, **options) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    "name", ["SmolLM3ForCausalLM", "Olmo2ForCausalLM", "VaultGemmaForCausalLM", "PhimoeForCausalLM"]
+    "name",
+    with_slow(
+        ["SmolLM3ForCausalLM", "Olmo2ForCausalLM", "VaultGemmaForCausalLM", "PhimoeForCausalLM"],
+        ["SmolLM3ForCausalLM", "Olmo2ForCausalLM"],
+    ),
 )
 def test_padded_graphs_give_the_tokens_of_plain_steps(tmp_path, monkeypatch, name):
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)  # they know no padding
@@ -68,7 +72,7 @@ NATIVE_ONLY = ("kv_lora_rank", "num_kv_shared_layers", "attention_k_eq_v")  # ke
 WITH_BOTH = [name for name, (_, fields) in FAMILIES.items() if not any(key in fields for key in NATIVE_ONLY)]
 
 
-@pytest.mark.parametrize("family", WITH_BOTH)
+@pytest.mark.parametrize("family", with_slow(WITH_BOTH))
 def test_native_code_and_transformers_code_give_the_same_logits(tmp_path, family):
     folder = make_model(tmp_path, family)
     native = logits(folder)

@@ -22,7 +22,10 @@ MAX_TOKENS = 8
 MODELS = sorted({*TRANSFORMERS, *SPECIAL, *TEXT_PARTS})
 
 
-@pytest.mark.parametrize("name", MODELS)
+# an engine has the tokens of those between them
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i % 2 == 0)) for i, name in enumerate(MODELS)]
+)
 @torch.inference_mode()
 def test_logits_of_a_prompt_in_two_chunks_equal_those_of_transformers(tmp_path, name):
     folder, prompt = make_transformers_model(tmp_path, name), random_prompt(33)

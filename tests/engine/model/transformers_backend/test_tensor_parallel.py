@@ -10,11 +10,19 @@ from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.families import ONE_RANK, TRANSFORMERS
 from engine.model.models.registry import build_model
+from tests.models import with_slow
 from tests.ranks import check_ranks
 from tests.transformers_models import TEXT_PARTS, make_transformers_model
 
 # One for each way in which heads meet the ranks: split, computed whole by each, experts, a scaled tied embedding.
 QUICK = {"Glm4ForCausalLM", "AfmoeForCausalLM", "MiniMaxM2ForCausalLM", "VaultGemmaForCausalLM"}
+# in transformers' classes for text parts: with windows, of Llama's code, with experts, and with rotary sections
+QUICK_PARTS = {
+    "Gemma3ForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+}
 SPLIT = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in TRANSFORMERS if name not in ONE_RANK
 ]
@@ -25,7 +33,7 @@ def test_every_rank_has_the_logits_of_the_unsharded_model(tmp_path, name):
     check_ranks(make_transformers_model(tmp_path, name), 2)
 
 
-@pytest.mark.parametrize("name", TEXT_PARTS)
+@pytest.mark.parametrize("name", with_slow(TEXT_PARTS, sorted(TEXT_PARTS.keys() - QUICK_PARTS)))
 def test_every_rank_has_the_logits_of_the_unsharded_text_part(tmp_path, name):
     check_ranks(make_transformers_model(tmp_path, name), 2)
 
