@@ -19,6 +19,7 @@ from deployments.openai.batches.config import BatchConfig
 from tests.deployments.fake_api import FakeApi, fake_api
 from tests.deployments.openai.batches.batches import answers, client_of, ended, jsonl, start
 from tests.deployments.openai.responses.serving import prompt, serving
+from tests.products import each_once
 
 SECRET = "the owner's secret"
 KEYS = AuthConfig(api_keys=tuple(f"{name}:{hash_key(name)}" for name in ("owner", "other")))
@@ -148,8 +149,7 @@ def test_no_route_lets_another_key_see_or_change_what_is_stored(tmp_path):
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-@pytest.mark.parametrize("reference", REFERENCES)
-@pytest.mark.parametrize("name", ["response", "of_a_batch", "background"])
+@pytest.mark.parametrize(("reference", "name"), each_once(REFERENCES, ["response", "of_a_batch", "background"]))
 def test_a_conversation_of_one_key_is_in_no_prompt_of_another_by_http_or_by_batch(tmp_path, reference, name):
     async def scenario() -> None:
         async with world(tmp_path) as (api, stored):

@@ -298,7 +298,7 @@ def test_overlap_changes_nothing(llm, overlapping_llm):
     assert tokens_of(llm) == tokens_of(overlapping_llm)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_preemption_changes_nothing(llm, folder, overlap):
     with LLM(folder, num_blocks=40, max_model_len=160, overlap=overlap, **OPTIONS) as small:
         tokens = tokens_of(small)
