@@ -12,6 +12,7 @@ from tests.otlp_receiver import OtlpReceiver
 from tests.serve.serve_run import ServeRun
 
 REPLICAS = 2
+DECODE = {"num_cpus": 0.3, "num_replicas": REPLICAS}
 ENGINE = {"dtype": "bfloat16", "block_size": 4, "num_blocks": 8192, "num_threads": 1}
 
 
@@ -25,9 +26,7 @@ def receiver() -> Iterator[OtlpReceiver]:
 @pytest.fixture(scope="package")
 def server(tmp_path_factory, model_folder, receiver) -> Iterator[ServeRun]:
     args = {
-        "models": [
-            {"name": "tiny", "model": str(model_folder), "engine": ENGINE, "decode": {"num_replicas": REPLICAS}}
-        ],
+        "models": [{"name": "tiny", "model": str(model_folder), "engine": ENGINE, "decode": DECODE}],
         "ingress": {"num_replicas": 2},
         "log_format": "json",
         "log_level": "debug",
