@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.examples import examples
-
 pytest_plugins = ["tests.left_behind", "tests.unchanged"]
 
 # what hypothesis tries is the same in every run but those of `make test-all`, and no test fails because it was slow
 settings.register_profile(
     "manta",
-    max_examples=examples(200),
     derandomize="TEST_SEED" not in os.environ,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

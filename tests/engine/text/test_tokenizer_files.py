@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -24,6 +24,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_files import TIKTOKEN_CLASSES
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.structured_outputs import StructuredOutputsParams
+from tests.examples import examples
 from tests.tokenizer_folders import KINDS, RANKS, make_folder, save_tiktoken, write_json
 
 REMOTE_CODE = {"kimi", "qwen"}  # their classes are Python code of the folder
@@ -46,6 +47,7 @@ def oracle_of(folder_of):
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - REMOTE_CODE))
+@settings(max_examples=examples(200))
 @given(text=texts)
 @example(text="the quick dog, it's 12  日本")
 def test_a_text_has_the_tokens_that_transformers_gives(oracle_of, tokenizer_of, kind, text):
@@ -55,6 +57,7 @@ def test_a_text_has_the_tokens_that_transformers_gives(oracle_of, tokenizer_of, 
 
 
 @pytest.mark.parametrize(("kind", "name"), [("kimi", "TikTokenTokenizer"), ("qwen", "QWenTokenizer")])
+@settings(max_examples=examples(200))
 @given(text=texts)
 @example(text="the quick日本 dog, 1234 it's  日本")
 def test_a_text_has_the_tokens_that_tiktoken_gives(tokenizer_of, kind, name, text):
@@ -64,6 +67,7 @@ def test_a_text_has_the_tokens_that_tiktoken_gives(tokenizer_of, kind, name, tex
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(200))
 @given(text=texts, cuts=st.lists(st.integers(0, 60), max_size=8))
 @example(text="the quick dog, it's 12  日本👩‍🚀.", cuts=[1, 2, 3, 5, 8])
 def test_text_streamed_in_any_cuts_is_the_tokenizers_own(tokenizer_of, kind, text, cuts):
@@ -74,6 +78,7 @@ def test_text_streamed_in_any_cuts_is_the_tokenizers_own(tokenizer_of, kind, tex
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "wordpiece", "unigram", "words", "kimi", "tekken"])
+@settings(max_examples=examples(200))
 @given(ids=st.lists(st.integers(0, 600), max_size=20), cuts=st.lists(st.integers(0, 20), max_size=4))
 def test_any_tokens_stream_as_the_tokenizer_decodes_them(tokenizer_of, kind, ids, cuts):
     assert_streams(tokenizer_of(kind), ids, cuts)
