@@ -165,7 +165,7 @@ def test_an_adapter_that_cannot_be_used_ends_its_requests_and_no_others(made, tm
 def test_adapters_that_do_not_fit_the_model_are_refused(made, tmp_path, opened):
     folder, (one, *_) = made("llama")
     opened.append(core := build_engine(config(folder, max_lora_rank=16)))
-    with pytest.raises(AdapterError, match="with the names .*lm_head"):  # PEFT saves the head itself as well
+    with pytest.raises(AdapterError, match=r"with the names .*lm_head"):  # PEFT saves the head itself as well
         make_adapter(tmp_path / "head", folder, 1, target_modules=["q_proj", "lm_head"])
     lost = tmp_path / "lost"
     shutil.copytree(one.lora_path, lost)
