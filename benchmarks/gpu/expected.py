@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.expected [--measured build/gpu/gpu.json]
 
 Needs no GPU. A step takes as long as it has to read, or to multiply, at a part of the card's own rates that well-made
-kernels reach, and a moment for each kernel. These parts are estimates until a card has confirmed them.
+kernels reach, and a moment for each kernel, longer for those that are no product and no attention. These parts are
+estimates until a card has confirmed them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ import torch
 from benchmarks.gpu.card import CARDS, Card, prompt_flops, step_bytes
 from benchmarks.gpu.engines import shape_config
 from benchmarks.gpu.meta_steps import MetaModel
+from engine.model.layers.moe import Experts
 
 MEMORY = 0.88  # of the copy rate, that products with few rows and attention of decode steps reach
 MATRIX = 0.65  # of the matrix rate, that a prompt reaches, attention included
+EXPERTS = 0.5  # of the copy rate, by products of experts with hardly a row each
 KERNEL_S = 1.3e-6  # between two kernels of a graph
+SMALL_S = 3e-6  # a kernel that reads little: as long as it takes to start and to end
+LARGE = {
+    "linear", "mm", "bmm", "_scaled_mm", "_int_mm", "int4_linear_kernel", "_grouped_mm", "grouped_kernel",
+    "attend_kernel", "latent_kernel", "linear_attention_kernel",
+}  # fmt: skip
+"""Kernels whose time is that of what they read."""
 REDUCE_S = 8e-6  # an all-reduce of a few rows between eight GPUs
 
 
@@ -46,6 +55,7 @@ class Case:
 CASES = {  # by the names of parts.py, as far as it has them
     "decode 8B, batch 1": Case("8B", 1, 1, 1100),
     "decode 8B, batch 64": Case("8B", 64, 64, 1100),
+    "decode 8B, batch 256": Case("8B", 256, 256, 1100),
     "prefill 8B, 8192 tokens": Case("8B", 8192, 1, 8192),
     "decode 8B, batch 1, fp8": Case("8B", 1, 1, 1100, fp8=True),
     "decode 8B, batch 64, fp8": Case("8B", 64, 64, 1100, fp8=True),
@@ -53,6 +63,12 @@ CASES = {  # by the names of parts.py, as far as it has them
     "decode 0.6B, batch 256": Case("0.6B", 256, 256, 800),
     "decode 30B-A3B, batch 1": Case("30B-A3B", 1, 1, 1100),
     "decode 30B-A3B, batch 64": Case("30B-A3B", 64, 64, 1100),
+    "decode 30B-A3B, batch 256": Case("30B-A3B", 256, 256, 1100),
+    **{
+        f"decode {shape}, batch {seqs}": Case(shape, seqs, seqs, 1100, ranks)
+        for shape, ranks in (("Qwen3 8B", 1), ("gpt-oss 20B", 1), ("Qwen3-Next 80B-A3B", 4), ("DeepSeek V2 Lite", 1))
+        for seqs in (1, 64, 256)
+    },
     "decode 70B, batch 1, TP 8": Case("70B", 1, 1, 1100, ranks=8),
     "decode 70B, batch 64, TP 8": Case("70B", 64, 64, 1100, ranks=8),
 }
@@ -62,7 +78,8 @@ CASES = {  # by the names of parts.py, as far as it has them
 class Counts:
     """What one rank does in a step."""
 
-    gigabytes: float  #: of weights and KV that it reads
+    gigabytes: float  #: of weights, KV and states that it reads
+    slow_gigabytes: float  #: those of experts with hardly a row each
     flops: float
     launches: Counter[str]  #: of the graph and the head
 
@@ -71,7 +88,9 @@ class Counts:
 
     def expected_s(self, card: Card, case: Case) -> float:
         work = self.floor_s(card, case) / (MEMORY if case.decodes else MATRIX)
-        return work + KERNEL_S * self.launches.total() + REDUCE_S * self.launches["all_reduce"]
+        work += self.slow_gigabytes * 1e9 / card.bytes_per_s * (1 / EXPERTS - 1 / MEMORY)
+        small = sum(count for name, count in self.launches.items() if name not in LARGE)
+        return work + KERNEL_S * self.launches.total() + SMALL_S * small + REDUCE_S * self.launches["all_reduce"]
 
 
 def count(case: Case, capability: tuple[int, int] = (9, 0)) -> Counts:
@@ -82,7 +101,11 @@ def count(case: Case, capability: tuple[int, int] = (9, 0)) -> Counts:
     kv = step_bytes(config, 0.0, kv_dtype, lengths) / case.ranks
     launches = model.launches(case.tokens, case.seqs, config.max_position_embeddings)
     flops = prompt_flops(config, case.tokens) / case.ranks
-    return Counts((model.weight_bytes(case.tokens) + kv) / 1e9, flops, launches)
+    read = model.weight_bytes(case.tokens) + kv
+    moe, slow = config.moe, 0.0
+    if moe is not None and case.tokens * moe.experts_per_token <= moe.num_experts:
+        slow = model.weight_bytes(case.tokens, of=Experts)
+    return Counts(read / 1e9, slow / 1e9, flops, launches)
 
 
 def main() -> int:

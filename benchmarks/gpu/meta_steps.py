@@ -25,19 +25,32 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.layers.attention import Attention
 from engine.model.layers.embedding import VocabEmbedding
+from engine.model.layers.latent_attention import LatentAttention
 from engine.model.layers.moe import Experts
 from engine.model.loader import pack_weights
 from engine.model.models.registry import build_model
 from engine.model.ops import attention, dispatch, moe, quantized_linear
+from engine.model.state import StateCache, state_specs
 from engine.runner.cuda_graphs import CudaGraphs, StepShape, buffer_size
 
 META = torch.device("meta")
 BLOCK_SIZE, BLOCKS = 64, 8192
 MAX_GRID = (2**31 - 1, 65_535, 65_535)  # of CUDA: x, y, z
 MAX_OFFSET = 2**31 - 1  # of an offset of 32 bits, which Triton computes unless told otherwise
-WIDE_OFFSETS = {"attend_kernel", "rotate_and_write_kernel", "dequantize_kernel", "grouped_kernel"}
+WIDE_OFFSETS = {
+    "attend_kernel",
+    "rotate_and_write_kernel",
+    "dequantize_kernel",
+    "grouped_kernel",
+    "latent_kernel",
+    "write_kernel",
+    "linear_attention_kernel",
+    "causal_conv_kernel",
+    "keep_kernel",
+}
 """Kernels that compute offsets into their large tensors, caches and weights, in 64 bits."""
 NO_LAUNCH = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh", "alias")
+PERHAPS_VIEWS = {"flatten", "reshape", "contiguous", "to"}  # which copy only where they must
 OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # of a launch, and no arguments
 PROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148}
 
@@ -106,7 +119,8 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         result = func(*args, **(kwargs or {}))
-        if not name.startswith(NO_LAUNCH) and not (func.is_view and shares_memory(result, args)):
+        is_view = func.is_view or name in PERHAPS_VIEWS
+        if not name.startswith(NO_LAUNCH) and not (is_view and shares_memory(result, args)):
             self.names.append(name)
         return result
 
@@ -172,16 +186,17 @@ class MetaModel:
         most, whose chunks are `tokens` together, or which decode if there are as many tokens as sequences.
 
         launches: what notes them, if it notes more."""
-        config, heads, groups = self.config, self.config.kv_heads_per_rank(self.ranks), self.config.kv_groups
+        config, groups = self.config, self.config.kv_groups
         with as_on_a_gpu(self.capability):
             shape = StepShape(tokens, seqs, kv_groups=len(groups))
             if tokens != seqs:
                 longest = -(-tokens // seqs)
-                rows = attention.tile_rows(
-                    longest, config.num_heads // self.ranks, heads, config.head_dim, self.dtype, META
+                rows = min(
+                    attention.tile_rows(longest, config.num_heads, group.spec, self.dtype, META) for group in groups
                 )
                 shape = replace(shape, tile_rows=rows)
             quantized = self.kv_dtype != self.dtype
+            specs = state_specs(config.recurrent, str(self.dtype).removeprefix("torch."), self.ranks)
             graphs = CudaGraphs(
                 Device(META), self.model,
                 torch.zeros(seqs, context, dtype=torch.int32, device=META),
@@ -191,6 +206,7 @@ class MetaModel:
                     for group in groups
                 ],
                 [torch.ones(len(group.layers), 2, device=META) if quantized else None for group in groups],
+                StateCache(specs, seqs, 0, META).layers,
                 budget_bytes=0, tp=self.tp,
             )  # fmt: skip
             inputs = torch.zeros(buffer_size(shape), dtype=torch.int32, device=META)
@@ -201,17 +217,17 @@ class MetaModel:
         assert hidden.shape == (tokens, config.hidden_size) and hidden.dtype == self.dtype
         return Counter([*launches.names, *self.launched])
 
-    def weight_bytes(self, tokens: int) -> float:
+    def weight_bytes(self, tokens: int, of: type[nn.Module] = nn.Module) -> float:
         """Bytes of weights that a step of so many tokens reads: its rows of an embedding, unless the head has the same
-        matrix, and as many experts as an even choice would pick."""
+        matrix, and as many experts as an even choice would pick. of: layers that are counted."""
         total, counted = 0.0, set[int]()
-        for module in self.model.modules():
+        for module in (module for module in self.model.modules() if isinstance(module, of)):
             part = 1.0
             if isinstance(module, VocabEmbedding) and not self.config.tie_word_embeddings:
                 part = min(1.0, tokens / self.config.vocab_size)
             elif isinstance(module, Experts) and self.config.moe is not None:
                 part = 1 - (1 - self.config.moe.experts_per_token / self.config.moe.num_experts) ** tokens
-            elif isinstance(module, Attention):
+            elif isinstance(module, Attention | LatentAttention):
                 continue  # the table of rotations, of which it reads a row for each token
             for tensor in tensors_of({**vars(module), "_modules": None}):
                 if (storage := tensor.untyped_storage()._cdata) not in counted:

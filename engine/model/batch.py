@@ -73,8 +73,8 @@ class Batch:
     chunks: list[Chunk]
     """Sequences that compute several tokens, known on the host."""
     tiles: Tensor | None = None
-    """How the attention kernel divides `single` and `chunks`: see `row_tiles`. The first layer makes it for all, unless
-    given."""
+    """How a CPU's kernels divide `single` and `chunks`, made by the first layer for all; or the tiles of the chunks, an
+    input of a CUDA graph. See `row_tiles`."""
     latent_tiles: Tensor | None = None
     """The same for the CPU kernel of latent attention."""
     plans: dict[object, Tensor] = field(default_factory=dict)

@@ -157,10 +157,15 @@ class StateCache:
         saved: snapshots that this step makes, at most one per sequence."""
         if not self.layers:
             return None
-        save_at, save_slots = np.full((2, len(slots)), -1, dtype=np.int32)
-        for slot, position, snapshot in saved:
-            save_at[slots == slot], save_slots[slots == slot] = position, self.slots + snapshot
+        save_at, save_slots = self.saves(slots, saved)
         return StateBatch(self.layers, staged.add(slots.astype(np.int32)), staged.add(save_at), staged.add(save_slots))
+
+    def saves(self, slots: np.ndarray, saved: Sequence[StateSave]) -> np.ndarray:
+        """Return [2, seqs] int32: `save_at` and `save_slots` of a StateBatch."""
+        columns = np.full((2, len(slots)), -1, dtype=np.int32)
+        for slot, position, snapshot in saved:
+            columns[:, slots == slot] = [[position], [self.slots + snapshot]]
+        return columns
 
 
 def max_drafts(position: int, kernel: int) -> int:

@@ -33,6 +33,7 @@ from torch import Tensor
 from engine.device import ALIGNMENT, Device
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch, Chunk, KVGroup, row_tiles
+from engine.model.state import StateBatch, States
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class StepColumns(NamedTuple):
     kv_len: Any  #: [seqs] int32, as in Batch
     query_start: Any  #: [seqs + 1] int32, as in Batch
     single: Any  #: [seqs] int32, as in Batch
+    save_at: Any  #: [seqs] int32, as in StateBatch
+    save_slots: Any  #: [seqs] int32, as in StateBatch
     tiles: Any  #: [tiles * 4] int32, from `row_tiles`
 
     @classmethod
@@ -81,7 +84,7 @@ class StepColumns(NamedTuple):
 def layout(shape: StepShape) -> list[tuple[int, int, bool]]:
     """Return for each column its begin and end in a buffer of int32, and whether it is int64."""
     wide = [shape.tokens] * (2 + shape.kv_groups) + [shape.seqs]
-    sizes = [2 * size for size in wide] + [shape.seqs, shape.seqs + 1, shape.seqs, 4 * shape.tiles]
+    sizes = [2 * size for size in wide] + [shape.seqs, shape.seqs + 1, *[shape.seqs] * 3, 4 * shape.tiles]
     columns, begin, unit = [], 0, ALIGNMENT // 4
     for i, size in enumerate(sizes):
         columns.append((begin, begin + size, i < len(wide)))
@@ -98,7 +101,7 @@ def empty_step(shape: StepShape) -> NDArray[np.int32]:
     """Return a buffer of padding only. It is cached: copy it before writing."""
     buffer = np.zeros(buffer_size(shape), dtype=np.int32)
     columns = StepColumns.of(buffer, shape, np.int64)
-    for column in (*columns.slot_mappings, columns.single):
+    for column in (*columns.slot_mappings, columns.single, columns.save_at):
         column[:] = -1
     return buffer
 
@@ -113,8 +116,10 @@ def pad_step(
     query_start: NDArray[np.int64],
     single: NDArray[np.int32],
     chunks: list[Chunk],
+    saves: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
-    """Return a buffer [`buffer_size(shape)`] with the inputs of a step, padded to a shape."""
+    """Return a buffer [`buffer_size(shape)`] with the inputs of a step, padded to a shape. saves: [2, seqs] int32,
+    see `StateCache.saves`."""
     buffer = empty_step(shape).copy()
     columns = StepColumns.of(buffer, shape, np.int64)
     tokens, seqs = len(positions), len(slots)
@@ -124,6 +129,8 @@ def pad_step(
     columns.slots[:seqs], columns.kv_len[:seqs] = slots, kv_len
     columns.query_start[: seqs + 1], columns.query_start[seqs + 1 :] = query_start, tokens
     columns.single[: len(single)] = single
+    if saves is not None:
+        columns.save_at[:seqs], columns.save_slots[:seqs] = saves
     if chunks:
         tiles = row_tiles(chunks, shape.tile_rows)
         columns.tiles[: tiles.size] = tiles.reshape(-1)
@@ -164,16 +171,18 @@ class CudaGraphs:
         tables: Tensor,
         kv_caches: list[Tensor],
         kv_scales: list[Tensor | None],
+        states: list[States],
         *,
         budget_bytes: int,
         tp: TPGroup,
     ):
         """forward: returns hidden states [tokens, hidden] for token ids [tokens] int64 and their batch. history:
         [slots, max_model_len] int32 token ids. tables: [groups, slots, max_blocks] int32. kv_caches, kv_scales: one per
-        KV cache group. The contents of these tensors change between steps; their addresses must not. budget_bytes:
-        device memory for all graphs together."""
+        KV cache group. states: one per recurrent layer. The contents of these tensors change between steps; their
+        addresses must not. budget_bytes: device memory for all graphs together."""
         self._device, self._forward, self._tp = device, forward, tp
         self._history, self._tables, self._kv_caches, self._kv_scales = history, tables, kv_caches, kv_scales
+        self._states = states
         self._graphs: dict[StepShape, Graph] = {}
         tp.before_close(self._destroy)
         self._budget_bytes, self.used_bytes = budget_bytes, 0
@@ -242,6 +251,9 @@ class CudaGraphs:
                 columns.slot_mappings, self._tables, self._kv_caches, self._kv_scales, strict=True
             )
         ]
+        states = None
+        if self._states:
+            states = StateBatch(self._states, columns.slots.int(), columns.save_at, columns.save_slots)
         batch = Batch(
             positions=columns.positions,
             slot_mapping=first.slot_mapping,
@@ -255,6 +267,7 @@ class CudaGraphs:
             tiles=columns.tiles.view(-1, 4) if shape.tile_rows else None,
             kv_scales=first.kv_scales,
             other_groups=tuple(others),
+            states=states,
         )
         return self._forward(self._history.view(-1)[columns.token_index].long(), batch)
 

@@ -30,9 +30,9 @@ def can_capture(setup: RankSetup) -> bool:
         why = "tokens are sorted by their experts on the host"
     elif not asynchronous and model.gemma is not None:
         why = "its layers take more than what the one before gives"
-    elif model.recurrent is not None:
+    elif model.recurrent is not None and not dispatch.gpu_kernels(setup.dtype, setup.torch_device):
         why = "states of its recurrent layers are found on the host"
-    elif asynchronous and model.latent is not None:
+    elif asynchronous and model.latent is not None and not dispatch.gpu_kernels(setup.dtype, setup.torch_device):
         why = "latent attention is plain torch"
     elif model.bidirectional:
         why = "this model does not decode"
@@ -52,10 +52,7 @@ def graph_shapes(setup: RankSetup) -> list[StepShape]:
     shapes = [StepShape(size, size, kv_groups=len(groups)) for size in decode_sizes(seqs)]
     for size in mixed_sizes(config.max_num_batched_tokens):
         rows = min(
-            attention.tile_rows(
-                size, model.num_heads, group.spec.num_kv_heads, group.spec.head_dim, setup.dtype, setup.torch_device
-            )
-            for group in groups
+            attention.tile_rows(size, model.num_heads, group.spec, setup.dtype, setup.torch_device) for group in groups
         )
         shapes.append(StepShape(size, min(size, seqs), rows, len(groups)))
     return shapes

@@ -144,14 +144,15 @@ class EncoderCache:
         # one axis for each column of the table: the cosines, then the sines
         self._axes = torch.tensor(2 * cfg.vision.rope_axes, dtype=torch.int64, device=self._device)
 
-    def update(self, plan: StepPlan, inbox: Tensor | None) -> None:
+    def update(self, plan: StepPlan, inbox: Tensor | None, blocks: list[Tensor]) -> None:
         """Drop, receive and compute embeddings as the plan says. inbox: [blocks, layers, 2, 1, block_size, hidden / 2],
-        memory into which encode engines' embeddings are read."""
+        memory into which encode engines' embeddings are read. blocks: [n] int64 for each
+        received image, its blocks there."""
         for mm_hash in plan.forgotten:
             del self._embeddings[mm_hash]
-        for received in plan.received:
+        for received, index in zip(plan.received, blocks, strict=True):
             assert inbox is not None
-            rows = inbox[received.blocks].permute(0, 4, 1, 2, 3, 5).reshape(-1, self._width)
+            rows = inbox[index].permute(0, 4, 1, 2, 3, 5).reshape(-1, self._width)
             self._embeddings[received.mm_hash] = rows[: received.num_embeds]
         for image in plan.encoded:
             self._embeddings[image.mm_hash] = self._encode(image)

@@ -89,6 +89,7 @@ class StepInputs:
     image_rows: EmbeddingRows | None
     adapter_rows: Tensor | None
     """Which tokens have which adapter, from `row_table`; None if none has one."""
+    received_blocks: list[Tensor]  #: [n] int64 each, of the inbox, of each image in `plan.received`
     rotary_positions: Tensor | None
     """[tokens] int64, or [3, tokens] if some are in images; None if they equal the batch's positions."""
 
@@ -176,6 +177,7 @@ class InputBuilder:
             pooled_rows=self._pooled_rows(plan, query_start) if self._pooling else [],
             image_rows=image_rows,
             adapter_rows=self._adapter_rows(layout, staged),
+            received_blocks=[staged.add(np.array(image.blocks, dtype=np.int64)) for image in plan.received],
             rotary_positions=None if rotary is positions else staged.add(rotary),
         )
 
@@ -203,7 +205,8 @@ class InputBuilder:
         graph = None
         if shape is not None:
             columns = layout.token_index, rotary, layout.slot_mappings, sequences.slots, sequences.ends, first_rows
-            graph = shape, staged.add(pad_step(shape, *columns, single.numpy(), chunks))
+            saves = self._states.saves(sequences.slots, plan.saved) if plan.saved and self._states else None
+            graph = shape, staged.add(pad_step(shape, *columns, single.numpy(), chunks, saves))
             if not self._drafts:
                 return None, graph
         first, *others = [

@@ -93,7 +93,8 @@ class ModelRunner:
             compile_model(setup, self.model, dummy_step)
         self.drafter = load_drafter(setup, self.model)
         drafter_bytes = 0 if self.drafter is None else self.drafter.block_bytes
-        memory = plan_blocks(setup, dummy_step, self._encoder_cache, drafter_bytes)
+        largest_step = partial(dummy_step, drafter=self.drafter)
+        memory = plan_blocks(setup, largest_step, self._encoder_cache, drafter_bytes)
         self.num_blocks, self.max_model_len, num_snapshots = memory
         self.states = StateCache(setup.state_specs, config.max_num_seqs, num_snapshots, device)
         self.kv_caches = [
@@ -140,6 +141,7 @@ class ModelRunner:
                 tables=self._tables,
                 kv_caches=self.kv_caches,
                 kv_scales=self.kv_scales,
+                states=self.states.layers,
                 budget_bytes=int(config.cuda_graph_memory_gib * 2**30),
                 tp=self.tp,
             )
@@ -182,7 +184,7 @@ class ModelRunner:
         self.states.restore(inputs.plan.restored)
         self._adapter_rows.begin(inputs.adapter_rows)
         if self._encoder_cache is not None:
-            self._encoder_cache.update(inputs.plan, self.image_inbox)
+            self._encoder_cache.update(inputs.plan, self.image_inbox, inputs.received_blocks)
         out, size = self._forward(inputs, history), self.model_config.hidden_size
         hidden = out if self.drafter is None else out[:, :size]
         tokens, logprobs = self._sample(hidden, inputs)

@@ -14,7 +14,8 @@ from engine.model.state import StateCache
 from engine.runner import kv_cache
 from engine.runner.rank_setup import RankSetup
 from engine.runner.sampler import SampledRow, UniformSource, prepare_sampling, sample
-from engine.wire.plan import NewSequence, StepPlan
+from engine.spec_decode.drafter import DraftInputs, ModelDrafter
+from engine.wire.plan import BlockChange, NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
 
 CONTEXTS = (128, 1024)  # tokens; for a longer context attention may use kernels that split the keys over programs
@@ -55,8 +56,16 @@ def plan(lengths: list[int], counts: list[int], params: SamplingParams, num_draf
 
 
 @torch.inference_mode()
-def run_dummy_step(setup: RankSetup, model: Model, kv_scales: list[Tensor | None], tokens: int, seqs: int) -> None:
-    """Compute `tokens` tokens and sample for `seqs` sequences. All KV goes to one block of each group."""
+def run_dummy_step(
+    setup: RankSetup,
+    model: Model,
+    kv_scales: list[Tensor | None],
+    tokens: int,
+    seqs: int,
+    drafter: ModelDrafter | None = None,
+) -> None:
+    """Compute `tokens` tokens, sample for `seqs` sequences and let the drafter propose. All KV goes to one block of
+    each group."""
     size, device = setup.block_size, setup.torch_device
     counts = np.full(seqs, tokens // seqs)
     counts[: tokens % seqs] += 1
@@ -100,8 +109,34 @@ def run_dummy_step(setup: RankSetup, model: Model, kv_scales: list[Tensor | None
         for top_p in (1.0, 0.9)
     ]  # fmt: skip
     staged.send()
-    logits = model.logits(model(ids, batch)[:seqs, : setup.model.hidden_size])
+    out = model(ids, batch)
+    logits = model.logits(out[:seqs, : setup.model.hidden_size])
     draw_rows = sampling.select(device)
     for inputs in samplings:
         sample(logits, inputs, draw_rows)
+    if drafter is not None:
+        del logits  # the drafter runs after sampling
+        run_dummy_drafts(setup, drafter, batch, counts.tolist(), out)
     setup.device.event().wait()
+
+
+def run_dummy_drafts(setup: RankSetup, drafter: ModelDrafter, batch: Batch, counts: list[int], out: Tensor) -> None:
+    """Propose for every sequence, in one KV block that all of them have in all places. counts: of their tokens."""
+    assert setup.config.speculative is not None
+    drafter.allocate(1)
+    table, size = batch.block_table, setup.model.hidden_size
+    step_plan = plan(counts, counts, SAMPLINGS[0], setup.config.speculative.num_speculative_tokens)
+    step_plan.blocks.extend(BlockChange(slot, 0, [0] * table.shape[1]) for slot in step_plan.slots)
+    drafter.follow(step_plan)
+    step = DraftInputs(
+        plan=step_plan,
+        entries=step_plan.slots,
+        batch=batch,
+        tables=table,
+        next_ids=torch.zeros_like(batch.positions),
+        last_rows=batch.query_start[1:].long() - 1,
+        hidden=out[:, :size],
+        aux_hidden=out[:, size:] if out.shape[1] > size else None,
+        history=torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32, device=out.device),
+    )
+    drafter.propose(step)

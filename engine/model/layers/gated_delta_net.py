@@ -12,8 +12,7 @@ from engine.model.config import ModelConfig
 from engine.model.layers.causal_conv import CausalConv
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.layers.norm import GatedRMSNorm
-from engine.model.ops.activation import sigmoid, softplus
-from engine.model.ops.recurrent import linear_attention
+from engine.model.ops.recurrent import gates, linear_attention
 from engine.model.shard import Shard, Sharded, Shards
 
 NORM_EPS = 1e-6  # for the L2 norm of queries and keys
@@ -39,6 +38,7 @@ class GatedDeltaNet(Sharded):
         self.conv1d = CausalConv(self.sections, r.kernel, r.conv_bias)
         self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False)
+        self.decay_and_share = gates.select(self.device)
         self.linear_attention = linear_attention.select(r.key_dim, r.value_dim, r.decay_dim, self.device)
         self.norm = GatedRMSNorm(r.value_dim, cfg.rms_norm_eps)
         format = cfg.weight_format(prefix, "out_proj")
@@ -66,11 +66,9 @@ class GatedDeltaNet(Sharded):
         size = self.key_heads * r.key_dim
         q, k, v = qkv.split((size, size, self.heads * r.value_dim), dim=-1)
         q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))
-        decay = -self.A_log.exp() * softplus(a.float() + self.dt_bias)
-        o = self.linear_attention(
-            q, k, v.unflatten(-1, (self.heads, -1)), decay[..., None], sigmoid(b.float()), states, batch,
-            r.key_dim**-0.5, NORM_EPS,
-        )  # fmt: skip
+        v = v.unflatten(-1, (self.heads, -1))
+        decay, share = self.decay_and_share(a, b, self.A_log, self.dt_bias)
+        o = self.linear_attention(q, k, v, decay, share, states, batch, r.key_dim**-0.5, NORM_EPS)
         return self.out_proj(self.norm(o, z).flatten(1))
 
     def shards(self) -> Shards:

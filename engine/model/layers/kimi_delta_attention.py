@@ -12,8 +12,7 @@ from engine.model.layers.causal_conv import CausalConv
 from engine.model.layers.gated_delta_net import NORM_EPS, head_shard
 from engine.model.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from engine.model.layers.norm import GatedRMSNorm
-from engine.model.ops.activation import sigmoid, softplus
-from engine.model.ops.recurrent import linear_attention
+from engine.model.ops.recurrent import gates, linear_attention
 from engine.model.shard import Shard, Sharded, Shards
 
 # Our names -> names in the checkpoint.
@@ -24,8 +23,7 @@ KIMI_DELTA_ATTENTION = {
 
 
 class SigmoidGatedRMSNorm(GatedRMSNorm):
-    def opened(self, gate: Tensor) -> Tensor:
-        return sigmoid(gate)
+    by_sigmoid = True
 
 
 class KimiDeltaAttention(Sharded):
@@ -47,6 +45,7 @@ class KimiDeltaAttention(Sharded):
         self.b_proj = ColumnParallelLinear(cfg.hidden_size, {"": self.of_heads})
         self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(self.heads * self.size, dtype=torch.float32), requires_grad=False)
+        self.decay_and_share = gates.select(self.device)
         self.linear_attention = linear_attention.select(r.key_dim, r.value_dim, r.decay_dim, self.device)
         self.o_norm = SigmoidGatedRMSNorm(r.value_dim, cfg.rms_norm_eps)
         format = cfg.weight_format(prefix, "o_proj")
@@ -57,11 +56,8 @@ class KimiDeltaAttention(Sharded):
         states = batch.states.layers[self.index]
         q, k, v = self.conv1d(self.qkv_proj(x), states, batch).unflatten(-1, (3, self.heads, self.size)).unbind(1)
         f, g = (part.contiguous() for part in self.latents(x).chunk(2, dim=-1))
-        steps = softplus(self.f_b_proj(f).float() + self.dt_bias).unflatten(-1, (self.heads, -1))
-        decay = -self.A_log.exp()[:, None] * steps
-        o = self.linear_attention(
-            q, k, v, decay, sigmoid(self.b_proj(x).float()), states, batch, self.size**-0.5, NORM_EPS
-        )
+        decay, share = self.decay_and_share(self.f_b_proj(f), self.b_proj(x), self.A_log, self.dt_bias)
+        o = self.linear_attention(q, k, v, decay, share, states, batch, self.size**-0.5, NORM_EPS)
         gate = self.g_b_proj(g).unflatten(-1, (self.heads, -1))
         return self.o_proj(self.o_norm(o, gate).flatten(1))
 

@@ -61,7 +61,7 @@ class LatentAttention(nn.Module):
         )
         dtype, device = self.kv_b_proj.dtype, self.kv_b_proj.device
         self.table = rope_table(cfg.rope[layer], latent.rope_dim, cfg.max_position_embeddings, dtype, device)
-        self.attend = attention.select_latent(dtype, device)
+        self.write, self.attend = attention.select_latent(dtype, device)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         latent = self.cfg
@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
         c, k = self.kv_a_proj_with_mqa(x).split((latent.rank, latent.rope_dim), dim=-1)
         c, k = self.kv_a_layernorm(c.contiguous()), self.rotate(k[:, None], batch)
         batch = batch.of_group(self.group)
-        write_latent(torch.cat((c, k[:, 0]), dim=-1), batch, self.layer)
+        self.write(torch.cat((c, k[:, 0]), dim=-1), batch, self.layer)
         q = torch.cat((self.kv_b_proj.to_latent(nope), self.rotate(rotated, batch)), dim=-1)
         out = self.attend(q, batch, self.layer, self.scale, latent.rank)
         return self.o_proj(self.kv_b_proj.from_latent(out).flatten(1))
@@ -101,8 +101,8 @@ class HeadProjections(Linear):
     def __init__(self, weight: Shard, heads: int, nope_dim: int, format: WeightFormat | None):
         super().__init__({"": weight}, format)
         self.heads, self.nope_dim = heads, nope_dim
-        self.to_keys: list[Tensor] = []
-        self.to_values: list[Tensor] = []
+        self.to_keys: Tensor | list[Tensor] = []
+        self.to_values: Tensor | list[Tensor] = []
 
     def pack(self) -> None:
         if self.stored is not None:
@@ -110,9 +110,9 @@ class HeadProjections(Linear):
         else:
             assert self.weight is not None
             weight = self.weight.data
-        for head in weight.unflatten(0, (self.heads, -1)):
-            self.to_keys.append(linear.pack(head[: self.nope_dim].T.contiguous()))
-            self.to_values.append(linear.pack(head[self.nope_dim :].contiguous()))
+        weight = weight.unflatten(0, (self.heads, -1))
+        self.to_keys = packed_heads(weight[:, : self.nope_dim].mT)
+        self.to_values = packed_heads(weight[:, self.nope_dim :])
         self.weight = self.stored = None
 
     def to_latent(self, q: Tensor) -> Tensor:
@@ -124,20 +124,21 @@ class HeadProjections(Linear):
         return of_heads(out, self.to_values)
 
 
-def of_heads(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """Multiply each head of x [tokens, heads, inputs] by its weight. Uses a linear layer's kernel, so a row has the
-    same bits in any batch."""
+def packed_heads(weights: Tensor) -> Tensor | list[Tensor]:
+    """weights [heads, outputs, inputs], as `of_heads` takes them."""
+    if weights.device.type == "cpu":
+        return [linear.pack(head.contiguous()) for head in weights]
+    return weights.contiguous()
+
+
+def of_heads(x: Tensor, weights: Tensor | list[Tensor]) -> Tensor:
+    """Multiply each head [tokens, heads, inputs] by its weight, on a CPU with a layer's kernel: a row has the same bits
+    with any others."""
     heads = x.transpose(0, 1).contiguous()
+    if isinstance(weights, Tensor):
+        return torch.bmm(heads, weights.mT).transpose(0, 1)
     return torch.stack([linear.linear(head, weight) for head, weight in zip(heads, weights, strict=True)], dim=1)
 
 
 def projection(cfg: ModelConfig, inputs: int, outputs: Shard, name: str, bias: bool = False) -> ColumnParallelLinear:
     return ColumnParallelLinear(inputs, {"": outputs}, bias, cfg.weight_format(*name.rsplit(".", 1)))
-
-
-def write_latent(latent: Tensor, batch: Batch, layer: int) -> None:
-    """Write this step's latents [tokens, rank + rope_dim] to the cache."""
-    real = batch.slot_mapping >= 0
-    size = batch.kv_cache.shape[4]
-    slots = batch.slot_mapping[real]
-    batch.kv_cache[slots // size, layer, 0, 0, slots % size] = latent[real]

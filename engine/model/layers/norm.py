@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.ops import activation, norm, norm_plain
+from engine.model.ops import norm, norm_plain
 from engine.model.shard import Sharded, Shards, replicated
 
 
@@ -56,16 +56,16 @@ class GatedRMSNorm(Sharded):
     """RMSNorm of each head, in float32, times SiLU of the gate: x and gate [tokens, heads, size] -> the same. Every
     rank holds the whole weight."""
 
+    by_sigmoid: ClassVar[bool] = False
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.gated_rms_norm = norm.select_gated(self.dtype, self.device)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return (norm_plain.rms_norm_plain(x, self.weight, self.eps, 0.0) * self.opened(gate.float())).to(x.dtype)
-
-    def opened(self, gate: Tensor) -> Tensor:
-        return activation.silu(gate)
+        return self.gated_rms_norm(x, gate, self.weight, self.eps, self.by_sigmoid)
 
     def shards(self) -> Shards:
         return {"weight": replicated(self.weight)}

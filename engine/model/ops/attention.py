@@ -25,7 +25,9 @@ from types import ModuleType
 
 import torch
 
+from engine.model.kv_groups import KVCacheSpec
 from engine.model.ops import attention_plain, dispatch
+from engine.model.ops.attention_plain import LatentAttention, WriteLatent
 
 
 def select(dtype: torch.dtype, device: torch.device) -> ModuleType:
@@ -41,23 +43,32 @@ def select(dtype: torch.dtype, device: torch.device) -> ModuleType:
     return attention_plain
 
 
-def select_latent(dtype: torch.dtype, device: torch.device) -> attention_plain.LatentAttention:
-    """Return the fastest version of latent_attention(q, batch, layer, scale, rank) -> [tokens, heads, rank].
+def select_latent(dtype: torch.dtype, device: torch.device) -> tuple[WriteLatent, LatentAttention]:
+    """Return the fastest versions of write_latent(latent, batch, layer) and latent_attention(q, batch, layer, scale,
+    rank) -> [tokens, heads, rank].
 
-    It is `paged_attention` over one vector per token for all heads: the vector is the key, and its first `rank` values
-    are the value (arXiv:2405.04434). V in the cache is absent or unused. q: [tokens, heads, head_dim].
+    The second is `paged_attention` over one vector per token for all heads: the vector is the key, and its first `rank`
+    values are the value (arXiv:2405.04434). The first writes these vectors [tokens, head_dim] to K of the cache, at
+    `batch.slot_mapping`; V is absent or unused. q: [tokens, heads, head_dim].
     """
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import attention
 
-        return attention.latent_attention
-    return attention_plain.latent_attention
+        return attention_plain.write_latent, attention.latent_attention
+    if dispatch.gpu_kernels(dtype, device):
+        from engine.model.ops.gpu import latent_attention
+
+        return latent_attention.write_latent, latent_attention.latent_attention
+    return attention_plain.write_latent, attention_plain.latent_attention
 
 
-def tile_rows(longest: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the most rows that a tile of `Batch.tiles` may have, for chunks of up to `longest` rows."""
+def tile_rows(longest: int, heads: int, spec: KVCacheSpec, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the most rows that a tile of `Batch.tiles` may have in layers with this KV, for chunks of up to `longest`
+    rows."""
     if not dispatch.gpu_kernels(dtype, device):
         return longest  # tiles are not used
-    from engine.model.ops.gpu import attention
+    from engine.model.ops.gpu import attention, latent_attention
 
-    return attention.tile_rows(longest, heads, kv_heads, head_dim, dtype, device)
+    if spec.parts == 1:
+        return latent_attention.CHUNK_ROWS
+    return attention.tile_rows(longest, heads, spec.num_kv_heads, spec.head_dim, dtype, device)

@@ -12,6 +12,7 @@ from engine.model.batch import Batch
 from engine.model.ops.norm_plain import HeadNorms, rms_norm_plain
 from engine.model.ops.rope import rotate_plain
 
+WriteLatent = Callable[[Tensor, Batch, int], None]
 LatentAttention = Callable[[Tensor, Batch, int, float, int], Tensor]
 
 
@@ -62,6 +63,13 @@ def paged_attention(
             attended = attend_by_scores(q[rows].transpose(0, 1), k, v, scale, visible, softcap, sinks)
         out[rows] = attended.transpose(0, 1)
     return out
+
+
+def write_latent(latent: Tensor, batch: Batch, layer: int) -> None:
+    """latent: [tokens, head_dim]"""
+    real, size = batch.slot_mapping >= 0, batch.kv_cache.shape[4]
+    slots = batch.slot_mapping[real]
+    batch.kv_cache[slots // size, layer, 0, 0, slots % size] = latent[real]
 
 
 def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:

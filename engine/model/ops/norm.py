@@ -5,14 +5,22 @@ rms_norm(x, weight, eps, shift) -> like x, contiguous
     x: [tokens, size] or [tokens, heads, size], each token's values contiguous; weight: [size]
 add_rms_norm(x, y, weight, eps, shift) -> (x + y, its norm)
     x, y: [tokens, size]
+gated_rms_norm(x, gate, weight, eps, by_sigmoid) -> like x
+    rms_norm of x, in x's dtype, times SiLU or the sigmoid of the gate, in float32
+    x, gate: [tokens, heads, size]
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from engine.model.ops import dispatch
+import torch
+from torch import Tensor
+
+from engine.model.ops import activation, dispatch
 from engine.model.ops.norm_plain import AddRMSNormOp, RMSNormOp, add_rms_norm_plain, rms_norm_plain
+
+GatedRMSNormOp = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 
 
 def select(dtype: torch.dtype, device: torch.device) -> tuple[RMSNormOp, AddRMSNormOp]:
@@ -26,3 +34,18 @@ def select(dtype: torch.dtype, device: torch.device) -> tuple[RMSNormOp, AddRMSN
 
         return gpu.rms_norm, gpu.add_rms_norm
     return rms_norm_plain, add_rms_norm_plain
+
+
+def select_gated(dtype: torch.dtype, device: torch.device) -> GatedRMSNormOp:
+    """Return the fastest version of the gated norm."""
+    if dispatch.gpu_kernels(dtype, device):
+        from engine.model.ops.gpu import norm as gpu
+
+        return gpu.gated_rms_norm
+    return gated_rms_norm_plain
+
+
+def gated_rms_norm_plain(x: Tensor, gate: Tensor, weight: Tensor, eps: float, by_sigmoid: bool) -> Tensor:
+    gate = gate.float()
+    opened = activation.sigmoid(gate) if by_sigmoid else activation.silu(gate)
+    return (rms_norm_plain(x, weight, eps, 0.0) * opened).to(x.dtype)

@@ -1,5 +1,5 @@
-"""The image encoder of a multimodal model, vision tower and projector: transformers' code, which on a CPU uses the
-kernels of our linear layers."""
+"""The image encoder of a multimodal model, vision tower and projector: transformers' code with the kernels
+of our linear layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class TowerLinear(nn.Module):
 
 class TowerPatches(TowerLinear):
     """A convolution whose windows do not overlap, as one product: [n, channels, *sizes] -> [n, outputs, *windows].
-    torch's own is slow in bfloat16 on CPUs without instructions for it."""
+    torch's own is slow in bfloat16 on CPUs without instructions for it, and with some versions of cuDNN (pytorch
+    #166122)."""
 
     def __init__(self, layer: nn.Conv2d | nn.Conv3d):
         super().__init__(layer)
@@ -92,8 +93,7 @@ class VisionEncoder(Sharded):
             model = MODEL_MAPPING[type(config)]._from_config(config, dtype=self.dtype)
         self._renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
         model.language_model = None
-        if self.device.type == "cpu":
-            with_own_kernels(model)
+        with_own_kernels(model)
         materialize(model, self.device)
         self.model = model.eval().requires_grad_(False)
 

@@ -285,7 +285,7 @@ def test_a_rank_that_fails_before_its_first_sum_ends_the_start_of_the_other_whic
             return ids.float()[:, None]
 
         graphs = CudaGraphs(
-            device, forward, torch.zeros(2, 8), torch.zeros(1, 2, 1, dtype=torch.int32), [torch.zeros(1)], [None],
+            device, forward, torch.zeros(2, 8), torch.zeros(1, 2, 1, dtype=torch.int32), [torch.zeros(1)], [None], [],
             budget_bytes=2**30, tp=groups[rank],
         )  # fmt: skip
         with pytest.raises((RuntimeError, StartupError)) as failed, groups[rank].starting():
@@ -347,7 +347,7 @@ def test_every_step_that_a_shape_is_for_fits_into_it_and_is_there_again(data):
     mappings = [column + 2 + i for i in range(groups)]
     buffer = pad_step(
         shape, column, column + 1, mappings, column[:seqs], query_start[1:], query_start, single.numpy(),
-        chunks,
+        chunks, np.stack([query_start[1:], column[:seqs]]).astype(np.int32),
     )  # fmt: skip
     for columns in (
         StepColumns.of(buffer, shape, np.int64),
@@ -362,6 +362,8 @@ def test_every_step_that_a_shape_is_for_fits_into_it_and_is_there_again(data):
         pad = shape.seqs - seqs
         assert columns.slots.tolist() == [*column[:seqs].tolist(), *[0] * pad]
         assert columns.kv_len.tolist() == [*query_start[1:].tolist(), *[0] * pad]
+        assert columns.save_at.tolist() == [*query_start[1:].tolist(), *[-1] * pad]
+        assert columns.save_slots[:seqs].tolist() == column[:seqs].tolist()
         assert columns.query_start.tolist() == [*query_start.tolist(), *[tokens] * pad]
         assert columns.single.tolist() == [*single.tolist(), *[-1] * (shape.seqs - len(single))]
         tiles = [tuple(tile) for tile in columns.tiles.reshape(-1, 4).tolist()]

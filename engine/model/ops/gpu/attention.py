@@ -298,23 +298,32 @@ def paged_attention(
     group = q.shape[1] // batch.kv_cache.shape[3]
     if len(batch.single):
         block_m = max(DECODE_ROWS, triton.next_power_of_2(group))
-        launch(q, out, batch, layer, scale, window, softcap, sinks, chunk, len(batch.single), block_m, decode=True)
+        launch(q, out, batch, layer, scale, window, softcap, sinks, chunk, batch.single, block_m, decode=True)
     if batch.chunks:
         block_m = chunk_rows(max(c.count for c in batch.chunks), group, q.shape[2], q.dtype, q.device)
-        if batch.tiles is None:
-            batch.tiles = copy_to(row_tiles(batch.chunks, block_m // group), q.device)
-        launch(q, out, batch, layer, scale, window, softcap, sinks, chunk, len(batch.tiles), block_m, decode=False)
+        tiles = chunk_tiles(batch, block_m // group)
+        launch(q, out, batch, layer, scale, window, softcap, sinks, chunk, tiles, block_m, decode=False)
     return out
+
+
+def chunk_tiles(batch: Batch, rows: int) -> Tensor:
+    """Return the tiles of the chunks: an input of a graph, else made once for all layers with as many `rows`."""
+    if batch.tiles is not None:
+        return batch.tiles
+    key = "tiles", rows
+    if key not in batch.plans:
+        batch.plans[key] = copy_to(row_tiles(batch.chunks, rows), batch.kv_len.device)
+    return batch.plans[key]
 
 
 def launch(
     q: Tensor, out: Tensor, batch: Batch, layer: int, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None, chunk: int | None, tiles: int, block_m: int, *, decode: bool,
+    softcap: float | None, sinks: Tensor | None, chunk: int | None, tiles: Tensor, block_m: int, *, decode: bool,
 ) -> None:  # fmt: skip
     """Attend from the decoding rows, or from all chunks, and write their rows of `out`.
 
-    q, out: [tokens, heads, head_dim]. tiles: number of tiles. block_m: rows of a tile times heads per KV head. If keys
-    are split, partial results are float32 [slots, kv_heads, slot_rows, head_dim].
+    q, out: [tokens, heads, head_dim]. tiles: `Batch.single` to decode, or from `row_tiles`. block_m: rows of a tile
+    times heads per KV head. If keys are split, partial results are float32 [slots, kv_heads, slot_rows, head_dim].
     """
     kv_cache = batch.kv_cache
     _, _, _, kv_heads, page, head_dim = kv_cache.shape
@@ -353,16 +362,16 @@ def launch(
     )  # fmt: skip
 
 
-def plan(batch: Batch, tiles: int, wanted: int, window: int, chunk: int, block_n: int, *, decode: bool) -> Tensor:
+def plan(batch: Batch, tiles: Tensor, wanted: int, window: int, chunk: int, block_n: int, *, decode: bool) -> Tensor:
     """Return how keys are divided over programs, [tiles + wanted, 9] int32: see `plan_kernel`. The first layer with
     this window computes it for all such layers."""
     key, image_ends = (decode, window, chunk), batch.image_ends
     items = batch.plans.get(key)
     if items is None:
-        items = batch.plans[key] = torch.empty((tiles + wanted, 9), dtype=torch.int32, device=batch.kv_len.device)
+        items = batch.plans[key] = torch.empty((len(tiles) + wanted, 9), dtype=torch.int32, device=tiles.device)
         plan_kernel[1,](
-            items, batch.single if decode else batch.tiles, batch.single, batch.query_start, batch.kv_len,
-            batch.kv_len if image_ends is None else image_ends, tiles, wanted, len(items), DECODE=decode,
+            items, tiles, batch.single, batch.query_start, batch.kv_len,
+            batch.kv_len if image_ends is None else image_ends, len(tiles), wanted, len(items), DECODE=decode,
             WINDOW=window, CHUNK=chunk, IMAGES=image_ends is not None, BLOCK_N=block_n,
             MIN_TOKENS=MIN_SPLIT_TOKENS, BLOCK=PLAN_BLOCK,
         )  # fmt: skip

@@ -1,5 +1,6 @@
-"""Products with int4 weights, in Triton. Few rows are multiplied with the weight as stored. For many rows it is
-dequantized first, then multiplied by cuBLAS: one more pass over the weight, where the kernel reads it once per tile.
+"""Products with int4 weights, in Triton. Up to MOST rows are multiplied with the weight as stored, which stays in the
+L2 cache for all tiles of rows. For more rows it is dequantized first, then multiplied by cuBLAS: one more pass over the
+weight.
 
 Has run under Triton's interpreter and compiles for Ampere and Hopper, but has not run on a GPU yet.
 """
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from engine.model.quantization.weight import QuantizedWeight
 
-FEW, MANY = 16, 64  # rows of a tile; for more rows than MANY the weight is dequantized
-BLOCK_N, BLOCK_K = 32, 128
+MOST = 512  # rows; a prompt's are worth dequantizing the weight for
+TILES = ((16, 32), (64, 32), (128, 64))  # rows and outputs; the first that holds all rows, or the last
+BLOCK_K = 128
 
 
 @triton.jit
@@ -42,9 +44,10 @@ def int4_linear_kernel(
     x, values, scales, offsets, out, rows, size_n, size_k, stride_x,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all rows, as one tile, with BLOCK_N outputs. Grid (size_n / BLOCK_N)."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
+    """Multiply BLOCK_M rows with BLOCK_N outputs. Grid (rows / BLOCK_M, size_n / BLOCK_N): neighbouring programs share
+    a weight."""
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, size_k, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
@@ -85,17 +88,18 @@ class Int4:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x [tokens, inputs], add bias [outputs]. Returns [tokens, outputs] of x's dtype."""
         (outputs, inputs), rows = self.size, len(x)
-        packed, blocks = (self.values, self.scale, self.offset), {"GROUP": self.group_size, "BLOCK_N": BLOCK_N}
+        block_m, block_n = next((tile for tile in TILES if tile[0] >= rows), TILES[-1])
+        packed, blocks = (self.values, self.scale, self.offset), {"GROUP": self.group_size, "BLOCK_N": block_n}
         block_k = min(self.group_size, BLOCK_K)
-        if rows > MANY:
+        if rows > MOST:
             weight = torch.empty(self.size, dtype=x.dtype, device=x.device)
-            dequantize_kernel[triton.cdiv(outputs, BLOCK_N), inputs // block_k](
+            dequantize_kernel[triton.cdiv(outputs, block_n), inputs // block_k](
                 *packed, weight, outputs, inputs, **blocks, BLOCK_K=block_k
             )  # fmt: skip
             return F.linear(x, weight, bias)
         out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-        int4_linear_kernel[triton.cdiv(outputs, BLOCK_N),](
+        int4_linear_kernel[triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n)](
             x, *packed, out, rows, outputs, inputs, x.stride(0),
-            **blocks, BLOCK_M=FEW if rows <= FEW else MANY, BLOCK_K=block_k, num_stages=4,
+            **blocks, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8 if block_m > 64 else 4, num_stages=4,
         )  # fmt: skip
         return out if bias is None else out + bias

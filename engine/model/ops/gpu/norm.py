@@ -60,5 +60,42 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float)
     return total, out
 
 
+@triton.jit(do_not_specialize=["rows"])
+def gated_rms_norm_kernel(
+    x, gate, weight, out, rows, stride, gate_stride, gate_head, eps,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BY_SIGMOID: tl.constexpr, ROWS: tl.constexpr, SIZE_PAD: tl.constexpr,
+):  # fmt: skip
+    """Norm ROWS rows and multiply by the open gate. Grid (rows / ROWS); rows as in `rms_norm_kernel`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, SIZE_PAD)
+    inside = (row < rows)[:, None] & (i < SIZE)[None, :]
+    token, head = (row // HEADS).to(tl.int64), row % HEADS
+    values = tl.load(x + (token * stride + head * SIZE)[:, None] + i[None, :], mask=inside, other=0.0)
+    place = (token * gate_stride + head * gate_head)[:, None] + i[None, :]
+    opened = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    opened = tl.sigmoid(opened) if BY_SIGMOID else opened * tl.sigmoid(opened)
+    wide = values.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)[:, None]
+    factor = tl.load(weight + i, mask=i < SIZE, other=0.0).to(tl.float32)[None, :]
+    normed = (wide.to(values.dtype).to(tl.float32) * factor).to(values.dtype).to(tl.float32)
+    target = out + row.to(tl.int64)[:, None] * SIZE + i[None, :]
+    tl.store(target, (normed * opened).to(values.dtype), mask=inside)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, by_sigmoid: bool) -> Tensor:
+    """Norm heads x [tokens, heads, size] and multiply by the open gate, of the same shape. Has run under Triton's
+    interpreter only, not on a GPU yet."""
+    tokens, heads, size = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, size_pad = tokens * heads, triton.next_power_of_2(size)
+    per_program = max(1, PROGRAM_VALUES // size_pad)
+    gated_rms_norm_kernel[triton.cdiv(rows, per_program),](
+        x, gate, weight, out, rows, x.stride(0), *gate.stride()[:2], eps,
+        HEADS=heads, SIZE=size, BY_SIGMOID=by_sigmoid, ROWS=per_program, SIZE_PAD=size_pad,
+        num_warps=num_warps(size_pad),
+    )  # fmt: skip
+    return out
+
+
 def num_warps(size_pad: int) -> int:
     return min(16, max(4, size_pad // 1024))

@@ -34,6 +34,10 @@ def select(dtype: torch.dtype, device: torch.device) -> CausalConv:
 
         cpu.CAUSAL_CONV.compile(dtype)
         return cpu.causal_conv
+    if dispatch.gpu_kernels(dtype, device):
+        from engine.model.ops.gpu.recurrent import causal_conv as gpu
+
+        return gpu.causal_conv
     return causal_conv_plain
 
 

@@ -47,6 +47,10 @@ def select(key_dim: int, value_dim: int, decay_dim: int, device: torch.device) -
         if cpu.supports(key_dim, value_dim, decay_dim):
             cpu.LINEAR_ATTENTION.compile(torch.float32)
             return cpu.linear_attention
+    if dispatch.gpu_kernels(torch.float32, device):
+        from engine.model.ops.gpu.recurrent import linear_attention as gpu
+
+        return gpu.linear_attention
     return linear_attention_plain
 
 

@@ -22,11 +22,25 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.model.ops.gpu import activation, attention, int4, moe, norm, quantize, rope, routing, sampling
+from engine.model import state
+from engine.model.ops.gpu import (
+    activation,
+    attention,
+    int4,
+    latent_attention,
+    moe,
+    norm,
+    quantize,
+    rope,
+    routing,
+    sampling,
+)
+from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.model.ops.norm_plain import HeadNorms
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.weight import QuantizedWeight
-from tests.engine.model.ops.gpu.paged import FLOAT8, Case
+from tests.engine.model.ops.gpu.paged import FLOAT8, Case, latent_inputs
+from tests.state_batches import state_batch
 
 DECODE, CHUNK = Case([(4000, 1)] * 3, heads=8, head_dim=128, block_size=64), Case([(0, 200)], heads=8, head_dim=128)
 CASES: dict[str, Case] = {
@@ -129,7 +143,7 @@ def compile_elementwise(float8: bool) -> None:
     quantize.scale_products(torch.zeros(4, 8192, dtype=torch.int32), column, column.T, None, torch.bfloat16)
     scale, values = torch.ones(4096, 32), torch.zeros(4096, 4096, dtype=torch.int8)
     packed = int4.Int4(QuantizedWeight(values, scale, None, 4, None))
-    for rows in (1, 64, 100):
+    for rows in (1, 64, 300, 600):
         packed(x.new_zeros(rows, 4096), None)
 
 
@@ -172,6 +186,36 @@ def compile_experts(dtype: torch.dtype) -> None:
         moe.mix_experts(x, gate_up, down, activation.swigluoai_mul, experts, experts.to(dtype), biases)
 
 
+def compile_recurrent() -> None:
+    """Compile for shapes of Qwen3-Next, of Kimi Linear and of Nemotron-H, with fewer heads."""
+    batch, x = state_batch([(0, 100, 30), (1, 7, 1)]), torch.zeros(31, 4096, dtype=torch.bfloat16)
+    states = {"conv": torch.zeros(2, state.RING, 4096, dtype=torch.bfloat16)}
+    causal_conv.causal_conv(x, x[:4].T.contiguous(), None, states, batch, True)
+    gates.gates(x, x[:, :32], torch.zeros(32), torch.zeros(4096))
+    norm.gated_rms_norm(x.unflatten(1, (32, 128)), x.unflatten(1, (32, 128)), x[0, :128], 1e-6, False)
+    for heads, key_heads, value_dim, decay_dim, delta in (
+        (4, 2, 128, 1, True),
+        (4, 4, 128, 128, True),
+        (8, 1, 64, 1, False),
+    ):
+        k, v = (
+            x[:, : count * size].unflatten(1, (count, size)) for count, size in ((key_heads, 128), (heads, value_dim))
+        )
+        rows = {"keys": (key_heads, 128), "values": (heads, value_dim), "decays": (heads, decay_dim)}
+        states = {name: torch.zeros(2, count, state.CHUNK, size) for name, (count, size) in rows.items()}
+        states["state"] = torch.zeros(2, heads, 128, value_dim)
+        decay, beta = torch.zeros(31, heads, decay_dim), torch.zeros(31, heads) if delta else None
+        v = v if delta else v.float()
+        linear_attention.linear_attention(k, k, v, decay, beta, states, batch, 0.1, 1e-6 if delta else None)
+
+
+def compile_latent() -> None:
+    """Compile for the shape of DeepSeek V2 Lite."""
+    q, latent, batch = latent_inputs([(4000, 1), (4000, 30)], heads=16, rank=512, rope=64, dtype=torch.bfloat16)
+    latent_attention.write_latent(latent, batch, 1)
+    latent_attention.latent_attention(q, batch, 1, 0.1, 512)
+
+
 if __name__ == "__main__":
     driver.set_active(Driver(90))
     JITFunction.__getitem__ = compile_only
@@ -180,6 +224,8 @@ if __name__ == "__main__":
             driver.set_active(Driver(int(chosen.removeprefix("sm_"))))
         elif chosen == "elementwise":
             compile_elementwise(driver.active.capability >= 89)
+        elif chosen in ("recurrent", "latent"):
+            (compile_recurrent if chosen == "recurrent" else compile_latent)()
         elif chosen.startswith("experts in "):
             compile_packed_experts(chosen.removeprefix("experts in "))
         elif chosen in EXPERTS:

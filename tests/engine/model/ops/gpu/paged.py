@@ -90,3 +90,13 @@ class Case:
         merged = torch.randn(sum(counts), self.heads + 2 * self.kv_heads, self.head_dim, generator=generator)
         q, k, v = merged.to(DEVICE, self.dtype).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return q, k, v, batch
+
+
+def latent_inputs(
+    sequences: list[tuple[int, int]], heads: int, rank: int, rope: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Batch]:
+    """Queries [tokens, heads, rank + rope] and vectors [tokens, rank + rope] of this step, and the batch."""
+    q, _, _, batch = Case(sequences, kv_heads=1, head_dim=rank + rope, heads=heads, dtype=dtype).inputs()
+    batch.kv_cache = batch.kv_cache[:, :, :1].contiguous()
+    latent = torch.randn(len(q), rank + rope, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    return q, latent, batch

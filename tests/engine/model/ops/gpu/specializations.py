@@ -38,6 +38,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("8B", {"quantization": "int4"}),
     "fp8 experts": ("30B-A3B", {"quantization": "fp8"}),
     "int4 experts": ("30B-A3B", {"quantization": "int4"}),
+    "gpt-oss": ("gpt-oss 20B", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "recurrent": ("Qwen3-Next 80B-A3B", {"full_attention_interval": 2}),
+    "latent": ("DeepSeek V2 Lite", {}),
 }
 
 

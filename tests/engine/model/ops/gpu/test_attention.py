@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.batch import Batch, Chunk
+from engine.model.batch import Batch, Chunk, KVGroup
 from engine.model.ops import attention_plain
 from engine.model.ops.gpu import attention, rope
 from engine.runner.cuda_graphs import StepColumns, StepShape, pad_step
@@ -105,6 +105,18 @@ def test_every_layer_is_found():
         check(MIXED, layer)
 
 
+def test_groups_of_layers_with_other_heads_have_tiles_of_their_own():
+    """The first group's tiles have 32 rows; eight heads to a KV head leave four rows in as large a tile."""
+    case = Case([(5, 40), (3, 1)], heads=2, kv_heads=2, head_dim=16)
+    (q, k, v, batch), (other_q, other_k, other_v, other) = case.inputs(), case.but(heads=8, kv_heads=1).inputs()
+    batch.other_groups = (KVGroup(other.slot_mapping, other.block_table, other.kv_cache),)
+    for queries, keys, values, view in ((q, k, v, batch), (other_q, other_k, other_v, batch.of_group(1))):
+        attention_plain.write_kv(keys, values, view, 0)
+        expected = attention_plain.paged_attention(queries, view, 0, 0.25)
+        found = attention.paged_attention(queries, view, 0, 0.25)
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
 def test_padding_gives_zeros():
     out = check(CASES["padding among rows"])
     assert not out[[1, 3]].any()
@@ -170,7 +182,7 @@ def planned(kv_lens: list[int], wanted: int, **options: int) -> list[list[int]]:
     batch = Case([(1, 1)] * len(kv_lens)).inputs()[3]
     batch.kv_len.copy_(torch.tensor(kv_lens))
     spans = {"window": 0, "chunk": 0} | options
-    items = attention.plan(batch, len(kv_lens), wanted, **spans, block_n=32, decode=True).tolist()
+    items = attention.plan(batch, batch.single, wanted, **spans, block_n=32, decode=True).tolist()
     assert len(items) == len(kv_lens) + wanted
     return [item for item in items if item[0] >= 0]
 

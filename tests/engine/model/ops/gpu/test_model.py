@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from engine.distributed.tp_group import TPGroup
+from engine.model.config_parts.latent import LatentConfig
 from engine.model.config_parts.moe import MoEConfig
+from engine.model.config_parts.recurrent import RecurrentConfig
 from engine.model.config_parts.rope import RopeConfig
 from engine.model.layers.moe import Experts
-from engine.model.loader import fill_with_noise
+from engine.model.loader import fill_with_noise, pack_weights
 from engine.model.models.gpt_oss import GptOssExperts
 from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
@@ -59,6 +61,19 @@ FAMILIES = {
             scoring="sigmoid", num_groups=3, topk_groups=2, shared_intermediate_size=12,
         ),
     ),
+    "Qwen 3.5": tiny_config(
+        architecture="Qwen3_5ForCausalLM",
+        num_layers=2,
+        rope=(RopeConfig(partial_rotary_factor=0.5),) * 2,
+        block_types=("linear_attention", "attention"),
+        recurrent=RecurrentConfig(layers=(0,), kernel=4, heads=4, key_heads=2, key_dim=16, value_dim=16),
+    ),
+    "DeepSeek V2": tiny_config(
+        architecture="DeepseekV2ForCausalLM",
+        num_kv_heads=1,
+        head_dim=24,
+        latent=LatentConfig(rank=16, q_rank=None, nope_dim=8, rope_dim=8, value_dim=8, interleaved=True),
+    ),
     "gpt-oss": tiny_config(
         architecture="GptOssForCausalLM",
         num_layers=2,
@@ -85,6 +100,9 @@ def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(family, monkeypa
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
     model = build_model(config, TPGroup.single(), torch.float32, torch.device("cpu"))
     model.load_state_dict(plain.state_dict())
+    if config.latent is not None:  # whose projections exist only once packed
+        pack_weights(plain)
+        pack_weights(model)
 
     runs = [ByHand(m, config, tp=TPGroup.single()) for m in (plain, model)]
     for step in ({0: [5, 6, 7, 8, 9]}, {0: [1], 1: [2, 3]}, {0: [4], 1: [5]}):

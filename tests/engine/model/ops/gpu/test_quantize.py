@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.ops import quantized_linear
-from engine.model.ops.gpu.int4 import MANY, Int4
+from engine.model.ops.gpu import int4
+from engine.model.ops.gpu.int4 import Int4
 from engine.model.ops.gpu.quantize import quantize_blocks, quantize_rows
 from engine.model.ops.gpu.quantized_linear import Int8
 from engine.model.quantization import weight
@@ -67,7 +68,10 @@ def make_weight(bits: int, outputs: int, inputs: int, groups: int, *, zeros: boo
     return QuantizedWeight(values.to(DEVICE), scale.to(DEVICE), zero, bits, activations)
 
 
-@pytest.mark.parametrize("rows", [1, 20, MANY + 1], ids=["one row", "some rows", "b4: many rows are dequantized for"])
+ROWS = {"one row": 1, "some rows": 20, "two tiles of rows": 200, "b4: many rows are dequantized for": int4.MOST + 1}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("groups", "zeros"), [(8, False), (2, True), (1, True)])
 @pytest.mark.parametrize("bias", [None, torch.full((40,), 3.0, dtype=torch.bfloat16, device=DEVICE)], ids=["", "bias"])
 def test_a_product_with_int4_equals_plain(rows, groups, zeros, bias):

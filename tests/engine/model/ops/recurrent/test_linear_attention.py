@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,59 +16,15 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 from engine.model.ops.recurrent import causal_conv
 from engine.model.ops.recurrent.linear_attention import linear_attention_plain, select
 from engine.model.state import CHUNK, RING, StateSpec, max_drafts
+from tests.engine.model.ops.recurrent.inputs import D_K, D_V, HEADS, K_HEADS, KINDS, Inputs, inputs, spec_of
 from tests.state_batches import garbage, same_bits, state_batch
 
-K_HEADS, HEADS, D_K, D_V, EPS = 2, 4, 16, 32, 1e-6
 CHANNELS, KERNEL = 24, 4
 CONV = StateSpec({"conv": ((RING, CHANNELS), "float32")})
 CONVS = {"plain": causal_conv.causal_conv_plain, "fast": causal_conv.select(torch.float32, torch.device("cpu"))}
 OPS = {"plain": linear_attention_plain, "fast": select(D_K, D_V, 1, torch.device("cpu"))}
-KINDS = ("gated delta rule", "a decay per channel", "without delta rule")
 
 BOTH = [(kind, op) for kind in KINDS for op in OPS if op == "plain" or kind != "a decay per channel"]
-
-
-class Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    decay: Tensor
-    beta: Tensor | None
-    eps: float | None
-
-    def rows(self, first: int, last: int) -> Inputs:
-        return Inputs(*(x[first:last] if isinstance(x, Tensor) else x for x in self))
-
-    def beside(self, other: Inputs) -> Inputs:
-        both = zip(self, other, strict=True)
-        return Inputs(*(torch.cat((a, b)) if isinstance(a, Tensor) else a for a, b in both))
-
-
-def inputs(kind: str, tokens: int, dtype: torch.dtype, seed: int) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(tokens, *shape, generator=generator)
-
-    channels = D_K if kind == "a decay per channel" else 1
-    k_heads = HEADS if kind == "a decay per channel" else K_HEADS
-    decay = -0.3 * noise(HEADS, channels).abs()
-    q, k, v = (noise(*shape).to(dtype) for shape in ((k_heads, D_K), (k_heads, D_K), (HEADS, D_V)))
-    if kind == "without delta rule":
-        return Inputs(q, k, v, decay, None, None)
-    return Inputs(q, k, v, decay, noise(HEADS).sigmoid(), EPS)
-
-
-def spec_of(x: Inputs) -> StateSpec:
-    f32, k_heads, channels = "float32", x.k.shape[1], x.decay.shape[2]
-    return StateSpec(
-        {"state": ((HEADS, D_K, D_V), f32)},
-        {
-            "keys": ((k_heads, CHUNK, D_K), f32),
-            "values": ((HEADS, CHUNK, D_V), f32),
-            "decays": ((HEADS, CHUNK, channels), f32),
-        },
-    )
 
 
 def run(x: Inputs, states: Any, batch: Any, op: str = "plain") -> Tensor:

@@ -1,0 +1,152 @@
+"""Latent attention over the paged cache in Triton. See `select_latent` in ops/attention.py.
+
+The vector of a token is read once for GROUP heads: as their keys, and its first `rank` numbers as their values. Keys
+are divided over programs as in attention.py, whose plan and whose combination are used here. It has run under Triton's
+interpreter only, not on a GPU yet; the sizes of its tiles are estimates.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.model.batch import Batch
+from engine.model.ops.gpu import attention
+from engine.model.ops.gpu.attention import LOG2_E, MIN_SPLIT_TOKENS, combine
+
+GROUP = 16  # heads of a program, at most: tl.dot wants as many rows
+CHUNK_ROWS = 2  # rows of a tile: a row and a head take 512 sums
+BLOCK_N = 32
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def latent_kernel(
+    q, cache, out, partial, partial_top, arrived, items, block_table,
+    scale, q_stride, out_stride, block_stride, table_stride,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
+    PRECISION: tl.constexpr, SLOT_ROWS: tl.constexpr, COMBINED: tl.constexpr,
+):  # fmt: skip
+    """Grid (items, heads / GROUP); see `attend_kernel`, whose heads of KV are groups of heads here."""
+    items += 9 * tl.program_id(0)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    seq = tl.load(items)
+    if seq < 0:
+        return
+    row, rows, stop = tl.load(items + 1), tl.load(items + 2), tl.load(items + 3)
+    begin, end, split = tl.load(items + 4), tl.load(items + 5), tl.load(items + 8)
+    m, d, e = tl.arange(0, BLOCK_M), tl.arange(0, RANK_PAD), tl.arange(0, ROPE_PAD)
+    here, head = (m < rows * GROUP)[:, None], part * GROUP + m % GROUP
+    q += tl.cast(row, tl.int64) * q_stride
+    own = q + (m // GROUP * q_stride + head * (RANK + ROPE))[:, None]
+    latent = tl.load(own + d[None, :], mask=here & (d < RANK)[None, :], other=0.0)
+    rotated = tl.load(own + RANK + e[None, :], mask=here & (e < ROPE)[None, :], other=0.0)
+    length = stop - rows + 1 + m // GROUP
+    table = block_table + tl.cast(seq, tl.int64) * table_stride
+
+    acc = tl.zeros([BLOCK_M, RANK_PAD], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        block = tl.load(table + n // PAGE, mask=n < end, other=0)
+        token = cache + (block.to(tl.int64) * block_stride + n % PAGE * (RANK + ROPE))[:, None]
+        there = (n < end)[:, None]  # what is past the end may be anything, NaN included
+        c = tl.load(token + d[None, :], mask=there & (d < RANK)[None, :], other=0.0)
+        k = tl.load(token + RANK + e[None, :], mask=there & (e < ROPE)[None, :], other=0.0)
+        scores = tl.dot(latent, tl.trans(c), input_precision=PRECISION)
+        scores = tl.dot(rotated, tl.trans(k), scores, input_precision=PRECISION) * scale
+        scores = tl.where(n[None, :] < tl.minimum(length, end)[:, None], scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(c.dtype), c, acc * shrink[:, None], input_precision=PRECISION)
+        top = highest
+
+    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+    inside = here & (d < RANK)[None, :]
+    out += tl.cast(row, tl.int64) * out_stride
+    if SPLIT:
+        slot, splits = tl.load(items + 6), tl.load(items + 7)
+        if splits > 1:
+            place = ((slot + split) * parts + part) * SLOT_ROWS + m
+            tl.store(partial + place[:, None] * RANK + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
+            tl.store(partial_top + place, top + tl.log2(total), mask=m < rows * GROUP)
+            tl.debug_barrier()  # all threads have stored before one of them tells it
+            counter = arrived + slot * parts + part
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                tl.store(counter, 0)
+                combine(
+                    partial, partial_top, out, slot * parts + part, parts, splits, rows, part, out_stride,
+                    GROUP, RANK, RANK_PAD, SLOT_ROWS, COMBINED,
+                )  # fmt: skip
+            return
+    tl.store(
+        out + (m // GROUP * out_stride + head * RANK)[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside
+    )
+
+
+def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
+    """q [tokens, heads, rank + rope_dim] -> [tokens, heads, rank], contiguous."""
+    tokens, heads, _ = q.shape
+    q, out = q.contiguous(), torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
+    group = min(GROUP, heads & -heads)  # a power of two that divides them
+    if len(batch.single):
+        launch(q, out, batch, layer, scale, group, batch.single, 1, decode=True)
+    if batch.chunks:
+        tiles = attention.chunk_tiles(batch, CHUNK_ROWS)
+        launch(q, out, batch, layer, scale, group, tiles, CHUNK_ROWS, decode=False)
+    return out
+
+
+def launch(
+    q: Tensor, out: Tensor, batch: Batch, layer: int, scale: float, group: int, tiles: Tensor, rows: int, *,
+    decode: bool,
+) -> None:  # fmt: skip
+    """Attend from the rows that decode, or from all chunks, in tiles of so many rows."""
+    rank, cache, parts = out.shape[2], batch.kv_cache, q.shape[1] // group
+    block_m, page = max(16, rows * group), cache.shape[4]
+    slot_bytes = parts * block_m * rank * 4
+    wanted = attention.PROGRAMS_PER_PROCESSOR * attention.processors(q.device) // parts
+    wanted = max(1, min(wanted, attention.PARTIAL_BYTES // slot_bytes // 2))
+    items = attention.plan(batch, tiles, wanted, 0, 0, BLOCK_N, decode=decode)
+    split = batch.block_table.shape[1] * page > MIN_SPLIT_TOKENS
+    partial = partial_top = arrived = out  # not used
+    if split:
+        partial = torch.empty((2 * wanted, parts, block_m, rank), dtype=torch.float32, device=q.device)
+        partial_top = torch.empty((2 * wanted, parts, block_m), dtype=torch.float32, device=q.device)
+        arrived = attention.counters(q.device)
+    pad = triton.next_power_of_2(rank)
+    latent_kernel[len(items), parts](
+        q, cache[0, layer], out, partial, partial_top, arrived, items, batch.block_table,
+        scale * LOG2_E, q.stride(0), out.stride(0), cache.stride(0), batch.block_table.stride(0),
+        GROUP=group, PAGE=page, RANK=rank, ROPE=q.shape[2] - rank, SPLIT=split,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, RANK_PAD=max(16, pad),
+        ROPE_PAD=max(16, triton.next_power_of_2(q.shape[2] - rank)),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        SLOT_ROWS=block_m, COMBINED=max(1, attention.COMBINED_VALUES // (block_m * max(16, pad))),
+        num_warps=8 if block_m > 16 else 4, num_stages=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_kernel(latent, cache, slots, stride, block_stride, PAGE: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """Grid (tokens). Tokens with a negative slot are padding."""
+    token, d = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    values = tl.load(latent + token * stride + d, mask=d < SIZE)
+    tl.store(cache + slot // PAGE * block_stride + slot % PAGE * SIZE + d, values, mask=d < SIZE)
+
+
+def write_latent(latent: Tensor, batch: Batch, layer: int) -> None:
+    """latent: [tokens, rank + rope_dim]"""
+    cache, (tokens, size) = batch.kv_cache, latent.shape
+    write_kernel[tokens,](
+        latent, cache[0, layer], batch.slot_mapping, latent.stride(0), cache.stride(0),
+        PAGE=cache.shape[4], SIZE=size, PAD=triton.next_power_of_2(size),
+    )  # fmt: skip

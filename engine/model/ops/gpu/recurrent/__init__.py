@@ -1,0 +1,1 @@
+"""Recurrent layers' ops in Triton."""

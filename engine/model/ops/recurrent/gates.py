@@ -1,0 +1,32 @@
+"""Decays and shares of the delta rule: Gated DeltaNet, arXiv:2412.06464, section 3.4.
+
+gates(a, b, log_rate, bias) -> decay [tokens, heads, channels] float32, share [tokens, heads] float32
+    decay = -exp(log_rate) * softplus(a + bias); share = sigmoid(b)
+    a: [tokens, heads * channels]; b: [tokens, heads]; log_rate: [heads] float32; bias: [heads * channels] float32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.model.ops import dispatch
+from engine.model.ops.activation import sigmoid, softplus
+
+Gates = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def select(device: torch.device) -> Gates:
+    """Return the fastest version."""
+    if dispatch.gpu_kernels(torch.float32, device):
+        from engine.model.ops.gpu.recurrent import gates as gpu
+
+        return gpu.gates
+    return gates_plain
+
+
+def gates_plain(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    steps = softplus(a.float() + bias).unflatten(-1, (len(log_rate), -1))
+    return -log_rate.exp()[:, None] * steps, sigmoid(b.float())

@@ -1,0 +1,42 @@
+"""Latent attention in Triton against the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.model.layers.latent_attention import of_heads
+from engine.model.ops import attention_plain
+from engine.model.ops.gpu import latent_attention
+from tests.engine.model.ops.gpu.paged import DEVICE, latent_inputs
+from tests.models import with_slow
+
+pytestmark = pytest.mark.kernels
+
+CASES = {
+    "rows and chunks": ([(37, 1), (0, 9), (5, 1), (50, 6)], 4, 24, 8),
+    "heads in two parts, keys in several splits, padding": ([(700, 1), (0, 0), (30, 1)], 32, 16, 16),
+    "three heads, keys of a chunk in several splits": ([(600, 5)], 3, 16, 8),
+    "bfloat16": ([(37, 1), (4, 5)], 16, 64, 16),
+}
+
+
+@pytest.mark.parametrize("case", with_slow(CASES, ("three heads, keys of a chunk in several splits",)))
+def test_latent_attention_equals_plain(case):
+    sequences, heads, rank, rope = CASES[case]
+    dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
+    q, latent, batch = latent_inputs(sequences, heads, rank, rope, dtype)
+    written = batch.kv_cache.clone()
+    latent_attention.write_latent(latent, batch, 1)
+    found, batch.kv_cache = batch.kv_cache, written
+    attention_plain.write_latent(latent, batch, 1)
+    assert torch.equal(found.view(torch.uint8), written.view(torch.uint8))
+    expected = attention_plain.latent_attention(q, batch, 1, 0.2, rank)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    attended = latent_attention.latent_attention(q, batch, 1, 0.2, rank)
+    torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_heads_are_multiplied_at_once_as_one_by_one():
+    x, weights = torch.randn(5, 3, 16).to(DEVICE), torch.randn(3, 8, 16).to(DEVICE)
+    torch.testing.assert_close(of_heads(x, weights), of_heads(x, list(weights)), atol=1e-4, rtol=1e-4)

@@ -1,0 +1,53 @@
+"""The step that measures memory computes all that the largest step does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, SpeculativeConfig
+from engine.distributed.tp_group import TPGroup
+from engine.model.config import ModelConfig
+from engine.model.layers.linear import RowParallelLinear
+from engine.runner.load import load_drafter, load_model
+from engine.runner.rank_setup import RankSetup
+from engine.runner.warm_up import run_dummy_step
+from tests.engine.spec_decode.draft_checkpoints import DRAFT_VOCAB, VOCAB, PlainEagle3, write_authors
+from tests.models import make_model
+
+TOKENS, SEQS, DRAFTS = 30, 4, 3
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_the_step_that_measures_memory_has_the_drafter_see_every_token_and_guess_for_every_sequence(method, tmp_path):
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    target.mkdir()
+    drafter.mkdir()
+    make_model(target, "llama", vocab_size=VOCAB, num_hidden_layers=8)
+    if method == "eagle3":
+        write_authors(drafter, PlainEagle3(False, DRAFT_VOCAB))
+    else:
+        make_model(drafter, "qwen3", vocab_size=VOCAB)
+    options = SpeculativeConfig(method=method, model=str(drafter), num_speculative_tokens=DRAFTS)
+    limits = {"max_num_batched_tokens": TOKENS, "max_num_seqs": SEQS}
+    config = EngineConfig(model=str(target), speculative=options, dtype="float32", **limits)
+    setup = RankSetup.of(config, ModelConfig.from_folder(target), target, TPGroup.single())
+    model = load_model(setup)
+    found = load_drafter(setup, model)
+    assert found is not None
+    rows: list[int] = []
+    modules = [
+        module for value in vars(found).values() if isinstance(value, torch.nn.Module) for module in value.modules()
+    ]
+
+    def note(module: Any, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        rows.append(len(out))
+
+    first = next(module for module in modules if isinstance(module, RowParallelLinear))
+    first.register_forward_hook(note)
+    run_dummy_step(setup, model, [None], TOKENS, SEQS, found)
+    # a draft model also computes the tokens just sampled, so that its budget leaves the last sequence for later
+    guessed = SEQS if method == "eagle3" else SEQS - 1
+    assert rows == [TOKENS, *[guessed] * (DRAFTS - 1)]
