@@ -24,18 +24,54 @@ from engine.core.features.kv_cache_coordinator import kv_cache_of
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
+from engine.model.config_parts.recurrent import RecurrentConfig
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
-from engine.runner.kv_cache import GIB, WINDOW_STEP_TOKENS, GroupNeed, divide, total_bytes
+from engine.model.state import state_specs
+from engine.runner.kv_cache import GIB, WINDOW_STEP_TOKENS, GroupNeed, divide, most, total_bytes
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
 
-#: Of each KV cache group: layers, KV heads, head_dim, window. K and V in two bytes a number.
-SHAPES: dict[str, list[tuple[int, int, int, int | None]]] = {
-    "gpt-oss 20B": [(12, 8, 64, None), (12, 8, 64, 128)],
-    "Gemma 3 27B": [(10, 16, 128, None), (52, 16, 128, 1024)],
-    "Gemma 3 4B": [(5, 4, 256, None), (29, 4, 256, 1024)],
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a model keeps of a sequence, in two bytes a number but for recurrent states."""
+
+    groups: list[tuple[int, int, int, int | None]]
+    """Of each KV cache group: layers, KV heads, head_dim, window."""
+    recurrent: RecurrentConfig | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Those of the states of a sequence that runs, with the rows since their last border."""
+        return sum(spec.kept_bytes + spec.row_bytes for spec in state_specs(self.recurrent, "bfloat16"))
+
+    @property
+    def state_bytes(self) -> int:
+        """Those that the recurrence of one token needs: its matrices, and the inputs of its convolutions."""
+        if (r := self.recurrent) is None:
+            return 0
+        return len(r.layers) * (4 * r.heads * r.key_dim * r.value_dim + 2 * (r.kernel - 1) * r.channels_per_rank(1))
+
+    @property
+    def token_bytes(self) -> int:
+        """Those of a token whose KV is in all layers."""
+        recurrent = 0 if self.recurrent is None else len(self.recurrent.layers)
+        _, heads, size, _ = self.groups[0]
+        return 4 * heads * size * (recurrent + sum(layers for layers, *_ in self.groups))
+
+
+QWEN3_NEXT = RecurrentConfig(
+    layers=tuple(layer for layer in range(48) if layer % 4 != 3),
+    kernel=4, heads=32, key_heads=16, key_dim=128, value_dim=128,
+)  # fmt: skip
+SHAPES = {
+    "gpt-oss 20B": Shape([(12, 8, 64, None), (12, 8, 64, 128)]),
+    "Gemma 3 27B": Shape([(10, 16, 128, None), (52, 16, 128, 1024)]),
+    "Gemma 3 4B": Shape([(5, 4, 256, None), (29, 4, 256, 1024)]),
+    "Qwen3-Next 80B": Shape([(12, 2, 256, None)], QWEN3_NEXT),
 }
+MAX_NUM_SEQS = 256
 SIGMA = 1.0  # spread of both log-normal distributions
 TOKEN = 1  # the answer of the absent model
 DECODED = 256  # tokens at the end of a long sequence
@@ -105,11 +141,11 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class GroupsReport:
-    """KV of one long sequence of a model with windows, which holds it in KV cache groups or all of it in one."""
+    """KV and states of one long sequence, by layers of each kind, or KV in all layers as in one tensor."""
 
     model: str
     context: int
-    needed_gib: float  #: all tokens of the layers that see all, and the windows of the others
+    needed_gib: float  #: all tokens of the layers that see all, the windows of others, and a state
     held_gib: float
     one_group_gib: float
     sequences: int  #: of this length, in the bytes for ten of them in one group
@@ -118,6 +154,7 @@ class GroupsReport:
 
 def measure_groups(model: str, context: int, block_size: int) -> GroupsReport:
     """Decode the last tokens of a sequence by the real scheduler, and divide memory as an engine does."""
+    shape = SHAPES[model]
     needs = [
         GroupNeed(
             KVCacheGroup(KVCacheSpec(num_kv_heads=heads, head_dim=size, window=window), tuple(range(layers))),
@@ -125,7 +162,7 @@ def measure_groups(model: str, context: int, block_size: int) -> GroupsReport:
             block_bytes=4 * layers * heads * size * block_size,
             step_tokens=WINDOW_STEP_TOKENS,
         )
-        for layers, heads, size, window in SHAPES[model]
+        for layers, heads, size, window in shape.groups
     ]
     pools = [BlockPool(need.of(context), block_size, null_block=need.group.spec.window is not None) for need in needs]
     kv_cache, limits = kv_cache_of([need.group.spec for need in needs], pools, WINDOW_STEP_TOKENS)
@@ -138,18 +175,21 @@ def measure_groups(model: str, context: int, block_size: int) -> GroupsReport:
     while plan := scheduler.schedule(now=0.0):
         scheduler.commit(result_of(plan), now=0.0)
         if request.num_output and request.tables:
-            held.append(total_bytes(needs, [pool.num_used for pool in pools]))
+            held.append(shape.slot_bytes + total_bytes(needs, [pool.num_used for pool in pools]))
             kept = [request.computed - need.group.spec.first_needed(request.computed - 1) for need in needs]
-            needed.append(total_bytes(needs, kept) // block_size)
-    whole, tokens = sum(need.block_bytes for need in needs), -(-context // block_size)
-    blocks = divide(10 * whole * tokens, needs, context, max_num_seqs=256)
+            needed.append(shape.state_bytes + total_bytes(needs, kept) // block_size)
+    one_group = shape.token_bytes * -(-context // block_size) * block_size
+
+    def fit(seqs: int, length: int) -> bool:
+        blocks = divide(max(0, 10 * one_group - seqs * shape.slot_bytes), needs, context, MAX_NUM_SEQS)
+        return all(count >= seqs * need.held(length) for need, count in zip(needs, blocks, strict=True))
 
     def sequences(length: int) -> int:
-        return min(count // need.held(length) for need, count in zip(needs, blocks, strict=True))
+        return most(MAX_NUM_SEQS, lambda seqs: fit(seqs, length))
 
     mean = len(held) * GIB
     return GroupsReport(
-        model, context, sum(needed) / mean, sum(held) / mean, whole * tokens / GIB,
+        model, context, sum(needed) / mean, sum(held) / mean, one_group / GIB,
         sequences(context), sequences(context // 8),
     )  # fmt: skip
 
@@ -184,7 +224,7 @@ def show_report(report: MemoryReport, block_size: int, max_model_len: int) -> No
 
 def show_groups(reports: list[GroupsReport], block_size: int) -> None:
     table = make_table(
-        "", "needed", "held in groups", "above need", "held in one", "sequences", "of an eighth", "in one group"
+        "", "needed", "held", "above need", "held in one tensor", "sequences", "of an eighth", "in one tensor"
     )
     for report in reports:
         table.add_row(
@@ -192,7 +232,7 @@ def show_groups(reports: list[GroupsReport], block_size: int) -> None:
             f"{report.held_gib / report.needed_gib - 1:.1%}", f"{report.one_group_gib:.3f} GiB",
             str(report.sequences), str(report.short_sequences), "10 and 80",
         )  # fmt: skip
-    show(f"KV of one sequence of {reports[0].context} tokens, blocks of {block_size}", table)
+    show(f"KV and states of one sequence of {reports[0].context} tokens, blocks of {block_size}", table)
 
 
 def main(
@@ -201,11 +241,11 @@ def main(
     mean_output: Annotated[float, typer.Option(min=1, help="Tokens; log-normal.")] = 211,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
     max_model_len: Annotated[int, typer.Option(min=2, help="The context; what reserving would reserve.")] = 4096,
-    context: Annotated[int, typer.Option(min=4096, help="Tokens of a sequence of models with windows.")] = 32768,
+    context: Annotated[int, typer.Option(min=4096, help="Tokens of a sequence of models whose layers differ.")] = 32768,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the KV memory that holds no token: paging against reserving the longest possible sequence, and KV cache
-    groups against one tensor for all layers.
+    """Measure the KV memory that holds no token: paging against reserving the longest possible sequence, and layers
+    that each keep what they need against one tensor for all.
 
     Example: python -m benchmarks.memory --mean-prompt 200 --mean-output 100
     """

@@ -7,13 +7,14 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.block_pool import BlockPool
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_cache_coordinator import kv_cache_of
-from engine.core.features.speculator import Speculator
+from engine.core.features.speculator import Speculator, any_number
 from engine.core.output import Event
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
@@ -116,6 +117,12 @@ def specs_of(windows: Windows) -> list[KVCacheSpec]:
     return [KVCacheSpec(num_kv_heads=1, head_dim=16, window=window) for window in windows]
 
 
+def max_drafts(chunk: int, position: int) -> int:
+    """How many drafts may follow the token at `position`, none of which moves a state."""
+    border = (position + 1) // chunk * chunk + chunk  # the first behind this token
+    return border - 2 - position
+
+
 @dataclass
 class Prepared:
     plan: StepPlan
@@ -138,7 +145,7 @@ class FakeRunner:
         recurrent states; 0 for none."""
         self.propose, self.chunk = propose, chunk
         self.states: dict[int, tuple] = {}  # slot -> the tokens before the border at which its state stands
-        self.rows: dict[int, int] = {}  # slot -> the tokens that it was computed from, as a number
+        self.rows: dict[int, tuple] = {}  # slot -> the tokens that its rows were computed from, with refused drafts
         self.snapshots: dict[int, tuple] = {}  # as states
         self.block_size = config.block_size
         self.specs = specs_of(windows)
@@ -216,23 +223,24 @@ class FakeRunner:
         if not self.chunk:
             return
         for slot, snapshot in plan.restored:
-            self.states[slot] = self.snapshots[snapshot]
-            self.rows[slot] = len(self.states[slot])
+            self.states[slot] = self.rows[slot] = self.snapshots[snapshot]
         saves = {slot: (position, snapshot) for slot, position, snapshot in plan.saved}
         assert len(saves) == len(plan.saved), "two states of a sequence are kept in one step"
         assert len({snapshot for _, snapshot in saves.values()}) == len(saves), "two states are kept in one place"
-        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+        for entry, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             tokens, end = self.history[slot], start + count
+            known = end - len(plan.drafts.get(entry, []))
             if start == 0:
-                self.states[slot], self.rows[slot] = (), 0
-            border = start // self.chunk * self.chunk
+                self.states[slot] = self.rows[slot] = ()
+            border, moved = (position // self.chunk * self.chunk for position in (start, end))
             assert self.states[slot] == tuple(tokens[:border]), "the state of other tokens would be read"
-            assert border <= start <= self.rows[slot], "rows of the chunk are missing"
+            assert self.rows[slot][:start] == tuple(tokens[:start]), "rows are missing, or those of refused drafts"
+            assert moved <= known, "a draft moves the state"
             if slot in saves:
                 position, snapshot = saves.pop(slot)
-                assert start < position <= end and position % self.chunk == 0
+                assert start < position <= known and position % self.chunk == 0
                 self.snapshots[snapshot] = tuple(tokens[:position])
-            self.states[slot], self.rows[slot] = tuple(tokens[: end // self.chunk * self.chunk]), end
+            self.states[slot], self.rows[slot] = tuple(tokens[:moved]), tuple(tokens[:end])
         assert not saves, "the state of a sequence that is not computed is kept"
 
 
@@ -282,7 +290,8 @@ class Harness:
         speculator = None
         if drafter or propose:
             config = SpeculativeConfig(method="ngram")
-            speculator = Speculator(config, drafter, lambda sequences: (*step_cost, draft_cost), VOCAB)
+            bound = partial(max_drafts, chunk) if chunk else any_number
+            speculator = Speculator(config, drafter, lambda sequences: (*step_cost, draft_cost), VOCAB, bound)
         self.scheduler = Scheduler(
             self.config,
             kv_cache,

@@ -113,7 +113,7 @@ def _row(role: str, replica: ReplicaStatus, old: ReplicaStatus | None, elapsed_s
         str(stats.waiting + stats.receiving),
         figure(tokens, 0),
         figure(steps, 0),
-        f"{stats.blocks_used / stats.blocks_total:.0%}",
+        f"{stats.kv_usage:.0%}",
         f"{stats.blocks_cached / stats.blocks_total:.0%}",
         "-" if hits is None else f"{hits:.0%}",
         str(len(replica.live_handoffs)),

@@ -133,6 +133,7 @@ class ModelShape:
     weight_bytes: float
     heads: int
     kv_heads: int
+    config: ModelConfig | None = None  #: of a model folder
 
     @classmethod
     def dense(cls, parameters: float, layers: int, heads: int, kv_heads: int, head_dim: int) -> ModelShape:
@@ -156,7 +157,7 @@ class ModelShape:
         item = DTYPES[cfg.dtype]
         pair_flops = 4.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim
         kv_bytes = cfg.kv_bytes_per_token(item)
-        return cls(total, active, pair_flops, kv_bytes, item * total, cfg.num_heads, cfg.num_kv_heads)
+        return cls(total, active, pair_flops, kv_bytes, item * total, cfg.num_heads, cfg.num_kv_heads, cfg)
 
 
 MODELS = {
@@ -197,11 +198,15 @@ def roofline(model: ModelShape, card: Card, tensor_parallel: int = 1) -> Rooflin
     )
 
 
+def usable_bytes(card: Card, tensor_parallel: int) -> float:
+    """Return the memory of all ranks for weights and KV cache."""
+    return tensor_parallel * card.memory * USABLE * (1 - ACTIVATIONS)
+
+
 def kv_tokens(model: ModelShape, card: Card, tensor_parallel: int = 1) -> int:
     """Return the number of tokens whose KV fits besides the weights. Raises InvalidParameter if the weights do
     not fit."""
-    usable = tensor_parallel * card.memory * USABLE * (1 - ACTIVATIONS)
-    tokens = int((usable - model.weight_bytes) / model.kv_bytes)
+    tokens = int((usable_bytes(card, tensor_parallel) - model.weight_bytes) / model.kv_bytes)
     if tokens < 1:
         need = model.weight_bytes / 1e9
         raise InvalidParameter("tensor_parallel", tensor_parallel, f"enough cards for {need:.0f} GB of weights")

@@ -20,12 +20,14 @@ class FastForward:
     """Runs many steps of a scheduler in one pass over its requests, instead of two passes (schedule, commit) per step.
     It applies while every step is alike: all running requests decode, no other request can start, and blocks suffice.
 
-    Tokens, blocks, prefix cache, finished requests and their times are the same as after single steps. Two things
-    differ: the choice among equal free blocks, and the engine's histograms, which miss most times between tokens.
+    Tokens, blocks, prefix cache, finished requests and their times are the same as after single steps. Three things
+    differ: the choice among equal free blocks; the engine's histograms, which miss most times between tokens; and, in a
+    model with windows or states, the order in which cached blocks of these steps are evicted later.
     """
 
     def __init__(self, scheduler: Scheduler):
-        self._scheduler, self._queue, self._pool = scheduler, scheduler.queue, scheduler.kv_cache.pool
+        self._scheduler, self._queue, self._pools = scheduler, scheduler.queue, scheduler.kv_cache.pools
+        self._block_size = scheduler.kv_cache.pool.block_size
 
     def max_steps(self, limit: int, now: float) -> int:
         """Return how many steps may be run at once, up to `limit`; 0 if the next step is of another kind.
@@ -42,15 +44,16 @@ class FastForward:
             if left < steps:
                 steps = left
         # a request takes at most this many blocks; count exactly only if that might be too many
-        if len(running) * (steps // self._pool.block_size + 1) <= self._pool.num_available:
+        available = min(pool.num_available for pool in self._pools)
+        if len(running) * (steps // self._block_size + 1) <= available:
             return steps
-        while steps and self._blocks_missing(steps) > self._pool.num_available:
+        while steps and self._blocks_missing(steps) > available:
             steps //= 2
         return steps
 
     def advance(self, ends: Sequence[float]) -> list[Event]:
         """Run as many steps as there are `ends`, the times at which they end. Returns the finished requests."""
-        steps, size, ended = len(ends), self._pool.block_size, []
+        steps, ended = len(ends), []
         for request in self._queue.running:
             tokens = request.tokens
             request.computed = computed = request.computed + steps
@@ -58,8 +61,8 @@ class FastForward:
                 grown = self._scheduler.kv_cache.grow(request, computed)
                 assert grown, "a fast-forward is only as long as blocks suffice"
             tokens += tokens[-1:] * (steps - 1)
-            if computed // size > request.tables[0].num_cached:
-                self._scheduler.kv_cache.cache_blocks(request, computed)
+            self._scheduler.kv_cache.take_states([request])
+            self._scheduler.kv_cache.cache_blocks(request, computed)
             if len(tokens) - request.num_prompt + 1 == request.max_tokens:
                 ended.append(request)  # its last token is added below
             else:
@@ -70,7 +73,7 @@ class FastForward:
         return [self._end(request, ends) for request in ended]
 
     def _blocks_missing(self, steps: int) -> int:
-        size = self._pool.block_size
+        size = self._block_size
         return sum(max(0, -(-(r.computed + steps - r.capacity) // size)) for r in self._queue.running)
 
     def _end(self, request: Request, ends: Sequence[float]) -> Event:

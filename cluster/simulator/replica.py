@@ -44,11 +44,14 @@ class Replica:
         self.itl = LatencyHistogram()
         self.busy_s = 0.0  # seconds in steps
         pool = BlockPool(spec.num_blocks, config.known_block_size, config.enable_prefix_caching)
+        layers = spec.kv_layers
+        kv_cache, token_limits = (KVCacheManager(pool), []) if layers is None else layers.manager(config)
         self.scheduler = Scheduler(
             config,
-            KVCacheManager(pool),
+            kv_cache,
             limits=ModelLimits(spec.max_model_len, VOCABULARY),
             handoffs=handoffs,
+            token_limits=token_limits,
         )
         self._kv_events = KVEventPublisher(name, self.scheduler)
         self._fast_forward, self._max_steps = FastForward(self.scheduler), at_once

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from cluster.autoscaling.slo import Limits
 from cluster.simulator.cost_model import CostModel, find_card, find_model, kv_tokens, read_cost, roofline
+from cluster.simulator.kv_layers import KVLayers, differs, divide
 from cluster.simulator.options import HandoffPolicy, RouterName, SimulationOptions
 from cluster.simulator.trace import KINDS, Trace, make_trace
 from deployments.routing.config import Role
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.errors import InvalidParameter
 
 NO_LIMIT = 10**9
@@ -38,6 +39,7 @@ class ClusterSpec:
     prefill_engine: EngineConfig | None = None  #: None for the same as `engine`
     cost: CostModel
     num_blocks: int  #: KV blocks of one replica
+    kv_layers: KVLayers | None = None  #: None if all layers keep all tokens
     replica_gpus: int = 1
     router: RouterName = "prefix_aware"  #: policy of the router before each pool
     handoff: HandoffPolicy = "always"  #: where prompts are computed if there are two pools (HandoffConfig.policy)
@@ -99,27 +101,36 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
     _check(options)
     model, card, ranks = find_model(options.model), find_card(options.card), options.tensor_parallel
     _check_ranks(ranks, model.heads, model.kv_heads, options.model)
-    num_blocks = options.num_blocks or kv_tokens(model, card, ranks) // options.block_size
-    if trace.longest >= num_blocks * options.block_size:
-        raise _too_small(options, trace.longest, num_blocks * options.block_size)
+    engine = EngineConfig(
+        block_size=options.block_size,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        max_waiting=NO_LIMIT,
+        enable_prefix_caching=options.prefix_caching,
+    )
+    kv_layers = None
+    if model.config is not None and differs(model.config):
+        handoff = HandoffConfig(role="decode") if options.prefill_replicas else None
+        kv_layers, longest = divide(model, card, ranks, replace(engine, num_blocks=options.num_blocks, handoff=handoff))
+        num_blocks = kv_layers.blocks[0]
+    else:
+        num_blocks = options.num_blocks or kv_tokens(model, card, ranks) // options.block_size
+        longest = num_blocks * options.block_size
+    if trace.longest >= longest:
+        raise _too_small(options, trace.longest, longest)
     measured = read_cost(options.cost) if options.cost else None
     spec = ClusterSpec(
         replicas=options.replicas,
         prefill_replicas=options.prefill_replicas,
-        engine=EngineConfig(
-            block_size=options.block_size,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_num_seqs=options.max_num_seqs,
-            max_waiting=NO_LIMIT,
-            enable_prefix_caching=options.prefix_caching,
-        ),
+        engine=engine,
         cost=measured.cost if measured else roofline(model, card, ranks),
         num_blocks=num_blocks,
+        kv_layers=kv_layers,
         replica_gpus=ranks,
         router=options.router,
         handoff=options.handoff,
         kv_bytes=model.kv_bytes,
-        max_model_len=num_blocks * options.block_size,
+        max_model_len=longest,
         bytes_per_s=card.network * ranks if options.network_gbit is None else options.network_gbit / 8 * 1e9,
         slo=GoodputSlo(ttft_s=options.ttft_ms / 1000, tpot_s=options.tpot_ms / 1000, fraction=options.good),
         limits=_limits(options.autoscale, options.max_num_seqs) if options.autoscale else None,

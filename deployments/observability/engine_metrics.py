@@ -80,10 +80,6 @@ def _blocks(stats: EngineStats) -> dict[str, int]:
     }
 
 
-def _usage(stats: EngineStats) -> float:
-    return stats.blocks_used / stats.blocks_total
-
-
 def _cache_config(stats: EngineStats) -> dict[int, dict[int, int]]:
     return {stats.block_size: {stats.blocks_total: 1}}
 
@@ -138,7 +134,7 @@ LOAD: list[Row] = [
     (Gauge, "vllm:num_requests_running", "Requests that hold KV blocks.", "running"),
     (Gauge, "vllm:num_requests_waiting", "Requests in the engine's queue.", "waiting"),
     *histograms({"iteration_tokens_total": "Tokens computed in one step."}),
-    (Gauge, "vllm:kv_cache_usage_perc", "Used fraction of the KV blocks, 0 to 1.", _usage),
+    (Gauge, "vllm:kv_cache_usage_perc", "Used fraction of the KV blocks, 0 to 1.", "kv_usage"),
     (Gauge, "vllm:cache_config_info", "The KV cache.", _cache_config, "block_size", "num_gpu_blocks"),
     (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
     (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found computed.", "encoder_cache_hits"),
@@ -146,6 +142,7 @@ LOAD: list[Row] = [
 LABELLED: list[Row] = [
     (Gauge, "manta_kv_blocks", "KV blocks by state.", _blocks, "state"),
     (Gauge, "manta_kv_group_blocks", "KV blocks of each of several groups.", "group_blocks", "group", "state"),
+    (Gauge, "manta_kv_group_block_bytes", "Bytes of one of these on a rank.", "group_block_bytes", "group"),
     (Counter, "pd_decision", "Prompts by where they were computed, and why.", "prefill_decisions", "where", "reason"),
 ]
 # of HandoffStats. vLLM has no names for these: its transfer metrics are NIXL's, and we have other transports too

@@ -85,7 +85,7 @@ class Placements:
         needed."""
         record = self.records[update.engine_id]
         if update.snapshot:
-            record.prefixes.reset(block_keys(update.stored))
+            record.prefixes.reset(block_keys(update.stored), update.window_blocks)
             # the engine reported these in an update that was lost
             for request_id in [r for r in self._ended if self._placements[r].engine == update.engine_id]:
                 self.resolve(request_id)

@@ -25,21 +25,24 @@ class PrefixIndex:
     """Blocks that an engine reports, and blocks that it will have because a prompt was sent there.
 
     An engine never has a block without the previous one in the chain (`BlockPool` evicts a chain from its end), so a
-    binary search finds how much of a prompt it has.
+    binary search finds how much of a prompt it has. If all layers of its model have a window, it gives up the first
+    blocks first: then the blocks of a window are looked for, from the end of the prompt.
 
     Memory: 8 bytes per reported block, and about 150 per block of a prompt that was sent. Both are bounded by the
     engine's own cache and queue, so nothing is ever dropped to save memory.
     """
 
-    __slots__ = ("_expected", "stored")  # a choice reads the indexes of all engines, so every cache line counts
+    # a choice reads the indexes of all engines, so every cache line counts
+    __slots__ = ("_expected", "_window_blocks", "stored")
 
     def __init__(self) -> None:
         self.stored = KeySet()  #: keys of all reported blocks
         self._expected: Counter[int] = Counter()
+        self._window_blocks = 0
 
-    def reset(self, keys: Sequence[int]) -> None:
-        """Replace all reported blocks."""
-        self.stored = KeySet(keys)
+    def reset(self, keys: Sequence[int], window_blocks: int = 0) -> None:
+        """Replace all reported blocks. window_blocks: see EngineUpdate."""
+        self.stored, self._window_blocks = KeySet(keys), window_blocks
 
     def update(self, stored: Sequence[int], removed: Sequence[int]) -> None:
         self.stored.update(stored, removed)
@@ -65,10 +68,20 @@ class PrefixIndex:
         stored, expected = self.stored, self._expected
         if not keys:
             return 0
+        if self._window_blocks:
+            return self._match_window(keys)
         reaches = not guess or keys[guess - 1] in stored
         if reaches and (guess == len(keys) or (keys[guess] not in stored and keys[guess] not in expected)):
             return guess
         return bisect_left(keys, True, key=lambda key: key not in stored and key not in expected)
+
+    def _match_window(self, keys: Sequence[int]) -> int:
+        count = index = len(keys)
+        while index > max(0, count - self._window_blocks):
+            index -= 1
+            if keys[index] not in self.stored and keys[index] not in self._expected:
+                count = index
+        return count
 
 
 class KeySet:

@@ -18,11 +18,19 @@ class BlockPool:
     Prefix cache after vLLM's automatic prefix caching; paging after PagedAttention, arXiv:2309.06180.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, null_block: bool = False):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        null_block: bool = False,
+        block_bytes: int = 0,
+    ):
         """null_block: reserve block 0, besides the `num_blocks`, as a block of zeros that is never handed out. Block
-        tables name it for positions that are never read."""
+        tables name it for positions that are never read. block_bytes: of a block on one rank, for statistics."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.block_bytes = block_bytes
         self.enable_prefix_caching = enable_prefix_caching
         self._first = int(null_block)
         num_blocks += self._first

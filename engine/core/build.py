@@ -165,14 +165,15 @@ def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[TokenLimit]]:
     prefix_caching = config.enable_prefix_caching and not model.bidirectional
     snapshots, interval = None, 0
     if count := runner.states.num_snapshots:
-        snapshots = BlockPool(count, snapshot_border(runner.block_size), prefix_caching)
+        size = runner.states.snapshots[0].nbytes
+        snapshots = BlockPool(count, snapshot_border(runner.block_size), prefix_caching, block_bytes=size)
         specs = runner.setup.state_specs
         interval = snapshot_interval(config, runner.block_size, model, specs, runner.kv_dtype, runner.tp)
     return kv_cache_of(
         [group.spec for group in model.kv_groups],
         [
-            BlockPool(count, runner.block_size, prefix_caching, null_block=group.spec.window is not None)
-            for count, group in zip(runner.num_blocks, model.kv_groups, strict=True)
+            BlockPool(count, runner.block_size, prefix_caching, group.spec.window is not None, kv[:1].nbytes)
+            for count, group, kv in zip(runner.num_blocks, model.kv_groups, runner.kv_caches, strict=True)
         ],
         step_tokens=window_step_tokens(config, model),
         least_chunk=1 if model.vision is None else max(1, model.vision.mm_tokens_per_image),

@@ -25,7 +25,7 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
     """Return the statistics of a scheduler; EngineCore adds those of step times."""
     queue, kv_cache, totals = scheduler.queue, scheduler.kv_cache, scheduler.totals
     pool = kv_cache.pool
-    groups = enumerate(kv_cache.pools if len(kv_cache.pools) > 1 else ())
+    pools = kv_cache.pools_by_name if len(kv_cache.pools_by_name) > 1 else {}
     receiving, leased = scheduler.handoffs.receiving.values(), scheduler.handoffs.leased.values()
     return EngineStats(
         running=len(queue.running),
@@ -35,7 +35,10 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         blocks_cached=pool.num_cached,
         blocks_used=pool.num_used,
         block_size=pool.block_size,
-        group_blocks={str(i): {"used": g.num_used, "cached": g.num_cached, "free": g.num_free} for i, g in groups},
+        group_blocks={
+            name: {"used": own.num_used, "cached": own.num_cached, "free": own.num_free} for name, own in pools.items()
+        },
+        group_block_bytes={name: own.block_bytes for name, own in pools.items()},
         steps=totals.steps,
         prompt_tokens=totals.prompt_tokens,
         generation_tokens=totals.generation_tokens,

@@ -40,6 +40,16 @@ class KVCacheManager:
     def pools(self) -> list[BlockPool]:
         return [self.pool]
 
+    @property
+    def window_blocks(self) -> int:
+        """Last blocks of a prefix that are enough of it to go on from there; 0 if all are needed."""
+        return 0
+
+    @property
+    def pools_by_name(self) -> dict[str, BlockPool]:
+        """Those of all KV cache groups, by number, and that of states, for statistics."""
+        return {str(self._group): self.pool}
+
     def match(self, request: Request, shorten: Shorten) -> int:
         """Return how many leading blocks of a request are cached, without that of its last token, which is always
         computed. shorten: function that may lower this number."""

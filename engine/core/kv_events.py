@@ -118,6 +118,7 @@ class KVEventPublisher:
             removed=b"",
             admitted=list(self._prefilling),
             prefilled=[],
+            window_blocks=self._scheduler.kv_cache.window_blocks,
         )
 
     def _resolve(self, request_id: str, cached: int) -> None:

@@ -190,20 +190,33 @@ def divide(budget: int, needs: list[GroupNeed], longest: int, max_num_seqs: int)
 
 
 def log_size(needs: list[GroupNeed], blocks: list[int], limit: str, max_model_len: int) -> None:
-    seqs = min(count / need.held(max_model_len) for need, count in zip(needs, blocks, strict=True))
     size, used = needs[0].block_size, total_bytes(needs, blocks) / GIB
     tokens = blocks[0] * size
     logger.info(
         "kv cache: %d tokens fit (%d blocks of %d, %.2f GiB), limited by %s; max_model_len=%d, so %.1f full requests",
-        tokens, blocks[0], size, used, limit, max_model_len, seqs if len(needs) > 1 else tokens / max_model_len,
+        tokens, blocks[0], size, used, limit, max_model_len, full_requests(needs, blocks, max_model_len),
     )  # fmt: skip
-    for need, count in zip(needs, blocks, strict=True) if len(needs) > 1 else ():
-        window = need.group.spec.window
-        logger.info(
-            "kv cache: %d layers that keep %s tokens: %d blocks, %.2f GiB",
-            len(need.group.layers), "all" if window is None else f"the newest {window}", count,
-            count * need.block_bytes / GIB,
-        )  # fmt: skip
+    for group in describe_groups(needs, blocks):
+        logger.info("kv cache: %s", group)
+
+
+def describe_groups(needs: list[GroupNeed], blocks: list[int]) -> list[str]:
+    """Return what each of several groups keeps, and its size; nothing for one group."""
+    kept = ["all" if (window := need.group.spec.window) is None else f"the newest {window:,}" for need in needs]
+    return [
+        f"{len(need.group.layers)} layers that keep {tokens} tokens: {count:,} blocks, "
+        f"{count * need.block_bytes / GIB:.2f} GiB"
+        for need, tokens, count in zip(needs, kept, blocks, strict=True)
+        if len(needs) > 1
+    ]
+
+
+def full_requests(needs: list[GroupNeed], blocks: list[int], length: int) -> float:
+    """Return how many sequences of this length these blocks hold at a time."""
+    return min(
+        count * need.block_size / length if need.group.spec.window is None else count / need.held(length)
+        for need, count in zip(needs, blocks, strict=True)
+    )
 
 
 def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tuple[int, str]:

@@ -193,8 +193,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     finished: dict[str, int]
     """Requests that ended, by finish reason."""
     group_blocks: dict[str, dict[str, int]] = {}
-    """Numbers of `used`, `cached` and `free` blocks by KV cache group number; empty with a single group. The fields
-    above are those of the first group."""
+    """Numbers of `used`, `cached` and `free` blocks by KV cache group number, and of snapshots of recurrent states
+    under `states`; empty with a single group and no states. The fields above are those of the first group."""
+    group_block_bytes: dict[str, int] = {}
+    """Bytes of one block of each of these, or of one snapshot, on one rank."""
     blocks_reserved: int = 0
     """Blocks held only by requests with KV from another engine, either still coming or waiting for a slot."""
     blocks_leased: int = 0
@@ -234,6 +236,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_adapters: list[str] = []
     histograms: dict[str, Histogram] = {}
     """Histograms by the names that engine/core/stats.py gives them."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Used fraction of the KV blocks, in the group where it is largest. Snapshots of states do not count: all but a
+        few may be evicted at any time."""
+        groups = [blocks for name, blocks in self.group_blocks.items() if name != "states"]
+        used = [blocks["used"] / max(1, sum(blocks.values())) for blocks in groups]
+        return max([self.blocks_used / self.blocks_total, *used])
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -295,6 +305,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     prefilled: list[tuple[str, int]]
     """Admitted requests whose prompt is computed or that ended, each with its number of cached prompt tokens, or -1 if
     it never ran."""
+    window_blocks: int = 0
+    """Number of a prefix's last blocks that a request needs to go on from there; 0 if it needs all of them."""
 
 
 class DispatchRemote(msgspec.Struct, frozen=True, tag=True):

@@ -20,7 +20,7 @@ from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
 from engine.model.models.image_encoder import encoder_config
 from engine.model.quantization.method import METHODS
-from engine.model.state import state_specs
+from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import is_of_text
 from engine.runner import kv_cache
 from engine.runner.memory import choose_num_snapshots, snapshot_bytes
@@ -100,13 +100,21 @@ def check_kv_cache(
         )
     except (OutOfMemory, ConfigError) as error:
         return Finding("problem", topic, str(error))
-    tokens = blocks[0] * size
-    if specs:
-        less += f", beside {snapshots} snapshots of states ({states / GIB:.2f} GiB)"
-    message = f"KV cache for {tokens:,} tokens{less}: {tokens / longest:.1f} requests of max_model_len {longest:,}"
+    needs = kv_cache.group_needs(engine, size, shape, kv_dtype, tp)
+    requests = kv_cache.full_requests(needs, blocks, longest)
+    message = f"KV cache for {blocks[0] * size:,} tokens{less}: {requests:.1f} requests of max_model_len {longest:,}"
+    message = "; ".join([message, *kv_cache.describe_groups(needs, blocks), *describe_states(engine, specs, snapshots)])
     if longest < (engine.max_model_len or shape.max_position_embeddings):
         return Finding("warning", topic, message, "The context is cut to fit; raise kv_cache_memory_gib for more")
     return Finding("ok", topic, message)
+
+
+def describe_states(engine: EngineConfig, specs: list[StateSpec], snapshots: int) -> list[str]:
+    """Return the memory of a model's recurrent states on one rank, if it has any."""
+    kept, seqs = snapshot_bytes(specs), engine.max_num_seqs
+    running = seqs * (kept + sum(spec.row_bytes for spec in specs))
+    found = f"states of {seqs} running sequences: {running / GIB:.2f} GiB"
+    return [f"{found}, and {snapshots} snapshots: {snapshots * kept / GIB:.2f} GiB"] if specs else []
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype, *, with_text: bool = True) -> int:

@@ -142,7 +142,11 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
   card.querySelector(".blocks").setAttribute("aria-label",
     `KV blocks: ${stats.blocks_used} used, ${stats.blocks_cached} cached, ${stats.blocks_free} free`);
   card.querySelector(".blocks").title = Object.entries(stats.group_blocks)
-    .map(([group, { used, cached, free }]) => `group ${group}: ${used} used, ${cached} cached, ${free} free`).join("\n");
+    .map(([group, { used, cached, free }]) => {
+      const held = bytes((used + cached) * (stats.group_block_bytes[group] ?? 0));
+      const name = group === "states" ? "snapshots of states" : `group ${group}`;
+      return `${name}: ${used} used, ${cached} cached, ${free} free; ${held} held on each rank`;
+    }).join("\n");
 }
 
 const marker = (id, name) =>

@@ -60,6 +60,14 @@ class KVCacheCoordinator(KVCacheManager):
     def pools(self) -> list[BlockPool]:
         return [pool for manager in self._managers for pool in manager.pools]
 
+    @property
+    def window_blocks(self) -> int:
+        return self._managers[0].window_blocks  # routers know the blocks of this group
+
+    @property
+    def pools_by_name(self) -> dict[str, BlockPool]:
+        return {name: pool for manager in self._managers for name, pool in manager.pools_by_name.items()}
+
     def match(self, request: Request, shorten: Shorten) -> int:
         count = super().match(request, shorten)
         while True:

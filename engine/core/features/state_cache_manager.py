@@ -40,6 +40,10 @@ class StateCacheManager(KVCacheManager):
         """No pools: the fill of this one does not show how full the engine is, since most snapshots can be evicted."""
         return []
 
+    @property
+    def pools_by_name(self) -> dict[str, BlockPool]:
+        return {"states": self.pool}
+
     # -- prefixes ------------------------------------------------------------------------------------------
 
     def longest_hit(self, hashes: Sequence[bytes]) -> int:

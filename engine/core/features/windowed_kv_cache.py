@@ -27,6 +27,11 @@ class WindowedKVCacheManager(KVCacheManager):
         super().__init__(pool, group)
         self._spec, self._step_tokens = spec, step_tokens
 
+    @property
+    def window_blocks(self) -> int:
+        assert self._spec.window is not None
+        return max(1, self.pool.blocks_for(self._spec.window - 1))
+
     def longest_hit(self, hashes: Sequence[bytes]) -> int:
         count, index = len(hashes), len(hashes) - 1
         first = self._first(count)

@@ -8,9 +8,11 @@ from cluster.simulator.cost_model import CARDS, MODELS, roofline
 from cluster.simulator.options import RouterName
 from cluster.simulator.spec import ClusterSpec
 from engine.config import EngineConfig
+from engine.model.kv_groups import KVCacheSpec
 
 MODEL, CARD = MODELS["llama-3.1-8b"], CARDS["h100"]
 BLOCK = 16
+FULL, WINDOW = (KVCacheSpec(num_kv_heads=1, head_dim=16, window=window) for window in (None, 100))
 
 
 def small_engine(**options: Any) -> EngineConfig:

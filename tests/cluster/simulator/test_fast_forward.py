@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.simulator.cluster import Cluster
+from cluster.simulator.kv_layers import KVLayers
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import PIECE, Trace
-from tests.cluster.simulator.small_cluster import small_cluster
+from tests.cluster.simulator.small_cluster import FULL, WINDOW, small_cluster
 
 
 @st.composite
@@ -27,6 +30,11 @@ def traces(draw):
     return Trace("drawn", np.cumsum(gaps), np.array(prompts), np.array(outputs), ids)
 
 
+LAYERS = [
+    KVLayers(specs=(FULL, WINDOW), blocks=(3000, 3000), step_tokens=512),
+    KVLayers(specs=(WINDOW,), blocks=(3000,), step_tokens=512),
+    KVLayers(specs=(FULL,), blocks=(3000,), step_tokens=512, snapshots=500, snapshot_tokens=64, snapshot_interval=256),
+]
 specs = st.builds(
     small_cluster,
     prefill=st.sampled_from([0, 0, 1]),
@@ -50,6 +58,14 @@ def test_fast_forward_is_exact_where_requests_preempt_each_other():
     slow, fast = (run(small_cluster(num_blocks=60), trace, fast_forward) for fast_forward in (0, 64))
     assert_equal(fast, slow)
     assert sum(r.scheduler.totals.preemptions for r in fast.pools["decode"].replicas) > 0
+
+
+@settings(max_examples=10)
+@given(trace=traces(), layers=st.sampled_from(LAYERS), prefill=st.sampled_from([0, 1]))
+def test_fast_forward_is_exact_with_windows_and_states_where_nothing_is_evicted(trace, layers, prefill):
+    spec = replace(small_cluster(prefill, num_blocks=3000), kv_layers=layers)
+    slow, fast = (run(spec, trace, fast_forward) for fast_forward in (0, 64))
+    assert_equal(fast, slow)
 
 
 @pytest.mark.parametrize("prefill", [0, 1])

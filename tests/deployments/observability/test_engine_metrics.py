@@ -75,10 +75,13 @@ def test_blocks_of_all_states_add_up_to_all_blocks():
 
 def test_blocks_of_each_of_several_kv_cache_groups_have_a_series():
     groups = {"0": {"used": 3, "cached": 1, "free": 6}, "1": {"used": 1, "cached": 0, "free": 2}}
-    stats = msgspec.structs.replace(status("e").stats, group_blocks=groups)
+    sizes = {"0": 4096, "1": 1024}
+    stats = msgspec.structs.replace(status("e").stats, group_blocks=groups, group_block_bytes=sizes)
     found = series(msgspec.structs.replace(status("e"), stats=stats))
     blocks = {name[1:]: value for name, value in found.items() if name[0] == "manta_kv_group_blocks"}
     assert blocks == {(group, state): n for group, states in groups.items() for state, n in states.items()}
+    assert {name[1]: value for name, value in found.items() if name[0] == "manta_kv_group_block_bytes"} == sizes
+    assert stats.kv_usage == 1 / 3, "that of the fullest group"
 
 
 def test_engine_that_hands_nothing_over_has_no_series_of_handoffs():

@@ -205,3 +205,12 @@ def test_a_subscriber_that_renews_gets_no_second_snapshot_unless_it_asks():
     assert all(not update.snapshot for update in harness.send(reader, after_s=HEARTBEAT_S))
     harness.kv_events.subscribe(Subscribe("a", resync=True), harness.now)
     assert any(update.snapshot for update in harness.send(reader))
+
+
+def test_a_snapshot_says_how_much_of_a_prefix_is_needed_where_all_layers_have_a_window():
+    needed = []
+    for windows in ((None,), (None, 8), (8,), (9, 30), (1,)):
+        _, reader = subscribed(windows=windows)
+        assert reader.last_update is not None
+        needed.append(reader.last_update.window_blocks)
+    assert needed == [0, 0, 2, 2, 1]

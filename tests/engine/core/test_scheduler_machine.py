@@ -70,9 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, spare_blocks, depth, seqs, budget, block_size, caching, policy, drafter, weights, token_cost, draft_cost,
         step_tokens, chunk, num_snapshots, snapshot_interval, data,
     ):  # fmt: skip
-        """chunk: tokens from border to border of recurrent states, which drafts do not go with; 0 for none."""
-        if chunk:
-            drafter = weights = None
+        """chunk: tokens from border to border of recurrent states; 0 for none."""
         windows = data.draw(st.sampled_from(self.groups))
         if chunk and self.harness is not Harness:
             windows = (None,)  # states and windows are not handed over together

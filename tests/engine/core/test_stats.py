@@ -89,3 +89,15 @@ def test_each_kv_cache_group_counts_its_blocks_and_one_group_needs_no_count_of_i
     whole, window = stats_of(windowed.scheduler).group_blocks.values()
     assert sum(whole.values()) == sum(window.values()) == 20
     assert whole["used"] == 11 > window["used"] > 0, "what is behind the window is not held"
+    assert stats_of(windowed.scheduler).kv_usage == 11 / 20
+
+
+def test_snapshots_of_states_are_counted_apart_and_do_not_fill_the_cache():
+    harness = Harness(num_blocks=20, max_model_len=64, chunk=8, num_snapshots=1)
+    harness.add("a", list(range(3, 43)))
+    for _ in range(2):
+        harness.step()
+    stats = stats_of(harness.scheduler)
+    assert stats.group_blocks.keys() == stats.group_block_bytes.keys() == {"0", "states"}
+    assert stats.group_blocks["states"] == {"used": 0, "cached": 1, "free": 0}, "it may be evicted at any time"
+    assert stats.kv_usage == stats.blocks_used / 20 < 1

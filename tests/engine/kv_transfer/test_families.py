@@ -21,6 +21,7 @@ BY_TRANSFORMERS = ("SmolLM3ForCausalLM", "VaultGemmaForCausalLM", "Llama4ForCaus
 NATIVE = ("gpt_oss", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_moe", "mixtral", "qwen3_moe", "phi3", "glm4_moe")
 QUICK = {"gpt_oss", "gemma3", "gemma4", "qwen3_moe", "VaultGemmaForCausalLM", "Llama4ForCausalLM"}
 RECURRENT = ("qwen3_5", "nemotron_h", "lfm2", "kimi_linear")
+KEPT_APART = ("qwen3_5", "gemma3", *RECURRENT[1:], "gemma4", "gpt_oss")  # states, or KV behind windows
 BORDERS = (200, 129, 128, 64, 20)  # tokens behind borders of states, and none before one
 LENGTHS = (33, 8, 1)  # more than the windows of 8 tokens, as many, and too few for a block
 
@@ -112,8 +113,8 @@ def test_with_strict_determinism_pools_of_unequal_size_give_the_bits_of_one_engi
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", with_slow(RECURRENT, RECURRENT[1:]))
-def test_a_recurrent_state_is_handed_over_and_goes_on_with_the_same_bits(tmp_path, ranks, family, dtype, size):
+@pytest.mark.parametrize("family", with_slow(KEPT_APART, KEPT_APART[2:]))
+def test_states_and_windows_are_handed_over_and_go_on_with_the_same_bits(tmp_path, ranks, family, dtype, size):
     """Also where prompts are cached on either side, and where prefill ends in the middle of them."""
     options = {"dtype": dtype, "max_num_batched_tokens": 48, "num_blocks": 400, "block_size": 16}
     options["determinism"] = "strict" if size > 1 else None  # so that ranks have the bits of one

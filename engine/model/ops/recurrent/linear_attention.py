@@ -42,11 +42,12 @@ class LinearAttention(Protocol):
 def select(key_dim: int, value_dim: int, decay_dim: int, device: torch.device) -> LinearAttention:
     """Return the fastest version."""
     if dispatch.cpu_kernels(torch.float32, device):
-        from engine.model.ops.cpu.recurrent import linear_attention as cpu
+        from engine.model.ops.cpu.recurrent import channel_decays, linear_attention
 
-        if cpu.supports(key_dim, value_dim, decay_dim):
-            cpu.LINEAR_ATTENTION.compile(torch.float32)
-            return cpu.linear_attention
+        if linear_attention.supports(key_dim, value_dim):
+            of_heads = decay_dim == 1
+            (linear_attention.LINEAR_ATTENTION if of_heads else channel_decays.CHANNEL_DECAYS).compile(torch.float32)
+            return linear_attention.linear_attention if of_heads else channel_decays.linear_attention
     if dispatch.gpu_kernels(torch.float32, device):
         from engine.model.ops.gpu.recurrent import linear_attention as gpu
 

@@ -104,6 +104,16 @@ def test_kv_cache_is_what_a_rank_would_choose_at_its_start(folder: Path):
     assert "KV cache for 800 tokens: 8.0 requests of max_model_len 100" in found
 
 
+def test_memory_is_told_of_each_kv_cache_group_and_of_states(tmp_path_factory):
+    engine = {"num_blocks": 50, "max_model_len": 100, "max_num_seqs": 8}
+    windowed, hybrid = (make_model(tmp_path_factory.mktemp(name), name, tokenizer=True) for name in ("gemma3", "lfm2"))
+    (windows,) = (line for line in told(config(windowed, engine=engine)) if "KV cache" in line)
+    assert "8.0 requests of max_model_len 100; 1 layers that keep all tokens: 50 blocks" in windows
+    assert "2 layers that keep the newest 8 tokens: 50 blocks" in windows
+    (states,) = (line for line in told(config(hybrid, engine=engine)) if "KV cache" in line)
+    assert "8.0 requests of max_model_len 100; states of 8 running sequences: 0.00 GiB, and " in states
+
+
 def test_model_or_cache_that_does_not_fit_into_memory_is_a_problem(folder: Path, monkeypatch):
     monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 10 * GIB)
     assert any(

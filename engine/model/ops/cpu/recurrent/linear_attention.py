@@ -272,8 +272,8 @@ def linear_attention_f32(args: Any) -> None:
 LINEAR_ATTENTION = Kernel({torch.float32: linear_attention_f32})
 
 
-def supports(key_dim: int, value_dim: int, decay_dim: int) -> bool:
-    return key_dim % PACK_WORDS == 0 and value_dim % COLUMNS == 0 and decay_dim == 1
+def supports(key_dim: int, value_dim: int) -> bool:
+    return key_dim % PACK_WORDS == 0 and value_dim % COLUMNS == 0
 
 
 def linear_attention(
@@ -282,6 +282,14 @@ def linear_attention(
 ) -> Tensor:  # fmt: skip
     """Attend. q, k: [tokens, k_heads, d_k]; v: [tokens, heads, d_v]; decay: [tokens, heads, 1]; beta: [tokens, heads].
     Returns [tokens, heads, d_v] of v's dtype."""
+    return launch(LINEAR_ATTENTION, q, k, v, decay, beta, states, batch, scale, eps)
+
+
+def launch(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, states: States, batch: Batch,
+    scale: float, eps: float | None,
+) -> Tensor:  # fmt: skip
+    """Attend by a kernel, the one for heads with one decay or the one for decays of channels."""
     assert batch.states is not None
     q, k = (x.contiguous() for x in unit_q_and_k(q, k, scale, eps))
     values, (heads, value_dim), (key_heads, key_dim) = v.float().contiguous(), v.shape[1:], k.shape[1:]
@@ -291,7 +299,7 @@ def linear_attention(
     table, slots, rows, tokens = plans["linear attention"]
     longest = min(CHUNK, int((table[:, 1] - table[:, 0]).max()))
     out = torch.zeros_like(values)
-    LINEAR_ATTENTION.launch(
+    kernel.launch(
         torch.float32, len(table) * heads, q, k, values, decay.contiguous(), 0 if beta is None else beta.contiguous(),
         out, states["state"], states["keys"], states["values"], states["decays"], table, len(table), heads, key_heads,
         key_dim, value_dim, longest, states["state"].stride(0),
