@@ -60,8 +60,8 @@ def application(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def serving_args(args: Mapping[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return our `args` for those of `build_openai_app` (llm_configs) or `build_pd_openai_app`. Our own keys above
-    models may be added.
+    """Convert `args` of `build_openai_app` (llm_configs) or `build_pd_openai_app` to ours. May also contain our own
+    keys above models.
 
     variables: dict to which the models' environment variables are added. Without it they must already be set, because
     only the application that has these `args` could set them. Raises StartupError.

@@ -122,7 +122,7 @@ class Ingress:
         return self._app
 
     async def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
-        """Answer a request of another deployment as if it had come by HTTP. Returns the answer's JSON. Raises
+        """Answer a request of another deployment as if it had come over HTTP. Returns the answer's JSON. Raises
         RefusedInProcess. headers: request headers, such as an API key."""
         return await in_process.answer(self._app, path, body, headers or {})
 

@@ -23,14 +23,16 @@ class OperatorRoutes:
     def routes(self) -> list[Route]:
         healthy = "200 if every model has an engine that makes progress."
         forget = "Have all engines forget their cached prefixes."
-        of_node = "Those of the node whose proxy was asked."
+        of_node = "Prometheus metrics of the node whose proxy was asked."
         explained = "What happened to a request; never its text."
         return [
             Route("GET", "/health", self.health, healthy),
-            Route("GET", "/ping", self.health, "The same."),
+            Route("GET", "/ping", self.health, "The same as /health."),
             Route("POST", "/ping", self.health),
             Route("GET", "/version", self.version, "The version of this server.", result=Version),
-            Route("GET", "/load", self.load, "Requests in work at this ingress.", result=ServerLoad),
+            Route(
+                "GET", "/load", self.load, "Number of sequences waiting or running in this ingress.", result=ServerLoad
+            ),
             Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, forget),
             Route("GET", "/metrics", self.metrics, "Prometheus metrics.", result="text/plain"),
             Route("GET", "/metrics/node", self.node_metrics, of_node, result="text/plain"),

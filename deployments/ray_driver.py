@@ -55,7 +55,7 @@ STARTING = ("NOT_STARTED", "DEPLOYING")  # of Serve's ApplicationStatus
 
 
 class ServeViewer(Protocol):
-    """Display of a server for the user who started it."""
+    """What shows a server's log lines and its shutdown to the user."""
 
     def line(self, text: str) -> None:
         """Take a line that a process of the cluster has written. May be called from any thread."""

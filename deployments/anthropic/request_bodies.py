@@ -39,7 +39,7 @@ FOREIGN_FIELDS = ForeignFields(
         "speed": "all requests run as fast as they can",
     },
     refused={
-        "compaction": "ask for a summary in a message",
+        "compaction": "ask for a summary in a message instead",
         "container": "no code is run here",
         "inference_geo": "a request is computed where this server is",
         "mcp_servers": "no MCP server is called; the client has to call its tools",

@@ -119,16 +119,26 @@ REQUESTS: list[Row] = [
         }
     ),
     (Counter, "vllm:spec_decode_num_drafts", "Drafts that were verified.", _spec_decode("num_drafts")),
-    (Counter, "vllm:spec_decode_num_draft_tokens", "Their tokens.", _spec_decode("num_draft_tokens")),
-    (Counter, "vllm:spec_decode_num_accepted_tokens", "Those accepted.", _spec_decode("num_accepted_tokens")),
+    (
+        Counter,
+        "vllm:spec_decode_num_draft_tokens",
+        "Draft tokens that were verified.",
+        _spec_decode("num_draft_tokens"),
+    ),
+    (
+        Counter,
+        "vllm:spec_decode_num_accepted_tokens",
+        "Draft tokens that were accepted.",
+        _spec_decode("num_accepted_tokens"),
+    ),
     (
         Counter,
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Those accepted, by their position in a draft.",
+        "Draft tokens that were accepted, by their position in a draft.",
         _accepted_per_position,
         "position",
     ),
-    (Counter, "manta_engine_requests_ended", "Requests, as their engine saw their end.", "finished", "reason"),
+    (Counter, "manta_engine_requests_ended", "Requests that ended, as their engine saw it.", "finished", "reason"),
 ]
 LOAD: list[Row] = [
     (Gauge, "vllm:num_requests_running", "Requests that hold KV blocks.", "running"),
@@ -155,18 +165,25 @@ HANDOFFS: list[Row] = [
         "result",
         "reason",
     ),
-    (Summary, "manta_handoff_phase_seconds", "Parts of a handoff.", "phase_seconds", "phase"),
+    (Summary, "manta_handoff_phase_seconds", "Seconds in each phase of a handoff.", "phase_seconds", "phase"),
     (Counter, "manta_handoff_bytes", "KV read from other engines.", "bytes_read", "transport"),
     (Gauge, "manta_handoff_overlap_ratio", "Fraction of bytes read while computing.", _overlap),
     (Gauge, "manta_handoffs_live", "Handoffs under way.", "live"),
     (Gauge, "manta_handoff_resting_peers", "Engines whose link has failed.", lambda stats: len(stats.quarantined)),
     (Counter, "manta_handoff_bytes_overlapped", "Bytes of KV read while prefill still computed.", "bytes_overlapped"),
     (Counter, "manta_handoff_lease_expiries", "Handoffs whose decode engine fell silent.", "lease_expiries"),
-    (Counter, "manta_handoff_stale_messages", "Messages of handoffs or engines that are no more.", "stale_messages"),
+    (Counter, "manta_handoff_stale_messages", "Messages of handoffs or engines that are gone.", "stale_messages"),
 ]
 # of EngineStatus
 SOCKETS: list[Row] = [
-    (Counter, "manta_engine_refused_messages", "What sockets of replicas refused.", "refused", "socket", "reason"),
+    (
+        Counter,
+        "manta_engine_refused_messages",
+        "Messages that sockets of replicas refused.",
+        "refused",
+        "socket",
+        "reason",
+    ),
 ]
 
 

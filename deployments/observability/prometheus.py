@@ -72,13 +72,20 @@ GEN_AI: list[Row] = [
     for time, text in {
         "request_duration": "From the HTTP request to the last token.",
         "time_to_first_token": "From the HTTP request to the first token.",
-        "time_per_output_token": "Between tokens after the first.",
+        "time_per_output_token": "Time per token after the first.",
     }.items()
 ]  # fmt: skip
 INGRESSES: list[Row] = [
     (Counter, "manta_dropped_deltas", "Token deltas that came for no open request.", "dropped_deltas"),
     (Counter, "manta_store_errors", "Calls of `ingress.store` that failed.", "store_errors", "reason"),
-    (Counter, "manta_ingress_refused_messages", "What sockets of ingresses refused.", "refused", "socket", "reason"),
+    (
+        Counter,
+        "manta_ingress_refused_messages",
+        "Messages that sockets of ingresses refused.",
+        "refused",
+        "socket",
+        "reason",
+    ),
 ]
 
 
@@ -92,14 +99,14 @@ def _status_classes(route: RouteStats) -> dict[str, int]:
 ROUTES: list[Row] = [
     (Counter, "http_requests", "HTTP requests.", _status_classes, "status"),
     (Counter, "manta_http_responses", "HTTP answers.", lambda route: dict(sorted(route.statuses.items())), "status"),
-    (HistogramMetricFamily, "http_request_duration_seconds", "Until all was sent.", "seconds"),
+    (HistogramMetricFamily, "http_request_duration_seconds", "Time until all of the response was sent.", "seconds"),
     (Summary, "http_request_size_bytes", "Bodies of requests.", lambda r: (r.seconds.count, r.request_bytes)),
     (Summary, "http_response_size_bytes", "Bodies of answers.", lambda r: (r.seconds.count, r.response_bytes)),
 ]
 ROUTING_COUNTERS = {
     "manta_routing_estimated_cached_tokens": ("Prompt tokens that the router took to be cached.", "estimated_tokens"),
-    "manta_routing_cached_tokens": ("Those that were, of the same calls.", "cached_tokens"),
-    "manta_routing_drift_tokens": ("How far the two were apart, added up over calls.", "drift_tokens"),
+    "manta_routing_cached_tokens": ("Prompt tokens that were cached, of the same calls.", "cached_tokens"),
+    "manta_routing_drift_tokens": ("Difference of estimated and actual cached tokens, added up.", "drift_tokens"),
 }
 
 

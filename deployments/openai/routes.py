@@ -53,7 +53,7 @@ class OpenAIRoutes:
                 result=DetokenizedText,
             ),
             Route("GET", "/v1/models", self.list_models, "The models that are served.", result=ModelList),
-            Route("GET", "/v1/models/{name:path}", self.retrieve_model, "One of them.", result=ModelCard),
+            Route("GET", "/v1/models/{name:path}", self.retrieve_model, "One model.", result=ModelCard),
         ]
 
     async def chat(self, request: Request) -> Response:

@@ -51,7 +51,7 @@ class KVCacheManager:
         return {str(self._group): self.pool}
 
     def match(self, request: Request, shorten: Shorten) -> int:
-        """Return how many leading blocks of a request are cached, without that of its last token, which is always
+        """Return how many leading blocks of a request are cached, not counting its last token's, which is always
         computed. shorten: function that may lower this number."""
         if not self._reads_cache(request):
             return 0

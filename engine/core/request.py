@@ -261,7 +261,7 @@ class Request:
         return timeline
 
     def times(self, now: float) -> RequestTimes | None:
-        """Return the request's times, relative to its arrival; None if it never ran. `now` stands in for a missing
+        """Return the request's times relative to its arrival, or None if it never ran. `now` stands in for a missing
         first token."""
         clock, handoff = self.clock, self.remote.handoff_at
         if clock.scheduled_at is None:

@@ -154,7 +154,7 @@ class Scheduler:
     # -- plan ----------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step; None if nothing can be computed now."""
+        """Plan the next step. Returns None if nothing can be computed now."""
         before = self.totals.preemptions
         budget = self._plan_running()
         # a step that preempts starts no request, unless it preempted all running ones: then the next in order starts

@@ -315,7 +315,7 @@ class LLM:
                     self._core.abort(request_id)
 
     def deltas(self, request: GenerateRequest) -> Generator[TokenDelta]:
-        """Compute one request of a server, with nothing else running, and yield its deltas. Closing the generator
+        """Run one request of a server, with nothing else running, and yield its deltas. Closing the generator
         aborts it. Raises RequestError, or EngineError if the request fails."""
         self._core.check(request)
         self._core.add(request)

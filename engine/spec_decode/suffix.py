@@ -107,7 +107,7 @@ class SuffixDrafter:
 
 
 class SuffixSequence:
-    """One sequence, whose own tokens are searched besides earlier answers."""
+    """One sequence, searched together with earlier answers."""
 
     def __init__(self, drafter: SuffixDrafter, tokens: list[int], cache_salt: str):
         self._drafter, self._tokens, self._salt = drafter, tokens, cache_salt

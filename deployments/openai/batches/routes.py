@@ -81,13 +81,13 @@ class BatchRoutes:
         found = [
             Route("POST", files, self.upload, store, body=UploadForm, result=File, body_type=FORM),
             Route("GET", files, self.list_files, "The files, newest first.", body=FileQuery, result=FileList),
-            Route("GET", f"{files}/{{name}}", self.retrieve_file, "One of them.", result=File),
-            Route("DELETE", f"{files}/{{name}}", self.delete_file, "Delete it.", result=DeletedFile),
-            Route("GET", f"{files}/{{name}}/content", self.content, "Its content.", result=download),
+            Route("GET", f"{files}/{{name}}", self.retrieve_file, "One file.", result=File),
+            Route("DELETE", f"{files}/{{name}}", self.delete_file, "Delete a file.", result=DeletedFile),
+            Route("GET", f"{files}/{{name}}/content", self.content, "The content of a file.", result=download),
             Route("POST", batches, self.create, "Answer the requests of a file.", body=BatchBody, result=Batch),
             Route("GET", batches, self.list_batches, "The batches, newest first.", body=BatchQuery, result=BatchList),
-            Route("GET", f"{batches}/{{name}}", self.retrieve, "One of them.", result=Batch),
-            Route("POST", f"{batches}/{{name}}/cancel", self.cancel, "Give it up.", result=Batch),
+            Route("GET", f"{batches}/{{name}}", self.retrieve, "One batch.", result=Batch),
+            Route("POST", f"{batches}/{{name}}/cancel", self.cancel, "Cancel a batch.", result=Batch),
         ]
         return [replace(route, dependencies=needs) for route in found]
 

@@ -59,9 +59,9 @@ class ResponsesRoutes:
         return [
             Route("POST", path, create, respond, body=ResponsesBody, result=Response, streams=True),
             Route("GET", one, self.retrieve, "A stored response.", body=RetrieveQuery, result=Response, streams=True),
-            Route("DELETE", one, self.delete, "Delete it.", result=DeletedResponse),
+            Route("DELETE", one, self.delete, "Delete a response.", result=DeletedResponse),
             Route("GET", f"{one}/input_items", self.list_input_items, items, body=InputItemsQuery, result=InputItems),
-            Route("POST", f"{one}/cancel", self.cancel, "End it, if it runs in the background.", result=Response),
+            Route("POST", f"{one}/cancel", self.cancel, "End a background response.", result=Response),
         ]
 
     async def create(self, request: Request) -> HttpResponse:

@@ -70,7 +70,7 @@ def unpack_q4_1(blocks: Tensor) -> Codes:
 
 
 def fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """Unpack four bytes at `start` of each block, with one bit for each number: [..., 32] uint8, 16 or 0."""
+    """Unpack the fifth bits, 32 in four bytes at `start` of each block: [..., 32] uint8, 16 or 0."""
     return bits(blocks[..., start : start + 4], 1).mT.flatten(-2) << 4
 
 

@@ -342,7 +342,7 @@ def add_product_of_rows(
     count: int,
 ) -> None:  # fmt: skip
     """Compute out[r, c] = out[r, c] * shrink[r] + sum over i < count of a[r, i] * word (i, c), for up to 4 rows and c <
-    size. Words come from rows at the byte addresses `vectors` + `offset`, as in `pack_row`."""
+    size. Words are made as in `pack_row`, from rows at the byte addresses `vectors` + `offset`."""
     if rows == 4:
         by_rows_4(out, out_size, shrink, a, a_size, vectors, offset, size, count)
     elif rows == 2:

@@ -107,8 +107,8 @@ def decayed_keys(own: States, row: int) -> Tensor:
 
 
 def read(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum [heads, d_v] of rows [heads, n, d_v], with weights [heads, n]. Not as a product of
-    matrices, whose bits libraries let depend on addresses."""
+    """Return the weighted sum [heads, d_v] of rows [heads, n, d_v], with weights [heads, n]. Avoids matrix products,
+    whose bits may depend on addresses."""
     return (rows * weights[..., None]).sum(1)
 
 
