@@ -131,6 +131,8 @@ class IngressSection(Section):
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)  #: limit for other request bodies
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: limit for a file; it has proportionally more time
     body_timeout_s: float = Field(default=60.0, gt=0)  #: time for a request's body to arrive; else 408
+    admin_keys: list[str] = Field(default=[])  #: names of the keys that may load and unload LoRA adapters; none for all
+    allow_runtime_lora_updating: bool = False  #: requests may load and unload LoRA adapters (docs/lora.md)
     cors_origins: list[str] = Field(default=[])  #: origins of web pages that may send requests; `*` for all
     unknown_fields: UnknownFields = "ignore"  #: `ignore` or `refuse` request fields that no API here has
     store: str | None = Field(default=None, min_length=1)
@@ -150,6 +152,8 @@ class IngressSection(Section):
         auth = AuthConfig(
             api_keys_file=self.api_keys_file,
             api_keys=tuple(self.api_keys),
+            admin_keys=tuple(self.admin_keys),
+            allow_lora_updating=self.allow_runtime_lora_updating,
             root_path=self.root_path,
             max_body_bytes=self.max_body_bytes,
             max_upload_bytes=self.max_upload_bytes,
@@ -177,6 +181,21 @@ class IngressSection(Section):
 
     def batches(self) -> BatchConfig:
         return BatchConfig(folder=self.batch_dir, max_in_flight=self.batch_max_in_flight)
+
+
+class LoraModule(Section):
+    """A LoRA adapter, with the keys of vLLM's --lora-modules."""
+
+    name: str = Field(min_length=1, max_length=256)  #: what clients send as `model`
+    path: str  #: folder that every replica has, or a Hub id
+    base_model_name: str | None = None  #: shown as its `parent`; None for the model's `name`
+
+
+class LoraSection(Section):
+    """Where LoRA adapters come from that the configuration does not list (docs/lora.md)."""
+
+    dynamic_folder: str | None = Field(default=None, min_length=1)
+    """Folder with an adapter in each sub-folder, served under its name; every ingress and replica has it."""
 
 
 class SloSection(Section):
@@ -209,6 +228,8 @@ class ModelSection(Section):
     prefill: PoolSection | None = None  #: replicas that only compute prompts for them
     encode: PoolSection | None = None  #: replicas that only encode images for both (docs/images.md)
     handoff: HandoffSection | None = None  # type: ignore[valid-type]  #: options of handoffs (docs/handoff.md)
+    lora_modules: list[LoraModule] = Field(default=[])  #: LoRA adapters; a mapping of names to paths also works
+    lora: LoraSection = LoraSection()  #: other sources of LoRA adapters (docs/lora.md)
     slo: SloSection = SloSection()  #: latency targets of autoscaling: `ttft_ms`, `itl_ms` (docs/autoscaling.md)
     sdc_check_every: int | None = Field(default=None, ge=1)
     """Recompute one in this many answers on another replica while all are idle, to detect silent data corruption; for
@@ -223,6 +244,16 @@ class ModelSection(Section):
         chosen = smollm2.default_model()
         own = [] if given.get("name") == chosen else [chosen]
         return {**given, "model": chosen, "aliases": given.get("aliases") or own}
+
+    @pydantic.field_validator("lora_modules", mode="before")
+    @classmethod
+    def _list_modules(cls, given: Any) -> Any:
+        return [{"name": name, "path": path} for name, path in given.items()] if isinstance(given, dict) else given
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if there are adapters, or a folder that may have some."""
+        return bool(self.lora_modules or self.lora.dynamic_folder)
 
     @property
     def autoscales(self) -> bool:
@@ -247,8 +278,10 @@ class ModelSection(Section):
                 raise ConfigError(f"{path}.{self._section(role, key)}{key}", value, limit) from None
         if self.encode is not None:
             self._check_encode(path)
+        engines = [self.engine_config(role) for role in self.pools if role != "encode"]
+        if self.has_adapters and not all(engine.enable_lora for engine in engines):
+            raise ConfigError(f"{path}.engine.enable_lora", False, "true, or left out, where there are adapters")
         if self.sdc_check_every is not None:
-            engines = [self.engine_config(role) for role in self.pools if role != "encode"]
             same = len({engine.tensor_parallel for engine in engines}) == 1 or engines[0].determinism == "strict"
             if any(map(self.on_gpu, self.pools)) or any(engine.quantization for engine in engines) or not same:
                 limit = "left out on GPUs, with quantization, and with pools of unequal tensor_parallel, unless strict"
@@ -278,8 +311,10 @@ class ModelSection(Section):
         options = (GPU_DEFAULTS if self.on_gpu(role) else {}) | self._options(role)
         if options.get("block_size") is None:  # set it here: ingresses and routers need it, and know no device
             options["block_size"] = BLOCK_SIZES["cuda" if any(map(self.on_gpu, self.pools)) else "cpu"]
+        options.setdefault("enable_lora", self.has_adapters)
         if role == "encode":  # not as in the other pools
             options["tensor_parallel"] = given(self.pools[role].engine).get("tensor_parallel", 1)
+            options["enable_lora"] = False
         handoff = dict(self.handoff or HandoffSection())
         if role == "encode" or self.prefill is not None:
             options["handoff"] = HandoffConfig(role=role, **handoff)
@@ -399,7 +434,7 @@ class AppConfig(Section):
         names: list[str] = []
         for i, model in enumerate(config.models):
             model.check(f"models[{i}]")
-            for name in (model.name, *model.aliases):
+            for name in (model.name, *model.aliases, *(module.name for module in model.lora_modules)):
                 if name in names:
                     raise ConfigError(f"models[{i}].name", name, "different from all other names")
                 names.append(name)

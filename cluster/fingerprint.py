@@ -1,4 +1,4 @@
-"""`system_fingerprint` of responses: four digests of everything that may change the answer to a request.
+"""`system_fingerprint` of responses: digests of everything that may change the answer to a request.
 
 They are separate so that `manta verify` can tell what has changed. They do not cover the kind of CPU or GPU, because
 the process that makes them is not the one that computes answers.
@@ -17,7 +17,7 @@ from cluster.distribution import DISTRIBUTION, ROOT
 from engine.config import EngineConfig
 from engine.wire.model_identity import VOCABULARY_FILES, ModelIdentity
 
-PARTS = ("weights", "tokenizer", "options", "code")
+PARTS = ("weights", "tokenizer", "options", "code", "adapter")  # the last one only where there is an adapter
 DIGITS = 8  # hexadecimal digits of each part
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
               "chat_template*", "additional_chat_templates/*", *VOCABULARY_FILES)  # fmt: skip
@@ -27,7 +27,7 @@ KERNEL_PACKAGES = (DISTRIBUTION, "torch", "numba", "triton", "transformers", "to
 
 
 def fingerprint(identity: ModelIdentity, text_folder: Path, pools: Collection[EngineConfig], *more: object) -> str:
-    """Return `fp_`, followed by a digest for each of PARTS.
+    """Return `fp_`, followed by a digest for each of PARTS but `adapter`, which ModelInfo.adapted adds.
 
     text_folder: folder of the tokenizer and the chat template. pools: engine options of all pools that work on an
     answer. more: other options that may change an answer.
@@ -41,6 +41,7 @@ def fingerprint(identity: ModelIdentity, text_folder: Path, pools: Collection[En
 def differing_parts(one: str, other: str) -> list[str]:
     """Return the names of the parts in which two fingerprints differ: all of them if their forms differ."""
     ours, theirs = (text.removeprefix("fp_").split("_") for text in (one, other))
+    ours, theirs = ([*parts, ""] if len(parts) == len(PARTS) - 1 else parts for parts in (ours, theirs))
     if len(ours) != len(theirs):
         return list(PARTS)
     return [part for part, a, b in zip(PARTS, ours, theirs, strict=True) if a != b]

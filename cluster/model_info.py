@@ -8,9 +8,11 @@ import msgspec
 
 from cluster.config import IngressSection, ModelSection
 from cluster.fingerprint import fingerprint
+from deployments.adapters.adapter import Adapter
+from deployments.adapters.config import AdapterConfig
 from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served_model import ModelInfo
-from engine.errors import ConfigError, Described, InvalidParameter
+from engine.errors import AdapterError, ConfigError, Described, InvalidParameter, StartupError
 from engine.model.checkpoint import folder as model_folder
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
@@ -73,7 +75,24 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         has_priorities=engine.scheduling_policy == "priority",
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,
+        adapters=_adapters(model) if engine.enable_lora else None,
     )
+
+
+def _adapters(model: ModelSection) -> AdapterConfig:
+    """Read the adapters that are listed. Raises StartupError for one that cannot be used."""
+    max_rank, folder = model.engine_config().max_lora_rank, model.lora.dynamic_folder
+    if folder is not None and not Path(folder).expanduser().is_dir():
+        limit = "a folder that is there; a bucket has to be mounted, or copied to one"
+        raise ConfigError(f"lora.dynamic_folder of model {model.name!r}", folder, limit)
+    try:
+        modules = tuple(
+            Adapter.open(module.name, module.path, module.base_model_name or model.name, max_rank)
+            for module in model.lora_modules
+        )
+    except AdapterError as error:
+        raise StartupError(f"lora_modules of model {model.name!r}: {error}") from None
+    return AdapterConfig(modules=modules, dynamic_folder=folder, max_rank=max_rank)
 
 
 def _check_pools(model: ModelSection, config: ModelConfig) -> None:

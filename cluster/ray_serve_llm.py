@@ -108,7 +108,6 @@ def _model(given: Any, path: str, variables: dict[str, str] | None) -> dict[str,
     _check_keys(config, MODEL, f"{path}.")
     if config.get("llm_engine", "vLLM") != "vLLM":
         raise ConfigError(f"{path}.llm_engine", config["llm_engine"], "vLLM, or left out: Manta uses its own engine")
-    _refuse(config, "lora_config", path, "there are no LoRA adapters: merge the adapter into the weights")
     _refuse(config, "server_cls", path, "the engine is Manta's own")
     _refuse(config, "callback_config", path, "no code of others is run in engines")
     name, model, keys = _loading(config.get("model_loading_config"), f"{path}.model_loading_config")
@@ -126,6 +125,7 @@ def _model(given: Any, path: str, variables: dict[str, str] | None) -> dict[str,
     if token := kwargs.pop("hf_token", None):
         environment["env_vars"] = {"HF_TOKEN": token, **(environment.get("env_vars") or {})}
     _environment(environment, f"{path}.runtime_env", variables)
+    keys |= _lora(config.get("lora_config") or {}, f"{path}.lora_config", kwargs)
     engine = engine_keys(kwargs, f"{path}.engine_kwargs")
     tokenizer = keys.pop("engine", {})
     if engine.get("engine") or tokenizer:
@@ -159,6 +159,21 @@ def _loading(given: Any, path: str) -> tuple[str, str, Keys]:
         raise ConfigError(f"{path}.model_source", Described(f"{source}"), limit)
     tokenizer = given.get("tokenizer_source")
     return given["model_id"], source, {} if tokenizer is None else {"engine": {"tokenizer": tokenizer}}
+
+
+def _lora(given: Mapping[str, Any], path: str, kwargs: Keys) -> Keys:
+    """Return where adapters come from, as keys of a model's section, and add to `kwargs` how many an engine has. Their
+    names, `model:adapter`, need nothing: requests may always have them."""
+    known = ("dynamic_lora_loading_path", "max_num_adapters_per_replica", "download_timeout_s", "max_download_tries")
+    _check_keys(given, known, f"{path}.")
+    if (count := given.get("max_num_adapters_per_replica")) is not None:
+        slots = kwargs.setdefault("max_loras", count)
+        kwargs.setdefault("max_cpu_loras", max(count, slots))
+    folder = given.get("dynamic_lora_loading_path")
+    if folder is not None and "://" in folder:
+        limit = "a folder: mount the bucket, or copy it to a folder that all nodes have"
+        raise ConfigError(f"{path}.dynamic_lora_loading_path", folder, limit)
+    return {} if folder is None else {"lora.dynamic_folder": folder}
 
 
 def _hardware(config: Mapping[str, Any], path: str) -> Keys:

@@ -51,6 +51,10 @@ class ModelFlags:
     )
     tool_call_parser: str | None = flag(None, "Format of tool calls. Default: inferred from the chat template.")
     reasoning_parser: str | None = flag(None, "Format of reasoning. Default: inferred from the chat template.")
+    lora_modules: list[str] | None = flag(  # noqa: RUF009  the default is None
+        None, "LoRA adapter: NAME=PATH, or JSON with name, path and base_model_name. Repeatable."
+    )
+    lora_dynamic_folder: str | None = flag(None, "Folder of LoRA adapters, one in each sub-folder, under its name.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,9 @@ class ServerFlags:
     ssl_certfile: str | None = flag(None, "Serve HTTPS with this certificate (PEM file).")
     ssl_keyfile: str | None = flag(None, "Private key of the certificate (PEM file).")
     allowed_origins: str | None = flag(None, "Origins of web pages that may send requests: '[\"https://a.example\"]'.")
+    allow_runtime_lora_updating: bool | None = flag(
+        None, "Let requests load and unload LoRA adapters.", envvar="VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+    )
     root_path: str | None = flag(None, "Prefix that a proxy in front adds to all paths, such as /llm.")
     log_level: Literal["debug", "info", "warning", "error"] | None = flag(
         None, "Least severe messages to log.", show_default="info"
@@ -109,6 +116,9 @@ def model_keys(model: ModelFlags, engine: dict[str, Any]) -> dict[str, Any]:
         "override_generation_config": _json(model, "override_generation_config", dict),
         "tool_call_parser": model.tool_call_parser,
         "reasoning_parser": model.reasoning_parser,
+        "lora_modules": [module for text in model.lora_modules or () for module in _lora_modules(text)] or None,
+        "lora.dynamic_folder": model.lora_dynamic_folder
+        and str(Path(model.lora_dynamic_folder).expanduser().absolute()),
         "engine": engine or None,
     }
     return {key: value for key, value in keys.items() if value is not None}
@@ -124,6 +134,7 @@ def server_keys(server: ServerFlags, replicas: ReplicaFlags) -> dict[str, Any]:
         "ingress.api_keys_file": server.api_keys_file,
         "ingress.api_keys": [key_line(f"key-{i}", key) for i, key in enumerate(server.api_key or (), 1)] or None,
         "ingress.cors_origins": _json(server, "allowed_origins", list),
+        "ingress.allow_runtime_lora_updating": server.allow_runtime_lora_updating,
         "ingress.root_path": server.root_path,
         "log_level": server.log_level,
     }
@@ -192,6 +203,28 @@ def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> di
         "args": model_args(model, given),
     }
     return {"http_options": http, "applications": [application]}
+
+
+def _lora_modules(text: str) -> list[dict[str, Any]]:
+    """Return the adapters that a value of --lora-modules names. Raises InvalidParameter."""
+    name, equals, path = text.partition("=")
+    if equals and not text.lstrip().startswith(("{", "[")):
+        return [{"name": name, "path": _absolute(path)}]
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    modules = found if isinstance(found, list) else [found]
+    if not all(isinstance(module, dict) for module in modules):
+        raise InvalidParameter("--lora-modules", text, "NAME=PATH, or JSON with name and path")
+    read = {"is_3d_lora_weight"}  # the file says it
+    return [{k: _absolute(v) if k == "path" else v for k, v in module.items() if k not in read} for module in modules]
+
+
+def _absolute(path: Any) -> Any:
+    """Return the absolute path of a folder that is here; anything else, such as a Hub id, as it is."""
+    folder = Path(str(path)).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else path
 
 
 def _json(flags: ModelFlags | ServerFlags, name: str, kind: type) -> Any:

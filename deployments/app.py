@@ -12,6 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from deployments.adapter_routes import AdapterRoutes
+from deployments.adapters.table import AdapterTable, MemoryTable
 from deployments.anthropic.routes import AnthropicRoutes
 from deployments.console.config import ConsoleConfig
 from deployments.console.routes import ConsoleRoutes
@@ -27,7 +29,7 @@ from deployments.openai.batches.routes import BatchRoutes
 from deployments.openai.responses.routes import ResponsesRoutes
 from deployments.openai.responses.store import ResponseStore
 from deployments.openai.routes import OpenAIRoutes
-from deployments.openai.served_model import ServedModel
+from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.openai.served_models import ServedModels
 from deployments.openapi import openapi_document
 from deployments.operator_routes import OperatorRoutes
@@ -43,14 +45,15 @@ def http_app(
     batches: BatchConfig = BatchConfig(),  # noqa: B008  frozen
     store: StoreConfig = StoreConfig(),  # noqa: B008  frozen
     console: ConsoleConfig = ConsoleConfig(),  # noqa: B008  frozen
+    tables: Callable[[ModelInfo], AdapterTable] = lambda _: MemoryTable(),
 ) -> FastAPI:
     """Build the application. Raises ConfigError for an invalid file of API keys.
 
-    models: served models by name.
+    models: served models by name. tables: gives the table of a model's adapters.
     """
     app = FastAPI(title="Manta", docs_url=None, redoc_url=None, redirect_slashes=False)
     api_keys = auth.keys()
-    served, values = ServedModels(models), open_store(store)
+    served, values = ServedModels(models, tables), open_store(store)
     telemetry.stats.store_errors = values.errors
     jobs = Jobs(values, store.idempotency_ttl_s)
     idempotent = IdempotentRoutes(jobs)
@@ -64,6 +67,7 @@ def http_app(
         *ResponsesRoutes(served, stored, idempotent, auth.unknown_fields).routes(),
         *idempotent.routes(),
         *batch_routes.routes(),
+        *(AdapterRoutes(served, auth.admin_keys, auth.unknown_fields).routes() if auth.allow_lora_updating else []),
         *OperatorRoutes(served, telemetry).routes(),
         *(ConsoleRoutes(served, telemetry, console).routes() if console.enabled else []),
     ]

@@ -22,6 +22,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
+from deployments.adapters.gcs_table import GcsTable
+from deployments.adapters.table import AdapterTable
 from deployments.app import http_app
 from deployments.console.config import ConsoleConfig
 from deployments.frontend.token_channel import TokenChannel
@@ -67,6 +69,10 @@ class IngressPeers:
         found = await asyncio.to_thread(ray_compat.shared, ray_compat.SCALING_CHANGES)
         return [] if found is None else msgspec.msgpack.decode(found, type=list[ScalingChange])
 
+    async def adapters_changed(self) -> None:
+        """Tell them that an adapter was loaded, or unloaded."""
+        await self._ask("adapters_changed")
+
     async def _ask(self, method: str, *args: Any) -> list[bytes]:
         handle = serve.get_deployment_handle(ray_compat.INGRESS, serve.get_replica_context().app_name)
         answers = await ray_compat.broadcast(handle, method, PEERS_TIMEOUT_S, *args)
@@ -110,8 +116,9 @@ class Ingress:
         }
         for info, pool in zip(infos, engines, strict=True):
             self._telemetry.stats.model(info.name).routing = pool.routing
+        self._adapter_tables: list[GcsTable] = []
         try:
-            self._app = http_app(self._models, self._telemetry, auth, batches, store, console)
+            self._app = http_app(self._models, self._telemetry, auth, batches, store, console, self._adapter_table)
         except StartupError as error:
             await asyncio.to_thread(ray_compat.end_serve_run, str(error))
             raise
@@ -152,6 +159,18 @@ class Ingress:
     async def overview(self) -> bytes:
         """Return this ingress's part of the console: IngressOverview in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.own_overview())
+
+    async def adapters_changed(self) -> bytes:
+        """Another ingress has loaded an adapter, or unloaded one."""
+        for table in self._adapter_tables:
+            table.num_heard += 1
+        return b""
+
+    def _adapter_table(self, info: ModelInfo) -> AdapterTable:
+        app, weights = serve.get_replica_context().app_name, info.identity.weights if info.identity else ""
+        table = GcsTable(f"{app}/{info.name}/{weights}", IngressPeers().adapters_changed)
+        self._adapter_tables.append(table)
+        return table
 
     def _served_model(self, info: ModelInfo, pool: ServePool, images: ImageConfig) -> ServedModel:
         tokenizer = Tokenizer.from_folder(Path(info.folder), "generate" in info.supported_tasks, info.chat_template)

@@ -155,6 +155,23 @@ def shared(name: str) -> bytes | None:
     return value
 
 
+def share_first(name: str, value: bytes) -> bool:
+    """Store a value as `share` does, unless there is one of that name. Returns whether it was stored."""
+    return not internal_kv._internal_kv_put(name, value, overwrite=False, namespace=NAMESPACE)
+
+
+def unshare(name: str) -> None:
+    """Delete what `share` has stored, if anything. Blocks for a call to the GCS."""
+    internal_kv._internal_kv_del(name, namespace=NAMESPACE)
+
+
+def shared_below(prefix: str) -> dict[str, bytes]:
+    """Return what `share` has stored under names with this prefix, which is cut off. Blocks for a call for each."""
+    names = [key.decode() for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE)]
+    found = {name.removeprefix(prefix): shared(name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 @cache
 def cluster_key() -> ClusterKey:
     """Return the key of all sockets of this cluster. The first process that asks creates it.

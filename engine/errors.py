@@ -11,6 +11,7 @@ ServingError
 │   ├── ModelNotFound         404  no model of that name is served
 │   ├── RequestNotFound       404  the request that was asked about is not known, or no longer
 │   ├── InvalidApiKey         401  no key, or one that is not known
+│   ├── NotPermitted          403  the API key may not do this
 │   ├── BodyTooLarge          413  the HTTP body exceeds this server's limit
 │   ├── BodyTimeout           408  the HTTP body does not come to its end
 │   └── UnsupportedMediaType  415  the Content-Type is not JSON, or for an upload no form; or the body is compressed
@@ -178,6 +179,12 @@ class InvalidApiKey(RequestError):
     """The request has no API key, or an unknown one."""
 
     status, type = 401, "authentication_error"
+
+
+class NotPermitted(RequestError):
+    """The request's API key may not do what it asks for."""
+
+    status, type = 403, "permission_error"
 
 
 class BodyTooLarge(RequestError):

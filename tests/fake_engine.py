@@ -14,8 +14,10 @@ import zmq
 
 from engine.core.stats import RequestMetrics
 from engine.wire.handoff_stats import HandoffStats
+from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     Abort,
+    AdapterLoaded,
     Add,
     CancelDispatch,
     CancelPrefill,
@@ -24,6 +26,7 @@ from engine.wire.messages import (
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
+    LoadAdapter,
     Prefill,
     PrefillReplicas,
     RemoteRequestFailed,
@@ -48,6 +51,7 @@ class FakeEngine:
     paused: set it, and no step is computed; requests that come then tell that they are queued.
     silent: set it, and no status is sent.
     refusal: if given, the answer to new requests. step_age_s, fingerprints, quarantined: what it reports of itself.
+    loaded: adapters that it was to read, and answered with `adapter_error`.
     remote_requests: that it was given, and ended unless paused. told: what became of those that it gave.
     """
 
@@ -65,8 +69,10 @@ class FakeEngine:
         self.remote_requests: list[RemoteRequest] = []
         self.cancelled: list[str] = []
         self.resets = 0
+        self.loaded: list[LoRARequest] = []
+        self.adapter_error: ErrorInfo | None = None
         self.told: list[RemoteRequestFailed | PrefillReplicas] = []
-        self._notices: queue.SimpleQueue[DispatchRemote | CancelDispatch] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[DispatchRemote | CancelDispatch | AdapterLoaded] = queue.SimpleQueue()
         self._script = script or (lambda request: request.prompt * 100)
         self._live: dict[str, tuple[GenerateRequest, deque[int]]] = {}
         self._context = zmq.Context()
@@ -129,6 +135,9 @@ class FakeEngine:
                 self.cancelled.append(handoff_id)
             case ResetPrefixCache():
                 self.resets += 1
+            case LoadAdapter(call_id, lora):
+                self.loaded.append(lora)
+                self._notices.put(AdapterLoaded(call_id, self.adapter_error))
             case RemoteRequestFailed() | PrefillReplicas():
                 self.told.append(command)
 

@@ -20,6 +20,8 @@ Made from the code by `python tools/reference.py`; a test compares them.
 CLASSES = [  # heading, file, class
     ("args", "cluster/config.py", "AppConfig"),
     ("args.models[]", "cluster/config.py", "ModelSection"),
+    ("lora_modules[] of a model", "cluster/config.py", "LoraModule"),
+    ("lora of a model", "cluster/config.py", "LoraSection"),
     ("decode, prefill and encode of a model", "cluster/config.py", "PoolSection"),
     ("args.ingress", "cluster/config.py", "IngressSection"),
     ("engine: EngineConfig", "engine/config.py", "EngineConfig"),

@@ -78,6 +78,7 @@ def summary_of(timeline: SequenceTimeline) -> list[tuple[str, str]]:
     rows = [
         ("request", timeline.request_id),
         ("model", timeline.model),
+        ("adapter", timeline.adapter or ""),
         ("state", state or f"ended after {timeline.seconds or 0.0:.3f} s: {timeline.reason}"),
         ("error", timeline.error or ""),
         ("prompt", f"{timeline.prompt_tokens} tokens{cached}"),

@@ -308,6 +308,9 @@ def generate(
 def print_key_line(
     name: Annotated[str, typer.Argument(help="Owner of the key, for logs and fair sharing.")],
     generate: Annotated[bool, typer.Option(help="Make a new key and show it once.")] = False,
+    models: Annotated[
+        str, typer.Option(help="Models and adapters it may use, separated by commas. Default: all.")
+    ] = "",
 ) -> None:
     """Print the line of an API key for `ingress.api_keys_file`. The key itself is stored nowhere.
 
@@ -316,9 +319,9 @@ def print_key_line(
     from deployments.frontend.api_keys import LINE, key_line
 
     key = f"sk-{secrets.token_urlsafe(32)}" if generate else typer.prompt("API key", hide_input=True, err=True)
-    line = key_line(name, key)
+    line = key_line(name, key, models)
     if LINE.fullmatch(line) is None:
-        raise RequestError(f"name must have no spaces or colons, got {name!r}")
+        raise RequestError(f"name must have no spaces or colons, and models no spaces, got {name!r} {models!r}")
     if generate:
         print(f"the key of {name}, shown only now: {key}", file=sys.stderr)
     print(line)

@@ -23,6 +23,8 @@ from cluster.config import AppConfig, IngressSection, ModelSection
 from cluster.fingerprint import differing_parts
 from cluster.model_info import model_info
 from cluster.serve_flags import configuration
+from deployments.adapters.registry import AdapterRegistry
+from deployments.adapters.table import MemoryTable
 from deployments.frontend.sequence import SequenceContext
 from deployments.http.body import parse
 from deployments.http.context import RequestContext
@@ -33,7 +35,7 @@ from deployments.observability.telemetry import Telemetry
 from deployments.openai.chat import ChatResponse
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
-from deployments.openai.served_model import ServedModel
+from deployments.openai.served_model import ModelInfo, ServedModel
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter, RequestError
 from engine.offline.llm import LLM
@@ -114,7 +116,7 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
     except msgspec.ValidationError:
         raise incomplete from None
     section, ingress = _find(model, answer["model"])
-    info = model_info(section, ingress)
+    info = _with_adapter(model_info(section, ingress), answer["model"])
     assert info.fingerprint is not None
     if parts := differing_parts(answer["system_fingerprint"], info.fingerprint):
         return Verdict(parts, [])
@@ -239,10 +241,25 @@ def _find(model: str, name: str | None) -> tuple[ModelSection, IngressSection]:
     config = load(Path(model)) if model.endswith(YAML) else configuration(model, {}, {})
     applications = [AppConfig.of(application) for _, application in ours(config)]
     found = [(section, application.ingress) for application in applications for section in application.models]
-    named = [pair for pair in found if name in (pair[0].name, *pair[0].aliases)] or found
+    named = [pair for pair in found if name in (pair[0].name, *pair[0].aliases, *_modules(pair[0]))] or found
     if len(named) > 1:
         raise RequestError(f"{model} has no model {name!r}; it has {', '.join(section.name for section, _ in found)}")
     return named[0]
+
+
+def _modules(section: ModelSection) -> list[str]:
+    return [module.name for module in section.lora_modules]
+
+
+def _with_adapter(info: ModelInfo, name: str) -> ModelInfo:
+    """Return the facts of the model with its adapter of this name, if it has one. Raises AdapterError."""
+    no_engine: Any = SimpleNamespace()
+    names = info.name, *info.aliases
+    if info.adapters is None or name in names:
+        return info
+    registry = AdapterRegistry(info.name, names, info.adapters, MemoryTable(), no_engine)
+    adapter = asyncio.run(registry.find(name))
+    return info if adapter is None else info.adapted(adapter)
 
 
 def _engine_options(section: ModelSection) -> Json:

@@ -14,7 +14,7 @@ import yaml
 from cluster.vllm.flags import NAMES, VALUES, Row, find, takes
 from engine.errors import ConfigError, InvalidParameter, RequestError
 
-SEVERAL = ("--served-model-name", "--api-key")  # flags that take several values in vLLM
+SEVERAL = ("--served-model-name", "--api-key", "--lora-modules")  # flags that take several values in vLLM
 OBJECTS = (  # our flags whose value is a JSON object, which may come in parts: --hf-overrides.rope_theta 1e6
     "--speculative-config", "--hf-overrides", "--override-generation-config", "--default-chat-template-kwargs",
     "--limit-mm-per-prompt",
@@ -76,7 +76,7 @@ def arguments(engine_kwargs: Mapping[str, Any]) -> list[str]:
             case bool():
                 args.append(flag if value else flag.replace("--", "--no-", 1))
             case list() | tuple() if flag in SEVERAL:
-                args += [f"{flag}={item}" for item in value]
+                args += [f"{flag}={json.dumps(item) if isinstance(item, dict) else item}" for item in value]
             case dict() | list() | tuple():
                 args.append(f"{flag}={json.dumps(value)}")
             case _:

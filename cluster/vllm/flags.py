@@ -160,11 +160,14 @@ TABLE = (
         "--enable-sleep-mode --enable-cumem-allocator --enable-nccl-comm-suspend",
         "--min-replicas 0 --max-replicas N gives an idle model's GPUs back",
     ),
+    ignored("--lora-dtype=auto", "adapters have the model's data type"),
+    refused("--lora-dtype=", "adapters have the model's data type"),
+    ignored("--fully-sharded-loras", "adapters are split over ranks as their layers are"),
+    ignored("--lora-target-modules=*", "an adapter may be of any linear layers"),
+    ignored("--specialize-active-lora", "a step costs what the adapters of its requests do"),
     refused(
-        "--enable-lora --lora-modules=* --max-loras= --max-lora-rank= --lora-dtype= --enable-tower-connector-lora "
-        "--max-cpu-loras= --fully-sharded-loras --lora-target-modules=* --default-mm-loras= --specialize-active-lora "
-        "--enable-mixed-moe-lora-format --enable-moe-shared-loras",
-        "there are no LoRA adapters: merge the adapter into the weights, and serve those",
+        "--enable-tower-connector-lora --default-mm-loras= --enable-mixed-moe-lora-format --enable-moe-shared-loras",
+        "adapters are of the language model's linear layers (docs/lora.md)",
     ),
     # images
     same("--limit-mm-per-prompt=", "ingress.images.max_per_request={}"),

@@ -32,7 +32,7 @@ class AnthropicRoutes:
 
     async def messages(self, request: Request) -> Response:
         body = await read_body(request, MessagesBody, self._unknown_fields)
-        model = self._models.find(body.model)
+        model = await self._models.find(body.model, request)
         chat = body.for_chat(model.info.max_model_len)
         context = RequestContext.of(request, chat, "msg")
         output = await model.chat(chat, context)
@@ -47,7 +47,8 @@ class AnthropicRoutes:
 
     async def count_tokens(self, request: Request) -> Response:
         body = await read_body(request, CountTokensBody, self._unknown_fields)
-        tokens = await self._models.find(body.model).tokenize(body.for_tokenize())
+        model = await self._models.find(body.model, request)
+        tokens = await model.tokenize(body.for_tokenize())
         return _answer(request, body.ignored, json_response(TokenCount(tokens.count)))
 
 

@@ -46,10 +46,11 @@ class ModelFacts(msgspec.Struct, frozen=True):
     generates: bool
     input_modalities: list[str]
     default_sampling: dict[str, Any]
+    adapters: list[str]
 
 
 class ConsoleFacts(msgspec.Struct, frozen=True):
-    """Facts that do not change while the server runs."""
+    """Facts of the configuration, and the adapters that there are now."""
 
     version: str
     models: list[ModelFacts]
@@ -99,6 +100,7 @@ class ConsoleRoutes:
                 generates="generate" in model.info.supported_tasks,
                 input_modalities=model.input_modalities,
                 default_sampling=dict(model.info.default_sampling),
+                adapters=await self._models.adapters_of(model.info.name),
             )
             for model in self._models.values()
         ]

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ConfigError, Described, InvalidApiKey
@@ -16,10 +17,17 @@ logger = logging.getLogger(__name__)
 
 OPTION = "ingress.api_keys_file"
 POLL_INTERVAL_S = 1.0  # between checks of the file's modification time
-LINE = re.compile(r"(?P<name>[^\s:]+):(?P<digest>[0-9a-f]{64})")
-RULE = "lines of `name:sha256 of the key in hexadecimal`, as `manta hash-key` prints them"
+LINE = re.compile(r"(?P<name>[^\s:]+):(?P<digest>[0-9a-f]{64})(?::(?P<models>\S+))?")
+RULE = "lines of `name:sha256 of the key in hexadecimal`, as `manta hash-key` prints them, maybe with `:model,model`"
 
 _Version = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    name: str
+    models: frozenset[str] | None
+    """Models and adapters that requests with it may name; None for all."""
 
 
 def hash_key(key: str) -> str:
@@ -27,8 +35,9 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def key_line(name: str, key: str) -> str:
-    return f"{name}:{hash_key(key)}"
+def key_line(name: str, key: str, models: str = "") -> str:
+    """models: names of those that the key is limited to, with commas between them."""
+    return ":".join(filter(None, (name, hash_key(key), models)))
 
 
 class ApiKeys:
@@ -43,29 +52,35 @@ class ApiKeys:
         """lines: further keys, as lines of such a file. Raises ConfigError if the file cannot be read, if a line is
         wrong, or if there is no key."""
         self._path = path
-        self._fixed = _names("ingress.api_keys", lines)
+        self._fixed = _keys("ingress.api_keys", lines)
         self._polled_at = time.monotonic()
         self._version: _Version | None = None
-        self._names: dict[str, str] = {}
+        self._keys: dict[str, ApiKey] = {}  # by digest
         if path is None:
             return
-        self._version, self._names = _read(path)
-        if not self._names:
+        self._version, self._keys = _read(path)
+        if not self._keys:
             raise ConfigError(OPTION, str(path), f"a file with at least one key: {RULE}")
 
-    def name_of(self, key: str | None) -> str:
-        """Return the name of a key. Raises InvalidApiKey if the key is missing or unknown."""
+    def find(self, key: str | None) -> ApiKey:
+        """Return a key. Raises InvalidApiKey if it is missing or unknown."""
         self._reload_if_changed()
         if not key:
             raise InvalidApiKey("this server wants an API key: Authorization: Bearer <key>, or X-Api-Key: <key>")
         digest = hash_key(key)
         # compare with all keys, each in constant time, so that the time reveals nothing about them
         matches = [
-            name for known, name in [*self._fixed.items(), *self._names.items()] if hmac.compare_digest(known, digest)
+            found for known, found in [*self._fixed.items(), *self._keys.items()] if hmac.compare_digest(known, digest)
         ]
         if not matches:
             raise InvalidApiKey("the API key is not known here")
         return matches[0]
+
+    def models_of(self, name: str) -> frozenset[str] | None:
+        """Return what the keys of this name are limited to, of which there may be several; None for all models."""
+        self._reload_if_changed()
+        limits = [key.models for key in (*self._fixed.values(), *self._keys.values()) if key.name == name]
+        return None if None in limits or not limits else frozenset().union(*filter(None, limits))
 
     def _reload_if_changed(self) -> None:
         now = time.monotonic()
@@ -75,8 +90,8 @@ class ApiKeys:
         try:
             if _version(self._path) == self._version:
                 return
-            self._version, self._names = _read(self._path)
-            logger.info("API keys reloaded keys=%d", len(self._names))
+            self._version, self._keys = _read(self._path)
+            logger.info("API keys reloaded keys=%d", len(self._keys))
         except (OSError, ConfigError) as error:
             logger.error("API keys stay as they were: %s", error)
 
@@ -86,24 +101,25 @@ def _version(path: Path) -> _Version:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _read(path: Path) -> tuple[_Version, dict[str, str]]:
-    """Return the file's version, and its names by digest. Raises ConfigError, which quotes no part of a key."""
+def _read(path: Path) -> tuple[_Version, dict[str, ApiKey]]:
+    """Return the file's version, and its keys by digest. Raises ConfigError, which quotes no part of a key."""
     try:
         version = _version(path)  # before reading, so that a change in between is noticed next time
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(OPTION, str(path), f"a text file that can be read ({type(error).__name__})") from None
-    return version, _names(f"{OPTION} {path}", lines)
+    return version, _keys(f"{OPTION} {path}", lines)
 
 
-def _names(source: str, lines: Iterable[str]) -> dict[str, str]:
-    """Return the names of keys by digest. Raises ConfigError, which quotes no part of a key."""
-    names = {}
+def _keys(source: str, lines: Iterable[str]) -> dict[str, ApiKey]:
+    """Return keys by digest. Raises ConfigError, which quotes no part of a key."""
+    keys = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = LINE.fullmatch(line.strip())
         if match is None:
             raise ConfigError(source, Described(f"something else in line {number}"), RULE)
-        names[match["digest"]] = match["name"]
-    return names
+        models = match["models"]
+        keys[match["digest"]] = ApiKey(match["name"], None if models is None else frozenset(models.split(",")))
+    return keys

@@ -43,6 +43,7 @@ class SequenceMetrics:
         self._timeline = SequenceTimeline(
             request_id=request.request_id,
             model=model,
+            adapter=None if request.lora is None else request.lora.lora_name,
             prompt_tokens=len(request.prompt),
             arrived_at=http.started_ns / 1e9,
         )
@@ -119,6 +120,8 @@ class SequenceMetrics:
         self._timelines.end(timeline, keep=not quiet)
         if reason != "refused":
             self._stats.finished[reason] += 1
+            if timeline.adapter is not None:
+                self._stats.count_adapter(timeline.adapter)
         if reason in ("stop", "length"):
             self._stats.histograms["e2e_request_latency_seconds"].observe(timeline.seconds)
             self._stats.operation(self._http.operation).observe(timeline)
@@ -126,10 +129,11 @@ class SequenceMetrics:
         starting = timeline.first_token_s is None and not self._availability.was_up
         logger.log(
             logging.DEBUG if starting or quiet else logging.INFO,
-            "request ended request_id=%s model=%s reason=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d "
-            "queue_s=%s prefill_s=%s first_token_s=%s seconds=%.3f trace_id=%s",
+            "request ended request_id=%s model=%s adapter=%s reason=%s prompt_tokens=%d cached_tokens=%d "
+            "output_tokens=%d queue_s=%s prefill_s=%s first_token_s=%s seconds=%.3f trace_id=%s",
             timeline.request_id,
             timeline.model,
+            timeline.adapter,
             reason,
             timeline.prompt_tokens,
             timeline.cached_tokens,

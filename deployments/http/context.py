@@ -17,6 +17,8 @@ MAX_SESSION_ID = 256
 MAX_REQUEST_ID = 128
 API_KEY_NAME = "api_key_name"
 """Key in a request's state: the name of its API key, on a server with keys."""
+ALLOWED_MODELS = "allowed_models"
+"""Key in a request's state: the names of models that its API key is limited to; None for all."""
 BACKGROUND_CLIENT = "background_client"
 """Key in the state of a request that this server sends to itself: its client, whose API key was already checked."""
 
@@ -70,6 +72,12 @@ def key_name(request: Request) -> str | None:
     """Return the name of the request's API key; None on a server without keys."""
     name: str | None = getattr(request.state, API_KEY_NAME, None)
     return name
+
+
+def allowed_models(request: Request) -> frozenset[str] | None:
+    """Return the names of models that the request may have; None for all."""
+    allowed: frozenset[str] | None = getattr(request.state, ALLOWED_MODELS, None)
+    return allowed
 
 
 def _client(request: Request, body: EngineBody) -> str:

@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.api_keys import ApiKeys
-from deployments.http.context import API_KEY_NAME, BACKGROUND_CLIENT
+from deployments.http.context import ALLOWED_MODELS, API_KEY_NAME, BACKGROUND_CLIENT
 from deployments.http.errors import error_response, get_path
 from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
 from deployments.http.validation import UnknownFields
@@ -36,6 +36,10 @@ class AuthConfig:
     """File of API keys (ApiKeys)."""
     api_keys: tuple[str, ...] = ()
     """Further keys, as lines of such a file. Without any keys all clients are admitted."""
+    admin_keys: tuple[str, ...] = ()
+    """Names of the keys that may load and unload adapters; empty for all."""
+    allow_lora_updating: bool = False
+    """Adapters can be loaded and unloaded by requests."""
     root_path: str = ""
     """Prefix of all paths at a proxy in front. The proxy may or may not strip it."""
     max_body_bytes: int = 16 * 2**20
@@ -129,8 +133,11 @@ class AuthMiddleware:
     def _check(self, scope: Scope) -> None:
         """Check a request's headers. Raises InvalidApiKey, UnsupportedMediaType or BodyTooLarge."""
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
-        if self._api_keys is not None and not is_open(get_path(scope)) and BACKGROUND_CLIENT not in state:
-            state[API_KEY_NAME] = self._api_keys.name_of(_key(headers))
+        if self._api_keys is not None and BACKGROUND_CLIENT in state:
+            state[ALLOWED_MODELS] = self._api_keys.models_of(state.get(API_KEY_NAME, ""))
+        elif self._api_keys is not None and not is_open(get_path(scope)):
+            key = self._api_keys.find(_key(headers))
+            state[API_KEY_NAME], state[ALLOWED_MODELS] = key.name, key.models
         encoding = headers.get("content-encoding", "identity")
         if encoding.strip().lower() not in ("identity", ""):
             raise UnsupportedMediaType(encoding, "identity", "Content-Encoding")

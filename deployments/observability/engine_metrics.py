@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -97,6 +98,18 @@ def _accepted_per_position(stats: EngineStats) -> dict[int, int]:
     return {} if stats.spec_decode is None else dict(enumerate(stats.spec_decode.num_accepted_tokens_per_pos))
 
 
+def _adapters_resident(stats: EngineStats) -> int | None:
+    return len(stats.adapters) if stats.max_loras else None
+
+
+def _lora_requests(stats: EngineStats) -> dict[int, dict[str, dict[str, float]]]:
+    """Return the time now, as vLLM does, for an engine with adapters: what matters are the labels."""
+    if not stats.max_loras:
+        return {}
+    running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
+    return {stats.max_loras: {running: {waiting: time.time()}}}
+
+
 # of EngineStats
 REQUESTS: list[Row] = [
     (Counter, "vllm:prompt_tokens", "Prompt tokens computed or found in the cache.", "prompt_tokens"),
@@ -146,6 +159,16 @@ LOAD: list[Row] = [
     *histograms({"iteration_tokens_total": "Tokens computed in one step."}),
     (Gauge, "vllm:kv_cache_usage_perc", "Used fraction of the KV blocks, 0 to 1.", "kv_usage"),
     (Gauge, "vllm:cache_config_info", "The KV cache.", _cache_config, "block_size", "num_gpu_blocks"),
+    (
+        Gauge,
+        "vllm:lora_requests_info",
+        "Slots for LoRA adapters, and the adapters of running and of waiting requests.",
+        _lora_requests,
+        "max_lora",
+        "running_lora_adapters",
+        "waiting_lora_adapters",
+    ),
+    (Gauge, "manta_adapters_resident", "LoRA adapters in slots.", _adapters_resident),
     (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
     (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found computed.", "encoder_cache_hits"),
 ]

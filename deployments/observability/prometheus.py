@@ -55,6 +55,7 @@ MODELS: list[Row] = [
     (Counter, "vllm:admission_rejections", "Requests refused with 429.", lambda m: {"queue_full": m.refused}, "reason"),
     (Gauge, "manta_ingress_requests_waiting", "Sequences not yet admitted.", "waiting"),
     (Counter, "manta_request_replays", "Attempts to continue in another engine.", "replays", "reason"),
+    (Counter, "manta_adapter_requests", "Ended requests of LoRA adapters.", "adapters", "adapter"),
     (Counter, "manta_sdc_checks", "Answers that were computed again, and compared.", "sdc_checks", "result"),
 ]
 
@@ -155,13 +156,16 @@ class _Snapshot(Collector):
         replicas."""
         text = "Sequences and prefill requests by why they went to their engine."
         routed = Counter("manta_routed_requests", text)
+        adapters = Counter("manta_routed_adapter_requests", "Those with a LoRA adapter, by whether it was held there.")
         tokens = {field: Counter(name, text) for name, (text, field) in ROUTING_COUNTERS.items()}
         for labels, stats in self._routers():
             for reason, count in stats.routed.items():
                 routed.add_sample(f"{routed.name}_total", {**labels, "policy": stats.policy, "reason": reason}, count)
+            for held, count in stats.adapters.items():
+                adapters.add_sample(f"{adapters.name}_total", {**labels, "adapter": held}, count)
             for field, counter in tokens.items():
                 counter.add_sample(f"{counter.name}_total", labels, getattr(stats, field))
-        yield from (routed, *tokens.values())
+        yield from (routed, adapters, *tokens.values())
 
     def _routers(self) -> Iterator[tuple[dict[str, str], RoutingStats]]:
         for (model, ingress_id), stats in self._models:

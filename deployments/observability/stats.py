@@ -10,6 +10,7 @@ from engine.wire.histogram import SECONDS, TOKENS, Histogram
 
 REPLAY_REASONS = ("engine_unavailable", "tokens_lost", "other_model", "overloaded")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+MAX_ADAPTERS, OTHERS = 100, "(others)"  # that are counted by their names
 
 
 DURATIONS = [0.01 * 2**i for i in range(14)]
@@ -46,6 +47,8 @@ class ModelStats(msgspec.Struct):
     `abort` means that the client left; `error` that it got an error."""
     replays: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REPLAY_REASONS, 0))
     """Attempts to continue in another engine, by the error that ended the previous attempt."""
+    adapters: dict[str, int] = {}
+    """Ended sequences of LoRA adapters: by name for the first MAX_ADAPTERS, the rest as OTHERS."""
     sdc_checks: dict[str, int] = msgspec.field(default_factory=lambda: {"equal": 0, "different": 0})
     """Answers recomputed to detect silent data corruption, by outcome (deployments/frontend/sdc_check.py)."""
     histograms: dict[str, Histogram] = msgspec.field(
@@ -58,6 +61,10 @@ class ModelStats(msgspec.Struct):
     """Histograms by vLLM's names."""
     operations: dict[str, OperationStats] = {}
     """By gen_ai.operation.name."""
+
+    def count_adapter(self, name: str) -> None:
+        label = name if name in self.adapters or len(self.adapters) < MAX_ADAPTERS else OTHERS
+        self.adapters[label] = self.adapters.get(label, 0) + 1
 
     def operation(self, name: str) -> OperationStats:
         return self.operations.setdefault(name, OperationStats())

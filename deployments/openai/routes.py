@@ -59,33 +59,38 @@ class OpenAIRoutes:
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, ChatBody, self._unknown_fields)
         context = RequestContext.of(request, body, "chatcmpl")
-        output = await self._models.find(body.model).chat(body, context)
+        output = await (await self._models.find(body.model, request)).chat(body, context)
         return await _respond(request, body, ChatResponse(body, context, output))
 
     async def completion(self, request: Request) -> Response:
         body = await read_body(request, CompletionBody, self._unknown_fields)
-        response = await self._models.find(body.model).completion(body, RequestContext.of(request, body, "cmpl"))
+        model, context = await self._models.find(body.model, request), RequestContext.of(request, body, "cmpl")
+        response = await model.completion(body, context)
         return await _respond(request, body, response)
 
     async def tokenize(self, request: Request) -> Response:
         body = await read_body(request, TokenizeBody, self._unknown_fields)
-        return with_warning(body.ignored, json_response(await self._models.find(body.model).tokenize(body)))
+        model = await self._models.find(body.model, request)
+        return with_warning(body.ignored, json_response(await model.tokenize(body)))
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeBody, self._unknown_fields)
-        return with_warning(body.ignored, json_response(await self._models.find(body.model).detokenize(body)))
+        model = await self._models.find(body.model, request)
+        return with_warning(body.ignored, json_response(await model.detokenize(body)))
 
-    async def list_models(self) -> Response:
-        named = [(name, model) for model in self._models.values() for name in (model.info.name, *model.info.aliases)]
-        return json_response(ModelList([self._card(name, model) for name, model in named]))
+    async def list_models(self, request: Request) -> Response:
+        return json_response(ModelList([self._card(*found) async for found in self._models.listed(request)]))
 
-    async def retrieve_model(self, name: str) -> Response:
+    async def retrieve_model(self, request: Request, name: str) -> Response:
         if not name:
-            return await self.list_models()
-        return json_response(self._card(name, self._models.find(name)))
+            return await self.list_models(request)
+        model = await self._models.find(name, request)
+        parent = None if model.info.adapter is None else model.info.adapter.parent
+        return json_response(self._card(name, model, model.info.root, parent))
 
-    def _card(self, name: str, model: ServedModel) -> ModelCard:
-        return ModelCard(name, self._started, model.info.root, model.info.max_model_len, model.input_modalities)
+    def _card(self, name: str, model: ServedModel, root: str, parent: str | None) -> ModelCard:
+        length, modalities = model.info.max_model_len, model.input_modalities
+        return ModelCard(name, self._started, root, length, modalities, parent=parent)
 
 
 async def _respond(request: Request, body: GenerationBody, response: ChatResponse | CompletionResponse) -> Response:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 
+from deployments.adapters.adapter import Adapter
+from deployments.adapters.config import AdapterConfig
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
 from deployments.frontend.sdc_check import SdcCheck
@@ -105,6 +108,15 @@ class ModelInfo:
     """Default variables of the chat template; a request's variables override them."""
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
+    adapters: AdapterConfig | None = None
+    """Adapters of the model; None if its engines compute none."""
+    adapter: Adapter | None = None
+    """What the engines are to compute in addition to the model; None for the model itself."""
+
+    def adapted(self, adapter: Adapter) -> ModelInfo:
+        """Return the facts of the model with this adapter, as those of a model of its own."""
+        fingerprint = self.fingerprint and f"{self.fingerprint}_{adapter.digest[:8]}"
+        return replace(self, name=adapter.name, root=adapter.path, aliases=(), fingerprint=fingerprint, adapter=adapter)
 
 
 class ServedModel:
@@ -148,6 +160,12 @@ class ServedModel:
             else SdcCheck(info.sdc_check_every, pool, channel, self.admission, stats),
         )
 
+    def adapted(self, adapter: Adapter) -> ServedModel:
+        """Return the model with this adapter, which shares everything with the model itself."""
+        model = copy.copy(self)
+        model.info = self.info.adapted(adapter)
+        return model
+
     @property
     def input_modalities(self) -> list[str]:
         """Kinds of input that prompts may have, in OpenRouter's terms."""
@@ -180,6 +198,7 @@ class ServedModel:
             cache_salt=cache_salt,
             session_id=context.session_id,
             model=self.info.identity,
+            lora=None if self.info.adapter is None else self.info.adapter.lora,
         )
 
     async def check_health(self) -> None:

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
-from deployments.openai.served_model import ServedModel
+from fastapi import Request
+
+from deployments.adapters.registry import AdapterRegistry
+from deployments.adapters.table import AdapterTable, MemoryTable
+from deployments.http.context import allowed_models
+from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.pools import EnginePool
 from engine.errors import ModelNotFound, RequestError
 
 
 class ServedModels(Mapping[str, ServedModel]):
-    """Models by the name under which they are served. A single model also answers requests that name none."""
+    """Models by the name under which they are served. A single model also answers requests that name none.
 
-    def __init__(self, models: Mapping[str, ServedModel]):
+    Requests name adapters as models too, but those are not values of this mapping: there may be any number of them.
+    """
+
+    def __init__(
+        self, models: Mapping[str, ServedModel], tables: Callable[[ModelInfo], AdapterTable] = lambda _: MemoryTable()
+    ):
+        """tables: gives the table of a model's adapters."""
         self._models = models
         self._aliases = {alias: model for model in models.values() for alias in model.info.aliases}
+        self.registries = {
+            name: AdapterRegistry(name, (name, *model.info.aliases), config, tables(model.info), model.pool)
+            for name, model in models.items()
+            if (config := model.info.adapters) is not None
+        }
 
     def __getitem__(self, name: str) -> ServedModel:
         return self._models[name]
@@ -25,16 +41,56 @@ class ServedModels(Mapping[str, ServedModel]):
     def __len__(self) -> int:
         return len(self._models)
 
-    def find(self, name: str | None) -> ServedModel:
-        """Return the model that a request names. Raises ModelNotFound, or RequestError if the request must name one."""
+    def __contains__(self, name: object) -> bool:
+        """Return whether requests may name it: aliases and adapters, too, as of the last `read`. It may look into a
+        folder."""
+        known = name in self._models or name in self._aliases
+        return known or any(name in registry for registry in self.registries.values())
+
+    async def read(self) -> None:
+        """Learn of adapters that other ingresses have loaded and unloaded, for `in`."""
+        for registry in self.registries.values():
+            await registry.read()
+
+    async def find(self, name: str | None, request: Request) -> ServedModel:
+        """Return the model that a request names, or the model with the adapter that it names.
+
+        Raises ModelNotFound, also for one that the request's API key may not have, RequestError if it has to name one,
+        and AdapterError for an adapter that cannot be used.
+        """
+        allowed = allowed_models(request)
         if not name:
-            if len(self) > 1:
-                raise RequestError(f"model is required; served here: {', '.join(self)}", "model")
-            return next(iter(self.values()))
-        model = self._models.get(name) or self._aliases.get(name)
-        if model is None:
-            raise ModelNotFound(name, [*self, *self._aliases])
-        return model
+            served = [model for model in self.values() if allowed is None or model.info.name in allowed]
+            if len(served) != 1:
+                raise RequestError(f"model is required; served here: {', '.join(self._known(allowed))}", "model")
+            return served[0]
+        if allowed is None or name in allowed:
+            if (model := self._models.get(name) or self._aliases.get(name)) is not None:
+                return model
+            for base, registry in self.registries.items():
+                if (adapter := await registry.find(name)) is not None:
+                    return self[base].adapted(adapter)
+        raise ModelNotFound(name, self._known(allowed))
+
+    async def listed(self, request: Request) -> AsyncIterator[tuple[str, ServedModel, str, str | None]]:
+        """Yield what the request may have: its name, the model that computes it, its files, and for an adapter the
+        name of its model."""
+        allowed = allowed_models(request)
+        for model in self.values():
+            for name in (model.info.name, *model.info.aliases):
+                if allowed is None or name in allowed:
+                    yield name, model, model.info.root, None
+        for base, registry in self.registries.items():
+            for name, path in await registry.listed():
+                if allowed is None or name in allowed:
+                    yield name, self[base], path, base
+
+    async def adapters_of(self, base: str) -> list[str]:
+        """Return the names of a model's adapters."""
+        return [name for name, _ in await self.registries[base].listed()] if base in self.registries else []
 
     def pools(self) -> dict[str, EnginePool]:
         return {name: model.pool for name, model in self.items()}
+
+    def _known(self, allowed: frozenset[str] | None) -> list[str]:
+        return [*self, *self._aliases] if allowed is None else sorted(allowed)

@@ -33,18 +33,21 @@ class PoolingRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         body = await read_body(request, EmbeddingBody, self._unknown_fields)
-        model, context = PooledModel(self._models.find(body.model)), RequestContext.of(request, body, "embd")
+        model = PooledModel(await self._models.find(body.model, request))
+        context = RequestContext.of(request, body, "embd")
         answer = await run_while_connected(request, model.embed(body, context))
         return with_warning(body.ignored, json_response(answer))
 
     async def score(self, request: Request) -> Response:
         body = await read_body(request, ScoreBody, self._unknown_fields)
-        model, context = PooledModel(self._models.find(body.model)), RequestContext.of(request, body, "score")
+        model = PooledModel(await self._models.find(body.model, request))
+        context = RequestContext.of(request, body, "score")
         answer = await run_while_connected(request, model.score(body, context))
         return with_warning(body.ignored, json_response(answer))
 
     async def rerank(self, request: Request) -> Response:
         body = await read_body(request, RerankBody, self._unknown_fields)
-        model, context = PooledModel(self._models.find(body.model)), RequestContext.of(request, body, "rerank")
+        model = PooledModel(await self._models.find(body.model, request))
+        context = RequestContext.of(request, body, "rerank")
         answer = await run_while_connected(request, model.rerank(body, context))
         return with_warning(body.ignored, json_response(answer))

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from deployments.replicas.pools import EnginePool, ReplicaStatus
-from engine.wire.messages import GenerateRequest, PeerPool
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import ErrorInfo, GenerateRequest, PeerPool
 
 
 class SharedCall:
@@ -49,6 +50,9 @@ class SharedCall:
 
     async def asleep(self) -> bool:
         return await self._pool.asleep()
+
+    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+        return await self._pool.load_adapter(lora)
 
     async def reset_prefix_cache(self) -> None:
         await self._pool.reset_prefix_cache()

@@ -17,10 +17,12 @@ from deployments import ray_compat
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.remote_dispatcher import RemotePool
 from deployments.replicas.scaling_report import ReplicaReport
+from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
 from engine.model.checkpoint.overlay import engine_folder
-from engine.wire.messages import PeerPool
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import ErrorInfo, PeerPool
 from engine.wire.model_identity import ModelIdentity
 from placement.console_log import log_to_console
 from placement.rank_actor import RankReady
@@ -86,6 +88,10 @@ class EngineDeployment:
     async def status(self) -> bytes:
         """Return the newest ReplicaStatus in msgpack. Raises EngineUnavailable if the engine hangs or is gone."""
         return msgspec.msgpack.encode(self._engine.status())
+
+    async def load_adapter(self, lora: LoRARequest, call: RoutingContext) -> ErrorInfo | None:
+        """Have the engine read an adapter. Returns why it cannot. Raises EngineUnavailable."""
+        return await self._engine.load_adapter(lora)
 
     async def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import zmq
@@ -18,11 +20,15 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable, RequestTimeout
+from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
+    AdapterLoaded,
     CancelDispatch,
     Command,
     DispatchRemote,
     EngineStatus,
+    ErrorInfo,
+    LoadAdapter,
     Notice,
     PeerPool,
     ResetPrefixCache,
@@ -56,6 +62,7 @@ class EngineReplica:
         self._stall_timeout_s, self._node = stall_timeout_s, node
         self._dispatchers = {kind: RemoteDispatcher(pool, self._send, kind) for kind, pool in (peers or {}).items()}
         self._calls: dict[str, asyncio.Future[None]] = {}
+        self._loads: dict[str, asyncio.Future[ErrorInfo | None]] = {}
         self._broken: str | None = None
         self._status: EngineStatus | None = None
         self._status_at = time.monotonic()
@@ -123,6 +130,18 @@ class EngineReplica:
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
+    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+        """Return once the engine has read an adapter, with the reason if it cannot. Raises EngineUnavailable."""
+        if self._broken is not None:
+            raise EngineUnavailable(self._broken)
+        call_id = secrets.token_hex(8)
+        loaded = self._loads[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(LoadAdapter(call_id, lora))
+            return await loaded
+        finally:
+            del self._loads[call_id]
+
     def reset_prefix_cache(self) -> None:
         """Empty the engine's prefix cache. Raises EngineUnavailable if the engine is unhealthy."""
         self.check_health()
@@ -133,7 +152,8 @@ class EngineReplica:
         self._broken = reason
         for dispatcher in self._dispatchers.values():
             dispatcher.close()
-        for ended in self._calls.values():
+        open_calls: list[asyncio.Future[Any]] = [*self._calls.values(), *self._loads.values()]
+        for ended in open_calls:
             if not ended.done():
                 ended.set_exception(EngineUnavailable(reason))
 
@@ -172,6 +192,9 @@ class EngineReplica:
     def _handle(self, notice: Notice) -> None:
         if isinstance(notice, EngineStatus):
             self._update(notice)
+        elif isinstance(notice, AdapterLoaded):
+            if (loaded := self._loads.get(notice.call_id)) is not None and not loaded.done():
+                loaded.set_result(notice.error)
         elif isinstance(notice, DispatchRemote) and notice.pool in self._dispatchers:
             self._dispatchers[notice.pool].dispatch(notice.request)
         elif isinstance(notice, CancelDispatch) and self._dispatchers:

@@ -11,7 +11,8 @@ import msgspec
 from deployments.routing.config import Role
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable
-from engine.wire.messages import EngineStatus, GenerateRequest, PeerPool
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import EngineStatus, ErrorInfo, GenerateRequest, PeerPool
 
 
 class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__struct_config__.tag):
@@ -42,6 +43,9 @@ class EnginePool(Protocol):
 
     async def asleep(self) -> bool:
         """Return whether there are no replicas because none is needed; the next request starts one."""
+
+    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+        """Have one replica read an adapter. Returns why it cannot. Raises ServingError if none answers."""
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix caches of all replicas in all pools. Raises EngineUnavailable if a replica does not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,15 +20,17 @@ from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.remote_dispatcher import PoolState
-from deployments.routing.routing_context import CallOutcome, PromptDigester, RoutingContext
+from deployments.routing.routing_context import CallOutcome, PromptDigest, PromptDigester, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError
-from engine.wire.messages import GenerateRequest, PeerPool
+from engine.wire.lora import LoRARequest, digest_of
+from engine.wire.messages import ErrorInfo, GenerateRequest, PeerPool
 from engine.wire.remote_request import RemoteRequest
 
 logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 3.0
+LOAD_TIMEOUT_S = 120.0  # of an adapter, whose files may be on a slow disk
 AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
 
@@ -54,7 +57,12 @@ class ServePool:
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         first = requests[0]  # routing uses its prefix for all of them
         prompt = self._prompts.digest(
-            first.request_id, first.prompt, first.cache_salt, first.session_id, first.mm_features
+            first.request_id,
+            first.prompt,
+            first.cache_salt,
+            first.session_id,
+            first.mm_features,
+            digest_of(first.lora),
         )
         if len(requests) > 1:
             prompt = replace(prompt, num_tokens=sum(len(request.prompt) for request in requests))
@@ -83,6 +91,14 @@ class ServePool:
         deployment = await _deployment_status(self._handle)
         return deployment is not None and deployment.status in AT_REST and not deployment.replica_states.get("RUNNING")
 
+    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+        prompt = PromptDigest(f"adapter-{secrets.token_hex(8)}", 1, (), adapter=lora.digest)
+        call = RoutingContext(prompt)  # it counts as no request
+        response = self._handle.load_adapter.remote(lora, call)
+        async with asyncio.timeout(LOAD_TIMEOUT_S):
+            found: ErrorInfo | None = await _answer(response, call)
+        return found
+
     async def reset_prefix_cache(self) -> None:
         for handle in (self._handle, *self._peers.values()):
             answers = await ray_compat.broadcast(handle, "reset_prefix_cache", STATUS_TIMEOUT_S)
@@ -108,6 +124,7 @@ class ServeRemotePool:
             remote_request.token_ids,
             remote_request.cache_salt,
             images=remote_request.mm_features,
+            adapter=digest_of(remote_request.lora),
         )
         call = RoutingContext(prompt, self.routing, avoid=avoid)
         await _answer(self._handle.prefill.remote(EncodedRequest.of(remote_request), call), call)
@@ -122,13 +139,14 @@ class ServeRemotePool:
         return "up" if deployment.replica_states.get("RUNNING") else "down"
 
 
-async def _answer(response: DeploymentResponse, call: RoutingContext) -> None:
-    """Wait for a call to end, and report its outcome to its router. Cancelling this cancels the call. Raises
+async def _answer(response: DeploymentResponse, call: RoutingContext) -> Any:
+    """Return the answer, and tell the router how the call has ended. Cancelling this cancels the call. Raises
     ServingError."""
     outcome: CallOutcome = "ended"
     try:
-        await response
+        answer = await response
         outcome = "answered"
+        return answer
     except asyncio.CancelledError:
         response.cancel()
         raise

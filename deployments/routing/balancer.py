@@ -33,7 +33,9 @@ class Balancer:
     def __init__(self, config: RoutingConfig, role: Role, block_size: int, rng: random.Random | None = None):
         self.placements = Placements()
         self.stats = RoutingStats(config.policy)
-        self._cost = RoutingCost(block_size, config.prefix_weight, config.running_weight_of(role))
+        self._cost = RoutingCost(
+            block_size, config.prefix_weight, config.running_weight_of(role), config.adapter_weight
+        )
         self._policy = make_policy(config.policy, self._cost, rng or random.Random())
         self._unhealthy: set[str] = set()
 
@@ -57,10 +59,13 @@ class Balancer:
             keys=prompt.keys[best.cached :],
             cached_tokens=self._cost.cached_tokens(prompt, best),
             embeds=self._cost.uncached_embeds(prompt, best),
+            adapter=prompt.adapter,
         )
         self.placements.place(prompt.request_id, placement)
         if not moved:
             self.stats.routed[reason] += 1
+            if prompt.adapter:
+                self.stats.adapters["held" if best.holds_adapter else "to_load"] += 1
         return RoutingDecision(ranked, reason, placement.cached_tokens)
 
     def use_stats(self, stats: RoutingStats) -> None:
@@ -101,7 +106,7 @@ class Balancer:
             nonlocal cached
             record = records.get(engine, UNKNOWN)
             cached = record.prefixes.match(prompt.keys, guess=cached)
-            return EngineCandidate(engine, record.load, cached)
+            return EngineCandidate(engine, record.load, cached, record.holds(prompt.adapter))
 
         return lookup
 

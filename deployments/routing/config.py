@@ -29,6 +29,11 @@ class RoutingConfig:
         "Cost of computing a block of the prompt, relative to a block that is queued before it. Larger values favour "
         "cached prefixes; 0 considers load only.",
     )
+    # twice what loading one takes: another one has to make place, and is missed by a later request
+    adapter_weight: float = option(
+        32.0,
+        "Cost of a LoRA adapter that an engine has to load first, in blocks of prompt; 0 ignores adapters.",
+    )
     running_weight: float | None = option(
         None, "Cost of a KV block that other requests use. Default: 0.25 in a decode pool, 0 in a prefill pool."
     )
@@ -36,7 +41,7 @@ class RoutingConfig:
     def __post_init__(self) -> None:
         if self.policy not in get_args(PolicyName):
             raise ConfigError("routing.policy", self.policy, f"one of {', '.join(get_args(PolicyName))}")
-        for key in ("prefix_weight", "running_weight"):
+        for key in ("prefix_weight", "adapter_weight", "running_weight"):
             weight = getattr(self, key)
             if weight is not None and not 0 <= weight < float("inf"):
                 raise ConfigError(f"routing.{key}", weight, "at least 0")

@@ -16,6 +16,7 @@ class EngineCandidate:
     engine: str
     load: EngineLoad
     cached: int  #: number of leading blocks of the prompt that it has or will have
+    holds_adapter: bool = True  #: it has the adapter of the prompt or will have it, or there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class RoutingCost:
     """Cost of a prompt on an engine, in blocks to compute:
 
     decode:  prefix_weight * uncached blocks + queued blocks + running_weight * blocks in use
+             + adapter_weight where the adapter has to be loaded
     prefill: the same with a running_weight of 0, since blocks that only wait to be read slow nothing down
 
     Queued blocks are prompt blocks of other requests that the engine still has to compute, so they count as much as the
@@ -33,9 +35,11 @@ class RoutingCost:
     block_size: int
     prefix_weight: float
     running_weight: float
+    adapter_weight: float = 0.0
 
     def total(self, prompt: PromptDigest, candidate: EngineCandidate) -> float:
-        return self.prefix_weight * self.uncached(prompt, candidate) + self.load(candidate)
+        own = self.prefix_weight * self.uncached(prompt, candidate) + self.load(candidate)
+        return own if candidate.holds_adapter else own + self.adapter_weight
 
     def uncached(self, prompt: PromptDigest, candidate: EngineCandidate) -> float:
         """Return the blocks to compute, as a fraction where the last is not full. An embedding to make counts as one
@@ -74,8 +78,8 @@ class RoutingCost:
         return no_slot or 0 < load.blocks_total < load.blocks_used + self.new_blocks(prompt, candidate)
 
     def overloaded(self, prompt: PromptDigest, candidate: EngineCandidate, others: Sequence[EngineCandidate]) -> bool:
-        """Return whether the request is better off elsewhere, even if its whole prompt is cached here and none of it
-        there.
+        """Return whether the request is better off elsewhere, even with its whole prompt cached here and none there,
+        nor its adapter.
 
         That is so if it would have to wait here but not there, or if this engine has more work queued than another
         would have with the whole prompt added.
@@ -83,5 +87,7 @@ class RoutingCost:
         with_capacity = [other for other in others if not self.would_wait(prompt, other)]
         if self.would_wait(prompt, candidate) and with_capacity:
             return True
-        whole = self.prefix_weight * prompt.num_tokens / self.block_size
+        whole = self.prefix_weight * prompt.num_tokens / self.block_size + (
+            self.adapter_weight if prompt.adapter else 0
+        )
         return any(self.load(candidate) > whole + self.load(other) for other in with_capacity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ class Placement:
     keys: Sequence[int]  #: keys of the blocks that the engine will have cached once the prompt is computed
     cached_tokens: int  #: prompt tokens that the router expects to be cached
     embeds: int = 0  #: image embeddings to make there
+    adapter: str = ""  #: digest of the adapter that the engine will have once the prompt is computed
 
 
 @dataclass(slots=True)
@@ -30,7 +31,14 @@ class EngineRecord:
     pending: dict[str, Placement] = field(default_factory=dict)  #: placements that no report includes yet, by request
     load: EngineLoad = field(default_factory=EngineLoad)  #: the last report plus the pending placements
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    expected_adapters: Counter[str] = field(
+        default_factory=Counter
+    )  #: of placements whose prompts are not computed yet
     last_update: int | None = None  #: number of the newest update whose block changes were applied
+
+    def holds(self, adapter: str) -> bool:
+        """Return whether the engine has an adapter or will have it. No adapter is always there."""
+        return not adapter or adapter in self.reported.adapters or adapter in self.expected_adapters
 
     def total_load(self) -> EngineLoad:
         report, pending = self.reported, self.pending.values()
@@ -71,6 +79,7 @@ class Placements:
         record.pending[request_id] = placement
         record.load = record.total_load()
         record.prefixes.expect(placement.keys)
+        record.expected_adapters[placement.adapter] += 1
 
     def report(self, engine: str, load: EngineLoad, admitted: Iterable[str]) -> None:
         """Record an engine's load, which includes the admitted requests."""
@@ -118,7 +127,9 @@ class Placements:
         self._ended.discard(request_id)
         placement = self._placements.pop(request_id, None)
         if placement is not None:
-            self.records[placement.engine].prefixes.unexpect(placement.keys)
+            record = self.records[placement.engine]
+            record.prefixes.unexpect(placement.keys)
+            record.expected_adapters -= Counter((placement.adapter,))
         return placement
 
     def forget(self, engine: str) -> None:

@@ -34,8 +34,10 @@ class PrefixAware:
         costs = {c.engine: (self._cost.would_wait(prompt, c), self._cost.total(prompt, c)) for c in candidates}
         ranked = sorted(engines, key=costs.__getitem__)
         equal = bisect_right(ranked, costs[ranked[0]], key=costs.__getitem__)
-        if equal > 1:  # all else being equal, all ingresses send prompts that begin alike to the same engine
-            start = str(prompt.keys[0]) if prompt.keys else prompt.request_id
+        if (
+            equal > 1
+        ):  # all else being equal, all ingresses send one adapter's prompts, or those that begin alike, to one engine
+            start = prompt.adapter or (str(prompt.keys[0]) if prompt.keys else prompt.request_id)
             best = rendezvous_order(start, ranked[:equal])[0]
             ranked.sort(key=lambda engine: engine != best)
         longest = max(c.cached for c in candidates)

@@ -19,6 +19,8 @@ class RoutingStats(msgspec.Struct):
 
     policy: PolicyName = "prefix_aware"
     routed: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(get_args(RoutingReason), 0))
+    adapters: dict[str, int] = msgspec.field(default_factory=lambda: {"held": 0, "to_load": 0})
+    """Requests with a LoRA adapter, by whether the engine that they went to had it or was to load it."""
     estimated_tokens: int = 0  #: prompt tokens that were expected to be cached
     cached_tokens: int = 0  #: prompt tokens that were cached
     drift_tokens: int = 0  #: sum over requests of the absolute difference of the two

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine import pocket
 from engine.errors import AdapterError, AdapterNotFound, Described
 from engine.lora.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
 from engine.model.checkpoint.folder import HUB_ID
 
+POCKET_PIRATE = "pocket-pirate"  # path of the adapter that ships with the pocket model
 WEIGHTS_FILE = "adapter_model.safetensors"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # dtypes, as safetensors names them
 # the adapter's name is left in by some trainers; PEFT takes it out as it saves
@@ -89,7 +91,7 @@ def open_adapter(path: str | Path, name: str = "") -> AdapterFiles:
 
 
 def _folder(path: str | Path, adapter: str) -> Path:
-    folder = Path(path).expanduser()
+    folder = pocket.PIRATE if path == POCKET_PIRATE else Path(path).expanduser()
     if folder.is_dir():
         return folder
     if (hub := HUB_ID.fullmatch(str(path))) is None or str(path).startswith("."):

@@ -285,6 +285,8 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     blocks_total: int = 0
     queued_embeds: int = 0
     """Image embeddings that the vision encoder still has to compute."""
+    adapters: tuple[str, ...] = ()
+    """Digests of the LoRA adapters in slots."""
 
 
 class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import IngressSection, ModelSection
-from cluster.fingerprint import as_in_a_checkout, differing_parts
+from cluster.fingerprint import PARTS, as_in_a_checkout, differing_parts
 from cluster.model_info import model_info
 from tests.models import make_model
 
@@ -62,7 +62,7 @@ def test_files_of_a_model_count_in_their_part(model, tmp_path, file, part):
 
 
 def test_a_fingerprint_of_another_form_differs_in_all_parts(model):
-    assert differing_parts("fp_0123456789abcdef", fingerprint(model)) == ["weights", "tokenizer", "options", "code"]
+    assert differing_parts("fp_0123456789abcdef", fingerprint(model)) == [*PARTS]
 
 
 def test_a_file_counts_alike_in_a_checkout_and_in_a_wheel(tmp_path):

@@ -98,10 +98,9 @@ def test_what_is_left_out_is_in_the_log(caplog):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"lora_config": {"max_num_adapters_per_replica": 4}}, r"llm_configs\[0\]\.lora_config must be left out"),
+        ({"lora_config": {"dynamic_lora_loading_path": "s3://b"}}, r"llm_configs\[0\]\.lora_config\.dynamic_lora_loading"),
         ({"server_cls": "sglang:Server"}, r"llm_configs\[0\]\.server_cls must be left out"),
         ({"llm_engine": "SGLang"}, r"llm_configs\[0\]\.llm_engine must be vLLM"),
-        ({"engine_kwargs": {"enable_lora": True}}, r"llm_configs\[0\]\.engine_kwargs: --enable-lora is vLLM's: there"),
         ({"engine_kwargs": {"max_modle_len": 8}}, r"llm_configs\[0\]\.engine_kwargs: No such option: --max-modle-len"),
         ({"engine_kwargs": {"dtype": "int4"}}, r"engine_kwargs: Invalid value for '--dtype'"),
         ({"model_loading_config": {}}, r"llm_configs\[0\]\.model_loading_config\.model_id must be given"),

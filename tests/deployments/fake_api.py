@@ -29,7 +29,8 @@ from deployments.replicas.pools import ReplicaStatus
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import GenerateRequest, PeerPool
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import ErrorInfo, GenerateRequest, PeerPool
 from engine.wire.pooling_params import SupportedTasks
 from tests.fake_engine import FakeEngine, Script
 from tests.models import make_tokenizer
@@ -63,6 +64,9 @@ class LocalPool:
 
     async def asleep(self) -> bool:
         return self.sleeps
+
+    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+        return await self._replica.load_adapter(lora)
 
     async def reset_prefix_cache(self) -> None:
         self._replica.reset_prefix_cache()

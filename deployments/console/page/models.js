@@ -25,6 +25,7 @@ function card(model) {
   const rows = [
     ["also called", model.aliases.join(", ")],
     ["files", model.root],
+    ["adapters", model.adapters.join(", ")],
     ["context", `${count(model.max_model_len)} tokens`],
     ["vocabulary", `${count(model.vocab_size)} tokens`],
     ["reads", model.input_modalities.join(", ")],

@@ -58,7 +58,7 @@ function makeRow(request) {
 
 function updateRow(row, request) {
   const [, model, state, prompt, cached, output, first, total] = row.children;
-  setText(model, request.model);
+  setText(model, request.adapter || request.model);
   const bad = request.reason === "error" || request.reason === "refused";
   state.firstChild.className = `state ${bad ? "error" : request.state}`;
   const replays = request.replays ? `, ${request.replays} replay${request.replays > 1 ? "s" : ""}` : "";
@@ -118,6 +118,7 @@ function drawLegend(request) {
 function summary(request) {
   const rows = [
     ["model", request.model],
+    ["adapter", request.adapter],
     ["came", time(request.arrived_at)],
     ["state", request.state === "ended" ? `ended after ${duration(request.seconds)}: ${request.reason}` : request.state],
     ["error", request.error],

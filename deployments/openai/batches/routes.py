@@ -141,6 +141,7 @@ class BatchRoutes:
             with storage():
                 _, content = await self._files.content(body.input_file_id, key_name(request))
                 model = await InputFile(content, self._auth.max_body_bytes).model()
+                await self._models.read()
                 batch = await self._store.create(body, key_name(request), model if model in self._models else None)
         except ObjectNotFound as error:
             error.param = "input_file_id"

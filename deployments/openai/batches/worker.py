@@ -81,6 +81,7 @@ class BatchWorker:
 
     async def _start_batches(self) -> None:
         """Start batches that no ingress works on, oldest first, as far as their owners' limits allow."""
+        await self._models.read()
         for batch_id in await self._store.unfinished.all():
             if batch_id in self._running:
                 continue

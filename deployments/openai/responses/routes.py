@@ -66,7 +66,7 @@ class ResponsesRoutes:
 
     async def create(self, request: Request) -> HttpResponse:
         body = await read_body(request, ResponsesBody, self._unknown_fields)
-        model, owner = self._models.find(body.model), owner_of(request)
+        model, owner = await self._models.find(body.model, request), owner_of(request)
         context = RequestContext.of(request, body, "resp")
         if body.background and context.background:
             raise InvalidParameter("background", body.background, "false in a batch, which is in the background itself")

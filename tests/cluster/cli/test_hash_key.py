@@ -15,14 +15,14 @@ def test_generated_key_opens_the_server_that_has_its_line(tmp_path):
     file.write_text(result.stdout)
     key = re.search(r"sk-\S+", result.stderr)[0]
     assert key not in result.stdout
-    assert ApiKeys(file).name_of(key) == "alice"
+    assert ApiKeys(file).find(key).name == "alice"
 
 
 def test_existing_key_is_asked_for(tmp_path):
     result = CliRunner().invoke(cli.app, ["hash-key", "bob"], input="sk-old\n")
     file = tmp_path / "keys"
     file.write_text(result.stdout)
-    assert ApiKeys(file).name_of("sk-old") == "bob"
+    assert ApiKeys(file).find("sk-old").name == "bob"
 
 
 def test_name_that_would_break_the_file_is_refused():

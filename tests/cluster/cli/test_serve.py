@@ -239,10 +239,10 @@ def test_keys_are_given_as_in_vllm_and_only_their_hashes_are_kept(monkeypatch):
         text = yaml.safe_dump(found := args(*flags))
         assert "sk-" not in text
         keys = AppConfig.parse(found).ingress.auth().keys()
-        assert keys is not None and keys.name_of("sk-2") == "key-2"
+        assert keys is not None and keys.find("sk-2").name == "key-2"
     monkeypatch.setenv("VLLM_API_KEY", "sk-3")
     keys = AppConfig.parse(args()).ingress.auth().keys()
-    assert keys is not None and keys.name_of("sk-3") == "key-1"
+    assert keys is not None and keys.find("sk-3").name == "key-1"
 
 
 def test_certificate_is_told_to_serve_and_to_haproxy_and_a_plain_key_to_neither(monkeypatch, certificate, served):

@@ -40,14 +40,14 @@ def test_a_flag_takes_no_more_than_its_value_and_does_what_its_row_says(row, nam
 
 
 def test_one_line_names_all_that_was_left_out(capsys, monkeypatch):
-    given = ["--seed", "1", "--trust-remote-code", "--swap-space=4", "--runner", "generate", "--no-enable-lora"]
+    given = ["--seed", "1", "--trust-remote-code", "--swap-space=4", "--runner", "generate", "--no-enable-sleep-mode"]
     monkeypatch.setattr("sys.argv", ["manta", "serve", "pocket", *given, "--print-config"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("manta: left out: --seed (requests bring their own `seed`); --trust-remote-code (code")
-    assert all(flag in line for flag in ("--swap-space (", "--runner (", "--no-enable-lora ("))
+    assert all(flag in line for flag in ("--swap-space (", "--runner (", "--no-enable-sleep-mode ("))
 
 
 def test_what_would_change_results_or_capacity_ends_with_exit_code_1(monkeypatch, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ def balancer(policy: PolicyName = "prefix_aware", **weights: float) -> Balancer:
     return Balancer(RoutingConfig(policy=policy, **weights), "decode", BLOCK, random.Random(0))
 
 
-def report(engine: str, number: int = 0, *, snapshot: bool = True, stored: bytes = b"", **load: int) -> EngineUpdate:
+def report(engine: str, number: int = 0, *, snapshot: bool = True, stored: bytes = b"", **load: Any) -> EngineUpdate:
     return EngineUpdate(
         engine_id=engine,
         number=number,
@@ -36,6 +38,55 @@ def report(engine: str, number: int = 0, *, snapshot: bool = True, stored: bytes
 def plain(number: int, tokens: int = 40) -> PromptDigest:
     """A prompt that has nothing in common with others."""
     return prompt(f"r{number}", [number * 1000 + i for i in range(tokens)])
+
+
+# adapters
+
+
+def adapted(number: int, adapter: str, tokens: int = 40) -> PromptDigest:
+    return replace(plain(number, tokens), adapter=adapter)
+
+
+def test_requests_go_where_their_adapter_is_or_is_being_loaded():
+    router = balancer()
+    for engine in ENGINES:
+        router.update(report(engine))
+    router.update(report(ENGINES[2], adapters=("sql",), blocks_used=20))
+    assert router.choose(adapted(0, "sql"), ENGINES).engines[0] == ENGINES[2]
+    home = router.choose(adapted(1, "new"), ENGINES).engines[0]
+    assert [router.choose(adapted(n, "new", 8), ENGINES).engines[0] for n in range(2, 5)] == [home] * 3
+    assert router.stats.adapters == {"held": 4, "to_load": 1}
+    router.placements.check()
+
+
+def test_an_adapter_that_is_hot_is_loaded_where_there_is_less_to_do():
+    router = balancer()
+    for engine in ENGINES:
+        router.update(report(engine, adapters=("hot",) if engine == ENGINES[0] else ()))
+    placed = [router.choose(adapted(number, "hot"), ENGINES).engines[0] for number in range(64)]
+    assert placed[0] == ENGINES[0] and {*placed} == {*ENGINES}
+    assert all(placed.count(engine) >= 10 for engine in ENGINES)
+
+
+def test_what_is_expected_of_a_request_ends_with_it():
+    router = balancer()
+    for engine in ENGINES:
+        router.update(report(engine))
+    home = router.choose(adapted(0, "sql"), ENGINES).engines[0]
+    assert router.placements.engine(home).holds("sql")
+    router.end("r0", confirmed=False)
+    assert not router.placements.engine(home).holds("sql") and router.placements.engine(home).holds("")
+
+
+def test_ingresses_that_have_heard_nothing_choose_one_engine_for_an_adapter():
+    chosen = {balancer().choose(adapted(number, "sql"), ENGINES).engines[0] for number in range(5)}
+    assert len(chosen) == 1
+
+
+def test_blocks_of_another_adapter_are_no_prefix():
+    digester, tokens = PromptDigester(BLOCK), list(range(40))
+    keys = [digester.digest("r", tokens, "", adapter=adapter).keys for adapter in ("", "a", "b", "")]
+    assert len({*map(tuple, keys)}) == 3 and keys[0] == keys[3]
 
 
 # the three bugs that other routers had

@@ -5,6 +5,7 @@ All are slow; in ordinary runs two replicas of a smaller model do (plain/test_re
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,11 +17,19 @@ REPLICAS = 3
 
 
 @pytest.fixture(scope="package")
-def started(tmp_path_factory) -> Iterator[ServeRun]:
+def adapters_folder(tmp_path_factory) -> Path:
+    """The server's dynamic folder."""
+    return Path(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="package")
+def started(tmp_path_factory, adapters_folder) -> Iterator[ServeRun]:
     engine = {"device": "cpu", "dtype": "bfloat16", "num_threads": 1, "num_blocks": 1024, "block_size": 4}
     decode = {"num_cpus": 0.3, "num_replicas": REPLICAS}
     model = {"name": "pocket", "model": "pocket", "engine": engine, "decode": decode}
-    server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model]})
+    model |= {"lora_modules": {"pirate": "pocket-pirate"}, "lora": {"dynamic_folder": str(adapters_folder)}}
+    args = {"models": [model], "ingress": {"allow_runtime_lora_updating": True}}
+    server = ServeRun(tmp_path_factory.mktemp("serve"), args)
     try:
         server.wait_until_healthy(REPLICAS)
         yield server

@@ -1,0 +1,93 @@
+"""The routes that load and unload LoRA adapters while the server runs, as vLLM has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import Request, Response
+from pydantic import Field
+
+from deployments.adapters.errors import AdapterNotLoaded
+from deployments.adapters.registry import AdapterRegistry
+from deployments.http.body import RequestBody
+from deployments.http.context import key_name
+from deployments.http.json_body import read_body
+from deployments.http.route import Route
+from deployments.http.validation import UnknownFields
+from deployments.openai.served_models import ServedModels
+from engine.errors import InvalidParameter, NotPermitted, RequestError
+
+MAX_NAME = 256
+
+
+class LoadAdapterBody(RequestBody):
+    lora_name: str = Field(default="", max_length=MAX_NAME)
+    """What requests will name as their `model`."""
+    lora_path: str = Field(default="", max_length=4096)
+    """Folder that all replicas have, or a Hub id."""
+    load_inplace: bool = False
+    """It may replace an adapter of its name, for requests from now on."""
+    base_model_name: str | None = None
+    """The model that it adapts, where several have adapters."""
+    is_3d_lora_weight: bool = False
+    """Read from the file."""
+
+
+class UnloadAdapterBody(RequestBody):
+    lora_name: str = Field(default="", max_length=MAX_NAME)
+    lora_int_id: int | None = None
+    """Has no meaning here."""
+
+
+class AdapterRoutes:
+    def __init__(self, models: ServedModels, admin_keys: Sequence[str], unknown_fields: UnknownFields):
+        """admin_keys: names of the API keys that may use the routes; none for all."""
+        self._models, self._admin_keys, self._unknown_fields = models, admin_keys, unknown_fields
+
+    def routes(self) -> list[Route]:
+        load, unload = "Serve a LoRA adapter.", "Serve it no longer."
+        text = "text/plain"
+        return [
+            Route("POST", "/v1/load_lora_adapter", self.load, load, body=LoadAdapterBody, result=text),
+            Route("POST", "/v1/unload_lora_adapter", self.unload, unload, body=UnloadAdapterBody, result=text),
+        ]
+
+    async def load(self, request: Request) -> Response:
+        self._check_key(request)
+        body = await read_body(request, LoadAdapterBody, self._unknown_fields)
+        if not body.lora_name or not body.lora_path:
+            raise RequestError("Both 'lora_name' and 'lora_path' must be provided.")
+        registry = self._registry(body.base_model_name)
+        if body.lora_name in self._models and not any(
+            body.lora_name in one for one in self._models.registries.values()
+        ):
+            raise InvalidParameter("lora_name", body.lora_name, "another name than those of the models")
+        await registry.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
+        return _success(body.lora_name, "added")
+
+    async def unload(self, request: Request) -> Response:
+        self._check_key(request)
+        body = await read_body(request, UnloadAdapterBody, self._unknown_fields)
+        if not body.lora_name:
+            raise RequestError("either 'lora_name' and 'lora_int_id' needs to be provided.")
+        for registry in self._models.registries.values():
+            if await registry.unload(body.lora_name):
+                return _success(body.lora_name, "removed")
+        raise AdapterNotLoaded(body.lora_name)
+
+    def _check_key(self, request: Request) -> None:
+        if self._admin_keys and key_name(request) not in self._admin_keys:
+            raise NotPermitted("adapters are loaded and unloaded with a key of ingress.admin_keys only")
+
+    def _registry(self, base: str | None) -> AdapterRegistry:
+        registries = self._models.registries
+        if base is None and len(registries) == 1:
+            return next(iter(registries.values()))
+        if base not in registries:
+            known = ", ".join(registries) or "none"
+            raise InvalidParameter("base_model_name", base, f"a model with adapters (engine.enable_lora): {known}")
+        return registries[base]
+
+
+def _success(name: str, what: str) -> Response:
+    return Response(f"Success: LoRA adapter '{name}' {what} successfully.", media_type="text/plain")

@@ -1,0 +1,38 @@
+"""One adapter as clients see it."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from engine.errors import AdapterError
+from engine.lora.adapter_files import open_adapter
+from engine.wire.lora import LoRARequest
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter that is served under its own name."""
+
+    name: str
+    path: str
+    """Folder or Hub id."""
+    digest: str
+    """What tells it from others: its name and path may get other weights."""
+    parent: str
+    """The model that it adapts, as /v1/models names it."""
+    created: int
+    """When it was opened, in seconds since 1970."""
+
+    @classmethod
+    def open(cls, name: str, path: str, parent: str, max_rank: int) -> Adapter:
+        """Read its files, which takes about a second for each GB. Raises AdapterError, and AdapterNotFound."""
+        files = open_adapter(path, name)
+        if files.rank > max_rank:
+            raise AdapterError(name, "rank", files.rank, f"at most max_lora_rank ({max_rank})")
+        return cls(name, path, files.digest, parent, int(time.time()))
+
+    @property
+    def lora(self) -> LoRARequest:
+        """What requests for it bring to engines."""
+        return LoRARequest(self.name, self.path, self.digest)

@@ -1,0 +1,19 @@
+"""Which adapters a model has before any is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deployments.adapters.adapter import Adapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """The adapters of one model, and where others may come from."""
+
+    modules: tuple[Adapter, ...] = ()
+    """Adapters that the configuration lists."""
+    dynamic_folder: str | None = None
+    """Folder with an adapter in each sub-folder, which has its name."""
+    max_rank: int
+    """Highest rank that the engines compute."""

@@ -1,0 +1,74 @@
+"""An AdapterTable in the store of Ray's GCS, which lives as long as the cluster: ingresses and replicas may die."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import ParamSpec, TypeVar
+
+import msgspec
+
+from deployments import ray_compat
+from deployments.adapters.adapter import Adapter
+from deployments.adapters.table import Changes
+from engine.errors import EngineUnavailable
+
+T = TypeVar("T")
+P = ParamSpec("P")
+TIMEOUT_S = 5.0  # of each call; the GCS may be away for a while
+
+
+class GcsTable:
+    """One value for each adapter, and one that is another after each change, which is all that is read otherwise."""
+
+    def __init__(self, scope: str, tell_others: Callable[[], Awaitable[object]]):
+        """scope: names the model, and its weights, which adapters fit. tell_others: called after each change; has the
+        other ingresses count it in `num_heard`."""
+        self.num_heard = 0
+        self._entries, self._version = f"adapters/{scope}/entry/", f"adapters/{scope}/version"
+        self._tell_others = tell_others
+        self._read: tuple[bytes | None, Changes] = (None, {})
+
+    async def changes(self) -> Changes:
+        version = await _call(ray_compat.shared, self._version)  # before the entries: a change meanwhile comes again
+        if version != self._read[0]:
+            self._read = version, await _call(self._read_all)
+        return self._read[1]
+
+    async def add(self, adapter: Adapter) -> bool:
+        key = self._entries + adapter.name
+        if await _call(ray_compat.shared, key) == _encode(None):
+            await _call(ray_compat.unshare, key)
+        added = await _call(ray_compat.share_first, key, _encode(adapter))
+        await self._changed()
+        return added
+
+    async def replace(self, name: str, adapter: Adapter | None) -> None:
+        await _call(ray_compat.share, self._entries + name, _encode(adapter))
+        await self._changed()
+
+    async def delete(self, name: str) -> None:
+        await _call(ray_compat.unshare, self._entries + name)
+        await self._changed()
+
+    async def _changed(self) -> None:
+        await _call(ray_compat.share, self._version, secrets.token_bytes(8))
+        await self._tell_others()
+
+    def _read_all(self) -> Changes:
+        found = ray_compat.shared_below(self._entries)
+        return {name: msgspec.msgpack.decode(value, type=Adapter | None) for name, value in found.items()}
+
+
+def _encode(adapter: Adapter | None) -> bytes:
+    return msgspec.msgpack.encode(adapter)
+
+
+async def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Raises EngineUnavailable if the GCS does not answer."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await asyncio.to_thread(function, *args, **kwargs)
+    except Exception as error:  # Ray has no class of its own for these
+        raise EngineUnavailable(f"the table of adapters cannot be reached ({error!r}); send it again") from error

@@ -1,0 +1,49 @@
+"""What was loaded and unloaded at run time, for all ingresses of an application."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from deployments.adapters.adapter import Adapter
+
+Changes = dict[str, Adapter | None]
+"""Adapters by name; None for one of the configuration that was unloaded."""
+
+
+class AdapterTable(Protocol):
+    """Every method raises ServingError if the table cannot be reached."""
+
+    num_heard: int
+    """Changes that other ingresses have told of."""
+
+    async def changes(self) -> Changes: ...
+
+    async def add(self, adapter: Adapter) -> bool:
+        """Add an adapter, unless another ingress has just added one of its name. Returns whether it was added."""
+
+    async def replace(self, name: str, adapter: Adapter | None) -> None: ...
+
+    async def delete(self, name: str) -> None: ...
+
+
+class MemoryTable:
+    """An AdapterTable of a single ingress."""
+
+    def __init__(self) -> None:
+        self.num_heard = 0
+        self._changes: Changes = {}
+
+    async def changes(self) -> Changes:
+        return dict(self._changes)
+
+    async def add(self, adapter: Adapter) -> bool:
+        if self._changes.get(adapter.name) is not None:
+            return False
+        self._changes[adapter.name] = adapter
+        return True
+
+    async def replace(self, name: str, adapter: Adapter | None) -> None:
+        self._changes[name] = adapter
+
+    async def delete(self, name: str) -> None:
+        self._changes.pop(name, None)
