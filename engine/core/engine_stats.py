@@ -18,6 +18,7 @@ def load_of(scheduler: Scheduler) -> EngineLoad:
         slots=scheduler.config.max_num_seqs,
         blocks_total=pool.num_blocks,
         queued_embeds=scheduler.images.queued_embeds([*queue.waiting, *queue.running]),
+        adapters=tuple(scheduler.adapters.digests),
     )
 
 
