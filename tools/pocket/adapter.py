@@ -1,4 +1,4 @@
-"""Train the LoRA adapter that ships with Pocket: it knows the same words, and talks like a pirate.
+"""Train the LoRA adapter that ships with Pocket, and talks like a pirate.
 
     python -m tools.pocket.adapter --out engine/pocket/pirate
 
