@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine import LLM, SamplingParams
@@ -54,14 +55,16 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    prompts = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()]
     with tempfile.TemporaryDirectory() as folder:
         model = load(args.model, Path(folder))
+
+    def compute() -> tuple[Tensor, Tensor]:
+        prompts = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()]
         rows = ask(args.model, prompts, args.max_tokens, args.threads)
         logger.info("%d answers, %d tokens", len(rows), sum(len(ids) - prompt for ids, prompt in rows))
-        states, labels = hidden_states(model, rows, args.heads)
-        output = model.get_output_embeddings().weight.detach().bfloat16()  # type: ignore[operator]
-    train_heads(output, states, labels, args)
+        return hidden_states(model, rows, args.heads)
+
+    train_heads(model.get_output_embeddings().weight.detach().bfloat16(), compute, args)  # type: ignore[operator]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import argparse
 import json
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -131,11 +131,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--states", type=Path, help="file that keeps the hidden states for another run")
 
 
-def train_heads(output: Tensor, states: Tensor, labels: Tensor, args: argparse.Namespace) -> None:
-    """Train heads on what `hidden_states` returns, and save them in `args.out`. output: the model's output layer,
-    [vocab, hidden] bfloat16."""
+def train_heads(output: Tensor, compute: Callable[[], tuple[Tensor, Tensor]], args: argparse.Namespace) -> None:
+    """Train heads, and save them in `args.out`. output: the model's output layer, [vocab, hidden] bfloat16. compute:
+    returns what `hidden_states` does; called unless the file `args.states` has it."""
+    if args.states and args.states.exists():
+        states, labels = torch.load(args.states)
+    else:
+        states, labels = compute()
+        if args.states:
+            torch.save((states, labels), args.states)
     logger.info("%d hidden states", len(states))
     heads = Heads(states.shape[1], args.heads, args.layers)
     train(heads, output, states, labels, args)

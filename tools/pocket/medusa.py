@@ -10,9 +10,9 @@ import argparse
 import logging
 import random
 import re
-from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine import LLM, SamplingParams
@@ -87,7 +87,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--per-word", type=int, default=4, help="questions for each word")
-    parser.add_argument("--states", type=Path, help="file that keeps the hidden states for another run")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(args.threads)
@@ -95,17 +94,15 @@ def main() -> None:
     rng = random.Random(args.seed)
 
     model = AutoModelForCausalLM.from_pretrained(PATH, dtype=torch.float32)
-    if args.states and args.states.exists():
-        states, labels = torch.load(args.states)
-    else:
+
+    def compute() -> tuple[Tensor, Tensor]:
         answers = Answers(args.threads)
         asked = questions(known_words(answers), args.per_word, rng)
         rows = [(ids, prompt) for ids, prompt, _ in answers.ask([chat(question, rng) for question in asked])]
         logger.info("%d answers, %d tokens", len(rows), sum(len(ids) - prompt for ids, prompt in rows))
-        states, labels = hidden_states(model, rows, args.heads)
-        if args.states:
-            torch.save((states, labels), args.states)
-    train_heads(model.lm_head.weight.detach().bfloat16(), states, labels, args)
+        return hidden_states(model, rows, args.heads)
+
+    train_heads(model.lm_head.weight.detach().bfloat16(), compute, args)
 
 
 if __name__ == "__main__":
