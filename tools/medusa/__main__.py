@@ -64,7 +64,7 @@ def main() -> None:
         logger.info("%d answers, %d tokens", len(rows), sum(len(ids) - prompt for ids, prompt in rows))
         return hidden_states(model, rows, args.heads)
 
-    train_heads(model.get_output_embeddings().weight.detach().bfloat16(), compute, args)  # type: ignore[operator]
+    train_heads(model.get_output_embeddings().weight.detach(), compute, args)  # type: ignore[operator]
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def main() -> None:
         logger.info("%d answers, %d tokens", len(rows), sum(len(ids) - prompt for ids, prompt in rows))
         return hidden_states(model, rows, args.heads)
 
-    train_heads(model.lm_head.weight.detach().bfloat16(), compute, args)
+    train_heads(model.lm_head.weight.detach(), compute, args)
 
 
 if __name__ == "__main__":
