@@ -79,8 +79,13 @@ def loss_gradient(x: Tensor, output: Tensor, labels: Tensor) -> tuple[float, Ten
 
 
 def train(heads: Heads, output: Tensor, states: Tensor, labels: Tensor, args: argparse.Namespace) -> None:
-    """Learn with Muon, as Pocket's own matrices did, for a time by the wall clock."""
-    optimizer = torch.optim.Muon(heads.parameters(), lr=args.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    """Learn for a time by the wall clock. Muon, with which Pocket's own matrices were trained, computes in bfloat16, so
+    AdamW takes its place where a CPU has no such products."""
+    parameters, options = heads.parameters(), {"lr": args.lr, "weight_decay": 0.0}
+    if output.dtype == torch.bfloat16:
+        optimizer: torch.optim.Optimizer = torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw", **options)
+    else:
+        optimizer = torch.optim.AdamW(parameters, **options)
     started, step, losses, hits = time.monotonic(), 0, 0.0, torch.zeros(labels.shape[1])
     while (progress := (time.monotonic() - started) / (60 * args.minutes)) < 1:
         for group in optimizer.param_groups:
