@@ -194,7 +194,7 @@ TRANSFER_ROUTING_JOBS = [
     Fault(
         "a request that another engine took is still expected at the first",
         "deployments/routing/placements.py",
-        "            self.records[placement.engine].prefixes.unexpect(placement.keys)",
+        "            record.prefixes.unexpect(placement.keys)",
         "            pass",
         ("tests/deployments/routing/test_balancer.py", "tests/deployments/routing/test_routing_machine.py"),
     ),

@@ -17,7 +17,7 @@ from tests.scrape import Scrape
 from tests.serve.replicas.test_replay import RANK, processes
 from tests.serve.serve_run import ServeRun
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 PROMPTS = [f"The {word} is" for word in ("ocean", "lamp", "winter", "dog")]
 
