@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from engine.core.server import EngineServer
+from engine.wire.lora import LoRARequest
 from engine.wire.messages import Add, GenerateRequest, TokenBatch, TokenDelta
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.sampling_params import SamplingParams
@@ -83,6 +84,7 @@ class Ingress(Inbox):
         num_prompt: int | None = None,
         when_idle: bool = False,
         mm_features: Sequence[MultiModalFeatureSpec] = (),
+        lora: LoRARequest | None = None,
         **params,
     ) -> None:
         settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
@@ -91,6 +93,7 @@ class Ingress(Inbox):
             prompt=prompt or [5, 6, 7, 8],
             params=SamplingParams(**settings),
             reply_to=self.address,
+            lora=lora,
             timeout_s=timeout_s,
             prefill=prefill,
             num_prompt=num_prompt,

@@ -1,0 +1,73 @@
+"""Prompts with adapters that another engine computes: the text is that of one engine alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig, HandoffConfig
+from engine.core.build import build_engine
+from engine.lora.adapter_files import open_adapter
+from engine.pocket import PIRATE
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+from tests.engine.kv_transfer.pair import Pair
+from tests.rank_pool import RankPool
+
+PROMPT = list(range(100, 150))
+LORA = LoRARequest("pirate", str(PIRATE), open_adapter(PIRATE).digest)
+
+
+def make_config(role: str | None, **options: Any) -> EngineConfig:
+    handoff = None if role is None else HandoffConfig(role=role, policy="always")
+    sizes = {"block_size": 16, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1}
+    return EngineConfig(dtype="float32", handoff=handoff, enable_lora=True, **sizes, **options)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[int]]:
+    core, answers = build_engine(make_config(None)), {"with": [], "without": []}
+    for name, lora in (("with", LORA), ("without", None)):
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        core.add(GenerateRequest(request_id=name, prompt=PROMPT, params=params, lora=lora))
+    while core.has_work:
+        for event in core.step():
+            answers[event.delta.request_id] += event.delta.token_ids
+    core.close()
+    return answers
+
+
+def test_a_prompt_computed_elsewhere_has_the_adapter_there_too_and_shares_no_block_with_the_model(alone, monkeypatch):
+    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+    assert alone["with"] != alone["without"]
+    ranks = RankPool(), RankPool()
+    try:
+        with Pair(make_config("decode"), make_config("prefill", max_num_batched_tokens=32), ranks) as pair:
+            for name, lora in (("with", LORA), ("without", None), ("with", LORA)):
+                turn = f"{name} {len(pair.remote_requests)}"
+                pair.ingress.add(turn, PROMPT, lora=lora)
+                assert pair.ingress.tokens(turn) == alone[name]
+            pair.settle()
+            assert [request.lora for request in pair.remote_requests] == [LORA, None, LORA]
+            assert [request.skip for request in pair.remote_requests] == [0, 0, 48], "each finds only its own blocks"
+            assert pair.prefill.scheduler.adapters.digests == [LORA.digest]
+    finally:
+        for pool in ranks:
+            pool.close()
+
+
+def test_what_the_other_engine_cannot_read_is_computed_here_or_refused_and_nothing_hangs(alone, monkeypatch):
+    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+    ranks = RankPool(), RankPool()
+    try:
+        prefill = replace(make_config("prefill"), enable_lora=False)
+        with Pair(make_config("decode"), prefill, ranks) as pair:
+            pair.ingress.add("with", PROMPT, lora=LORA)
+            assert pair.ingress.tokens("with") == alone["with"]
+            pair.settle()
+    finally:
+        for pool in ranks:
+            pool.close()
