@@ -9,7 +9,7 @@ import msgspec
 from cluster.config import IngressSection, ModelSection
 from cluster.fingerprint import fingerprint
 from deployments.adapters.adapter import Adapter
-from deployments.adapters.config import AdapterConfig
+from deployments.adapters.sources import AdapterSources
 from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served_model import ModelInfo
 from engine.errors import AdapterError, ConfigError, Described, InvalidParameter, StartupError
@@ -79,7 +79,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     )
 
 
-def _adapters(model: ModelSection) -> AdapterConfig:
+def _adapters(model: ModelSection) -> AdapterSources:
     """Read the adapters that are listed. Raises StartupError for one that cannot be used."""
     max_rank, folder = model.engine_config().max_lora_rank, model.lora.dynamic_folder
     if folder is not None and not Path(folder).expanduser().is_dir():
@@ -92,7 +92,7 @@ def _adapters(model: ModelSection) -> AdapterConfig:
         )
     except AdapterError as error:
         raise StartupError(f"lora_modules of model {model.name!r}: {error}") from None
-    return AdapterConfig(modules=modules, dynamic_folder=folder, max_rank=max_rank)
+    return AdapterSources(modules=modules, dynamic_folder=folder, max_rank=max_rank)
 
 
 def _check_pools(model: ModelSection, config: ModelConfig) -> None:

@@ -34,5 +34,5 @@ class Adapter(msgspec.Struct, frozen=True):
 
     @property
     def lora(self) -> LoRARequest:
-        """What requests for it bring to engines."""
+        """The record that requests for it bring to engines."""
         return LoRARequest(self.name, self.path, self.digest)

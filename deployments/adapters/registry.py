@@ -9,9 +9,9 @@ from collections.abc import Collection
 from weakref import WeakValueDictionary
 
 from deployments.adapters.adapter import Adapter
-from deployments.adapters.config import AdapterConfig
 from deployments.adapters.dynamic_folder import DynamicFolder
 from deployments.adapters.errors import AdapterAlreadyLoaded
+from deployments.adapters.sources import AdapterSources
 from deployments.adapters.table import AdapterTable
 from deployments.frontend.sequence import ReportedError
 from deployments.replicas.pools import EnginePool
@@ -28,7 +28,7 @@ class AdapterRegistry:
     """Adapters of the configuration, with what was loaded and unloaded since then, and of the dynamic folder."""
 
     def __init__(
-        self, model: str, names: Collection[str], config: AdapterConfig, table: AdapterTable, pool: EnginePool
+        self, model: str, names: Collection[str], config: AdapterSources, table: AdapterTable, pool: EnginePool
     ):
         """names: of the model, which may also stand before an adapter's, with `:` between. pool: its replicas."""
         self.model = model

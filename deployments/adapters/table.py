@@ -1,4 +1,4 @@
-"""What was loaded and unloaded at run time, for all ingresses of an application."""
+"""The adapters that were loaded and unloaded at run time, for all ingresses of an application."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import msgspec
 
 from deployments.adapters.adapter import Adapter
-from deployments.adapters.config import AdapterConfig
+from deployments.adapters.sources import AdapterSources
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
 from deployments.frontend.sdc_check import SdcCheck
@@ -108,7 +108,7 @@ class ModelInfo:
     """Default variables of the chat template; a request's variables override them."""
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
-    adapters: AdapterConfig | None = None
+    adapters: AdapterSources | None = None
     """Adapters of the model; None if its engines compute none."""
     adapter: Adapter | None = None
     """What the engines are to compute in addition to the model; None for the model itself."""

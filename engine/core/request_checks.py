@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.core.features.adapter_slots import AdapterSlots, NoAdapters
+from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
 from engine.errors import InvalidParameter, PromptTooLong
@@ -33,7 +33,7 @@ class RequestChecks:
         limits: ModelLimits,
         images: EncoderCacheManager | TextOnly,
         handoffs: HandoffManager,
-        adapters: AdapterSlots | NoAdapters,
+        adapters: AdapterSlots | NoAdapterSlots,
     ):
         self._limits, self._images, self._handoffs, self._adapters = limits, images, handoffs, adapters
 

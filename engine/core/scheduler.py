@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.core.block_allocator import BlockAllocator
-from engine.core.features.adapter_slots import AdapterSlots, NoAdapters
+from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.speculator import NoSpeculation, Speculator
@@ -62,7 +62,7 @@ class Scheduler:
         handoffs: HandoffManager | None = None,
         speculation: Speculator | NoSpeculation | None = None,
         images: EncoderCacheManager | TextOnly | None = None,
-        adapters: AdapterSlots | NoAdapters | None = None,
+        adapters: AdapterSlots | NoAdapterSlots | None = None,
         token_limits: Sequence[TokenLimit] = (),
     ):
         """token_limits: parts that can lower how many tokens of a request a step computes, besides speculation and
@@ -73,7 +73,7 @@ class Scheduler:
         self.handoffs = handoffs or HandoffManager()
         self.speculation = speculation or NoSpeculation()
         self.images = images or TextOnly()
-        self.adapters = adapters or NoAdapters()
+        self.adapters = adapters or NoAdapterSlots()
         #: Every limit is called for each request in each step, so parts that limit nothing are left out.
         self._token_limits = [*token_limits, *self.images.token_limits, *self.speculation.token_limits]
         self._checks = RequestChecks(limits, self.images, self.handoffs, self.adapters)

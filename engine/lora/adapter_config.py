@@ -38,7 +38,7 @@ CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of ini
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What an adapter's arithmetic depends on besides its tensors; names are PEFT's."""
+    """The keys, besides the tensors, that an adapter's arithmetic depends on. Names are PEFT's."""
 
     lora_alpha: float = 8
     use_rslora: bool = False

@@ -25,7 +25,7 @@ WHOLE = "with the names base_model.model.MODULE.lora_A.weight and lora_B.weight 
 EMBEDDING = "adapters of embeddings are not supported; "
 
 
-class StoredTensor(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor in the file: bytes [start, end) of its content."""
 
     name: str
@@ -36,11 +36,11 @@ class StoredTensor(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to one linear layer: (B A) x, to be scaled."""
+    """The factors that an adapter adds to one linear layer: (B A) x, to be scaled."""
 
-    a: StoredTensor
+    a: TensorEntry
     """[rank, inputs]"""
-    b: StoredTensor
+    b: TensorEntry
     """[outputs, rank]"""
 
     @property
@@ -106,14 +106,14 @@ def _folder(path: str | Path, adapter: str) -> Path:
         raise AdapterNotFound(adapter, "path", str(path), reason) from error
 
 
-def _tensors(content: bytes, adapter: str) -> list[StoredTensor]:
+def _tensors(content: bytes, adapter: str) -> list[TensorEntry]:
     """Return the tensors of a safetensors file. Raises AdapterError if it is not whole."""
     start = 8 + int.from_bytes(content[:8], "little")
     try:
         header: dict[str, Any] = json.loads(content[8:start])
         header.pop("__metadata__", None)
         tensors = [
-            StoredTensor(name, raw["dtype"], tuple(raw["shape"]), *(start + offset for offset in raw["data_offsets"]))
+            TensorEntry(name, raw["dtype"], tuple(raw["shape"]), *(start + offset for offset in raw["data_offsets"]))
             for name, raw in header.items()
         ]
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -128,9 +128,9 @@ def _tensors(content: bytes, adapter: str) -> list[StoredTensor]:
     return tensors
 
 
-def _modules(tensors: Iterable[StoredTensor], adapter: str) -> dict[str, LowRank]:
+def _modules(tensors: Iterable[TensorEntry], adapter: str) -> dict[str, LowRank]:
     """Pair the factors of each module. Raises AdapterError for any other tensor, and for factors that do not fit."""
-    factors: dict[str, dict[str, StoredTensor]] = {}
+    factors: dict[str, dict[str, TensorEntry]] = {}
     for tensor in tensors:
         if (match := LOW_RANK.fullmatch(tensor.name)) is None:
             why = EMBEDDING if "lora_embedding_" in tensor.name else ""
@@ -145,7 +145,7 @@ def _modules(tensors: Iterable[StoredTensor], adapter: str) -> dict[str, LowRank
     return {module: _low_rank(module, pair, adapter) for module, pair in factors.items()}
 
 
-def _low_rank(module: str, pair: dict[str, StoredTensor], adapter: str) -> LowRank:
+def _low_rank(module: str, pair: dict[str, TensorEntry], adapter: str) -> LowRank:
     if len(pair) < 2:
         missing = "B" if "A" in pair else "A"
         raise AdapterError(adapter, f"{module}.lora_{missing}", None, f"in {WEIGHTS_FILE}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import AdapterError, Described
-from engine.lora.adapter_files import WEIGHTS_FILE, AdapterFiles, LowRank, StoredTensor
+from engine.lora.adapter_files import WEIGHTS_FILE, AdapterFiles, LowRank, TensorEntry
 from engine.model.layers.linear import Linear
 from engine.model.layers.lora import LinearAdapters
 from engine.model.low_rank import AdapterRows, filled
@@ -111,7 +111,7 @@ class ModelAdapters:
         raise AdapterError(files.name, WEIGHTS_FILE, got, "of linear layers that this model has")
 
 
-def tensor_of(files: AdapterFiles, stored: StoredTensor) -> Tensor:
+def tensor_of(files: AdapterFiles, stored: TensorEntry) -> Tensor:
     content = np.frombuffer(files.content, np.uint8, stored.end - stored.start, stored.start)
     return torch.from_numpy(content.copy()).view(DTYPES[stored.dtype]).view(stored.shape)
 

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.device import StagedCopy
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.models.llama import Model
 from engine.model.ops import sampling
 from engine.model.state import StateCache
 from engine.runner import kv_cache
 from engine.runner.rank_setup import RankSetup
-from engine.runner.sampler import SampledRow, UniformSource, prepare_sampling, sample
+from engine.runner.sampler import SampledRow, SamplingInputs, UniformSource, prepare_sampling, sample
 from engine.spec_decode.drafter import DraftInputs, ModelDrafter
 from engine.wire.plan import BlockChange, NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
@@ -100,14 +101,7 @@ def run_dummy_step(
         model(ids, batch)
         setup.device.event().wait()
         return
-    # with and without filters, since each has a kernel; top_p needs the most memory
-    samplings = [
-        prepare_sampling(
-            [SampledRow(0, 0, 0, row, SamplingParams(temperature=1.0, top_p=top_p)) for row in range(seqs)],
-            setup.model.vocab_size, UniformSource(), staged.add,
-        )
-        for top_p in (1.0, 0.9)
-    ]  # fmt: skip
+    samplings = dummy_samplings(setup, seqs, staged)
     staged.send()
     out = model(ids, batch)
     logits = model.logits(out[:seqs, : setup.model.hidden_size])
@@ -118,6 +112,17 @@ def run_dummy_step(
         del logits  # the drafter runs after sampling
         run_dummy_drafts(setup, drafter, batch, counts.tolist(), out)
     setup.device.event().wait()
+
+
+def dummy_samplings(setup: RankSetup, seqs: int, staged: StagedCopy) -> list[SamplingInputs]:
+    """Prepare to sample without filters and with them, since each has a kernel; top_p needs the most memory."""
+    return [
+        prepare_sampling(
+            [SampledRow(0, 0, 0, row, SamplingParams(temperature=1.0, top_p=top_p)) for row in range(seqs)],
+            setup.model.vocab_size, UniformSource(), staged.add,
+        )
+        for top_p in (1.0, 0.9)
+    ]  # fmt: skip
 
 
 def run_dummy_drafts(setup: RankSetup, drafter: ModelDrafter, batch: Batch, counts: list[int], out: Tensor) -> None:

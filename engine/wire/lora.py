@@ -28,7 +28,7 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What became of an AdapterLoad on one rank."""
+    """The result of an AdapterLoad on one rank."""
 
     number: int
     error: str = ""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deployments.adapters.adapter import Adapter
-from deployments.adapters.config import AdapterConfig
+from deployments.adapters.sources import AdapterSources
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from engine.wire.messages import ErrorInfo
@@ -30,8 +30,8 @@ def own(tmp_path_factory) -> Adapter:
     return Adapter.open("own", str(write_adapter(tmp_path_factory.mktemp("own"))), "fake", 16)
 
 
-def config(own: Adapter, folder: Path | None = None) -> AdapterConfig:
-    return AdapterConfig(modules=(own,), dynamic_folder=folder and str(folder), max_rank=16)
+def config(own: Adapter, folder: Path | None = None) -> AdapterSources:
+    return AdapterSources(modules=(own,), dynamic_folder=folder and str(folder), max_rank=16)
 
 
 async def load(api: FakeApi, path: object, name: str = "sql", **more: Any) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import count
 
@@ -10,7 +11,7 @@ from engine.errors import AdapterError
 from engine.wire.lora import AdapterLoad, LoRARequest
 
 
-class NoAdapters:
+class NoAdapterSlots:
     """Has no slots. Its methods are those of AdapterSlots that a scheduler calls."""
 
     max_loras = 0
@@ -51,7 +52,7 @@ class NoAdapters:
         return []
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # compared by identity
 class AdapterSlot:
     """One slot on the device, and the adapter in it."""
 
@@ -165,12 +166,10 @@ class AdapterSlots:
 
     def _bring(self, request: Request, lora: LoRARequest) -> None:
         self._running = {user: slot for user, slot in self._running.items() if user.slot >= 0}
-        used = {id(slot): 0 for slot in self.slots}
-        for slot in self._running.values():
-            used[id(slot)] += 1
+        used = Counter(self._running.values())
         marked = next((slot for slot in self.slots if self._is_wanted_for(slot, lora)), None)
         ready = [slot for slot in self.slots if not slot.load and (slot.wanted_by is None or slot is marked)]
-        idle = [slot for slot in ready if not used[id(slot)] and not self._is_needed(slot)]
+        idle = [slot for slot in ready if not used[slot] and not self._is_needed(slot)]
         if idle:
             slot = min(idle, key=lambda slot: (slot.lora is not None, slot.last_step))
             self._empty(slot)
@@ -180,7 +179,7 @@ class AdapterSlots:
             self._by_digest[lora.digest] = slot
             self.loads.append(AdapterLoad(slot.load, lora, self.slots.index(slot)))
         elif marked is None and ready:
-            min(ready, key=lambda slot: used[id(slot)]).wanted_by = request
+            min(ready, key=used.__getitem__).wanted_by = request
 
     def _is_needed(self, slot: AdapterSlot) -> bool:
         """Return whether a step that has not ended reads a slot, or the request that it was filled for still waits."""

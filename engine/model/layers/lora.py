@@ -13,8 +13,8 @@ from engine.model.shard import Shard
 
 
 class LinearAdapters:
-    """What adapters add to the product of one linear layer, on this rank: their factors in every slot, and the rows of
-    the step that have one."""
+    """The adapters of one linear layer on this rank: their factors in every slot, and the rows of the step that have
+    one."""
 
     def __init__(
         self,

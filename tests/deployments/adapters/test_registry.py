@@ -9,9 +9,9 @@ import pytest
 
 from deployments.adapters import registry as registry_module
 from deployments.adapters.adapter import Adapter
-from deployments.adapters.config import AdapterConfig
 from deployments.adapters.errors import AdapterAlreadyLoaded
 from deployments.adapters.registry import AdapterRegistry
+from deployments.adapters.sources import AdapterSources
 from deployments.adapters.table import MemoryTable
 from deployments.frontend.sequence import ReportedError
 from engine.errors import AdapterError, AdapterNotFound, EngineUnavailable, InvalidParameter
@@ -38,7 +38,7 @@ class Pool:
 
 
 def make(table: MemoryTable | None = None, pool: Pool | None = None, **config: Any) -> AdapterRegistry:
-    given = AdapterConfig(**{"max_rank": 16, **config})
+    given = AdapterSources(**{"max_rank": 16, **config})
     return AdapterRegistry("base", ("base", "alias"), given, table or MemoryTable(), pool or Pool())  # type: ignore[arg-type]
 
 

@@ -239,21 +239,34 @@ def attend_kernel(
     if SPLIT:
         slot, splits = tl.load(items + 6), tl.load(items + 7)
         if splits > 1:
-            mine = (slot + split) * kv_heads + kv_head
-            place = mine * SLOT_ROWS + m
-            tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
-            tl.store(partial_top + place, top + tl.log2(total), mask=m < rows * GROUP)  # -inf without keys
-            tl.debug_barrier()  # all threads have stored before the arrival is counted
-            counter = arrived + slot * kv_heads + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-                tl.store(counter, 0)
-                combine(
-                    partial, partial_top, out, slot * kv_heads + kv_head, kv_heads, splits, rows, kv_head, out_stride,
-                    GROUP, HEAD_DIM, HEAD_PAD, SLOT_ROWS, COMBINED,
-                )  # fmt: skip
+            keep_split(
+                acc, total, top, m, d, inside, partial, partial_top, arrived, out, slot, split, splits, kv_heads, rows,
+                kv_head, out_stride, GROUP, HEAD_DIM, HEAD_PAD, SLOT_ROWS, COMBINED,
+            )  # fmt: skip
             return
     target = out + (m // GROUP * out_stride + head * HEAD_DIM)[:, None] + d[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def keep_split(
+    acc, total, top, m, d, inside, partial, partial_top, arrived, out, slot, split, splits, kv_heads, rows, kv_head,
+    out_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, SLOT_ROWS: tl.constexpr,
+    COMBINED: tl.constexpr,
+):  # fmt: skip
+    """Store what one split of a tile has found: acc [m, d], and the sum and the largest exponent of its weights, [m]
+    each. The last split to arrive combines all of them. inside: [m, d], where `out` has a number."""
+    place = ((slot + split) * kv_heads + kv_head) * SLOT_ROWS + m
+    tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
+    tl.store(partial_top + place, top + tl.log2(total), mask=m < rows * GROUP)  # -inf without keys
+    tl.debug_barrier()  # all threads have stored before the arrival is counted
+    counter = arrived + slot * kv_heads + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+        tl.store(counter, 0)
+        combine(
+            partial, partial_top, out, slot * kv_heads + kv_head, kv_heads, splits, rows, kv_head, out_stride,
+            GROUP, HEAD_DIM, HEAD_PAD, SLOT_ROWS, COMBINED,
+        )  # fmt: skip
 
 
 @triton.jit

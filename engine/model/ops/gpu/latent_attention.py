@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.model.ops.gpu import attention
-from engine.model.ops.gpu.attention import LOG2_E, MIN_SPLIT_TOKENS, combine
+from engine.model.ops.gpu.attention import LOG2_E, MIN_SPLIT_TOKENS, keep_split
 
 GROUP = 16  # heads of a program, at most: tl.dot wants as many rows
 CHUNK_ROWS = 2  # rows of a tile: a row and a head take 512 sums
@@ -72,17 +72,10 @@ def latent_kernel(
     if SPLIT:
         slot, splits = tl.load(items + 6), tl.load(items + 7)
         if splits > 1:
-            place = ((slot + split) * parts + part) * SLOT_ROWS + m
-            tl.store(partial + place[:, None] * RANK + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
-            tl.store(partial_top + place, top + tl.log2(total), mask=m < rows * GROUP)
-            tl.debug_barrier()  # all threads have stored before one of them tells it
-            counter = arrived + slot * parts + part
-            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-                tl.store(counter, 0)
-                combine(
-                    partial, partial_top, out, slot * parts + part, parts, splits, rows, part, out_stride,
-                    GROUP, RANK, RANK_PAD, SLOT_ROWS, COMBINED,
-                )  # fmt: skip
+            keep_split(
+                acc, total, top, m, d, inside, partial, partial_top, arrived, out, slot, split, splits, parts, rows,
+                part, out_stride, GROUP, RANK, RANK_PAD, SLOT_ROWS, COMBINED,
+            )  # fmt: skip
             return
     tl.store(
         out + (m // GROUP * out_stride + head * RANK)[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside

@@ -1,1 +1,1 @@
-"""What low-rank adapters add to the product of a linear layer."""
+"""The low-rank products that adapters add to a linear layer's output."""

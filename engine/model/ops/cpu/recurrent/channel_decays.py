@@ -27,12 +27,13 @@ from engine.model.ops.cpu.recurrent.linear_attention import (
     divide_space,
     find_keys,
     launch,
+    move_state_rows,
     multiply,
+    save_state,
 )
 from engine.model.ops.cpu.tile_product import (
     COLUMNS,
     ROWS,
-    add_product_tile,
     multiply_columns,
     pack_columns,
     product_tile,
@@ -130,11 +131,7 @@ def move_state(space: Space, decayed: int, decayed_at: int, decays: int, state: 
     for i in range(0, key_dim, ROWS):
         for r in range(ROWS):
             factors[r] = exp(last[i + r]) if begun else np.float32(0.0)
-        for c in range(0, value_dim, COLUMNS):
-            add_product_tile(
-                ROWS, as_f32(state + 4 * (i * value_dim + c)), value_dim, factors, as_f32(space.keys + 4 * i * CHUNK),
-                CHUNK, as_f32(values + 4 * c), value_dim, CHUNK,
-            )  # fmt: skip
+        move_state_rows(space, state, values, i, value_dim)
     for r in range(ROWS):
         factors[r] = np.float32(1.0)
 
@@ -219,9 +216,7 @@ def channel_decay_rows(args: Any) -> None:
             if end == CHUNK:
                 move_state(space, decayed, decayed_at, decays, state, values, key_dim, value_dim, begun)
                 if position == seq[4]:
-                    saved = states + 4 * seq[5] * args[18]
-                    for i in range(key_dim * value_dim):
-                        as_f32(saved)[i] = as_f32(state)[i]
+                    save_state(state, states + 4 * seq[5] * args[18], key_dim * value_dim)
     memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
 
 

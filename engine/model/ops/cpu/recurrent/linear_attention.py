@@ -163,6 +163,23 @@ def attend_tile(
 
 
 @device_function
+def move_state_rows(space: Space, state: int, values: int, first: int, value_dim: int) -> None:
+    """Scale ROWS rows of the state, from `first` on, by `factors`, and add the products of `keys` and values."""
+    keys, rows = as_f32(space.keys + 4 * first * CHUNK), state + 4 * first * value_dim
+    for c in range(0, value_dim, COLUMNS):
+        add_product_tile(
+            ROWS, as_f32(rows + 4 * c), value_dim, as_f32(space.factors), keys, CHUNK, as_f32(values + 4 * c),
+            value_dim, CHUNK,
+        )  # fmt: skip
+
+
+@device_function
+def save_state(state: int, to: int, numbers: int) -> None:
+    for i in range(numbers):
+        as_f32(to)[i] = as_f32(state)[i]
+
+
+@device_function
 def move_state(space: Space, state: int, values: int, key_dim: int, value_dim: int, begun: bool) -> None:
     """Put the rows of a full chunk into the state. `keys` holds their keys, which are decayed in place."""
     decays, last = as_f32(space.decays), as_f32(space.decays)[CHUNK - 1]
@@ -174,11 +191,7 @@ def move_state(space: Space, state: int, values: int, key_dim: int, value_dim: i
     for r in range(ROWS):
         factors[r] = exp(last) if begun else np.float32(0.0)
     for i in range(0, key_dim, ROWS):
-        for c in range(0, value_dim, COLUMNS):
-            add_product_tile(
-                ROWS, as_f32(state + 4 * (i * value_dim + c)), value_dim, factors, as_f32(space.keys + 4 * i * CHUNK),
-                CHUNK, as_f32(values + 4 * c), value_dim, CHUNK,
-            )  # fmt: skip
+        move_state_rows(space, state, values, i, value_dim)
     for r in range(ROWS):
         factors[r] = np.float32(1.0)
 
@@ -258,9 +271,7 @@ def linear_attention_rows(args: Any) -> None:
             if end == CHUNK:
                 move_state(space, state, values, key_dim, value_dim, begun)
                 if position == seq[4]:
-                    saved = states + 4 * seq[5] * args[18]
-                    for i in range(key_dim * value_dim):
-                        as_f32(saved)[i] = as_f32(state)[i]
+                    save_state(state, states + 4 * seq[5] * args[18], key_dim * value_dim)
     memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
 
 

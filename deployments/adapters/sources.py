@@ -8,7 +8,7 @@ from deployments.adapters.adapter import Adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterConfig:
+class AdapterSources:
     """The adapters of one model, and where others may come from."""
 
     modules: tuple[Adapter, ...] = ()
