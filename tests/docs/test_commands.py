@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import configparser
+import getpass
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
+from cluster.config import PoolSection
 from tests.docs.pages import PAGES, block, blocks, commands, page, run
 from tests.k8s.overlays import needs_helm, needs_kustomize
+from tests.k8s.test_overlays import KUBERNETES
 from tools.site import ROOT
 
 HERE, SERVER = "tests/docs/test_commands.py", "tests/serve/test_pages.py"
@@ -141,6 +146,32 @@ def test_files_that_a_page_writes_say_what_it_promises(tmp_path):
     ]
     run(line, tmp_path)
     assert (tmp_path / "Base").read_text() == "FROM scratch\nADD rootfs.tar /\n"
+
+
+def test_a_unit_of_systemd_lets_running_requests_end(tmp_path):
+    text = block("docs/deploy.md", "ini", with_="ExecStart")
+    unit = configparser.ConfigParser()
+    unit.optionxform = str  # type: ignore[assignment]
+    unit.read_string(text)
+    service = unit["Service"]
+    assert service["KillMode"] == "mixed"
+    assert int(service["TimeoutStopSec"]) >= PoolSection.model_fields["drain_s"].default + 60
+    if shutil.which("systemd-analyze") is not None:
+        text = text.replace("/opt/manta/bin/manta", sys.executable).replace("User=manta", f"User={getpass.getuser()}")
+        (tmp_path / "manta.service").write_text(text)
+        run(f"systemd-analyze verify {tmp_path / 'manta.service'}", tmp_path)
+
+
+def test_the_pod_that_fills_the_volume_by_hand_is_one_that_a_restricted_namespace_accepts():
+    pod = yaml.safe_load(block("docs/deploy.md", "yaml", with_="kind: Pod"))
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    (container,), spec = pod["spec"]["containers"], pod["spec"]
+    job = yaml.safe_load((ROOT / "k8s/components/model-cache/download_job.yaml").read_text())["spec"]["template"][
+        "spec"
+    ]
+    assert spec["securityContext"] == job["securityContext"]
+    assert container["securityContext"] == job["containers"][0]["securityContext"]
+    assert [volume for volume in job["volumes"] if volume["name"] == "models"] == spec["volumes"]
 
 
 @pytest.mark.slow
