@@ -32,6 +32,18 @@ class Adapter(msgspec.Struct, frozen=True):
             raise AdapterError(name, "rank", files.rank, f"at most max_lora_rank ({max_rank})")
         return cls(name, path, files.digest, parent, int(time.time()))
 
+    @classmethod
+    def of(cls, lora: LoRARequest, parent: str) -> Adapter:
+        """Return the adapter of a request. parent: name of the model."""
+        return cls(lora.lora_name, lora.lora_path, lora.digest, parent, int(time.time()))
+
+    def is_unchanged(self) -> bool:
+        """Read its files again, and return whether they are there and have its digest."""
+        try:
+            return open_adapter(self.path, self.name).digest == self.digest
+        except AdapterError:
+            return False
+
     @property
     def lora(self) -> LoRARequest:
         """The record that requests for it bring to engines."""

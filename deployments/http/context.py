@@ -56,7 +56,7 @@ class RequestContext:
         in_header = headers.get(SESSION_HEADER)
         session_id = in_header or body.session_id or ""
         _check_id(SESSION_HEADER if in_header else "session_id", session_id, MAX_SESSION_ID)
-        source: GenerationSource = getattr(request.state, SOURCE, None) or LiveSource()
+        source = source_of(request)
         return cls(
             response_id=f"{id_prefix}-{request_id or uuid.uuid4().hex}",
             created=source.created,
@@ -66,6 +66,12 @@ class RequestContext:
             background=hasattr(request.state, BACKGROUND_CLIENT),
             source=source,
         )
+
+
+def source_of(request: Request) -> GenerationSource:
+    """Return what the tokens of the answer to a request come from."""
+    source: GenerationSource | None = getattr(request.state, SOURCE, None)
+    return source or LiveSource()
 
 
 def key_name(request: Request) -> str | None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import aclosing
 
+from deployments.adapters.adapter import Adapter
 from deployments.frontend.generation import LiveGeneration
 from deployments.frontend.sequence import SequenceContext
 from deployments.jobs.delta_log import DeltaLog, LoggedGeneration
@@ -71,7 +72,7 @@ class Job:
             if not self.started:
                 leased = False
                 if not self._stored:
-                    leased = await self._add(fingerprint)
+                    leased = await self._add(fingerprint, _adapter(frontend, prompts))
                 elif self.record.fingerprint != fingerprint:
                     raise AnswerNotReproducible(self.record.fingerprint, fingerprint)
                 self._task = asyncio.create_task(self._run(frontend, self.record.seeded(prompts), client, leased))
@@ -88,9 +89,9 @@ class Job:
         if self._task is not None and not self._log.ended:
             self._task.cancel()
 
-    async def _add(self, fingerprint: str | None) -> bool:
+    async def _add(self, fingerprint: str | None, adapter: Adapter | None) -> bool:
         """Store the record, which promises this answer. Returns whether this ingress got the lease."""
-        self.record.fingerprint = fingerprint
+        self.record.fingerprint, self.record.adapter = fingerprint, adapter
         await self._store.settled()
         added, leased = await asyncio.gather(
             self._store.add(self._key, self.record.encode(), self._ttl_s),
@@ -166,3 +167,9 @@ class Job:
                 await self._lease.release()
         except StoreUnavailable as unavailable:
             logger.warning("lease not given back job_id=%s error=%s", self.job_id, unavailable)
+
+
+def _adapter(frontend: SequenceContext, prompts: list[list[GenerateRequest]]) -> Adapter | None:
+    """Return the adapter of requests, which all have the same one."""
+    lora = prompts[0][0].lora
+    return None if lora is None else Adapter.of(lora, frontend.model)

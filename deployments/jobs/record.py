@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from deployments.adapters.adapter import Adapter
 from deployments.frontend.retry import signed
 from deployments.storage.key_value import KeyValueStore, sealed
 from engine.wire.messages import GenerateRequest, TokenDelta
@@ -16,7 +17,8 @@ from engine.wire.sampling_params import seed_of
 
 
 class JobRecord(msgspec.Struct):
-    """One job. It fixes everything that could differ between two computations of its request: ids, time and seed."""
+    """One job. It fixes everything that could differ between two computations of its request: ids, time, seed
+    and adapter."""
 
     owner: str
     """Name of the API key that created it, or empty."""
@@ -30,6 +32,8 @@ class JobRecord(msgspec.Struct):
     """32 random hex digits, from which seeds and ids are derived."""
     fingerprint: str | None = None
     """Fingerprint of the model that began it (ModelInfo)."""
+    adapter: Adapter | None = None
+    """Adapter that its request named, whatever has that name now; None for none."""
     outputs: list[TokenDelta] | None = None
     """Output of each choice, once all have ended."""
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from deployments.adapters.adapter import Adapter
 from deployments.frontend.generation import LiveGeneration
 from deployments.frontend.sequence import SequenceContext, Usage
 from deployments.jobs.event_ids import MAX_CHOICES, EventIds, NoEventIds, Position
@@ -40,6 +41,11 @@ class GenerationSource(Protocol):
         ...
 
     @property
+    def adapter(self) -> Adapter | None:
+        """Adapter with which the answer was begun; None if it was begun without one, or has not begun."""
+        ...
+
+    @property
     def job_id(self) -> str | None:
         """Id by which the answer's job is found again; None if nothing is kept."""
         ...
@@ -64,7 +70,7 @@ class GenerationSource(Protocol):
 class LiveSource:
     """Source of an answer that is not kept."""
 
-    started, job_id = False, None
+    started, adapter, job_id = False, None, None
     event_ids = NoEventIds()
 
     def __init__(self) -> None:
@@ -108,6 +114,10 @@ class JobSource:
     @property
     def started(self) -> bool:
         return self._job.started
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self._job.record.adapter
 
     def hex_id(self, name: str) -> str:
         return self._job.record.hex_id(name)

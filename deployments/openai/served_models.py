@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from fastapi import Request
 
 from deployments.adapters.registry import AdapterRegistry
 from deployments.adapters.table import AdapterTable, MemoryTable
-from deployments.http.context import allowed_models
+from deployments.http.context import allowed_models, source_of
+from deployments.jobs.source import GenerationSource
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.pools import EnginePool
 from engine.errors import ModelNotFound, RequestError
@@ -67,10 +69,21 @@ class ServedModels(Mapping[str, ServedModel]):
         if allowed is None or name in allowed:
             if (model := self._models.get(name) or self._aliases.get(name)) is not None:
                 return model
-            for base, registry in self.registries.items():
-                if (adapter := await registry.find(name)) is not None:
-                    return self[base].adapted(adapter)
+            if (model := await self._adapted(name, source_of(request))) is not None:
+                return model
         raise ModelNotFound(name, self._known(allowed))
+
+    async def _adapted(self, name: str, source: GenerationSource) -> ServedModel | None:
+        """Return the model with the adapter of a name. An answer that has begun keeps its adapter, which may have been
+        unloaded or replaced since then; what is missing of it can be computed only while the files are the same."""
+        begun = source.adapter
+        if begun is not None and (base := self._models.get(begun.parent)) is not None:
+            if source.started or await asyncio.to_thread(begun.is_unchanged):
+                return base.adapted(begun)
+        for parent, registry in self.registries.items():
+            if (adapter := await registry.find(name)) is not None:
+                return self[parent].adapted(adapter)
+        return None
 
     async def listed(self, request: Request) -> AsyncIterator[tuple[str, ServedModel, str, str | None]]:
         """Yield what the request may have: its name, the model that computes it, its files, and for an adapter the

@@ -8,15 +8,18 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from deployments.adapters.adapter import Adapter
 from deployments.adapters.sources import AdapterSources
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
+from deployments.storage.config import StoreConfig
 from engine.wire.messages import ErrorInfo
 from tests.adapter_folders import write_adapter
 from tests.deployments.fake_api import FakeApi, fake_api, until
+from tests.deployments.jobs.test_jobs import change_record, events_of
 
 OPEN = AuthConfig(allow_lora_updating=True)
 
@@ -217,6 +220,76 @@ def test_logs_timelines_and_metrics_name_the_adapter(own, caplog):
             assert timeline["adapter"] == "own"
             metrics = (await api.client.get("/metrics")).text
             assert 'manta_adapter_requests_total{adapter="own",ingress="ingress-1",model_name="fake"} 1.0' in metrics
+
+    run(scenario())
+
+
+KEYED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+
+
+async def keyed(api: FakeApi, route: str, key: str = "k", **more: Any) -> httpx.Response:
+    body = {"model": "sql", **REQUESTS[route], **more}
+    return await api.client.post(route, json=body, headers={"Idempotency-Key": f"{key} {route}"})
+
+
+def test_an_answer_that_is_kept_outlives_its_adapter(tmp_path):
+    store = StoreConfig(url=f"sqlite://{tmp_path}/store.db")
+    options: dict[str, Any] = {"adapters": AdapterSources(max_rank=16), "auth": OPEN, "store": store, "fingerprint": "fp"}
+
+    async def scenario() -> None:
+        first, second = write_adapter(tmp_path / "1", seed=1), write_adapter(tmp_path / "2", seed=2)
+        async with fake_api(**options) as api:
+            assert (await load(api, first))[0] == 200
+            answers = {route: await keyed(api, route) for route in KEYED}
+            assert {answer.status_code for answer in answers.values()} == {200}
+            behind = (await keyed(api, "/v1/responses", "b", background=True)).json()["id"]
+            await api.post("unload_lora_adapter", lora_name="sql")
+            computed = len(api.engine.added)
+            for served in (404, 200):  # gone, then there with other weights
+                for route, answer in answers.items():
+                    again = (await keyed(api, route)).json()
+                    assert again | {"completed_at": 0} == answer.json() | {"completed_at": 0}, route
+                    assert (await keyed(api, route, "k", max_tokens=9)).status_code == 422
+                assert (await api.client.get(f"/v1/responses/{behind}")).json()["model"] == "sql"
+                assert len(api.engine.added) == computed
+                assert (await api.post("completions", prompt="a", max_tokens=1, model="sql")).status_code == served
+                assert (await load(api, second, load_inplace=True))[0] == 200
+                computed = len(api.engine.added)
+        async with fake_api(**options) as api:  # another ingress, which never knew the adapter
+            for route, answer in answers.items():
+                assert (await keyed(api, route)).json()["id"] == answer.json()["id"], route
+            assert not api.engine.added
+
+    run(scenario())
+
+
+def test_an_answer_that_another_ingress_takes_over_has_the_weights_it_began_with_or_none(tmp_path):
+    store = StoreConfig(url=f"sqlite://{tmp_path}/store.db")
+    options: dict[str, Any] = {"adapters": AdapterSources(max_rank=16), "auth": OPEN, "store": store, "fingerprint": "fp"}
+    route = "/v1/completions"
+
+    async def scenario() -> None:
+        folder = write_adapter(tmp_path / "1", seed=1)
+        async with fake_api(**options) as api:
+            await load(api, folder)
+            whole = events_of((await keyed(api, route, stream=True)).text)
+            began = api.engine.added[-1].lora
+        stream_id = whole[0][0][:32]
+        for known in (False, True):
+            await change_record(store, stream_id, outputs=None)  # as if it had died before the end
+            async with fake_api(**options) as api:
+                if known:  # other weights have the name now
+                    await load(api, write_adapter(tmp_path / "2", seed=2))
+                assert events_of((await keyed(api, route, stream=True)).text) == whole
+                assert [request.lora for request in api.engine.added] == [began]
+        write_adapter(folder, seed=3)  # nothing has the weights any more
+        await change_record(store, stream_id, outputs=None)
+        async with fake_api(**options) as api:
+            assert (await keyed(api, route, stream=True)).status_code == 404
+            await load(api, folder)
+            answer = await keyed(api, route, stream=True)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "answer_not_reproducible")
+            assert not api.engine.added
 
     run(scenario())
 
