@@ -77,9 +77,9 @@ class ServedModels(Mapping[str, ServedModel]):
         """Return the model with the adapter of a name. An answer that has begun keeps its adapter, which may have been
         unloaded or replaced since then; what is missing of it can be computed only while the files are the same."""
         begun = source.adapter
-        if begun is not None and (base := self._models.get(begun.parent)) is not None:
-            if source.started or await asyncio.to_thread(begun.is_unchanged):
-                return base.adapted(begun)
+        if begun is not None and (source.started or await asyncio.to_thread(begun.is_unchanged)):
+            base = self._models.get(begun.parent)
+            return None if base is None else base.adapted(begun)
         for parent, registry in self.registries.items():
             if (adapter := await registry.find(name)) is not None:
                 return self[parent].adapted(adapter)

@@ -224,6 +224,7 @@ def test_logs_timelines_and_metrics_name_the_adapter(own, caplog):
     run(scenario())
 
 
+KEEPING: dict[str, Any] = {"adapters": AdapterSources(max_rank=16), "auth": OPEN, "fingerprint": "fp"}
 KEYED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
@@ -234,7 +235,7 @@ async def keyed(api: FakeApi, route: str, key: str = "k", **more: Any) -> httpx.
 
 def test_an_answer_that_is_kept_outlives_its_adapter(tmp_path):
     store = StoreConfig(url=f"sqlite://{tmp_path}/store.db")
-    options: dict[str, Any] = {"adapters": AdapterSources(max_rank=16), "auth": OPEN, "store": store, "fingerprint": "fp"}
+    options = KEEPING | {"store": store}
 
     async def scenario() -> None:
         first, second = write_adapter(tmp_path / "1", seed=1), write_adapter(tmp_path / "2", seed=2)
@@ -265,7 +266,7 @@ def test_an_answer_that_is_kept_outlives_its_adapter(tmp_path):
 
 def test_an_answer_that_another_ingress_takes_over_has_the_weights_it_began_with_or_none(tmp_path):
     store = StoreConfig(url=f"sqlite://{tmp_path}/store.db")
-    options: dict[str, Any] = {"adapters": AdapterSources(max_rank=16), "auth": OPEN, "store": store, "fingerprint": "fp"}
+    options = KEEPING | {"store": store}
     route = "/v1/completions"
 
     async def scenario() -> None:
