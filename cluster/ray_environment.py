@@ -16,6 +16,7 @@ from typing import Any
 from cluster.haproxy import BINARY_PATH, CERTFILE, KEYFILE
 from cluster.server_folder import server_folder
 from cluster.server_ports import server_ports
+from deployments import without_pandas
 from deployments.http.server_header import SERVER_VARIABLE
 from engine.user_folder import can_write
 
@@ -40,6 +41,7 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     # Ray's 15 would leave an engine a thirtieth of a core if any other program wants it.
     "RAY_worker_niceness": "0",
+    "RAY_preload_python_modules": without_pandas.__name__,
     # When the ingress changes, a new HAProxy process takes over; the old one may live as long as a request may take.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "660",
 }

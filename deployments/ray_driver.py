@@ -29,6 +29,7 @@ from ray._private.worker import filter_autoscaler_events
 from ray._raylet import get_port_filename  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
+from deployments import without_pandas  # noqa: F401  before Serve is imported
 from engine.errors import StartupError
 from placement.console_log import log_to_console
 
@@ -84,7 +85,7 @@ def serve_until_interrupted(
     started = time.monotonic()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with ThreadPoolExecutor(1) as beside, _changed_start(agent_ports) as start_dashboard:
+        with ThreadPoolExecutor(1) as beside, _changed_start(agent_ports) as start_the_rest:
             serve = beside.submit(importlib.import_module, "ray.serve")
             _start_ray(address, configure_logging=viewer is None)
             builders = [_import_builder.remote(application) for application in config.get("applications", ())]
@@ -97,7 +98,7 @@ def serve_until_interrupted(
         _wait_for(proxies)
         logger.info("proxies are up startup_s=%.1f", time.monotonic() - started)
         _wait_while_models_load()
-        start_dashboard()
+        start_the_rest()
         threading.Event().wait()
     except KeyboardInterrupt:
         _end_if_the_start_failed()
@@ -151,14 +152,15 @@ def _start_ray(address: str | None, *, configure_logging: bool) -> None:
 def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None]]:
     """Change how `ray.init` starts a node, inside the block.
 
-    It leaves out Ray's dashboard, which it would start and await before anything that models need. It gives Ray's
-    agents fixed ports, and announces them where the raylet looks, which would end without them after 15 s. It waits for
-    the node as long as the load requires, not half a minute, but not for a node that has ended. Yields a function that
-    starts the dashboard later; it does nothing if Ray was already running.
+    It leaves out the monitor of Ray's autoscaler, and Ray's dashboard, which it would start before anything that models
+    need. It gives Ray's agents fixed ports, and announces them where the raylet looks, which would end without them
+    after 15 s. It waits for the node as long as the load requires, not half a minute, but not for a node that has
+    ended. Yields a function that starts later what was left out; it does nothing if Ray was already running.
     """
     left_out: list[Callable[[], None]] = []
     nodes: list[Node] = []
     start, get_node, select = Node.start_api_server, services.get_node, RayParams.update_pre_selected_port
+    start_monitor = Node.start_monitor
     began = time.monotonic()
 
     def leave_out(node: Node, **options: Any) -> None:
@@ -166,6 +168,9 @@ def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None
         for name, port in agent_ports.items():
             Path(node.get_session_dir_path(), get_port_filename(node.node_id, name)).write_text(str(port))
         left_out.append(lambda: start(node, **options))
+
+    def leave_monitor_out(node: Node) -> None:
+        left_out.append(lambda: start_monitor(node))
 
     def wait_for_node(gcs_address: str, node_id: str) -> Any:
         while True:
@@ -178,21 +183,22 @@ def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None
                     raise StartupError(f"Ray does not start: {problem}. {_load()}") from None
             time.sleep(NODE_INTERVAL_S)
 
-    def start_dashboard() -> None:
+    def start_the_rest() -> None:
         for call in left_out:
             call()
+        if left_out:
             logger.info("Ray's dashboard is up at http://%s", ray._private.worker._global_node.webui_url)
 
     def select_ports(params: RayParams) -> None:
         vars(params).update(agent_ports)
         select(params)
 
-    Node.start_api_server, services.get_node = leave_out, wait_for_node
+    Node.start_api_server, Node.start_monitor, services.get_node = leave_out, leave_monitor_out, wait_for_node
     RayParams.update_pre_selected_port = select_ports
     try:
-        yield start_dashboard
+        yield start_the_rest
     finally:
-        Node.start_api_server, services.get_node = start, get_node
+        Node.start_api_server, Node.start_monitor, services.get_node = start, start_monitor, get_node
         RayParams.update_pre_selected_port = select
 
 

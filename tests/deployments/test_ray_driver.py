@@ -28,6 +28,16 @@ def test_rays_dashboard_starts_as_ray_meant_it_but_only_when_told_to(started):
     assert started == [{"include_dashboard": None, "raise_on_failure": False}]
 
 
+def test_the_monitor_of_rays_autoscaler_starts_before_the_dashboard_and_no_sooner(monkeypatch, started):
+    monkeypatch.setattr(Node, "start_monitor", lambda node: started.append(node.options))
+    with _changed_start({}) as start_the_rest:
+        Node.start_monitor(SimpleNamespace(options="monitor"))
+        Node.start_api_server(SimpleNamespace(), include_dashboard=None)
+        assert not started
+    start_the_rest()
+    assert started == ["monitor", {"include_dashboard": None}]
+
+
 def test_no_dashboard_is_started_for_a_ray_that_was_running(started):
     with _changed_start({}) as start_dashboard:
         pass

@@ -22,6 +22,7 @@ import psutil
 import yaml
 
 from cluster.autoscaling.slo import POLICY
+from deployments import without_pandas
 from tests.serve.installed import Installed
 
 STARTUP_S = 280.0  # less than the timeout of a test
@@ -170,6 +171,7 @@ def ray_environment(folder: str, given: Mapping[str, str] = os.environ) -> dict[
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # as `manta serve` does: other tests keep the machine busy
         "RAY_TMPDIR": folder,
         "RAY_worker_niceness": "0",  # else what computes beside it lets a cluster wait
+        "RAY_preload_python_modules": without_pandas.__name__,
     }
     return {**{k: v for k, v in given.items() if not k.startswith("RAY_")}, **ours}
 

@@ -45,6 +45,13 @@ def test_ranks_have_the_priority_of_the_command_that_serves(server):
     assert {rank.nice() for rank in ranks} == {command.nice()}
 
 
+def test_no_process_that_serve_starts_has_loaded_pandas(server):
+    names = ("Serve", "ProxyActor", "HAProxyManager", "RankActor")
+    workers = [process for process in server.processes() if any(name in process.name() for name in names)]
+    assert len(workers) >= 8
+    assert not [worker for worker in workers if any("/pandas/" in part.path for part in worker.memory_maps())]
+
+
 def test_streamed_answer_is_the_whole_one_in_many_chunks(client):
     ask = {"model": "tiny", "prompt": "a b c", "max_tokens": 12, "temperature": 0}
     whole = client.completions.create(**ask).choices[0].text
