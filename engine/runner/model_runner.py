@@ -113,7 +113,7 @@ class ModelRunner:
             kv_caches=self.kv_caches,
             kv_scales=self.kv_scales,
             max_model_len=self.max_model_len,
-            shape_for=self.graphs.shape_for if self.graphs else lambda tokens, seqs: None,
+            shape_for=self.graphs.shape_for if self.graphs else lambda tokens, seqs, longest: None,
             drafts=self.drafter is not None,
             states=self.states,
             adapter_tile_rows=self._adapter_rows.tile_rows,
@@ -152,7 +152,7 @@ class ModelRunner:
             return
         started = time.perf_counter()
         if self.model_config.head == "lm":
-            for plan in warm_up_plans(self.config, self.max_model_len):
+            for plan in warm_up_plans(self.config, self.max_model_len, self.model_config.vision):
                 self.collect(self.launch(self.prepare(plan)))
             for cache in self.kv_caches:
                 cache[0] = 0  # clear the block that these steps wrote to
