@@ -16,7 +16,7 @@ from engine.model.config import ModelConfig
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.layers.rope import rope_table
 from engine.model.models.llama import Model
-from engine.multimodal.example import example_image
+from engine.model.transformers_backend.example_image import example_image
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.plan import NewSequence, StepPlan
 

@@ -13,10 +13,10 @@ from engine.model.config_parts.vision import VisionConfig
 from engine.model.models.llama import Model
 from engine.model.ops import sampling
 from engine.model.state import StateCache
-from engine.multimodal.example import example_image
+from engine.model.transformers_backend.example_image import example_image
 from engine.runner import kv_cache
 from engine.runner.rank_setup import RankSetup
-from engine.runner.sampler import SampledRow, SamplingInputs, UniformSource, prepare_sampling, sample
+from engine.runner.sampler import SampledRow, SamplingInputs, UniformSource, prepare_sampling
 from engine.spec_decode.drafter import DraftInputs, ModelDrafter
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.plan import BlockChange, NewSequence, StepPlan
@@ -125,9 +125,9 @@ def run_dummy_step(
     staged.send()
     out = model(ids, batch)
     logits = model.logits(out[:seqs, : setup.model.hidden_size])
-    draw_rows = sampling.select(device)
+    sample_rows = sampling.select(device)
     for inputs in samplings:
-        sample(logits, inputs, draw_rows)
+        sample_rows(logits, inputs.random)
     if drafter is not None:
         del logits  # the drafter runs after sampling
         run_dummy_drafts(setup, drafter, batch, counts.tolist(), out)

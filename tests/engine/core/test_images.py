@@ -19,7 +19,7 @@ from engine.core.engine_stats import load_of
 from engine.core.request import Request
 from engine.errors import ConfigError, InvalidParameter
 from engine.model.transformers_backend import tower_attention, vision
-from engine.multimodal.example import example_image
+from engine.model.transformers_backend.example_image import example_image
 from engine.wire.block_hash import block_hashes
 from engine.wire.messages import GenerateRequest
 from engine.wire.multimodal import PlaceholderRange, TensorData
