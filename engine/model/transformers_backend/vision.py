@@ -23,6 +23,8 @@ from engine.model.transformers_backend import tower_attention
 from engine.model.transformers_backend.model import EmptyOnMeta, materialize, whole
 from engine.wire.multimodal import TensorData
 
+PIXELS = {"pixel_values", "pixel_table"}
+
 
 def look_up(pixels: Tensor, table: Tensor) -> Tensor:
     """Return the values of pixels from a table: see MultiModalFeatureSpec.data.
@@ -119,8 +121,9 @@ class VisionEncoder(Sharded):
             hidden = model.vision_tower(pixels, image_sizes=sizes, output_hidden_states=True).hidden_states
             chosen = [hidden[i] for i in ([layer] if isinstance(layer, int) else layer)]
             return model.multi_modal_projector(torch.cat(chosen, dim=-1).squeeze(0), sizes)
-        embeddings: Tensor = model.get_image_features(pixel_values=pixels).pooler_output  # of each tile
-        return embeddings.flatten(0, 1)
+        others = {name: copy_to(data[name].numpy().copy(), self.device) for name in data.keys() - PIXELS}
+        output = model.get_image_features(pixel_values=pixels, **others)
+        return torch.cat(list(output.pooler_output))  # of one image, as a whole or tile by tile
 
     def pack(self) -> None:
         for layer in self.model.modules():
