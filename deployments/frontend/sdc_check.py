@@ -108,17 +108,18 @@ def far_difference(answer: SampledAnswer, given: SampledAnswer) -> tuple[int, Fo
 
     given: the answer of `SampledAnswer.given`. A token that was the most likely one must also be almost that there.
     """
-    found = []
+    found, there = [], []
     entries = given.prompt_logprobs[len(answer.request.prompt) :]
     for (_, logprob), rank, entry in zip(answer.tokens, answer.ranks, entries, strict=False):
         assert entry is not None  # only the first of a prompt is
         margin = entry.top[0][1] - entry.logprob if rank == 1 else 0.0
         found.append(max(abs(entry.logprob - logprob), margin))
+        there.append(entry.logprob)
     if not found or (max(found) <= TOLERANCE and (len(found) < MANY or fmean(found) <= MEAN_TOLERANCE)):
         return None
     position = max(range(len(found)), key=found.__getitem__)
     token, logprob = answer.tokens[position]
-    return position, (token, logprob), (token, entries[position].logprob)
+    return position, (token, logprob), (token, there[position])
 
 
 class SdcCheck:
