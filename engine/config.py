@@ -242,6 +242,24 @@ class EngineConfig:
         "Tokens between the states of recurrent layers that the prefix cache keeps of a long sequence, besides those "
         "at ends of prompts and where prompts diverge; 0 for none. Default: as many as have KV of a state's size.",
     )
+    kv_offloading_size: float | None = option(
+        None, "GiB of host memory, over all ranks, for KV blocks that the device may evict (docs/kv_offloading.md)."
+    )
+    kv_offloading_disk_size: float | None = option(
+        None, "GiB of local disk, over all ranks, for KV blocks. They are encrypted."
+    )
+    kv_offloading_dir: str = option("~/.cache/manta/kv", "Folder of these blocks. Engines of one machine may share it.")
+    kv_offloading_key_file: str | None = option(
+        None,
+        "File of at least 32 random bytes with which blocks on disk are encrypted. With it they survive restarts; the "
+        "default key lives as long as the cluster, or as an engine without one.",
+    )
+    kv_offloading_ttl_s: float | None = option(
+        None, "Seconds after which a block is deleted from the tiers, used or not. Default: never."
+    )
+    kv_offloading_timeout_s: float = option(
+        2.0, "Seconds that a request waits for KV from a tier; after them it is computed."
+    )
     overlap: bool | None = option(
         None,
         "Plan step n+1 while step n computes. Default: yes on a GPU; no on a CPU, where both need the same cores "
@@ -260,6 +278,11 @@ class EngineConfig:
     encode: HandoffConfig | None = option(
         None, "Options for image handoffs of an engine for which encode replicas may encode images."
     )
+
+    @property
+    def offloads_kv(self) -> bool:
+        """Whether there are tiers below the KV cache."""
+        return self.kv_offloading_size is not None or self.kv_offloading_disk_size is not None
 
     @property
     def known_block_size(self) -> int:
@@ -291,6 +314,7 @@ class EngineConfig:
             limit = "0 or more, or left out"
             raise ConfigError("prefix_cache_retention_interval", self.prefix_cache_retention_interval, limit)
         check_choices(self)
+        self._check_offloading()
         if isinstance(self.speculative, dict):
             object.__setattr__(self, "speculative", SpeculativeConfig.parse(self.speculative))
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -302,3 +326,15 @@ class EngineConfig:
         if self.max_num_seqs > self.max_num_batched_tokens:
             limit = f"at least max_num_seqs ({self.max_num_seqs}), so that every sequence can decode in one step"
             raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, limit)
+
+    def _check_offloading(self) -> None:
+        for key in ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_ttl_s", "kv_offloading_timeout_s"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise ConfigError(key, value, "above 0, or left out")
+        if self.offloads_kv and not self.enable_prefix_caching:
+            limit = "true with kv_offloading_size or kv_offloading_disk_size: blocks are found by the prefix cache"
+            raise ConfigError("enable_prefix_caching", False, limit)
+        if self.kv_offloading_disk_size is None and self.kv_offloading_key_file is not None:
+            limit = "left out without kv_offloading_disk_size: only blocks on disk are encrypted"
+            raise ConfigError("kv_offloading_key_file", self.kv_offloading_key_file, limit)

@@ -14,7 +14,9 @@ from engine.core.block_pool import BlockPool
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_cache_coordinator import kv_cache_of
+from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.speculator import Speculator, any_number
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
@@ -300,6 +302,7 @@ class Harness:
             speculation=speculator,
             token_limits=token_limits,
             adapters=adapters,
+            offloading=self.make_offloading(kv_cache),
         )
         self.runner = FakeRunner(self.config, max_model_len, propose, windows, chunk)
         self.depth = depth
@@ -311,6 +314,7 @@ class Harness:
         self.finished: dict[str, Event] = {}
         self.timelines: dict[str, list[TimelineEvent]] = {}
         self.plans: list[StepPlan] = []
+        self.now = 0.0
 
     def add(
         self,
@@ -363,7 +367,10 @@ class Harness:
         return plan
 
     def plan(self) -> StepPlan | None:
-        plan = self.scheduler.schedule(now=0.0)
+        self.take_answers()
+        plan = self.scheduler.schedule(now=self.now)
+        if not self.prepared:
+            self.submit()
         self.scheduler.check()
         if plan is not None:
             assert plan.num_tokens <= self.config.max_num_batched_tokens
@@ -371,13 +378,15 @@ class Harness:
             self.prepared.append(self.runner.prepare(plan))
         elif not self.prepared:
             elsewhere = self.scheduler.handoffs.receiving or self.scheduler.handoffs.leased
+            elsewhere = elsewhere or self.scheduler.offloading.loading
             assert elsewhere or not self.scheduler.has_work, "nothing is computed, and nothing is waited for"
         return plan
 
     def commit(self) -> None:
         if self.prepared:
             result = self.runner.execute(self.prepared.pop(0))
-            self.record(self.scheduler.commit(result, now=0.0))
+            self.record(self.scheduler.commit(result, now=self.now))
+            self.submit()
 
     def record(self, events: list[Event]) -> None:
         for event in events:
@@ -392,6 +401,19 @@ class Harness:
         if event.delta.finish_reason:
             self.finished[name] = event
 
+    def make_offloading(self, kv_cache: KVCacheManager) -> KVOffloading | None:
+        """The tiers below the cache."""
+        return None
+
+    def take_answers(self) -> None:
+        """Called before a step is planned."""
+
+    def submit(self) -> None:
+        """Called when no step that may write to released blocks is under way."""
+
+    def drain(self) -> None:
+        """Called once all requests have ended."""
+
     def settle(self) -> None:
         """Called when nothing can be computed before another engine has done something."""
         raise AssertionError("there is no other engine")
@@ -404,6 +426,7 @@ class Harness:
                 self.settle()
             limit -= 1
             assert limit > 0, "no end in sight"
+        self.drain()
         assert not any(pool.num_used for pool in self.pools)
         for name, prompt in self.prompts.items():
             reason = self.finished[name].delta.finish_reason

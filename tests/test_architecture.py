@@ -20,7 +20,7 @@ ENGINE_ORDER = [
     {"text", "distributed"},
     {"pooling", "multimodal"},
     {"model"},
-    {"kv_transfer", "spec_decode", "lora"},
+    {"kv_transfer", "kv_offload", "spec_decode", "lora"},
     {"runner"},
     {"core"},
     {"offline"},
@@ -154,6 +154,7 @@ OTHER_MODELS = """
     model/config_parts/latent.py model/config_parts/recurrent.py model/config_parts/multipliers.py
     model/config_parts/encoder.py model/config_parts/vision.py model/config_parts/gemma.py
     model/low_rank.py core/features/adapter_slots.py
+    core/features/kv_offloading.py core/features/tier.py core/features/tier_hashes.py wire/kv_offload.py
     model/auto_config.py model/torch_compile.py distributed/symmetric_memory.py
 """
 
@@ -172,7 +173,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
         *(file for room in rooms for file in room.rglob("*.py")),
     ]
     everything = [file for files in FILES.values() for file in files]
-    for files, limit in ((set(path) - others, 12_400), (everything, 53_300)):
+    for files, limit in ((set(path) - others, 12_500), (everything, 54_200)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
 

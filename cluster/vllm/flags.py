@@ -245,7 +245,8 @@ TABLE = (
         "blocks are found by a hash of their tokens (docs/routing.md)",
     ),
     ignored("--swap-space= --preemption-mode= --cpu-offload-gb=0", "KV is computed again, never swapped"),
-    refused("--kv-offloading-size= --kv-offloading-backend=", "KV that does not fit the device is computed again"),
+    ignored("--kv-offloading-backend=native", "--kv-offloading-size and --kv-offloading-disk-size have one backend"),
+    refused("--kv-offloading-backend=", "tiers are --kv-offloading-size and --kv-offloading-disk-size"),
     refused(
         "--cpu-offload-gb= --cpu-offload-params=* --offload-backend= --offload-group-size= --offload-num-in-group= "
         "--offload-prefetch-step= --offload-params=*",

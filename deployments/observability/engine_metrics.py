@@ -98,6 +98,18 @@ def _accepted_per_position(stats: EngineStats) -> dict[int, int]:
     return {} if stats.spec_decode is None else dict(enumerate(stats.spec_decode.num_accepted_tokens_per_pos))
 
 
+def _offload(field: str) -> Callable[[EngineStats], int | None]:
+    return lambda stats: None if stats.kv_offload is None else getattr(stats.kv_offload, field)
+
+
+def _tiers(field: str) -> Callable[[EngineStats], dict[str, Any]]:
+    def read(stats: EngineStats) -> dict[str, Any]:
+        tiers = {} if stats.kv_offload is None else stats.kv_offload.tiers
+        return {name: getattr(tier, field) for name, tier in tiers.items()}
+
+    return read
+
+
 def _adapters_resident(stats: EngineStats) -> int | None:
     return len(stats.adapters) if stats.max_loras else None
 
@@ -117,6 +129,13 @@ REQUESTS: list[Row] = [
     (Counter, "vllm:num_preemptions", "Requests that lost their KV blocks to others.", "preemptions"),
     (Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queried_tokens"),
     (Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
+    (
+        Counter,
+        "vllm:external_prefix_cache_queries",
+        "Prompt tokens looked up in the tiers below the KV cache.",
+        _offload("queried_tokens"),
+    ),
+    (Counter, "vllm:external_prefix_cache_hits", "Prompt tokens whose KV came from there.", _offload("hit_tokens")),
     *histograms(
         {
             "inter_token_latency_seconds": "From one token of a request to the next.",
@@ -178,6 +197,26 @@ LABELLED: list[Row] = [
     (Gauge, "manta_kv_group_block_bytes", "Bytes of one of these on a rank.", "group_block_bytes", "group"),
     (Counter, "pd_decision", "Prompts by where they were computed, and why.", "prefill_decisions", "where", "reason"),
 ]
+# of EngineStats, as far as an engine has tiers; vLLM's names, and what it has none for
+TIERS: list[Row] = [
+    (Counter, "vllm:kv_offload_tiering_read_bytes", "KV loaded from a tier.", _tiers("read_bytes"), "tier"),
+    (Counter, "vllm:kv_offload_tiering_write_bytes", "KV written to a tier.", _tiers("write_bytes"), "tier"),
+    (Counter, "vllm:kv_offload_tiering_read_time", "Seconds that loads took.", _tiers("read_s"), "tier"),
+    (Counter, "vllm:kv_offload_tiering_write_time", "Seconds that writing took.", _tiers("write_s"), "tier"),
+    (Gauge, "manta_kv_offload_used_bytes", "Space that blocks take in a tier.", _tiers("used_bytes"), "tier"),
+    (Gauge, "manta_kv_offload_total_bytes", "Space of a tier.", _tiers("total_bytes"), "tier"),
+    (Gauge, "manta_kv_offload_blocks", "Blocks in a tier.", _tiers("blocks"), "tier"),
+    (
+        Counter,
+        "manta_kv_offload_errors",
+        "Blocks that could not be moved: read, write, or deadline.",
+        _tiers("errors"),
+        "tier",
+        "reason",
+    ),
+    (Counter, "manta_kv_offload_not_stored", "Blocks evicted before they were copied.", _offload("not_stored")),
+    (Gauge, "manta_kv_offload_loading", "Requests that wait for KV from a tier.", _offload("loading")),
+]
 # of HandoffStats. vLLM has no names for these: its transfer metrics are NIXL's, and we have other transports too
 HANDOFFS: list[Row] = [
     (
@@ -223,6 +262,8 @@ def handoff_metrics(engines: Engines, encode: Engines = ()) -> Iterator[Metric]:
     """Yield the metrics of prompts and images that engines compute for each other. Engines without handoffs have only
     blocks and decisions. encode: engines of encode pools."""
     yield from collect(LABELLED, LABELS, [(labels, status.stats) for labels, status in [*engines, *encode]])
+    if tiered := [(labels, status.stats) for labels, status in engines if status.stats.kv_offload is not None]:
+        yield from collect(TIERS, LABELS, tiered)
     found = [([*labels, "prefill"], status.handoffs) for labels, status in engines]
     found += [([*labels, "encode"], status.image_handoffs) for labels, status in engines]
     found += [([*labels, "encode"], status.handoffs) for labels, status in encode]

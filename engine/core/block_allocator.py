@@ -19,16 +19,19 @@ class BlockAllocator:
     def __init__(self, kv_cache: KVCacheManager, queue: RequestQueue, handoffs: HandoffManager, totals: SchedulerStats):
         self._kv_cache, self._queue, self._handoffs, self._totals = kv_cache, queue, handoffs, totals
 
+    @property
+    def watermark(self) -> int:
+        """Blocks to keep, one for each request that will grow: starting another only to preempt it wastes work."""
+        growing = sum(not r.asked_by for r in self._queue.running)
+        return growing + len(self._queue.waiting_with_kv) + len(self._handoffs.receiving)
+
     def reserve(self, request: Request, matched: int, start: int, tokens: int) -> bool:
         """Give a waiting request its blocks, with the arguments of KVCacheManager.reserve. Requests behind it that hold
         blocks and only wait for a slot may lose them. Returns False, and reserves nothing, if there are still too few.
         """
         while True:
             with_kv = self._queue.waiting_with_kv
-            # keep a block for each request that will grow: starting this one only to preempt another wastes work
-            growing = sum(not r.asked_by for r in self._queue.running)
-            watermark = growing + len(with_kv) + len(self._handoffs.receiving)
-            if self._kv_cache.reserve(request, matched, start, tokens, watermark):
+            if self._kv_cache.reserve(request, matched, start, tokens, self.watermark):
                 return True
             if not with_kv or with_kv[-1].order < request.order:
                 return False

@@ -40,6 +40,8 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._invalid: set[int] = set()
+        #: References of blocks that are copied to or from a tier below.
+        self.pinned: Counter[int] = Counter()
         self._changes: dict[bytes, bool] | None = None  # since the last `take_changes`: hash -> can it be matched now?
 
     @property
@@ -81,9 +83,25 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def find(self, block_hash: bytes) -> int | None:
+        """Return the block of a hash, if the prefix cache has one."""
+        return self._by_hash.get(block_hash)
+
     def has(self, block_hash: bytes) -> bool:
         """Return whether the prefix cache has a block of this hash."""
         return block_hash in self._by_hash
+
+    def pin(self, matched: list[int], num_new: int = 0) -> list[int] | None:
+        """Reserve blocks for a copy to or from a tier below, with the arguments and result of `reserve`."""
+        blocks = self.reserve(matched, num_new)
+        self.pinned.update(blocks or ())
+        return blocks
+
+    def unpin(self, block: int, loaded_hash: bytes | None = None) -> None:
+        """Release a pinned block. loaded_hash: hash of what a tier has written to it, under which it is then cached."""
+        self.pinned.subtract([block])
+        self.pinned += Counter()  # drops zeros
+        self.release([block if loaded_hash is None else self.cache_block(block, loaded_hash)])
 
     def reserve(self, matched: list[int], num_new: int, watermark: int = 0) -> list[int] | None:
         """Take references to the `matched` blocks and to `num_new` new ones. Returns None, and takes nothing, if fewer

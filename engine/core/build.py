@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,8 +18,10 @@ from engine.core.features.encoder_cache_manager import EncoderCacheManager, Text
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.image_handoffs import ImageHandoffs
 from engine.core.features.kv_cache_coordinator import kv_cache_of
+from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import NoSpeculation, Speculator, any_number
+from engine.core.features.tier import Tier
 from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
@@ -27,6 +30,10 @@ from engine.core.step_cost import StepTimes
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
+from engine.kv_offload.disk import sealed_size
+from engine.kv_offload.group_tiers import GroupTiers, NoTiers
+from engine.kv_offload.rank_tiers import RankTiers
+from engine.kv_offload.tier_index import TierIndex
 from engine.kv_transfer.fingerprint import fingerprint
 from engine.lora.group_loader import GroupLoader
 from engine.model.checkpoint.overlay import engine_folder
@@ -80,6 +87,7 @@ def build_engine(
     with ExitStack() as opened, group.starting():
         loaded = load(config, group)
         kv_ranks, image_ranks = start_kv_ranks(loaded, host, opened)
+        tiers = start_tiers(loaded, opened)
         broadcaster = make_broadcaster(group)
         kv_workers = opened.pop_all()
     open_channel = partial(
@@ -96,6 +104,7 @@ def build_engine(
         speculation=make_speculation(loaded, step_times),
         images=make_images(loaded, open_channel, image_ranks),
         adapters=AdapterSlots(config.max_loras) if loaded.config.enable_lora else None,
+        offloading=make_offloading(loaded, tiers, kv_cache, step_times),
         token_limits=token_limits,
     )
     return EngineCore(
@@ -107,6 +116,7 @@ def build_engine(
         grammars=GrammarCompiler(loaded.folder, loaded.model.vocab_size, scheduler.limits.eos_token_ids),
         step_times=step_times,
         adapter_loader=GroupLoader(loaded.runner.adapter_loader, group.size, broadcaster),
+        tiers=NoTiers() if tiers is None else GroupTiers(tiers.worker, group.size, broadcaster, wake),
         kv_workers=kv_workers,
         broadcaster=broadcaster,
         channel=channel,
@@ -132,6 +142,15 @@ def start_kv_ranks(loaded: Loaded, host: str, opened: ExitStack) -> tuple[list[K
     from engine.runner.worker import start_kv_workers
 
     return start_kv_workers(loaded.runner, host, opened)
+
+
+def start_tiers(loaded: Loaded, opened: ExitStack) -> RankTiers | None:
+    """Open this rank's tiers below the KV cache; None without any."""
+    if not loaded.config.offloads_kv:
+        return None
+    from engine.runner import worker
+
+    return worker.start_tiers(loaded.runner, loaded.folder, opened)
 
 
 def make_broadcaster(group: TPGroup) -> PlanBroadcaster | None:
@@ -203,6 +222,32 @@ def make_handoffs(loaded: Loaded, channel: HandoffChannel | None, step_times: St
     dtypes, ranks = (runner.dtype, runner.kv_dtype), runner.tp.size
     own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, config.determinism, ranks)
     return HandoffManager(policy, channel.peer, own)
+
+
+def make_offloading(
+    loaded: Loaded, tiers: RankTiers | None, kv_cache: KVCacheManager, step_times: StepTimes
+) -> KVOffloading | NoOffloading:
+    if tiers is None:
+        return NoOffloading()
+    config, ranks, now, found = loaded.config, loaded.runner.tp.size, time.monotonic(), []
+    if tiers.host_slots:
+        slots = [TierIndex(count, config.kv_offloading_ttl_s, slots=True) for count in tiers.host_slots]
+        found.append(Tier("host", slots, [1] * len(slots), [size * ranks for size in tiers.block_bytes]))
+    if tiers.disk_bytes:
+        files = TierIndex(tiers.disk_bytes, config.kv_offloading_ttl_s)
+        found.append(Tier("disk", [files], list(map(sealed_size, tiers.block_bytes)), [ranks]))
+    offloading = KVOffloading(
+        kv_cache,
+        found,
+        name_of=tiers.names.of,
+        times=step_times,
+        timeout_s=config.kv_offloading_timeout_s,
+        rank_bytes=tiers.block_bytes,
+        ranks=ranks,
+    )
+    for block in tiers.found:
+        offloading.restore(block.name, block.size, now - block.age_s)
+    return offloading
 
 
 def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSpeculation:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +28,7 @@ from engine.errors import (
     RequestTimeout,
     ServingError,
 )
+from engine.kv_offload.group_tiers import GroupTiers, NoTiers
 from engine.lora.group_loader import GroupLoader
 from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 GRAMMAR_POLL_S = 0.005  # while every request waits for a grammar or a mask
 RANK_CHECK_INTERVAL_S = 1.0  # between checks that all ranks live, while a step computes
+FLUSH_S = 5.0  # that `close` waits for the disk
+FLUSH_POLL_S = 0.002
 RANK_POLL_S = 0.01  # between such checks, after a step has failed
 
 
@@ -82,6 +85,7 @@ class EngineCore:
         grammars: GrammarCompiler,
         step_times: StepTimes,
         adapter_loader: GroupLoader,
+        tiers: GroupTiers | NoTiers,
         kv_workers: ExitStack,
         broadcaster: PlanBroadcaster | None = None,
         channel: HandoffChannel | None = None,
@@ -95,7 +99,7 @@ class EngineCore:
         self.idle = True
         self.last_step_at = time.monotonic()
         self._group, self._grammars, self._broadcaster, self._kv_workers = group, grammars, broadcaster, kv_workers
-        self._adapter_loader = adapter_loader
+        self._adapter_loader, self._tiers = adapter_loader, tiers
         self._adapter_calls: dict[int, str] = {}  # ids of LoadAdapter, by the number of the command
         self._compiling: dict[Request, Compilation] = {}
         self._grammar_compiled = threading.Event()
@@ -238,6 +242,7 @@ class EngineCore:
             self._broadcaster.check()
         self.idle = False
         events = self._abort_overdue() + self._take_compiled() + self._take_adapters() + self._take_handoffs()
+        self._take_tier_answers()
         plan = self.scheduler.schedule(time.monotonic())
         for load in self.scheduler.adapters.take_loads():
             self._adapter_loader.load(load)
@@ -292,6 +297,7 @@ class EngineCore:
         if (
             self._compiling
             or self._adapter_loader.loading
+            or self.scheduler.offloading.loading
             or any(r.grammar.constrains for r in [*self.scheduler.queue.running, *self.scheduler.queue.waiting])
         ):
             self._grammar_compiled.wait(GRAMMAR_POLL_S)
@@ -311,7 +317,9 @@ class EngineCore:
         return [event for handoff in self.handoff_channel.events() for event in self.scheduler.handle(handoff, now)]
 
     def _submit_handoffs(self) -> None:
-        """Pass the scheduler's handoff actions to the channels, and queue its notices for the control actor."""
+        """Pass the scheduler's actions to the handoffs' channels and the tiers, and queue its notices for the control
+        actor."""
+        self._tiers.submit(self.scheduler.offloading.take_commands(time.monotonic()))
         if self.handoff_channel is not None:
             self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
         if self.image_handoffs is not None:
@@ -332,6 +340,25 @@ class EngineCore:
         """Return the messages for the control actor queued since the last call."""
         notices, self._notices = self._notices, []
         return notices
+
+    # -- tiers ---------------------------------------------------------------------------------------------
+
+    def _take_tier_answers(self) -> None:
+        now = time.monotonic()
+        for answer in self._tiers.answers():
+            self.scheduler.offloading.answered(answer, now)
+        for request in self.scheduler.offloading.take_loaded():
+            self.scheduler.queue.wait(request)
+
+    def _flush_tiers(self) -> None:
+        """Write to disk what was computed, as far as it takes no longer than FLUSH_S."""
+        deadline = time.monotonic() + FLUSH_S
+        while self._broken is None and not self._in_flight and time.monotonic() < deadline:
+            if self.scheduler.offloading.flushed():
+                return
+            self._take_tier_answers()
+            self._submit_handoffs()
+            time.sleep(FLUSH_POLL_S)
 
     # -- grammars ------------------------------------------------------------------------------------------
 
@@ -399,6 +426,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Wait for the step that is computing, stop the thread, and let the other ranks end."""
+        with suppress(EngineUnavailable):  # a rank may be gone
+            self._flush_tiers()
         self._grammars.close()
         self._adapter_loader.close()
         if self._executor:

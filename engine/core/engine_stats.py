@@ -57,6 +57,7 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         images_encoded=scheduler.images.num_encoded,
         encoder_cache_hits=scheduler.images.num_hits,
         spec_decode=scheduler.speculation.stats,
+        kv_offload=scheduler.offloading.stats,
         max_loras=scheduler.adapters.max_loras,
         adapters=scheduler.adapters.digests,
         running_adapters=adapter_names(queue.running),

@@ -12,6 +12,8 @@ from engine.wire.plan import BlockChange, StateRestore, StateSave
 
 Shorten = Callable[[Request, int, int], int]
 """(request, blocks in a prefix hit, block size) -> leading blocks of the hit that may be used"""
+Below = Callable[[int, bytes], bool]
+"""(KV cache group, hash) -> whether a tier below has the block"""
 
 
 class StateChanges(NamedTuple):
@@ -22,6 +24,11 @@ class StateChanges(NamedTuple):
 
 
 NO_STATES = StateChanges([], [])
+
+
+def nowhere(group: int, block_hash: bytes) -> bool:
+    """Return that there are no tiers."""
+    return False
 
 
 class KVCacheManager:
@@ -37,6 +44,11 @@ class KVCacheManager:
         self._changes: list[BlockChange] = []
 
     @property
+    def groups(self) -> Sequence[KVCacheManager]:
+        """The managers of all KV cache groups."""
+        return [self]
+
+    @property
     def pools(self) -> list[BlockPool]:
         return [self.pool]
 
@@ -50,18 +62,42 @@ class KVCacheManager:
         """Those of all KV cache groups, by number, and that of states, for statistics."""
         return {str(self._group): self.pool}
 
-    def match(self, request: Request, shorten: Shorten) -> int:
+    def match(self, request: Request, shorten: Shorten, below: Below = nowhere) -> int:
         """Return how many leading blocks of a request are cached, not counting its last token's, which is always
-        computed. shorten: function that may lower this number."""
+        computed. shorten: function that may lower this number. below: tiers whose blocks count too."""
         if not self._reads_cache(request):
             return 0
         size = self.pool.block_size
         full = (len(request.tokens) - 1) // size
-        return shorten(request, self.longest_hit(request.hashes(full, size)), size)
+        return shorten(request, self.longest_hit(request.hashes(full, size), below), size)
 
-    def longest_hit(self, hashes: Sequence[bytes]) -> int:
+    def longest_hit(self, hashes: Sequence[bytes], below: Below = nowhere) -> int:
         """Return how many leading hashes of this list the prefix cache has without a gap."""
-        return len(self.pool.match(hashes))
+        count = len(self.pool.match(hashes))
+        while count < len(hashes) and self._has(hashes[count], below):
+            count += 1
+        return count
+
+    def needed(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """Return which of the blocks of these hashes a sequence needs to go on after them."""
+        return hashes
+
+    def pin(self, needed: Sequence[bytes], watermark: int) -> tuple[list[int], list[int]] | None:
+        """Pin the blocks of these hashes, and new ones for those that the pool lacks. Returns both kinds, or None if
+        fewer than `watermark` blocks would be left."""
+        there = [block for each in needed for block in self.pool.match([each])]
+        num_new = len(needed) - len(there)
+        if not self.pool.can_reserve(there, num_new, watermark):
+            return None
+        blocks = self.pool.pin(there, num_new)
+        assert blocks is not None
+        return there, blocks[len(there) :]
+
+    def worth_storing(self, request: Request) -> Sequence[bytes]:
+        """Return the hashes of blocks of a request that later ones may need, as far as this group has them."""
+        size = self.pool.block_size
+        known = min(request.computed, len(request.tokens)) // size
+        return [each for each in request.hashes(known, size) if self.pool.has(each)]
 
     def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
         """Return whether a running request is computing the block after the `matched` ones: it will be cached a step
@@ -82,11 +118,17 @@ class KVCacheManager:
 
         start: first token that this engine computes; the KV of earlier ones is cached or comes from another engine.
         """
-        table, missing = self.plan(request, matched, start, tokens)
-        if not self.can_reserve(table, missing, watermark):
+        plans = [(group, *group.plan(request, matched, start, tokens)) for group in self.groups]
+        if not all(group.can_reserve(table, missing, watermark) for group, table, missing in plans):
             return False
-        self.take(request, table, missing)
+        for group, table, missing in plans:
+            group.take(request, table, missing)
         return True
+
+    def fits(self, request: Request, matched: int, start: int, tokens: int, watermark: int) -> bool:
+        """Return whether `reserve` would succeed."""
+        plans = [(group, *group.plan(request, matched, start, tokens)) for group in self.groups]
+        return all(group.can_reserve(table, missing, watermark) for group, table, missing in plans)
 
     def can_reserve(self, table: BlockTable, missing: int, watermark: int) -> bool:
         """Return whether the pool has the blocks of a `plan`."""
@@ -187,8 +229,11 @@ class KVCacheManager:
         """Raise AssertionError unless every block is free, cached, or held by these requests."""
         self.pool.check()
         tables = [request.tables[self._group] for request in holders if request.tables]
-        held = Counter(block for table in tables for block in table.held)
+        held = Counter(block for table in tables for block in table.held) + self.pool.pinned
         assert held == Counter({b: n for b, n in enumerate(self.pool.ref_counts()) if n}), "blocks are lost"
+
+    def _has(self, block_hash: bytes, below: Below) -> bool:
+        return self.pool.has(block_hash) or below(self._group, block_hash)
 
     def _reads_cache(self, request: Request) -> bool:
         return self.pool.enable_prefix_caching and not request.prefix.skip_reading

@@ -25,10 +25,11 @@ class _Subscriber:
 
 class KVEventPublisher:
     """Publishes updates to subscribers: first a snapshot, then the changes, which are the same for all. Records nothing
-    without subscribers."""
+    without subscribers. Blocks in a tier below the cache count as stored."""
 
     def __init__(self, engine_id: str, scheduler: Scheduler):
         self._engine_id, self._scheduler, self._pool = engine_id, scheduler, scheduler.kv_cache.pool
+        self._below = scheduler.offloading.hashes
         self._subscribers: dict[str, _Subscriber] = {}  # by address
         self._sent_at = self._due_at = float("-inf")
         self._number, self._load = 0, EngineLoad()  # of the last update
@@ -39,6 +40,7 @@ class KVEventPublisher:
     def subscribe(self, command: Subscribe, now: float) -> None:
         if not self._subscribers:
             self._pool.track(True)
+            self._below.track(True)
             self._prefilling = set(self._scheduler.queue.live)
         subscriber = self._subscribers.get(command.address)
         if subscriber is None:
@@ -68,6 +70,7 @@ class KVEventPublisher:
             del self._subscribers[address]
         if not self._subscribers:
             self._pool.track(False)
+            self._below.track(False)
             self._admitted, self._prefilled, self._prefilling = [], [], set()
             return
         new = [address for address, subscriber in self._subscribers.items() if not subscriber.synced]
@@ -101,7 +104,7 @@ class KVEventPublisher:
             snapshot=False,
             load=load,
             stored=b"".join(stored),
-            removed=b"".join(removed),
+            removed=b"".join(self._below.gone(removed)),
             admitted=admitted,
             prefilled=prefilled,
         )
@@ -114,7 +117,7 @@ class KVEventPublisher:
             number=self._number,
             snapshot=True,
             load=load,
-            stored=b"".join(self._pool.block_hashes()),
+            stored=b"".join([*self._pool.block_hashes(), *self._below.all()]),
             removed=b"",
             admitted=list(self._prefilling),
             prefilled=[],

@@ -26,6 +26,7 @@ class State(Enum):
     WAITING_FOR_GRAMMAR = "waiting for grammar"
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KV = "waiting for remote KV"
+    LOADING_KV = "loading KV"  # from a tier below the cache; it holds no blocks meanwhile
     RUNNING = "running"
     LEASED = "leased"  # computed for another engine, which may still read the blocks
     FINISHED = "finished"
@@ -106,6 +107,8 @@ class PrefixUse:
     """Hashes of its leading full blocks, as many as were needed so far."""
     num_cached: int = 0
     """Prompt tokens that came from the cache."""
+    looked_below: bool = False
+    """Whether its blocks have been looked for in the tiers below the cache."""
 
     @property
     def root(self) -> bytes:

@@ -11,7 +11,7 @@ class RequestQueue:
     """Keeps every live request in the collection for its state, and gives each running request a slot.
 
     The scheduler decides which request moves; the queue only moves it. Requests whose KV another engine computes or
-    reads are also live here, but the HandoffManager keeps them.
+    reads are also live here, but the HandoffManager keeps them, and KVOffloading those whose KV a tier brings.
     """
 
     def __init__(self, max_num_seqs: int):
@@ -75,15 +75,16 @@ class RequestQueue:
             self._free_slots.append(request.slot)
             request.slot = -1
 
-    def check(self, receiving: list[Request], leased: list[Request]) -> None:
-        """Raise AssertionError if a request or a slot is lost. receiving, leased: live requests that the HandoffManager
-        keeps."""
+    def check(self, receiving: list[Request], leased: list[Request], loading: list[Request]) -> None:
+        """Raise AssertionError if a request or a slot is lost. receiving, leased, loading: live requests that others
+        keep."""
         by_state = {
             State.RUNNING: self.running,
             State.WAITING: self.waiting,
             State.WAITING_FOR_GRAMMAR: list(self.waiting_for_grammar),
             State.WAITING_FOR_REMOTE_KV: receiving,
             State.LEASED: leased,
+            State.LOADING_KV: loading,
         }
         assert len(self.live) == sum(map(len, by_state.values())), "a request is lost"
         for state, requests in by_state.items():

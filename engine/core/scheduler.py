@@ -12,6 +12,7 @@ from engine.core.block_allocator import BlockAllocator
 from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.speculator import NoSpeculation, Speculator
 from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
@@ -63,6 +64,7 @@ class Scheduler:
         speculation: Speculator | NoSpeculation | None = None,
         images: EncoderCacheManager | TextOnly | None = None,
         adapters: AdapterSlots | NoAdapterSlots | None = None,
+        offloading: KVOffloading | NoOffloading | None = None,
         token_limits: Sequence[TokenLimit] = (),
     ):
         """token_limits: parts that can lower how many tokens of a request a step computes, besides speculation and
@@ -74,6 +76,7 @@ class Scheduler:
         self.speculation = speculation or NoSpeculation()
         self.images = images or TextOnly()
         self.adapters = adapters or NoAdapterSlots()
+        self.offloading = offloading or NoOffloading()
         #: Every limit is called for each request in each step, so parts that limit nothing are left out.
         self._token_limits = [*token_limits, *self.images.token_limits, *self.speculation.token_limits]
         self._checks = RequestChecks(limits, self.images, self.handoffs, self.adapters)
@@ -125,6 +128,11 @@ class Scheduler:
         self.queue.add(request)
         logger.debug("request queued request_id=%s prompt_tokens=%d", request.request_id, request.num_prompt)
         return request
+
+    def clear_cache(self) -> None:
+        """Empty the prefix cache and the tiers below it."""
+        self.kv_cache.clear_cache()
+        self.offloading.clear()
 
     def set_grammar(self, request: Request, grammar: Grammar) -> None:
         """Attach the compiled grammar that a request was waiting for, and make the request ready to run."""
@@ -232,6 +240,10 @@ class Scheduler:
         matched = self.kv_cache.match(request, self.images.whole_prefix)
         if self.kv_cache.in_flight(request, matched, self.queue.running):
             return False
+        if self.offloading.load(request, matched, self.images.whole_prefix, self._blocks.watermark, now):
+            self.queue.remove(request)
+            request.state = State.LOADING_KV
+            return True
         cached = matched * self.block_size
         decision = self.handoffs.decide(request, cached, self.queue.running)
         # the first token arrives with remote KV: reserve for it too, so that the request lacks nothing in its slot
@@ -348,6 +360,7 @@ class Scheduler:
     ) -> Event:  # fmt: skip
         """End a request. Every request stops being live here and nowhere else."""
         self.queue.remove(request)
+        self.offloading.finished(request, error)
         if request.state is State.WAITING_FOR_REMOTE_KV:
             self.handoffs.cancel(request)
         else:
@@ -429,5 +442,6 @@ class Scheduler:
         self.images.check()
         self.adapters.check_slots(self.queue.running)
         receiving, leased = list(self.handoffs.receiving.values()), list(self.handoffs.leased.values())
-        self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased)
+        self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased, self.offloading.loading)
+        self.offloading.check()
         self.kv_cache.check([*self.queue.running, *self.queue.waiting_with_kv, *receiving, *leased])

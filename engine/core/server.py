@@ -126,7 +126,7 @@ class EngineServer:
                 case Subscribe():
                     self._subscribe(command)
                 case ResetPrefixCache():
-                    self._core.scheduler.kv_cache.clear_cache()
+                    self._core.scheduler.clear_cache()
                 case LoadAdapter(call_id, lora):
                     self._load_adapter(call_id, lora)
                 case _:

@@ -13,6 +13,7 @@ import sys
 import time
 import uuid
 import zlib
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -21,6 +22,7 @@ from engine.distributed.refusals import REFUSALS
 from engine.distributed.sockets import HandshakeMonitor
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout
+from engine.wire.kv_offload import TierAnswer, TierCommand
 from engine.wire.lora import AdapterAnswer, AdapterLoad
 from engine.wire.plan import StepPlan, StepResult
 
@@ -31,9 +33,12 @@ HEARTBEAT_MS = 1000
 SILENCE_MS = 10_000  # without an answer to heartbeats after which a peer counts as gone
 LINGER_MS = 1000
 HELLO, GONE = b"\x01", b"\x00"  # an XPUB socket receives these, then a topic, when a rank subscribes or leaves
-ANSWER = b"answer "  # with it begins the topic that stands for an AdapterAnswer: no rank ever publishes it
+ANSWER = b"answer "  # with it begins the topic that stands for a RankAnswer: no rank ever publishes it
 TOPIC = re.compile(rb"rank (\d{1,6})")
 NAME = "plans"  # name of the socket in metrics
+
+RankAnswer = AdapterAnswer | TierAnswer
+A = TypeVar("A", AdapterAnswer, TierAnswer)
 
 
 class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -44,8 +49,8 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
     checked: int
     """Step whose tokens `checksum` covers; 0 if none."""
     checksum: int
-    adapter: AdapterLoad | None = None
-    """Instead of a plan, an adapter to load."""
+    command: AdapterLoad | TierCommand | None = None
+    """Instead of a plan, something else to do."""
 
 
 class PlanBroadcaster:
@@ -64,7 +69,7 @@ class PlanBroadcaster:
         self._encode = msgspec.msgpack.Encoder().encode
         self._number = self._checked = self._checksum = 0
         self._gone: int | None = None
-        self._answers: list[AdapterAnswer] = []
+        self._answers: list[RankAnswer] = []
         try:
             group.exchange(self._bind(group))
             self._wait_for(set(range(1, group.size)))
@@ -77,15 +82,16 @@ class PlanBroadcaster:
         self._number += 1
         self._socket.send(self._encode(PlanMessage(self._number, plan, self._checked, self._checksum)), zmq.NOBLOCK)
 
-    def load(self, command: AdapterLoad) -> None:
-        """Ask the other ranks to load an adapter."""
+    def command(self, command: AdapterLoad | TierCommand) -> None:
+        """Ask the other ranks to load an adapter, or to move blocks of their KV caches."""
         self._number += 1
         self._socket.send(self._encode(PlanMessage(self._number, None, 0, 0, command)), zmq.NOBLOCK)
 
-    def take_answers(self) -> list[AdapterAnswer]:
-        """Return what the other ranks have answered to `load` since the last call. Raises as `check`."""
+    def take_answers(self, kind: type[A]) -> list[A]:
+        """Return the answers of this kind to `command` since the last call. Raises as `check`."""
         self.check()
-        answers, self._answers = self._answers, []
+        answers = [answer for answer in self._answers if isinstance(answer, kind)]
+        self._answers = [answer for answer in self._answers if not isinstance(answer, kind)]
         return answers
 
     def committed(self, result: StepResult) -> None:
@@ -135,7 +141,7 @@ class PlanBroadcaster:
         word, topic = message[:1], message[1:]
         if topic.startswith(ANSWER):
             if word == HELLO:
-                self._answers.append(msgspec.msgpack.decode(topic[len(ANSWER) :], type=tuple[int, AdapterAnswer])[1])
+                self._answers.append(msgspec.msgpack.decode(topic[len(ANSWER) :], type=tuple[int, RankAnswer])[1])
             return word, None
         found = TOPIC.fullmatch(topic)
         if found is not None and 0 < int(found[1]) < self._group.size:
@@ -190,7 +196,7 @@ class PlanReceiver:
             raise EngineUnavailable(f"rank 0 is gone, so rank {self._rank} ends")
         return None
 
-    def answer(self, answer: AdapterAnswer) -> None:
+    def answer(self, answer: RankAnswer) -> None:
         """Tell rank 0 what became of a command. What a socket subscribes to is all that it can send; the topic has the
         rank in it, since equal ones of several ranks arrive as one."""
         topic = ANSWER + msgspec.msgpack.encode((self._rank, answer))

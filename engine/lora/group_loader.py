@@ -31,14 +31,14 @@ class GroupLoader:
         assert self._loader is not None
         self._answers[command.number] = []
         if self._broadcaster is not None:
-            self._broadcaster.load(command)
+            self._broadcaster.command(command)
         self._loader.load(command)
 
     def finished(self) -> list[tuple[int, RequestError | None]]:
         """Return the commands that all ranks have answered since the last call, each with an error of one of them."""
         if not self._answers or self._loader is None:
             return []
-        others = [] if self._broadcaster is None else self._broadcaster.take_answers()
+        others = [] if self._broadcaster is None else self._broadcaster.take_answers(AdapterAnswer)
         for answer in [*self._loader.answers(), *others]:
             self._answers[answer.number].append(answer)
         done = [number for number, answers in self._answers.items() if len(answers) == self._ranks]

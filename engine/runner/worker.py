@@ -10,18 +10,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from torch import Tensor
+
 from engine.config import EngineConfig
 from engine.distributed.plan_broadcast import PlanMessage, PlanReceiver, checksum
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
+from engine.kv_offload.rank_tiers import RankTiers, open_tiers
+from engine.kv_offload.tier_worker import num_answers
+from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.model.checkpoint.overlay import engine_folder
 from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
 from engine.runner.rank_setup import read_model
+from engine.wire.lora import AdapterLoad
 
 logger = logging.getLogger(__name__)
 
-LOADING_POLL_S = 0.005  # while an adapter is being loaded
+LOADING_POLL_S = 0.005  # while an adapter is being loaded, or blocks are being moved
 POLL_INTERVAL_S = 0.2  # how soon a thread notices that it should end
 
 
@@ -39,6 +45,7 @@ class Worker:
             model_config = read_model(config, folder)
             self._runner = ModelRunner(config, model_config, folder, group)
             start_kv_workers(self._runner, host, opened)
+            self._tiers = start_tiers(self._runner, folder, opened)
             self._receiver = PlanReceiver(group)
             self._kv_workers = opened.pop_all()
         self._stopping = threading.Event()
@@ -73,18 +80,28 @@ class Worker:
 
     def _prepared(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
         """Yield every plan with its inputs, until rank 0 ends the group or `stop` is called."""
-        loading, loader = 0, self._runner.adapter_loader
+        loading, loader, tiers = 0, self._runner.adapter_loader, self._tiers
         try:
             while not self._stopping.is_set():
                 message = self._receiver.receive(LOADING_POLL_S if loading else POLL_INTERVAL_S)
                 for answer in loader.answers() if loader is not None else ():
                     self._receiver.answer(answer)
                     loading -= 1
+                for moved in tiers.worker.answers() if tiers is not None else ():
+                    self._receiver.answer(moved)
+                    loading -= 1
                 if message is None:
                     continue
-                if message.adapter is not None and loader is not None:
-                    loader.load(message.adapter)
-                    loading += 1
+                command = message.command
+                if isinstance(command, AdapterLoad):
+                    if loader is not None:
+                        loader.load(command)
+                        loading += 1
+                    continue
+                if command is not None:
+                    if tiers is not None:
+                        tiers.worker.submit(command)
+                        loading += num_answers(command)
                     continue
                 if message.plan is None:
                     return
@@ -123,9 +140,8 @@ def start_kv_workers(
     Raises StartupError.
     """
     found: list[list[KVWorkerInfo]] = []
-    caches, heads = list(runner.kv_caches), [group.spec.num_kv_heads for group in runner.model_config.kv_groups]
+    caches, heads = caches_of(runner), [group.spec.num_kv_heads for group in runner.model_config.kv_groups]
     if runner.states.num_snapshots:
-        caches.append(runner.states.snapshots)
         heads.append(runner.tp.size)  # each rank reads its part of a state from the same rank of the other engine
     for config, memory, num_heads in (
         (runner.config.handoff, caches, heads),
@@ -137,3 +153,17 @@ def start_kv_workers(
             opened.callback(worker.close)
     kv, images = found
     return kv, images
+
+
+def start_tiers(runner: ModelRunner, folder: Path, opened: ExitStack) -> RankTiers | None:
+    """Open this rank's tiers below the KV cache; None without any. Every rank has to call this within
+    `group.starting()`. Raises StartupError."""
+    config, tp = runner.config, runner.tp
+    dtypes = runner.dtype, runner.kv_dtype
+    scope = fingerprint(runner.model_config, folder, *dtypes, runner.block_size, config.determinism, tp.size)
+    return open_tiers(config, caches_of(runner), tp, f"{scope} load_format={config.load_format}", opened)
+
+
+def caches_of(runner: ModelRunner) -> list[Tensor]:
+    """Return the tensors of all KV cache groups; snapshots of recurrent states are the last."""
+    return [*runner.kv_caches, *([runner.states.snapshots] if runner.states.num_snapshots else [])]

@@ -17,7 +17,7 @@ class LoRARequest(msgspec.Struct, frozen=True, omit_defaults=True):
     cluster reads it from the files."""
 
 
-class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks each rank to read an adapter into host memory, and to copy it into a slot that no sequence uses."""
 
     number: int
@@ -27,7 +27,7 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
     """-1: host memory only."""
 
 
-class AdapterAnswer(msgspec.Struct, frozen=True, array_like=True):
+class AdapterAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The result of an AdapterLoad on one rank."""
 
     number: int

@@ -18,6 +18,7 @@ import msgspec
 from engine.errors import ServingError
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.histogram import Histogram
+from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.lora import LoRARequest
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
@@ -234,6 +235,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     running_adapters: list[str] = []
     """Names of the adapters of running requests, in order."""
     waiting_adapters: list[str] = []
+    kv_offload: KVOffloadStats | None = None
+    """None without tiers below the KV cache."""
     histograms: dict[str, Histogram] = {}
     """Histograms by the names that engine/core/stats.py gives them."""
 

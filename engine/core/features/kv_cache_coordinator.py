@@ -8,7 +8,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.features.state_cache_manager import OneSnapshot, StateCacheManager
 from engine.core.features.token_limit import TokenLimit
 from engine.core.features.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
-from engine.core.kv_cache_manager import KVCacheManager, Shorten, StateChanges
+from engine.core.kv_cache_manager import Below, KVCacheManager, Shorten, StateChanges, nowhere
 from engine.core.request import Request
 from engine.model.kv_groups import KVCacheSpec
 from engine.wire.plan import BlockChange
@@ -38,7 +38,7 @@ def kv_cache_of(
             managers.append(WindowedKVCacheManager(pool, spec, step_tokens, group))
             limits.append(WindowRoom(pool, least_chunk))
     if snapshots is not None:
-        managers.append(StateCacheManager(snapshots, managers[0], snapshot_interval))
+        managers.append(StateCacheManager(snapshots, managers[0], snapshot_interval, group=len(managers)))
         limits.append(OneSnapshot())
     return managers[0] if len(managers) == 1 else KVCacheCoordinator(managers), limits
 
@@ -57,6 +57,10 @@ class KVCacheCoordinator(KVCacheManager):
         self._managers = managers
 
     @property
+    def groups(self) -> Sequence[KVCacheManager]:
+        return self._managers
+
+    @property
     def pools(self) -> list[BlockPool]:
         return [pool for manager in self._managers for pool in manager.pools]
 
@@ -68,26 +72,18 @@ class KVCacheCoordinator(KVCacheManager):
     def pools_by_name(self) -> dict[str, BlockPool]:
         return {name: pool for manager in self._managers for name, pool in manager.pools_by_name.items()}
 
-    def match(self, request: Request, shorten: Shorten) -> int:
-        count = super().match(request, shorten)
+    def match(self, request: Request, shorten: Shorten, below: Below = nowhere) -> int:
+        count = super().match(request, shorten, below)
         while True:
             longest, size = count, self.pool.block_size
             for manager in self._managers:
-                count = shorten(request, manager.longest_hit(request.hashes(count, size)), size)
+                count = shorten(request, manager.longest_hit(request.hashes(count, size), below), size)
             if count == longest:
                 return count
 
     def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
         others = list(running)
         return any(manager.in_flight(request, matched, others) for manager in self._managers)
-
-    def reserve(self, request: Request, matched: int, start: int, tokens: int, watermark: int) -> bool:
-        plans = [(manager, *manager.plan(request, matched, start, tokens)) for manager in self._managers]
-        if not all(manager.can_reserve(table, count, watermark) for manager, table, count in plans):
-            return False
-        for manager, table, count in plans:
-            manager.take(request, table, count)
-        return True
 
     def add_sequence(self, request: Request) -> None:
         for manager in self._managers:

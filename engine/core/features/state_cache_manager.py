@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.block_pool import BlockPool
-from engine.core.kv_cache_manager import KVCacheManager, StateChanges
+from engine.core.kv_cache_manager import Below, KVCacheManager, StateChanges, nowhere
 from engine.core.request import NEVER, BlockTable, Request, RequestStates, StateSnapshot
 from engine.wire.plan import StateRestore, StateSave
 
@@ -27,10 +27,10 @@ class StateCacheManager(KVCacheManager):
     no room for a snapshot, it is not saved.
     """
 
-    def __init__(self, pool: BlockPool, kv_cache: KVCacheManager, interval: int):
+    def __init__(self, pool: BlockPool, kv_cache: KVCacheManager, interval: int, group: int = 1):
         """kv_cache: manager of the first KV cache group, whose prefix cache shows where prompts diverge. interval:
         tokens between the snapshots inside a long sequence, 0 for none."""
-        super().__init__(pool)
+        super().__init__(pool, group)
         self._kv_cache, self._interval = kv_cache, interval
         self._kv_size = kv_cache.pool.block_size
         self._restored: list[StateRestore] = []
@@ -46,10 +46,23 @@ class StateCacheManager(KVCacheManager):
 
     # -- prefixes ------------------------------------------------------------------------------------------
 
-    def longest_hit(self, hashes: Sequence[bytes]) -> int:
+    def longest_hit(self, hashes: Sequence[bytes], below: Below = nowhere) -> int:
         step = self.pool.block_size // self._kv_size
         borders = range(len(hashes) // step * step, 0, -step)
-        return next((count for count in borders if self.pool.has(hashes[count - 1])), 0)
+        return next((count for count in borders if self._has(hashes[count - 1], below)), 0)
+
+    def needed(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        return hashes[-1:]
+
+    def pin(self, needed: Sequence[bytes], watermark: int) -> tuple[list[int], list[int]] | None:
+        """Pin as the other groups do, but never a snapshot from which the step that is being planned restores: it has
+        been released, and is among the newest."""
+        return super().pin(needed, len(self._restored))
+
+    def worth_storing(self, request: Request) -> Sequence[bytes]:
+        known, size = min(request.computed, len(request.tokens)), self.pool.block_size
+        borders = [self._hash(request, position) for position in range(size, known + 1, size)]
+        return [each for each in borders if self.pool.has(each)]
 
     def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
         """Return whether a running step will save the state at a border of this request after the `matched` blocks."""
@@ -189,7 +202,7 @@ class StateCacheManager(KVCacheManager):
     def check(self, holders: Iterable[Request]) -> None:
         """Raise AssertionError unless every snapshot is free, cached, or held by these requests."""
         self.pool.check()
-        held = Counter(snapshot for request in holders for snapshot in request.states.held)
+        held = Counter(snapshot for request in holders for snapshot in request.states.held) + self.pool.pinned
         assert held == Counter({s: n for s, n in enumerate(self.pool.ref_counts()) if n}), "snapshots are lost"
 
     def _last_border(self, request: Request) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.core.block_pool import BlockPool
-from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.kv_cache_manager import Below, KVCacheManager, nowhere
 from engine.core.request import BlockTable, Request
 from engine.model.kv_groups import KVCacheSpec
 from engine.wire.plan import BlockChange
@@ -32,16 +32,27 @@ class WindowedKVCacheManager(KVCacheManager):
         assert self._spec.window is not None
         return max(1, self.pool.blocks_for(self._spec.window - 1))
 
-    def longest_hit(self, hashes: Sequence[bytes]) -> int:
+    def longest_hit(self, hashes: Sequence[bytes], below: Below = nowhere) -> int:
         count, index = len(hashes), len(hashes) - 1
         first = self._first(count)
         while index >= first:
-            if self.pool.has(hashes[index]):
+            if self._has(hashes[index], below):
                 index -= 1
             else:
                 count, index = index, index - 1
                 first = self._first(count)
         return count
+
+    def needed(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        return hashes[self._first(len(hashes)) :]
+
+    def worth_storing(self, request: Request) -> Sequence[bytes]:
+        """Return the windows before the ends of prompt and answer: where later prompts diverge."""
+        size = self.pool.block_size
+        known = min(request.computed, len(request.tokens)) // size
+        ends = min(known, request.num_prompt // size), known
+        found = [each for end in ends for each in self.needed(request.hashes(end, size))]
+        return [each for each in dict.fromkeys(found) if self.pool.has(each)]
 
     def plan(self, request: Request, matched: int, start: int, tokens: int) -> tuple[BlockTable, int]:
         size = self.pool.block_size

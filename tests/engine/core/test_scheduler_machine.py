@@ -47,6 +47,7 @@ rests = st.lists(st.integers(1, 49), min_size=1, max_size=15)
 class SchedulerMachine(RuleBasedStateMachine):
     harness: type[Harness] = Harness
     groups: Sequence[Windows] = GROUPS
+    hands_over = False
 
     @initialize(
         spare_blocks=st.integers(0, 12),
@@ -72,7 +73,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     ):  # fmt: skip
         """chunk: tokens from border to border of recurrent states; 0 for none."""
         windows = data.draw(st.sampled_from(self.groups))
-        if chunk and self.harness is not Harness:
+        more = {"enable_prefix_caching": caching} | self.more_options(data)
+        if chunk and self.hands_over:
             windows = (None,)  # states and windows are not handed over together
         blocks = -(-MAX_MODEL_LEN // block_size)
         least = [  # for one sequence: its window, which may begin inside a block, and what a step computes
@@ -89,7 +91,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
             block_size=block_size,
-            enable_prefix_caching=caching,
             scheduling_policy=policy,
             drafter=drafter,
             propose=weights.propose if weights and not drafter else None,
@@ -98,10 +99,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunk=chunk,
             num_snapshots=num_snapshots,
             snapshot_interval=snapshot_interval,
+            **more,
         )
         if isinstance(drafter, WildDrafter):
             drafter.know(self.h)
         self.count = 0
+
+    def more_options(self, data):
+        return {}
 
     @rule(
         prefix=prefixes,
@@ -159,6 +164,7 @@ class DecodeMachine(SchedulerMachine):
     """Other engines compute prompts, and may succeed or fail at any time."""
 
     harness = DecodeHarness
+    hands_over = True
     h: DecodeHarness
 
     @precondition(lambda self: self.h.open)
@@ -180,6 +186,7 @@ class PrefillMachine(SchedulerMachine):
     """Prompts of other engines between requests of its own; decode may be done with one, or gone, at any time."""
 
     harness = PrefillHarness
+    hands_over = True
     h: PrefillHarness
 
     @rule(prefix=prefixes, rest=rests, data=st.data(), seed=st.integers(0, 3), form=forms)

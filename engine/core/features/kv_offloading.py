@@ -1,0 +1,447 @@
+"""Tiers below the KV cache: which blocks go down, and which requests wait for blocks to come up. Pure Python."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from engine.core.features.tier import Tier
+from engine.core.features.tier_hashes import NoHashes, TierHashes
+from engine.core.kv_cache_manager import KVCacheManager, Shorten
+from engine.core.request import Request, State
+from engine.core.step_cost import StepTimes
+from engine.errors import EngineError, ServingError
+from engine.wire.kv_offload import (
+    DropBlocks,
+    KVOffloadStats,
+    LoadBlocks,
+    StopLoad,
+    StoreBlocks,
+    TierAnswer,
+    TierBlock,
+    TierCommand,
+)
+
+MIN_TOKENS = 32  # a shorter hit costs a round trip for nothing
+STORE_BYTES = 2**26  # copied by one command; its blocks cannot be evicted meanwhile
+STORE_SHARE = 8  # and at most one of so many blocks of a group
+LOOKED_AT = 1000  # blocks per step, of which most may be in the tiers already
+FORGET = 0.02  # fraction of the learned rate forgotten per load that seemed not to pay, so that it is tried again
+MIB = 2**20
+
+
+class NoOffloading:
+    """Has no tiers. Its methods are those of KVOffloading."""
+
+    stats: KVOffloadStats | None = None
+    loading: list[Request] = []  # noqa: RUF012 - never changed
+    hashes = NoHashes()
+
+    def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
+        return False
+
+    def finished(self, request: Request, error: ServingError | None) -> None:
+        pass
+
+    def answered(self, answer: TierAnswer, now: float) -> None:
+        pass
+
+    def take_commands(self, now: float) -> list[TierCommand]:
+        return []
+
+    def take_loaded(self) -> list[Request]:
+        return []
+
+    def flushed(self) -> bool:
+        return True
+
+    def clear(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+
+@dataclass(slots=True, eq=False)
+class Store:
+    """A StoreBlocks under way. Its blocks are pinned until they are copied."""
+
+    blocks: list[TierBlock]
+    started_at: float
+    is_copied: bool = False
+    is_void: bool = False
+    """Whether what it writes is not to be kept."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A LoadBlocks under way. Its blocks are pinned until it ends, as are those that were there before."""
+
+    blocks: list[TierBlock]
+    hashes: list[bytes]
+    pinned: list[tuple[int, int]]
+    """(group, block) of the others."""
+    started_at: float
+    deadline_at: float
+    requests: list[Request] = field(default_factory=list)
+    tokens: int = 0
+    is_stopped: bool = False
+    is_void: bool = False
+
+
+class KVOffloading:
+    """Decides which blocks are copied to the tiers, and which requests wait for blocks from there.
+
+    Blocks go down when their request ends: then it is known that the tokens sampled from them are sound, and the next
+    turn of a conversation contains the answer too. Tails go before heads, since tails are evicted first both here and
+    there. A command copies a limited number of blocks, and the next one waits for it, so that few are pinned.
+
+    A request whose next blocks lie in a tier waits while they are loaded. It holds nothing: the blocks become ordinary
+    cached ones, whatever becomes of the request, and it is admitted as if they had always been there. After a deadline
+    it is computed; what still comes serves others. Each request looks into the tiers once.
+
+    All KV cache groups take part: `needed` of a group's manager says which blocks a hit takes.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        tiers: Sequence[Tier],
+        *,
+        name_of: Callable[[int, bytes], bytes],
+        times: StepTimes,
+        timeout_s: float,
+        rank_bytes: Sequence[int],
+        ranks: int = 1,
+        min_tokens: int = MIN_TOKENS,
+    ):
+        """tiers: `host` and `disk`, the faster first. name_of: the name of a group's block by its hash. timeout_s:
+        seconds that a request waits for blocks. rank_bytes: bytes of a block of each group on one rank.
+        min_tokens: shortest hit that is loaded."""
+        self._kv_cache, self._tiers, self._name_of, self._times = kv_cache, list(tiers), name_of, times
+        self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, [size * ranks for size in rank_bytes]
+        self._number = self._queried_tokens = self._hit_tokens = self._not_stored = 0
+        self._to_store: dict[tuple[int, bytes], None] = {}  # (group, hash), oldest first
+        self._stores: dict[int, Store] = {}
+        self._loads: dict[int, Load] = {}
+        self._coming: dict[tuple[int, bytes], Load] = {}  # by group and hash
+        #: The first group's blocks in the tiers.
+        self.hashes = TierHashes(kv_cache.pool, self._tiers, name_of)
+        self._commands: list[TierCommand] = []
+        self._loaded: list[Request] = []
+
+    def restore(self, name: bytes, size: int, added_at: float) -> None:
+        """Enter a block that an earlier start has left on disk; the oldest comes first."""
+        (index,) = self._tiers[-1].indexes
+        evicted = index.add(name, size, added_at)
+        index.written(name)
+        self._drop([name] if evicted is None else evicted)
+
+    @property
+    def loading(self) -> list[Request]:
+        """Live requests that wait for blocks."""
+        waiting = [*self._loaded, *(request for load in self._loads.values() for request in load.requests)]
+        return [request for request in waiting if request.state is State.LOADING_KV]
+
+    # -- up ------------------------------------------------------------------------------------------------
+
+    def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
+        """Return whether a request, whose first `matched` blocks are cached, waits for more of them from a tier.
+
+        watermark: blocks that must stay available."""
+        size, whole = self._kv_cache.pool.block_size, len(request.tokens)
+        if request.prefix.looked_below or not self._kv_cache.fits(request, matched, matched * size, whole, watermark):
+            return False
+        hit = self._kv_cache.match(request, shorten, self._has)
+        needed = [group.needed(request.hashes(hit, size)) for group in self._kv_cache.groups]
+        for key in ((group, each) for group, hashes in enumerate(needed) for each in hashes):
+            if load := self._coming.get(key):
+                return self._join(load, request)
+        request.prefix.looked_below = True
+        self._queried_tokens += max(0, request.num_prompt - matched * size)
+        tokens = (hit - matched) * size
+        if tokens < self._min_tokens or not self._pays(needed, tokens):
+            return False
+        load = self._pin(needed, watermark, now)
+        if load is None:
+            return False
+        load.tokens = tokens
+        self._number += 1
+        self._loads[self._number] = load
+        self._commands.append(LoadBlocks(self._number, load.blocks))
+        request.note(f"waits for {tokens} tokens of KV from {' and '.join(sorted({tier_of(b) for b in load.blocks}))}")
+        return self._join(load, request)
+
+    def _join(self, load: Load, request: Request) -> bool:
+        if load.is_stopped:
+            return False
+        load.requests.append(request)
+        return True
+
+    def _has(self, group: int, block_hash: bytes) -> bool:
+        name = self._name_of(group, block_hash)
+        return any(tier.has(group, name) for tier in self._tiers) or (group, block_hash) in self._coming
+
+    def _pays(self, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
+        """Return whether loading the blocks is expected to be faster than computing these tokens. While a rate is
+        unknown it is tried."""
+        sizes: Counter[str] = Counter()
+        for group, hashes in enumerate(needed):
+            missing = [each for each in hashes if not self._kv_cache.groups[group].pool.has(each)]
+            for name in (self._name_of(group, each) for each in missing):
+                tier = next(tier for tier in self._tiers if tier.has(group, name))
+                sizes[tier.name] += self._bytes[group]
+        tiers = [tier for tier in self._tiers if sizes[tier.name]]
+        compute_s = self._times.prompt_token_s * tokens
+        pays = not compute_s or sum(tier.cost.of(sizes[tier.name] / MIB) for tier in tiers) < compute_s
+        for tier in [] if pays else tiers:
+            tier.cost.forget(FORGET)
+        return pays
+
+    def _pin(self, needed: Sequence[Sequence[bytes]], watermark: int, now: float) -> Load | None:
+        """Take the blocks that a load writes, and those that must not be evicted meanwhile. Returns None, and takes
+        nothing, if there are too few."""
+        load = Load([], [], [], now, now + self._timeout_s)
+        for group, (manager, hashes) in enumerate(zip(self._kv_cache.groups, needed, strict=True)):
+            missing = [each for each in hashes if not manager.pool.has(each)]
+            found = manager.pin(hashes, watermark)
+            if found is None:
+                self._unpin([*load.pinned, *((block.group, block.block) for block in load.blocks)])
+                return None
+            there, new = found
+            load.pinned += [(group, block) for block in there]
+            for block, block_hash in zip(new, missing, strict=True):
+                load.blocks.append(self._source(group, block, block_hash))
+                load.hashes.append(block_hash)
+        for source, block_hash in zip(load.blocks, load.hashes, strict=True):
+            self._coming[source.group, block_hash] = load
+            self._tier(source).index(source.group).begin_read(source.name)
+        return load
+
+    def _source(self, group: int, block: int, block_hash: bytes) -> TierBlock:
+        name = self._name_of(group, block_hash)
+        self.hashes.add(group, name, block_hash)
+        tier = next(tier for tier in self._tiers if tier.has(group, name))
+        return TierBlock(group, block, name, tier.index(group).slot(name), tier.name == "disk")
+
+    def _tier(self, block: TierBlock) -> Tier:
+        return next(tier for tier in self._tiers if tier.name == tier_of(block))
+
+    def _end_load(self, number: int, failed: set[int], now: float) -> None:
+        load = self._loads.pop(number)
+        moved: Counter[str] = Counter()  # blocks' bytes, by tier
+        for i in reversed(range(len(load.blocks))):  # tail first, so that eviction eats a chain from its end
+            block, block_hash = load.blocks[i], load.hashes[i]
+            tier, index = self._tier(block), self._tier(block).index(block.group)
+            del self._coming[block.group, block_hash]
+            index.end_read(block.name)
+            pool = self._kv_cache.groups[block.group].pool
+            if i not in failed and not load.is_void:
+                pool.unpin(block.block, block_hash)
+                index.touch([block.name])
+                moved[tier.name] += self._bytes[block.group]
+                continue
+            pool.unpin(block.block)
+            if load.is_void or not load.is_stopped:
+                tier.errors.update([] if load.is_void else ["read"])
+                index.remove(block.name)
+                self._drop([block.name] if block.on_disk else [])
+        self._unpin(load.pinned)
+        self._measure(moved, now - load.started_at, complete=not failed)
+        self._hit_tokens += 0 if failed or load.is_void else load.tokens
+        for request in load.requests:
+            request.note(f"{len(load.blocks) - len(failed)} of {len(load.blocks)} blocks have come")
+        self._release(load)
+
+    def _measure(self, moved: Counter[str], seconds: float, complete: bool) -> None:
+        """Learn from a load. If several tiers took part, the slowest one took the time."""
+        for tier in self._tiers:
+            tier.moved["read"] += moved[tier.name]
+        slowest = next((tier for tier in reversed(self._tiers) if moved[tier.name]), None)
+        if slowest is not None:
+            slowest.seconds["read"] += seconds
+            if complete:
+                slowest.cost.observe(moved[slowest.name] / MIB, seconds)
+
+    def _release(self, load: Load) -> None:
+        """Let the requests of a load go on."""
+        requests, load.requests = load.requests, []
+        self._loaded += requests
+
+    def take_loaded(self) -> list[Request]:
+        """Return the requests that wait no longer, since the last call."""
+        loaded, self._loaded = [r for r in self._loaded if r.state is State.LOADING_KV], []
+        return loaded
+
+    # -- down ----------------------------------------------------------------------------------------------
+
+    def finished(self, request: Request, error: ServingError | None) -> None:
+        """Record the end of a request, which still has its blocks."""
+        if not request.tables:
+            return
+        for group, manager in enumerate(self._kv_cache.groups):
+            for block_hash in reversed(manager.worth_storing(request)):
+                if isinstance(error, EngineError):  # its numbers may not be finite
+                    self._forget(group, self._name_of(group, block_hash))
+                else:
+                    self._to_store.pop((group, block_hash), None)
+                    self._to_store[group, block_hash] = None
+        while len(self._to_store) > sum(manager.pool.num_blocks for manager in self._kv_cache.groups):
+            del self._to_store[next(iter(self._to_store))]  # evicted by now: the disk is too slow
+            self._not_stored += 1
+
+    def _forget(self, group: int, name: bytes) -> None:
+        for tier in self._tiers:
+            if tier.index(group).drop(name) and tier.name == "disk":
+                self._drop([name])
+
+    def _next_store(self, now: float) -> None:
+        """Begin to copy waiting blocks, unless a command still copies or two still write."""
+        if len(self._stores) >= 2 or not all(store.is_copied for store in self._stores.values()):
+            return
+        blocks: list[TierBlock] = []
+        left = [max(1, manager.pool.num_blocks // STORE_SHARE) for manager in self._kv_cache.groups]
+        size = 0
+        for group, block_hash in list(islice(self._to_store, LOOKED_AT)):
+            if not left[group] or size >= STORE_BYTES:
+                break
+            del self._to_store[group, block_hash]
+            if block := self._place(group, block_hash, now):
+                blocks.append(block)
+                left[group] -= 1
+                size += self._bytes[group]
+        if blocks:
+            self._number += 1
+            self._stores[self._number] = Store(blocks, now)
+            self._commands.append(StoreBlocks(self._number, blocks))
+
+    def _place(self, group: int, block_hash: bytes, now: float) -> TierBlock | None:
+        """Pin a block and make room for it in the tiers that lack it. Returns None if there is nothing to do."""
+        name, pool = self._name_of(group, block_hash), self._kv_cache.groups[group].pool
+        slot, on_disk = -1, False
+        for tier in self._tiers:
+            index = tier.index(group)
+            if index.knows(name):
+                index.touch([name])
+            elif pool.has(block_hash) and not tier.rests:
+                evicted = index.add(name, tier.sizes[group], now)
+                if evicted is None:
+                    continue
+                slot, on_disk = max(slot, index.slot(name)), on_disk or tier.name == "disk"
+                self._drop(evicted if tier.name == "disk" else [])
+            else:
+                self._not_stored += 1
+        if slot < 0 and not on_disk:
+            return None
+        self.hashes.add(group, name, block_hash)
+        block = pool.find(block_hash)
+        assert block is not None
+        pool.pin([block])
+        return TierBlock(group, block, name, slot, on_disk)
+
+    def _end_store(self, number: int, failed: set[int], now: float) -> None:
+        """Record what was written. A block that failed in one tier is in none."""
+        store = self._stores.pop(number)
+        for tier in self._tiers:
+            written = [b for b in enumerate(store.blocks) if (b[1].on_disk if tier.name == "disk" else b[1].slot >= 0)]
+            for i, block in written:
+                if store.is_void or i in failed:
+                    tier.index(block.group).remove(block.name)
+                    self._drop([block.name] if tier.name == "disk" else [])
+                else:
+                    tier.index(block.group).written(block.name)
+                    tier.moved["write"] += self._bytes[block.group]
+            tier.seconds["write"] += now - store.started_at if written else 0.0
+        if failed:
+            on_disk = any(store.blocks[i].on_disk for i in failed)
+            self._tiers[-1 if on_disk else 0].failed("write", len(failed), now)
+
+    def _drop(self, names: list[bytes]) -> None:
+        if names:
+            self._commands.append(DropBlocks(names))
+
+    def _unpin(self, pinned: list[tuple[int, int]]) -> None:
+        for group, block in reversed(pinned):
+            self._kv_cache.groups[group].pool.unpin(block)
+
+    # -- commands ------------------------------------------------------------------------------------------
+
+    def answered(self, answer: TierAnswer, now: float) -> None:
+        """Record an answer of all ranks."""
+        if answer.number in self._loads:
+            self._end_load(answer.number, set(answer.failed), now)
+        elif answer.copied:
+            store = self._stores[answer.number]
+            store.is_copied = True
+            self._unpin([(block.group, block.block) for block in store.blocks])
+        else:
+            self._end_store(answer.number, set(answer.failed), now)
+
+    def take_commands(self, now: float) -> list[TierCommand]:
+        """Return the commands since the last call. Blocks that they write must have no other writer by now."""
+        for number, load in self._loads.items():
+            if now >= load.deadline_at and not load.is_stopped:
+                load.is_stopped = True
+                self._commands.append(StopLoad(number))
+                slowest = self._tiers[-1 if any(block.on_disk for block in load.blocks) else 0]
+                slowest.failed("deadline", len(load.blocks), now)
+                for request in load.requests:
+                    request.note(f"waited {self._timeout_s:g} s for KV from a tier: it is computed instead")
+                self._release(load)
+        for tier in self._tiers:
+            tier.rests = now < tier.rests_until
+            for index in tier.indexes:
+                expired = index.expire(now)
+                self._drop(expired if tier.name == "disk" else [])
+        self._next_store(now)
+        self.hashes.update()
+        commands, self._commands = self._commands, []
+        return commands
+
+    def flushed(self) -> bool:
+        """Return whether all blocks that were to go down have been written, as far as they can be."""
+        return not (self._to_store or self._stores) or all(tier.rests for tier in self._tiers)
+
+    def clear(self) -> None:
+        """Delete all blocks of all tiers."""
+        self._to_store.clear()
+        moves: list[Store | Load] = [*self._stores.values(), *self._loads.values()]
+        for move in moves:
+            move.is_void = True
+        for tier in self._tiers:
+            for index in tier.indexes:
+                names = index.clear()
+                self._drop(names if tier.name == "disk" else [])
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> KVOffloadStats:
+        return KVOffloadStats(
+            tiers={tier.name: tier.stats() for tier in self._tiers},
+            loading=len(self.loading),
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_tokens,
+            not_stored=self._not_stored,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless tiers and pins add up."""
+        for tier in self._tiers:
+            for index in tier.indexes:
+                index.check()
+        pins = Counter(pin for load in self._loads.values() for pin in load.pinned)
+        moves: list[Store | Load] = list(self._loads.values())
+        moves += [store for store in self._stores.values() if not store.is_copied]
+        pins += Counter((block.group, block.block) for move in moves for block in move.blocks)
+        found = [(group, block) for group, m in enumerate(self._kv_cache.groups) for block in m.pool.pinned.elements()]
+        assert pins == Counter(found), "a pin is lost"
+        keys = {(b.group, h) for load in self._loads.values() for b, h in zip(load.blocks, load.hashes, strict=True)}
+        assert keys == self._coming.keys(), "a load is lost"
+
+
+def tier_of(block: TierBlock) -> str:
+    """Return the tier from which a block is loaded."""
+    return "disk" if block.on_disk else "host"

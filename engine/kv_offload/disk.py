@@ -1,0 +1,153 @@
+"""Blocks as files of one folder, which one rank of one engine owns."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import StartupError
+from engine.kv_offload.sealing import OVERHEAD, Sealer
+
+logger = logging.getLogger(__name__)
+
+PAGE = 4096  # bytes in which file systems give out space
+MAX_ENGINES = 1024  # of one scope that use a folder at a time
+TEMPORARY = ".tmp"
+TEMPORARY_KEY = "temporary-"  # begins the name of a scope whose key is stored nowhere
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlock:
+    """A block that an earlier start has left."""
+
+    name: bytes
+    size: int
+    age_s: float
+
+
+class DiskFolder:
+    """Files `<root>/<scope>/<number>/<2 hex digits>/<name>`, each with one sealed block. All layers are in it, so that
+    a block is one read.
+
+    Only the owner can read files and folders. Each engine locks a folder of its own, the first that is free, so the
+    engines of one machine share `root`, and a restarted one finds what its predecessor wrote. A file is written under
+    another name and renamed. There is no fsync: what a power loss damages does not open, and counts as missing.
+
+    Methods may be called from several threads, for different names.
+    """
+
+    def __init__(self, root: Path, scope: str, sealer: Sealer):
+        """scope: name of a folder for all blocks that this engine can use. Raises StartupError."""
+        self._sealer = sealer
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self.path, self._lock = _lock_folder(root / scope)
+        except OSError as error:
+            raise StartupError(f"kv_offloading_dir: {root} cannot be written: {error}") from error
+
+    def find(self) -> list[FoundBlock]:
+        """Return all blocks, oldest first; delete files that were never renamed."""
+        found, now = [], time.time()
+        for file in self.path.glob("??/*"):
+            if file.suffix == TEMPORARY:
+                file.unlink(missing_ok=True)
+                continue
+            with suppress(ValueError, OSError):  # not one of ours, or just gone
+                status = file.stat()
+                found.append(FoundBlock(bytes.fromhex(file.name), on_disk(status.st_size), now - status.st_mtime))
+        return sorted(found, key=lambda block: -block.age_s)
+
+    def write(self, name: bytes, block: memoryview) -> None:
+        """Write a block. Raises OSError, and leaves nothing behind."""
+        file = self._file(name)
+        temporary = file.with_suffix(TEMPORARY)
+        sealed = self._sealer.seal(name, block)
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "wb", buffering=0) as opened:
+                written = 0
+                while written < len(sealed):  # a nearly full disk may take a part
+                    written += opened.write(memoryview(sealed)[written:]) or 0
+            os.replace(temporary, file)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def read(self, name: bytes) -> bytes:
+        """Return a block. Raises OSError if there is none, and Unsealable if it is damaged."""
+        return self._sealer.open(name, self._file(name).read_bytes())
+
+    def delete(self, name: bytes) -> None:
+        with suppress(OSError):
+            self._file(name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let another engine have the folder."""
+        os.close(self._lock)
+
+    def _file(self, name: bytes) -> Path:
+        digits = name.hex()
+        return self.path / digits[:2] / digits
+
+
+def on_disk(size: int) -> int:
+    """Return the space that a file of some bytes takes."""
+    return -(-size // PAGE) * PAGE
+
+
+def sealed_size(block_bytes: int) -> int:
+    """Return the space that a sealed block takes."""
+    return on_disk(block_bytes + OVERHEAD)
+
+
+def delete_stale(root: Path, own: Path, ttl_s: float | None) -> None:
+    """Delete what nobody will read, in folders that no engine has locked: all blocks of keys that have ended with a
+    cluster or an engine, and those that are older than `ttl_s`.
+
+    own: folder of this engine; others of its scope may belong to engines that are just starting again."""
+    for lock in root.glob("*/*/lock"):
+        folder = lock.parent
+        is_temporary = folder.parent.name.startswith(TEMPORARY_KEY) and folder.parent != own.parent
+        if folder == own or not (is_temporary or ttl_s is not None):
+            continue
+        with suppress(OSError):
+            descriptor = _lock(folder)
+            if descriptor is None:
+                continue
+            if is_temporary:
+                shutil.rmtree(folder)
+            for file in folder.glob("??/*"):
+                if ttl_s is not None and time.time() - file.stat().st_mtime > ttl_s:
+                    file.unlink()
+            os.close(descriptor)
+
+
+def _lock_folder(scope: Path) -> tuple[Path, int]:
+    """Create and lock the first folder of a scope that no other process has locked."""
+    scope.mkdir(mode=0o700, exist_ok=True)
+    for number in range(MAX_ENGINES):
+        folder = scope / str(number)
+        descriptor = _lock(folder)
+        if descriptor is not None:
+            return folder, descriptor
+    raise OSError(f"{MAX_ENGINES} engines use it")
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder until the descriptor is closed or the process ends. Returns None if another process has."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor

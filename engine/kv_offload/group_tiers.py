@@ -1,0 +1,58 @@
+"""The tiers of all ranks of an engine, as its rank 0 sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from engine.kv_offload.tier_worker import TierWorker
+from engine.wire.kv_offload import TierAnswer, TierCommand
+
+if TYPE_CHECKING:  # it needs pyzmq
+    from engine.distributed.plan_broadcast import PlanBroadcaster
+
+
+class NoTiers:
+    """An engine without tiers. Its methods are those of GroupTiers."""
+
+    def submit(self, commands: list[TierCommand]) -> None:
+        pass
+
+    def answers(self) -> Iterable[TierAnswer]:
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
+class GroupTiers:
+    """Sends commands to all ranks, each of which has its part of every block. A command has ended once all ranks have
+    answered, and a block that failed on any of them has failed on all."""
+
+    def __init__(self, worker: TierWorker, ranks: int, broadcaster: PlanBroadcaster | None, wake: Callable[[], None]):
+        """worker: this rank's. wake: function called from a thread when this rank has answered."""
+        worker.wake = wake
+        self._worker, self._ranks, self._broadcaster = worker, ranks, broadcaster
+        self._answers: dict[tuple[int, bool], list[TierAnswer]] = {}  # by number and `copied`
+
+    def submit(self, commands: list[TierCommand]) -> None:
+        for command in commands:
+            if self._broadcaster is not None:
+                self._broadcaster.command(command)
+            self._worker.submit(command)
+
+    def answers(self) -> list[TierAnswer]:
+        """Return what all ranks have answered since the last call, one answer for all of them."""
+        others = [] if self._broadcaster is None else self._broadcaster.take_answers(TierAnswer)
+        done = []
+        for answer in [*self._worker.answers(), *others]:
+            key = answer.number, answer.copied
+            found = self._answers.setdefault(key, [])
+            found.append(answer)
+            if len(found) == self._ranks:
+                failed = sorted({index for one in self._answers.pop(key) for index in one.failed})
+                done.append(TierAnswer(*key, failed))
+        return done
+
+    def close(self) -> None:
+        self._worker.close()

@@ -1,0 +1,95 @@
+"""Opens the tiers below the KV cache of one rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder, FoundBlock, delete_stale, sealed_size
+from engine.kv_offload.sealing import BlockNames, Sealer, choose_secret
+from engine.kv_offload.tier_worker import TierWorker
+from engine.user_folder import user_folder
+
+GIB = 2**30
+LAYOUT_VERSION = 1  # of an object: all layers of a block of one KV cache group, as they are on the device
+
+
+@dataclass(frozen=True, slots=True)
+class RankTiers:
+    """The tiers of one rank."""
+
+    worker: TierWorker
+    names: BlockNames
+    block_bytes: list[int]
+    """Bytes of a block of each KV cache group on this rank."""
+    host_slots: list[int]
+    """Blocks of each group in host memory; empty without this tier."""
+    disk_bytes: int
+    """Space on this rank's disk; 0 without this tier."""
+    found: list[FoundBlock]
+    """Blocks that earlier starts have left on the disks of all ranks, oldest first."""
+
+
+def open_tiers(
+    config: EngineConfig, caches: Sequence[Tensor], tp: TPGroup, scope: str, opened: ExitStack
+) -> RankTiers | None:
+    """Open this rank's tiers; None without any. Every rank has to call this within `group.starting()`.
+
+    caches: as for DeviceBlocks. scope: all that decides what a block of some hash holds, but for rank and device.
+    opened: stack whose exit closes the tiers. Raises StartupError.
+    """
+    if not config.offloads_kv:
+        return None
+    block_bytes = [cache[:1].nbytes for cache in caches]
+    if not all(block_bytes):
+        key = "kv_offloading_size" if config.kv_offloading_size is not None else "kv_offloading_disk_size"
+        raise ConfigError(key, getattr(config, key), "left out: this model keeps no KV in blocks")
+    slots = host_slots(config, [len(cache) for cache in caches], block_bytes, tp.size)
+    per_rank = int((config.kv_offloading_disk_size or 0) * GIB) // tp.size
+    secret, disk = choose_secret(config.kv_offloading_key_file, tp.key), None
+    names = BlockNames(secret)
+    if config.kv_offloading_disk_size is not None:
+        if per_rank < max(map(sealed_size, block_bytes)):
+            limit = "enough for a block of each rank"
+            raise ConfigError("kv_offloading_disk_size", config.kv_offloading_disk_size, limit)
+        # numbers differ between devices and numbers of ranks, and a rank's file has its heads only
+        own = f"{scope} object={LAYOUT_VERSION} device={caches[0].device.type} rank={tp.rank}/{tp.size}"
+        mark = TEMPORARY_KEY if config.kv_offloading_key_file is None else ""
+        root = user_folder(config.kv_offloading_dir)
+        disk = DiskFolder(root, mark + names.folder(own), Sealer(secret, own))
+        opened.callback(disk.close)
+        delete_stale(root, disk.path, config.kv_offloading_ttl_s)
+    found = [] if disk is None else on_all_ranks(disk, tp)
+    worker = TierWorker(caches, host_slots=slots, disk=disk)
+    opened.callback(worker.close)
+    return RankTiers(worker, names, block_bytes, slots, per_rank, found)
+
+
+def host_slots(config: EngineConfig, counts: list[int], block_bytes: list[int], ranks: int) -> list[int]:
+    """Return the number of blocks of each group in host memory, in the proportion that they have on the device."""
+    size = config.kv_offloading_size
+    if size is None:
+        return []
+    device = sum(count * each for count, each in zip(counts, block_bytes, strict=True))
+    slots = [int(count * size * GIB / ranks / device) for count in counts]
+    if not all(slots):
+        raise ConfigError("kv_offloading_size", size, "enough for a block of each KV cache group")
+    return slots
+
+
+def on_all_ranks(disk: DiskFolder, tp: TPGroup) -> list[FoundBlock]:
+    """Return the blocks of which every rank has its part; delete parts of others."""
+    found = disk.find()
+    names = tp.exchange(json.dumps([block.name.hex() for block in found]))
+    everywhere = set.intersection(*(set(json.loads(text)) for text in names))
+    for block in found:
+        if block.name.hex() not in everywhere:
+            disk.delete(block.name)
+    return [block for block in found if block.name.hex() in everywhere]

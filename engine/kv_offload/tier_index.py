@@ -1,0 +1,150 @@
+"""What one tier holds, and what makes room for more. Pure Python: no clock, no files."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Entry:
+    """One block of a tier."""
+
+    size: int
+    added_at: float
+    slot: int = -1
+    """Place of a fixed size, in a tier that has such."""
+    ready: bool = False
+    """Whether it has been written, and can be read."""
+    readers: int = 0
+
+
+class TierIndex:
+    """The blocks of one tier by name, least recently used first. They never take more than `capacity`.
+
+    A block that is being written or read stays; all others may be evicted.
+    """
+
+    def __init__(self, capacity: int, ttl_s: float | None = None, slots: bool = False):
+        """capacity: sum of the sizes of all blocks. ttl_s: seconds after which a block is dropped, however often it is
+        used. slots: give each block a number below `capacity`; sizes are then 1."""
+        self.capacity, self.used = capacity, 0
+        self._ttl_s = math.inf if ttl_s is None else ttl_s
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self._by_age: dict[bytes, None] = {}  # oldest first
+        self._free = list(range(capacity - 1, -1, -1)) if slots else None
+        #: Names that were removed; the caller empties it.
+        self.removed: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def names(self) -> list[bytes]:
+        return list(self._entries)
+
+    def has(self, name: bytes) -> bool:
+        """Return whether a block can be read."""
+        entry = self._entries.get(name)
+        return entry is not None and entry.ready
+
+    def knows(self, name: bytes) -> bool:
+        """Return whether a block can be read, or is being written."""
+        return name in self._entries
+
+    def slot(self, name: bytes) -> int:
+        return self._entries[name].slot
+
+    def add(self, name: bytes, size: int, now: float) -> list[bytes] | None:
+        """Reserve the place of a block that is about to be written. Returns the names of the blocks evicted for it, or
+        None if there is no room."""
+        assert name not in self._entries
+        evicted = self._make_room(size)
+        if evicted is None:
+            return None
+        slot = -1 if self._free is None else self._free.pop()
+        self._entries[name], self._by_age[name] = Entry(size, now, slot), None
+        self.used += size
+        return evicted
+
+    def written(self, name: bytes) -> None:
+        if entry := self._entries.get(name):
+            entry.ready = True
+
+    def begin_read(self, name: bytes) -> None:
+        self._entries[name].readers += 1
+
+    def end_read(self, name: bytes) -> None:
+        if entry := self._entries.get(name):
+            entry.readers -= 1
+
+    def touch(self, names: Iterable[bytes]) -> None:
+        """Mark blocks as used. The last name becomes the most recent."""
+        for name in names:
+            if name in self._entries:
+                self._entries.move_to_end(name)
+
+    def remove(self, name: bytes) -> bool:
+        """Forget a block. Returns False if there is none of this name."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return False
+        del self._by_age[name]
+        self.removed.append(name)
+        self.used -= entry.size
+        if self._free is not None:
+            self._free.append(entry.slot)
+        return True
+
+    def drop(self, name: bytes) -> bool:
+        """Forget a block, unless it is being written or read. Returns False then, or if there is none."""
+        return name in self._entries and self._idle(name) and self.remove(name)
+
+    def expire(self, now: float) -> list[bytes]:
+        """Forget the blocks that are too old, and return their names."""
+        expired = []
+        for name in self._by_age:
+            if self._entries[name].added_at + self._ttl_s > now:
+                break
+            if self._idle(name):
+                expired.append(name)
+        for name in expired:
+            self.remove(name)
+        return expired
+
+    def clear(self) -> list[bytes]:
+        """Forget all blocks that are not being written or read, and return their names."""
+        idle = [name for name in self._entries if self._idle(name)]
+        for name in idle:
+            self.remove(name)
+        return idle
+
+    def _make_room(self, size: int) -> list[bytes] | None:
+        evicted: list[bytes] = []
+        missing = self.used + size - self.capacity
+        for name, entry in self._entries.items() if missing > 0 else ():
+            if missing <= 0:
+                break
+            if self._idle(name):
+                evicted.append(name)
+                missing -= entry.size
+        if missing > 0:
+            return None
+        for name in evicted:
+            self.remove(name)
+        return evicted
+
+    def _idle(self, name: bytes) -> bool:
+        entry = self._entries[name]
+        return entry.ready and not entry.readers
+
+    def check(self) -> None:
+        """Raise AssertionError unless sizes and slots add up."""
+        assert self.used == sum(entry.size for entry in self._entries.values()) <= self.capacity, "bytes are lost"
+        assert self._by_age.keys() == self._entries.keys(), "a block is lost"
+        assert all(entry.readers >= 0 for entry in self._entries.values()), "a block was read to its end twice"
+        if self._free is not None:
+            slots = [entry.slot for entry in self._entries.values()] + self._free
+            assert sorted(slots) == list(range(self.capacity)), "a slot is lost"

@@ -1,0 +1,91 @@
+"""Moves of KV blocks between the device and the tiers below it: what rank 0 asks of every rank, and what it answers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+
+class TierBlock(NamedTuple):
+    """A block on the device, and its copy in the tiers."""
+
+    group: int
+    """KV cache group; snapshots of recurrent states are the last."""
+    block: int
+    name: bytes
+    """16 bytes, the same on all ranks."""
+    slot: int = -1
+    """Slot of the copy in host memory; -1 if there is none to write or read."""
+    on_disk: bool = False
+    """Whether the copy on disk is written or read."""
+
+
+class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks each rank to copy blocks into its tiers. They stay as they are until every rank has answered `copied`."""
+
+    number: int
+    """Counts from 1 over all commands; answers name it."""
+    blocks: list[TierBlock]
+
+
+class LoadBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks each rank to fill blocks from its tiers. Nothing else reads or writes them until every rank has ended."""
+
+    number: int
+    blocks: list[TierBlock]
+
+
+class StopLoad(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks each rank to end a LoadBlocks now, and to write none of its blocks after the answer."""
+
+    number: int
+
+
+class DropBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks each rank to delete blocks from its disk; not answered."""
+
+    names: list[bytes]
+
+
+TierCommand = StoreBlocks | LoadBlocks | StopLoad | DropBlocks
+
+
+class TierAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One rank's answer to a command. A StoreBlocks has two: its blocks are copied, and all is written."""
+
+    number: int
+    copied: bool = False
+    """Whether this is the first of the two."""
+    failed: list[int] = []
+    """Indices of the blocks that were not written."""
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """State of one tier, and its totals since the start, over all ranks."""
+
+    used_bytes: int
+    total_bytes: int
+    blocks: int
+    """Blocks that can be loaded."""
+    read_bytes: int
+    write_bytes: int
+    read_s: float
+    write_s: float
+    errors: dict[str, int]
+    """Blocks that could not be moved: `read` (missing, corrupt), `write` (full disk), `deadline`."""
+
+
+class KVOffloadStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiers below the KV cache of one engine."""
+
+    tiers: dict[str, TierStats] = {}
+    """`host` and `disk`, as far as the engine has them."""
+    loading: int = 0
+    """Requests that wait for blocks."""
+    queried_tokens: int = 0
+    """Prompt tokens that the device's prefix cache lacked."""
+    hit_tokens: int = 0
+    """Of these, tokens whose KV came from a tier."""
+    not_stored: int = 0
+    """Blocks that were evicted from the device before their turn to be copied."""

@@ -1,0 +1,238 @@
+"""Tiers below the cache of a scheduler: blocks go down and come up, and every output is what it is without them."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import precondition, rule
+
+from engine.core.features.tier import REST_S
+from engine.core.request import State
+from tests.engine.core.test_scheduler_machine import SchedulerMachine
+from tests.examples import examples
+from tests.fake_tiers import TIMEOUT_S, TierHarness
+
+PROMPT = list(range(1, 21))  # five blocks
+
+
+def make(**options) -> TierHarness:
+    return TierHarness(**{"num_blocks": 8, "max_model_len": 32, "disk_blocks": 100, **options})
+
+
+def stored(harness: TierHarness, name: str = "first", prompt: list[int] = PROMPT) -> None:
+    """Compute a prompt, and let its blocks go down."""
+    harness.add(name, prompt, max_tokens=4)
+    harness.run()
+
+
+def evicted(harness: TierHarness) -> None:
+    harness.scheduler.kv_cache.clear_cache()
+
+
+def cached(harness: TierHarness, name: str) -> int:
+    return next(event.delta.num_cached_tokens for event in [harness.finished[name]])
+
+
+@pytest.mark.parametrize("tiers", [{"disk_blocks": 100}, {"host_slots": 100, "disk_blocks": 0}, {"host_slots": 2}])
+def test_a_prompt_whose_blocks_were_evicted_is_not_computed_again(tiers):
+    harness = make(**tiers)
+    stored(harness)
+    evicted(harness)
+    harness.add("again", [*PROMPT, 7], max_tokens=4)
+    before = len(harness.plans)
+    harness.run()
+    assert sum(plan.num_tokens for plan in harness.plans[before:]) == 1 + 3, (
+        "one token of the prompt, three of the answer"
+    )
+
+
+def test_the_answer_of_a_turn_comes_up_with_its_prompt():
+    harness = make()
+    stored(harness)
+    evicted(harness)
+    harness.add("next turn", PROMPT + harness.outputs["first"] + [9, 9, 9], max_tokens=2)
+    before = len(harness.plans)
+    harness.run()
+    # the last token of an answer has no KV, so the block that ends with it is not full
+    assert sum(plan.num_tokens for plan in harness.plans[before:]) == 4 + 3 + 1
+
+
+def test_others_are_computed_while_a_request_waits_for_its_blocks():
+    harness = make()
+    stored(harness)
+    evicted(harness)
+    harness.add("waits", [*PROMPT, 7])
+    harness.add("other", [30, 31], max_tokens=2)
+    assert harness.step() is not None
+    assert harness.scheduler.queue.live["waits"].state is State.LOADING_KV
+    while "other" not in harness.finished:
+        harness.step()
+    harness.run()
+
+
+def test_a_request_waits_for_blocks_that_come_for_another():
+    harness = make(num_blocks=16)
+    stored(harness)
+    evicted(harness)
+    for name in ("one", "two"):
+        harness.add(name, [*PROMPT, 7], max_tokens=1)
+    harness.step()
+    assert len(harness.offloading.loading) == 2
+    assert len(harness.moving) == 1
+    harness.run()
+
+
+def test_after_the_deadline_the_prompt_is_computed_and_late_blocks_are_cached():
+    harness = make(num_blocks=16)
+    stored(harness)
+    evicted(harness)
+    harness.add("late", [*PROMPT, 7], max_tokens=1)
+    harness.step()
+    (number,) = harness.moving
+    harness.write(number, 0)
+    harness.now += TIMEOUT_S + 1
+    harness.run()
+    stats = harness.offloading.stats
+    assert stats.tiers["disk"].errors == {"deadline": 5}
+    assert stats.hit_tokens == 0
+
+
+def test_a_block_that_cannot_be_read_is_computed_and_forgotten():
+    harness = make()
+    stored(harness)
+    evicted(harness)
+    lost = next(iter(harness.disk))  # tails go down first
+    del harness.disk[lost]
+    harness.add("again", [*PROMPT, 7], max_tokens=1)
+    harness.run()
+    assert harness.offloading.stats.tiers["disk"].errors == {"read": 1}
+    assert lost in harness.disk, "the end of this request stored it again"
+
+
+def test_a_full_disk_is_left_alone_for_a_while():
+    harness = make()
+    harness.add("first", PROMPT, max_tokens=4)
+    while not harness.moving:
+        harness.step()
+    for _ in range(2):
+        (number,) = harness.moving
+        harness.progress(number, failing=lambda count: range(count))
+    harness.run()
+    stats = harness.offloading.stats.tiers["disk"]
+    assert stats.errors == {"write": 1}
+    assert stats.blocks == 0 and not harness.disk
+    harness.now += REST_S + 1
+    stored(harness, "second", [*PROMPT, 5])
+    assert harness.offloading.stats.tiers["disk"].blocks
+
+
+def test_a_hit_that_is_too_short_is_computed():
+    harness = make(min_tokens=21)
+    stored(harness)
+    evicted(harness)
+    harness.add("again", [*PROMPT, 7], max_tokens=1)
+    harness.run()
+    assert harness.offloading.stats.hit_tokens == 0
+
+
+def test_a_slow_disk_is_used_only_where_computing_is_slower():
+    harness = make()
+    times, tier = harness.offloading._times, harness.offloading._tiers[0]
+    tier.cost.observe(1e-5, 1.0)
+    for per_token, loaded in ((0.001, 0), (1.0, 20)):
+        times._prompt_s, times._prompt_tokens = per_token, 1.0
+        name = f"costs {per_token} s"
+        stored(harness, f"before it {name}")
+        evicted(harness)
+        harness.add(name, [*PROMPT, 7], max_tokens=1)
+        harness.run()
+        assert harness.offloading.stats.hit_tokens == loaded
+
+
+def test_a_request_that_leaves_while_its_blocks_come_leaves_them_to_others():
+    harness = make()
+    stored(harness)
+    evicted(harness)
+    harness.add("leaves", [*PROMPT, 7])
+    harness.step()
+    harness.abort("leaves")
+    harness.drain()
+    assert harness.pool.num_cached == 5 and not harness.pool.num_used
+
+
+def test_another_salt_and_another_adapter_find_nothing():
+    harness = make()
+    stored(harness)
+    evicted(harness)
+    harness.add("salted", [*PROMPT, 7], max_tokens=1, cache_salt="mine")
+    harness.run()
+    assert harness.offloading.stats.hit_tokens == 0
+
+
+def test_what_was_cleared_is_nowhere():
+    harness = make(host_slots=3)
+    stored(harness)
+    harness.scheduler.clear_cache()
+    harness.drain()
+    assert not harness.disk
+    assert all(tier.blocks == 0 for tier in harness.offloading.stats.tiers.values())
+
+
+def test_what_is_cleared_while_it_moves_is_nowhere():
+    harness = make()
+    stored(harness)
+    evicted(harness)
+    harness.add("loads", [*PROMPT, 7], max_tokens=1)
+    harness.step()
+    harness.scheduler.clear_cache()
+    harness.run()
+    assert harness.offloading.stats.hit_tokens == 0
+
+
+class TierMachine(SchedulerMachine):
+    """Blocks go down and come up in any order, late or not at all, and the books balance."""
+
+    harness = TierHarness
+    h: TierHarness
+
+    def more_options(self, data):
+        sizes = st.sampled_from([(0, 100), (100, 0), (1, 4), (3, 1), (3, 100)])
+        return {"enable_prefix_caching": True} | dict(zip(("host_slots", "disk_blocks"), data.draw(sizes), strict=True))
+
+    @rule(data=st.data(), fails=st.booleans())
+    def move(self, data, fails):
+        if self.h.moving:
+            number = data.draw(st.sampled_from(sorted(self.h.moving)))
+            some = st.sets(st.integers(0, 3)) if fails else st.just(set())
+            self.h.progress(number, lambda count: {i for i in data.draw(some) if i < count})
+
+    @rule(data=st.data())
+    def write_one(self, data):
+        loads = [
+            n for n, moving in self.h.moving.items() if hasattr(moving.command, "blocks") and "Load" in str(moving)
+        ]
+        if loads:
+            number = data.draw(st.sampled_from(sorted(loads)))
+            self.h.write(number, data.draw(st.integers(0, len(self.h.moving[number].command.blocks) - 1)))
+
+    @rule(seconds=st.sampled_from([0.5, TIMEOUT_S, REST_S]))
+    def time_passes(self, seconds):
+        self.h.now += seconds
+
+    @precondition(lambda self: self.h.disk)
+    @rule(data=st.data())
+    def lose(self, data):
+        self.h.disk.pop(data.draw(st.sampled_from(sorted(self.h.disk))))
+
+    @rule()
+    def evict(self):
+        self.h.scheduler.kv_cache.clear_cache()
+
+    @rule()
+    def clear(self):
+        self.h.scheduler.clear_cache()
+
+
+TestTiers = TierMachine.TestCase
+TestTiers.settings = settings(max_examples=examples(25), stateful_step_count=30)

@@ -1,0 +1,115 @@
+"""One rank's tiers: threads that copy, write and read."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from engine.kv_offload.disk import DiskFolder
+from engine.kv_offload.sealing import Sealer
+from engine.kv_offload.tier_worker import TierWorker
+from engine.wire.kv_offload import DropBlocks, LoadBlocks, StopLoad, StoreBlocks, TierAnswer, TierBlock
+
+SHAPES = [(4, 2, 2, 1, 4, 8), (3, 1, 1, 1, 1, 24)]  # of a group of KV blocks, and of snapshots
+WAIT_S = 30.0
+
+
+class Rank:
+    def __init__(self, root, host_slots=(4, 3)):
+        self.caches = [torch.rand(shape) for shape in SHAPES]
+        self.before = [cache.clone() for cache in self.caches]
+        self.disk = DiskFolder(root, "scope", Sealer(b"k" * 32, "scope"))
+        self.came = threading.Event()
+        self.worker = TierWorker(self.caches, host_slots=host_slots, disk=self.disk, wake=self.came.set)
+        self._answers: list[TierAnswer] = []
+
+    def answer(self) -> TierAnswer:
+        while not self._answers:
+            assert self.came.wait(WAIT_S)
+            self.came.clear()
+            self._answers += self.worker.answers()
+        return self._answers.pop(0)
+
+    def store(self, number: int, blocks: list[TierBlock]) -> TierAnswer:
+        self.worker.submit(StoreBlocks(number, blocks))
+        assert self.answer() == TierAnswer(number, copied=True)
+        return self.answer()
+
+    def load(self, number: int, blocks: list[TierBlock]) -> TierAnswer:
+        self.worker.submit(LoadBlocks(number, blocks))
+        return self.answer()
+
+
+@pytest.fixture
+def rank(tmp_path):
+    rank = Rank(tmp_path)
+    yield rank
+    rank.worker.close()
+    rank.disk.close()
+
+
+def blocks(**place) -> list[TierBlock]:
+    """Two blocks and a snapshot."""
+    return [TierBlock(group, block, bytes([group, block] * 8), **place) for group, block in ((0, 1), (0, 3), (1, 2))]
+
+
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_blocks_come_back_into_other_blocks(rank, from_disk):
+    stored = [block._replace(slot=block.block, on_disk=True) for block in blocks()]
+    assert rank.store(1, stored) == TierAnswer(1)
+    for cache in rank.caches:
+        cache.zero_()
+    place = {"on_disk": True} if from_disk else {}
+    loaded = [b._replace(block=b.block - 1, slot=-1 if from_disk else b.slot, **place) for b in stored]
+    assert rank.load(2, loaded) == TierAnswer(2)
+    for block, old in zip(loaded, stored, strict=True):
+        assert torch.equal(rank.caches[block.group][block.block], rank.before[block.group][old.block])
+
+
+def test_a_block_that_is_gone_or_damaged_fails_alone(rank):
+    assert rank.store(1, blocks(on_disk=True)) == TierAnswer(1)
+    first, second, third = blocks(on_disk=True)
+    rank.worker.submit(DropBlocks([first.name]))
+    file = rank.disk._file(second.name)
+    file.write_bytes(file.read_bytes()[:-1])
+    rank.caches[1].zero_()
+    # the deletion comes after the writes before it, and is not answered: another store ends after it
+    assert rank.store(2, blocks(slot=0)[:1]) == TierAnswer(2)
+    assert rank.load(3, [first, second, third]) == TierAnswer(3, failed=[0, 1])
+    assert torch.equal(rank.caches[0], rank.before[0]), "blocks that failed were written"
+    assert torch.equal(rank.caches[1][2], rank.before[1][2])
+
+
+def test_a_load_that_is_stopped_writes_no_more(rank, monkeypatch):
+    assert rank.store(1, blocks(on_disk=True)) == TierAnswer(1)
+    reading, go_on, read = threading.Event(), threading.Event(), rank.disk.read
+
+    def slow(name: bytes) -> bytes:
+        reading.set()
+        assert go_on.wait(WAIT_S)
+        return read(name)
+
+    monkeypatch.setattr(rank.disk, "read", slow)
+    for cache in rank.caches:
+        cache.zero_()
+    rank.worker.submit(LoadBlocks(2, blocks(on_disk=True)))
+    assert reading.wait(WAIT_S)
+    rank.worker.submit(StopLoad(2))
+    assert rank.answer() == TierAnswer(2, failed=[0, 1, 2])
+    go_on.set()
+    assert rank.load(3, blocks(on_disk=True)[:1]) == TierAnswer(3)
+    assert not rank.caches[0][3].any() and not rank.caches[1].any()
+
+
+def test_a_disk_that_takes_no_more_fails_what_is_left(rank, monkeypatch):
+    write = rank.disk.write
+
+    def full(name: bytes, block: memoryview) -> None:
+        if name == blocks()[1].name:
+            raise OSError(28, "No space left on device")
+        write(name, block)
+
+    monkeypatch.setattr(rank.disk, "write", full)
+    assert rank.store(1, blocks(on_disk=True)) == TierAnswer(1, failed=[1, 2])

@@ -1,0 +1,210 @@
+"""Whole engines with tiers below their KV cache: texts and log-probabilities are those of an engine without any."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.build import build_engine
+from engine.core.engine import EngineCore
+from engine.errors import ConfigError
+from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+from tests.models import made_once
+from tests.rank_pool import RankPool
+
+PROMPT = [3 + 7 * i % 90 for i in range(150)]
+FAMILIES = ["llama", "gemma3", "qwen3_next"]  # one group; windows; recurrent states
+SIZE = 0.05  # GiB
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    return made_once(tmp_path_factory)
+
+
+@pytest.fixture
+def key_file(tmp_path) -> str:
+    file = tmp_path / "key"
+    file.write_bytes(os.urandom(32))
+    file.chmod(0o600)
+    return str(file)
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[EngineCore]:
+    core = build_engine(config_of(folder, **options))
+    try:
+        yield core
+    finally:
+        core.close()
+
+
+def config_of(folder: Path, **options: Any) -> EngineConfig:
+    fixed = {"dtype": "float32", "block_size": 4, "max_num_seqs": 4, "num_blocks": 64, "num_threads": 1}
+    return EngineConfig(**{"model": str(folder), "max_model_len": 200, **fixed, **options})
+
+
+def answer(core: EngineCore, prompt: list[int], name: str = "a") -> tuple[list[Any], int]:
+    """What the engine answers, bit for bit, and how many tokens of the prompt it had."""
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+    core.add(GenerateRequest(request_id=name, prompt=prompt, params=params))
+    found: list[Any] = []
+    cached = 0
+    while core.has_work:
+        for event in core.step():
+            assert event.delta.error is None, event.delta.error
+            found += zip(event.delta.token_ids, event.delta.logprobs or [], strict=True)
+            cached += event.delta.num_cached_tokens
+        core.scheduler.check()
+    return found, cached
+
+
+def flush(core: EngineCore) -> None:
+    """Let all blocks go down."""
+    while not core.scheduler.offloading.flushed():
+        core.step()
+
+
+@pytest.fixture(scope="module")
+def plainly(folder_of):
+    """What an engine without tiers answers to the prompt, and to the turn after it."""
+
+    @cache
+    def of(family: str) -> list[list[Any]]:
+        with engine(folder_of(family), num_blocks=128) as core:
+            first, _ = answer(core, PROMPT)
+            core.scheduler.clear_cache()
+            return [first, answer(core, next_turn(first))[0]]
+
+    return of
+
+
+def next_turn(first: list[Any]) -> list[int]:
+    return [*PROMPT, *(token for token, _ in first), 5, 6, 7]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_start_continues_from_the_disk_of_the_first(folder_of, plainly, tmp_path, key_file, family):
+    tiers = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv")}
+    tiers["kv_offloading_key_file"] = key_file
+    first, second = plainly(family)
+    with engine(folder_of(family), **tiers) as core:
+        assert answer(core, PROMPT) == (first, 0)
+    with engine(folder_of(family), **tiers) as core:
+        found, cached = answer(core, next_turn(first))
+        assert found == second
+        assert cached >= 128, "but for the rest after the last border of a recurrent state"
+        stats = core.stats().kv_offload
+    assert stats is not None and stats.hit_tokens == cached
+    assert stats.tiers["disk"].errors == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_host_memory_keeps_what_the_cache_evicts(folder_of, plainly, family):
+    with engine(folder_of(family), kv_offloading_size=SIZE) as core:
+        assert answer(core, PROMPT)[0] == plainly(family)[0]
+        flush(core)
+        for i in range(3):
+            answer(core, [3 + (5 * j + i) % 90 for j in range(150)], f"other {i}")
+            flush(core)
+        core.scheduler.kv_cache.clear_cache()
+        found, cached = answer(core, next_turn(plainly(family)[0]), "again")
+    assert found == plainly(family)[1]
+    assert cached >= 128
+
+
+def test_damaged_files_cost_time_only(folder_of, plainly, tmp_path, key_file):
+    tiers = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv")}
+    tiers["kv_offloading_key_file"] = key_file
+    with engine(folder_of("llama"), **tiers) as core:
+        answer(core, PROMPT)
+    files = sorted((tmp_path / "kv").glob("*/*/??/*"))
+    assert len(files) == 40
+    for number, file in enumerate(files):
+        data = file.read_bytes()
+        file.write_bytes(data[: number * 10] if number % 2 else data[:-1] + bytes([data[-1] ^ 1]))
+    with engine(folder_of("llama"), **tiers) as core:
+        assert answer(core, PROMPT) == (plainly("llama")[0], 0)
+        stats = core.stats().kv_offload
+        assert stats is not None and stats.tiers["disk"].errors == {"read": 37}  # of the prompt's 150 tokens
+        core.scheduler.kv_cache.clear_cache()
+
+
+def test_a_disk_that_hangs_costs_the_timeout_only(folder_of, plainly, tmp_path, key_file, monkeypatch):
+    tiers = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv")}
+    tiers |= {"kv_offloading_key_file": key_file, "kv_offloading_timeout_s": 0.05}
+    with engine(folder_of("llama"), **tiers) as core:
+        answer(core, PROMPT)
+    go_on = threading.Event()
+    monkeypatch.setattr(DiskFolder, "read", lambda self, name: go_on.wait(60) and b"")
+    with engine(folder_of("llama"), **tiers) as core:
+        assert answer(core, PROMPT) == (plainly("llama")[0], 0)
+        stats = core.stats().kv_offload
+        assert stats is not None and stats.tiers["disk"].errors == {"deadline": 37}
+        assert not core.scheduler.kv_cache.pool.pinned, "a block is still kept for the disk"
+        go_on.set()
+
+
+def test_a_key_that_is_nowhere_leaves_nothing_to_the_next_start(folder_of, tmp_path):
+    tiers = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv")}
+    scopes = []
+    for _ in range(2):
+        with engine(folder_of("llama"), **tiers) as core:
+            assert answer(core, PROMPT)[1] == 0
+        scopes.append({file.parent.parent.parent.name for file in (tmp_path / "kv").glob("*/*/??/*")})
+    assert [len(scope) for scope in scopes] == [1, 1] and scopes[0] != scopes[1]
+    assert all(name.startswith(TEMPORARY_KEY) for scope in scopes for name in scope)
+
+
+def test_two_ranks_each_keep_their_part_and_hit_together(folder_of, plainly, tmp_path, key_file):
+    tiers = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_size": SIZE}
+    config = config_of(folder_of("llama"), tensor_parallel=2, kv_offloading_key_file=key_file, **tiers)
+    pool = RankPool()
+    try:
+        with pool.engine(config) as core:
+            first, _ = answer(core, PROMPT)
+            turn = next_turn(first)
+            second, _ = answer(core, turn, "second turn")
+            flush(core)
+            core.scheduler.kv_cache.clear_cache()
+            assert answer(core, turn, "from host memory") == (second, 164)
+        # one part of one block is lost: the block is, on both ranks
+        folders = {scope: sorted(scope.glob("*/??/*")) for scope in (tmp_path / "kv").iterdir()}
+        assert [len(files) for files in folders.values()] == [44, 44]
+        min(folders.popitem()[1], key=lambda file: file.stat().st_mtime).unlink()
+        with pool.engine(config) as core:
+            found, cached = answer(core, turn)
+            assert found == second and 0 < cached < 164
+            stats = core.stats().kv_offload
+            assert stats is not None and stats.tiers["disk"].errors == {}
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"kv_offloading_size": 0}, "kv_offloading_size"),
+        ({"kv_offloading_disk_size": -1}, "kv_offloading_disk_size"),
+        ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "enable_prefix_caching"),
+        ({"kv_offloading_size": 1, "kv_offloading_key_file": "key"}, "kv_offloading_key_file"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, field):
+    with pytest.raises(ConfigError, match=field):
+        EngineConfig(**options)
+
+
+def test_a_tier_smaller_than_a_block_is_refused(folder_of):
+    with pytest.raises(ConfigError, match="kv_offloading_size"), engine(folder_of("llama"), kv_offloading_size=1e-7):
+        pass
