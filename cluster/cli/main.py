@@ -19,6 +19,7 @@ from cluster.cli.simulate import simulate
 from cluster.distribution import copy_examples, version_and_commit
 from cluster.flags import ApiKeyOption, EngineFlags, HtmlOption, JsonOption, ModelOption, given, with_flags
 from engine.errors import RequestError, ServingError
+from engine.model.checkpoint import smollm2
 
 HELP = """Manta: serve large language models on a Ray cluster, behind an OpenAI-compatible API.
 
@@ -224,7 +225,9 @@ def explain(
 def verify(
     answer: Annotated[Path, typer.Argument(help="File with the server's answer: JSON, not a stream.")],
     request: Annotated[Path, typer.Argument(help="File with the request body.")],
-    model: Annotated[str, typer.Option(help="The model or serve_config.yaml given to `manta serve`.")] = "pocket",
+    model: Annotated[
+        str, typer.Option(help="The model or serve_config.yaml given to `manta serve`.")
+    ] = smollm2.DEFAULT,
 ) -> None:
     """Compute the answer to a chat or completion again, without the server, and compare the two bit by bit.
 
