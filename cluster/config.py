@@ -281,16 +281,19 @@ class ModelSection(Section):
         engines = [self.engine_config(role) for role in self.pools if role != "encode"]
         if self.has_adapters and not all(engine.enable_lora for engine in engines):
             raise ConfigError(f"{path}.engine.enable_lora", False, "true, or left out, where there are adapters")
-        if self.sdc_check_every is not None:
-            same = len({engine.tensor_parallel for engine in engines}) == 1 or engines[0].determinism == "strict"
-            if any(map(self.on_gpu, self.pools)) or any(engine.quantization for engine in engines) or not same:
-                limit = "left out on GPUs, with quantization, and with pools of unequal tensor_parallel, unless strict"
-                raise ConfigError(f"{path}.sdc_check_every", self.sdc_check_every, limit)
         sizes = {role: self.engine_config(role).block_size for role in self.pools}
         if len(set(sizes.values())) > 1:
             limit = f"that of the decode pool ({sizes['decode']}), because blocks are transferred unchanged"
             role = next(role for role, size in sizes.items() if size != sizes["decode"])
             raise ConfigError(f"{path}.{self._section(role, 'block_size')}block_size", sizes[role], limit)
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether an answer has the same bits in any batch and in all engines (docs/determinism.md)."""
+        engines = [self.engine_config(role) for role in self.pools if role != "encode"]
+        same = len({engine.tensor_parallel for engine in engines}) == 1 or engines[0].determinism == "strict"
+        plain = not any(engine.quantization or engine.kv_cache_dtype != "auto" for engine in engines)
+        return same and plain and not any(map(self.on_gpu, self.pools))
 
     def _check_encode(self, path: str) -> None:
         assert self.encode is not None

@@ -71,6 +71,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         may_sleep=model.decode.bounds[0] == 0,
         max_replays=ingress.max_replays,
         sdc_check_every=model.sdc_check_every,
+        same_bits=model.same_bits,
         drafts=engine.speculative is not None,
         has_priorities=engine.scheduling_policy == "priority",
         tool_call_parser=model.tool_call_parser,

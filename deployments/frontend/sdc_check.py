@@ -1,5 +1,9 @@
-"""Detects silent data corruption: another replica recomputes a sample of the answers, which must have the same bits
-(docs/sdc_check.md)."""
+"""Detects silent data corruption: another replica recomputes a sample of the answers (docs/sdc_check.md).
+
+Where an answer has the same bits in any batch, it is generated again, and must be equal. Elsewhere the other replica
+computes the log-probabilities of its tokens, given those before them, and must find about the same. So a token that is
+sampled differently, since two were almost equally likely, does not make everything after it different.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import logging
 import secrets
 from collections import deque
 from itertools import zip_longest
+from statistics import fmean
+from typing import Any
 
 import msgspec
 
@@ -17,14 +23,19 @@ from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import ModelStats
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineError, ServingError
-from engine.wire.messages import GenerateRequest, TokenDelta
-from engine.wire.sampling_params import seed_of
+from engine.wire.messages import GenerateRequest, TokenDelta, TokenLogprob
+from engine.wire.sampling_params import SamplingParams, seed_of
 
 logger = logging.getLogger(__name__)
+
+Found = tuple[int | None, float | None]  # a token, and its log-probability
 
 POLL_INTERVAL_S = 1.0  # between checks whether the engines are idle
 MAX_WAITING = 8  # answers waiting to be recomputed; beyond that the oldest are dropped
 TIMEOUT_S = 600.0  # of one computation
+TOLERANCE = 1.0  # of one log-probability, where bits differ: logits of 16 to 32 are multiples of 1/8 in bfloat16
+MEAN_TOLERANCE = 0.1  # of the mean over an answer's tokens, if it has MANY
+MANY = 8
 
 
 class SampledAnswer:
@@ -39,41 +50,95 @@ class SampledAnswer:
         """Id of the engine that computed the answer."""
         self.tokens: list[tuple[int, float]] = []
         """(token id, log-probability) of each token."""
+        self.ranks: list[int] = []
+        """Rank of each token; 1 is the most likely."""
+        self.prompt_logprobs: list[TokenLogprob | None] = []
 
     def take(self, delta: TokenDelta, engine: str) -> TokenDelta:
         """Record a delta, and return it as the client asked for it."""
         self.engine = engine
-        logprobs = [entry.logprob for entry in delta.logprobs or []]
-        self.tokens += zip(delta.token_ids, logprobs, strict=False)
+        entries = delta.logprobs or []
+        self.tokens += zip(delta.token_ids, [entry.logprob for entry in entries], strict=False)
+        self.ranks += [entry.rank for entry in entries]
+        self.prompt_logprobs += delta.prompt_logprobs or []
         return msgspec.structs.replace(delta, logprobs=None) if self._hidden else delta
 
     def again(self, reply_to: str) -> GenerateRequest:
-        """Return a request that recomputes the same tokens, without cached prefixes and on an idle engine."""
+        """Return a request that recomputes the same tokens."""
         params, count = self.request.params, len(self.tokens)
+        again = msgspec.structs.replace(
+            params,
+            seed=signed(seed_of(self.request.request_id)) if params.seed is None else params.seed,
+            max_tokens=count,
+            min_tokens=min(params.min_tokens, count),
+            prompt_logprobs=None,
+        )
+        return self._quietly(reply_to, params=again)
+
+    def given(self, reply_to: str) -> GenerateRequest:
+        """Return a request that computes the log-probabilities of the tokens but the last, each given those before
+        it."""
+        prompt = [*self.request.prompt, *(token for token, _ in self.tokens[:-1])]
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, prompt_logprobs=1, ignore_eos=True)
+        return self._quietly(reply_to, params=params, prompt=prompt)
+
+    def _quietly(self, reply_to: str, **changes: Any) -> GenerateRequest:
+        """Return the request with changes, without cached prefixes and for an idle engine."""
         return msgspec.structs.replace(
             self.request,
             request_id=f"sdc-check-{secrets.token_hex(8)}",
-            params=msgspec.structs.replace(
-                params,
-                seed=signed(seed_of(self.request.request_id)) if params.seed is None else params.seed,
-                max_tokens=count,
-                min_tokens=min(params.min_tokens, count),
-                prompt_logprobs=None,
-            ),
             reply_to=reply_to,
             cache_salt=secrets.token_hex(8),
             session_id="",
             prediction=[],
             when_idle=True,
+            **changes,
         )
+
+
+def first_difference(answer: SampledAnswer, again: SampledAnswer) -> tuple[int, Found, Found] | None:
+    """Return the first position at which answers differ, with both tokens and their log-probabilities; None if there is
+    none. again: the answer of `SampledAnswer.again`."""
+    pairs = enumerate(zip_longest(answer.tokens, again.tokens, fillvalue=(None, None)))
+    return next(((i, first, second) for i, (first, second) in pairs if first != second), None)
+
+
+def far_difference(answer: SampledAnswer, given: SampledAnswer) -> tuple[int, Found, Found] | None:
+    """Return the position of the largest difference, as in `first_difference`; None if all are small.
+
+    given: the answer of `SampledAnswer.given`. A token that was the most likely one must also be almost that there.
+    """
+    found, there = [], []
+    entries = given.prompt_logprobs[len(answer.request.prompt) :]
+    for (_, logprob), rank, entry in zip(answer.tokens, answer.ranks, entries, strict=False):
+        assert entry is not None  # only the first of a prompt is
+        margin = entry.top[0][1] - entry.logprob if rank == 1 else 0.0
+        found.append(max(abs(entry.logprob - logprob), margin))
+        there.append(entry.logprob)
+    if not found or (max(found) <= TOLERANCE and (len(found) < MANY or fmean(found) <= MEAN_TOLERANCE)):
+        return None
+    position = max(range(len(found)), key=found.__getitem__)
+    token, logprob = answer.tokens[position]
+    return position, (token, logprob), (token, there[position])
 
 
 class SdcCheck:
     """Samples the answers of one model, and recomputes them while there are no requests."""
 
-    def __init__(self, every: int, pool: EnginePool, channel: TokenChannel, admission: Admission, stats: ModelStats):
-        """every: one in this many answers is sampled."""
+    def __init__(
+        self,
+        every: int,
+        pool: EnginePool,
+        channel: TokenChannel,
+        admission: Admission,
+        stats: ModelStats,
+        *,
+        exact: bool,
+    ):
+        """every: one in this many answers is sampled. exact: whether answers have the same bits in any batch."""
         self._every, self._pool, self._channel, self._admission, self._stats = every, pool, channel, admission, stats
+        self._request = SampledAnswer.again if exact else SampledAnswer.given
+        self._difference = first_difference if exact else far_difference
         self._num_answers = 0
         self._waiting: deque[SampledAnswer] = deque(maxlen=MAX_WAITING)
         self._task: asyncio.Task[None] | None = None
@@ -119,7 +184,7 @@ class SdcCheck:
 
         Raises ServingError, TimeoutError.
         """
-        again = SampledAnswer(answer.again(self._channel.address))
+        again = SampledAnswer(self._request(answer, self._channel.address))
         request_id = again.request.request_id
         inbox = self._channel.open([request_id])
         call = asyncio.create_task(self._pool.generate(again.request, avoid=[answer.engine]))
@@ -145,8 +210,7 @@ class SdcCheck:
             self._channel.close([request_id])
 
     def _compare(self, answer: SampledAnswer, again: SampledAnswer) -> None:
-        pairs = enumerate(zip_longest(answer.tokens, again.tokens, fillvalue=(None, None)))
-        different = next(((i, first, second) for i, (first, second) in pairs if first != second), None)
+        different = self._difference(answer, again)
         self._stats.sdc_checks["equal" if different is None else "different"] += 1
         if different is not None:
             position, (token, logprob), (token_again, logprob_again) = different

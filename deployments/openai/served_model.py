@@ -92,6 +92,8 @@ class ModelInfo:
     """Maximum number of times that a sequence resumes in another engine after losing its own."""
     sdc_check_every: int | None = None
     """One in this many answers is recomputed to detect silent data corruption; None for none."""
+    same_bits: bool = False
+    """Whether an answer has the same bits in any batch and in all engines."""
     has_priorities: bool = False
     """Whether the engines schedule by priority."""
     drafts: bool = False
@@ -157,7 +159,7 @@ class ServedModel:
             max_replays=info.max_replays,
             sdc_check=None
             if info.sdc_check_every is None
-            else SdcCheck(info.sdc_check_every, pool, channel, self.admission, stats),
+            else SdcCheck(info.sdc_check_every, pool, channel, self.admission, stats, exact=info.same_bits),
         )
 
     def adapted(self, adapter: Adapter) -> ServedModel:

@@ -16,7 +16,7 @@ from engine.model.state import StateBatch
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Two or more tokens of one sequence that a step computes: rows [first_row, first_row + count)."""
+    """Tokens of one sequence that a step computes together: rows [first_row, first_row + count)."""
 
     seq: int
     first_row: int
@@ -71,7 +71,7 @@ class Batch:
     single: Tensor
     """[n] int32, sequences that compute one token, which attention treats separately; -1 is padding."""
     chunks: list[Chunk]
-    """Sequences that compute several tokens, known on the host."""
+    """All other sequences, known on the host."""
     tiles: Tensor | None = None
     """How a CPU's kernels divide `single` and `chunks`, made by the first layer for all; or the tiles of the chunks, an
     input of a CUDA graph. See `row_tiles`."""
@@ -123,15 +123,16 @@ class Batch:
         return self.views[group]
 
 
-def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
+def split(counts: ArrayLike, kv_lens: ArrayLike, *, all_chunks: bool = False) -> tuple[Tensor, list[Chunk]]:
     """Return `single`, on the host, and `chunks` of a Batch. counts: [seqs], tokens of each sequence in this step.
-    kv_lens: [seqs], its tokens including this step's."""
+    kv_lens: [seqs], its tokens including this step's. all_chunks: make chunks of sequences with one token too."""
     counts = np.asarray(counts)
-    if (counts == 1).all():
+    alone = (counts == 1) & (not all_chunks)
+    if alone.all():
         return torch.from_numpy(np.arange(len(counts), dtype=np.int32)), []
-    single, several = np.flatnonzero(counts == 1).astype(np.int32), np.flatnonzero(counts != 1)
+    single, several = np.flatnonzero(alone).astype(np.int32), np.flatnonzero(~alone)
     columns = several, (counts.cumsum() - counts)[several], counts[several], np.asarray(kv_lens)[several]
-    return torch.from_numpy(single), [Chunk(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    return torch.from_numpy(single), [Chunk(*row) for row in np.stack(columns, axis=1).tolist()]
 
 
 def row_tiles(chunks: list[Chunk], rows: int) -> NDArray[np.int32]:
@@ -140,12 +141,13 @@ def row_tiles(chunks: list[Chunk], rows: int) -> NDArray[np.int32]:
 
     The last rows of each chunk come first: they see the most keys, and a GPU starts tiles in order.
     """
-    tiles = []
-    for chunk in chunks:
-        for row in range((chunk.count - 1) // rows * rows, -1, -rows):
-            count = min(rows, chunk.count - row)
-            tiles.append((chunk.seq, chunk.first_row + row, count, chunk.count - row - count))
-    return np.array(tiles, dtype=np.int32).reshape(-1, 4)
+    columns = [(chunk.seq, chunk.first_row, chunk.count) for chunk in chunks]
+    seq, first_row, count = np.array(columns, dtype=np.int32).reshape(-1, 3).T
+    tiles = -(-count // rows)
+    chunk = np.repeat(np.arange(len(chunks)), tiles)
+    row = (np.cumsum(tiles)[chunk] - np.arange(len(chunk), dtype=np.int32) - 1) * rows
+    in_tile = np.minimum(rows, count[chunk] - row)
+    return np.stack([seq[chunk], first_row[chunk] + row, in_tile, count[chunk] - row - in_tile], axis=1, dtype=np.int32)
 
 
 class StateRows(NamedTuple):

@@ -3,8 +3,8 @@
 A step is hundreds of short kernels, which the host cannot launch as fast as a GPU runs them; a replay is one launch. A
 graph repeats the same kernels on the same memory, so there is one graph for each of a few shapes; its inputs lie in
 buffers that never move, and a step that is smaller than its shape is padded. There are graphs of steps that only
-decode, as in vLLM and nano-vLLM, and of steps that also compute chunks of prompts: the tiles into which attention cuts
-these chunks are one more input.
+decode, as in vLLM and nano-vLLM, of steps that verify drafts, and of steps that also compute chunks of prompts. The
+tiles into which attention cuts drafts and chunks are one more input.
 
 Padding consists of tokens that belong to no sequence and have no slot for their KV (-1); of sequences without tokens
 (kv_len 0); of entries of `Batch.single` that name no sequence (-1); and of tiles without rows. Padding reads and writes
@@ -51,11 +51,23 @@ class StepShape:
     seqs: int
     tile_rows: int = 0  #: rows of a tile of attention; 0 in a step that only decodes
     kv_groups: int = 1
+    verified: int = 0  #: most tokens of a sequence in a step that verifies drafts; 0 in other steps
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that one sequence may have."""
+        return self.verified or (self.tokens if self.tile_rows else 1)
 
     @property
     def tiles(self) -> int:
         """The most tiles that the chunks of such a step can need: the full ones, and a last one for each chunk."""
+        if self.verified:
+            return self.seqs * -(-self.verified // self.tile_rows)
         return self.tokens // self.tile_rows + min(self.seqs, self.tokens // 2) if self.tile_rows else 0
+
+    def holds(self, tokens: int, seqs: int, longest: int) -> bool:
+        """Return whether a step of (tokens, sequences, tokens of the longest one) fits."""
+        return tokens <= self.tokens and seqs <= self.seqs and longest <= self.longest
 
 
 class StepColumns(NamedTuple):
@@ -195,7 +207,7 @@ class CudaGraphs:
         If a step cannot be computed, raises its error on this rank, and StartupError on the others.
         """
         started, in_use, left_out = time.perf_counter(), self._device.used_bytes(), []
-        shapes = sorted(shapes, key=lambda shape: (shape.tokens, shape.tile_rows), reverse=True)
+        shapes = sorted(shapes, key=lambda shape: (shape.tokens, shape.longest), reverse=True)
         for shape in shapes:
             self._compute(shape, self._inputs(shape))  # compiles its kernels
         # Before anything waits for the device: if a rank failed before an all-reduce, the kernels of the others spin
@@ -219,16 +231,18 @@ class CudaGraphs:
             self.captured.insert(0, shape)
         if left_out:
             logger.warning("graphs of these sizes do not fit into cuda_graph_memory_gib: %s", sorted(left_out))
+        mixed = sum(shape.longest == shape.tokens > 1 for shape in self.captured)
         logger.info(
             "graphs captured: %d of decode steps, %d of mixed steps, seconds=%.1f MiB=%.1f budget_MiB=%.0f",
-            sum(not shape.tile_rows for shape in self.captured), sum(bool(shape.tile_rows) for shape in self.captured),
-            time.perf_counter() - started, self.used_bytes / MIB, self._budget_bytes / MIB,
+            len(self.captured) - mixed, mixed, time.perf_counter() - started, self.used_bytes / MIB,
+            self._budget_bytes / MIB,
         )  # fmt: skip
 
-    def shape_for(self, tokens: int, seqs: int) -> StepShape | None:
-        """Return the smallest captured shape that holds a step of these sizes; None if there is none."""
+    def shape_for(self, tokens: int, seqs: int, longest: int) -> StepShape | None:
+        """Return the smallest captured shape that holds a step of (tokens, sequences, tokens of the longest one); None
+        if there is none."""
         first = bisect_left(self.captured, tokens, key=lambda shape: shape.tokens)
-        return next((shape for shape in self.captured[first:] if shape.tile_rows or tokens == seqs), None)
+        return next((shape for shape in self.captured[first:] if shape.holds(tokens, seqs, longest)), None)
 
     def run(self, shape: StepShape, inputs: Tensor) -> Tensor:
         """Return the hidden states [tokens, hidden] of a step, valid until the next step of this shape.
@@ -261,9 +275,9 @@ class CudaGraphs:
             kv_len=columns.kv_len,
             block_table=first.block_table,
             kv_cache=first.kv_cache,
-            single=columns.single,
+            single=columns.single[:0] if shape.verified else columns.single,
             # one chunk in place of all: on the host, kernels use chunks only to bound their sizes
-            chunks=[Chunk(0, 0, shape.tokens, 0)] if shape.tile_rows else [],
+            chunks=[Chunk(0, 0, shape.longest, 0)] if shape.tile_rows else [],
             tiles=columns.tiles.view(-1, 4) if shape.tile_rows else None,
             kv_scales=first.kv_scales,
             other_groups=tuple(others),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.model.models.llama import Model
 from engine.model.ops import attention, dispatch
-from engine.runner.cuda_graphs import StepShape, decode_sizes, mixed_sizes
+from engine.runner.cuda_graphs import MAX_DECODE_SIZE, StepShape, decode_sizes, mixed_sizes
 from engine.runner.rank_setup import RankSetup
 
 if TYPE_CHECKING:
@@ -46,15 +46,19 @@ def can_capture(setup: RankSetup) -> bool:
 def graph_shapes(setup: RankSetup) -> list[StepShape]:
     """Return the step shapes for which a GPU captures graphs."""
     model, config = setup.model, setup.config
-    groups = model.kv_groups
-    # each token of a sequence with drafts is a separate sequence of the batch
-    seqs = config.max_num_seqs * (1 + (config.speculative.num_speculative_tokens if config.speculative else 0))
+    groups, seqs = model.kv_groups, config.max_num_seqs
+
+    def tile_rows(longest: int) -> int:
+        specs = (group.spec for group in groups)
+        return min(attention.tile_rows(longest, model.num_heads, s, setup.dtype, setup.torch_device) for s in specs)
+
     shapes = [StepShape(size, size, kv_groups=len(groups)) for size in decode_sizes(seqs)]
+    if config.speculative:
+        tokens = 1 + config.speculative.num_speculative_tokens  # of a sequence with drafts
+        for size in decode_sizes(min(seqs, MAX_DECODE_SIZE // tokens, config.max_num_batched_tokens // tokens)):
+            shapes.append(StepShape(size * tokens, size, tile_rows(tokens), len(groups), tokens))
     for size in mixed_sizes(config.max_num_batched_tokens):
-        rows = min(
-            attention.tile_rows(size, model.num_heads, group.spec, setup.dtype, setup.torch_device) for group in groups
-        )
-        shapes.append(StepShape(size, min(size, seqs), rows, len(groups)))
+        shapes.append(StepShape(size, min(size, seqs), tile_rows(size), len(groups)))
     return shapes
 
 

@@ -16,6 +16,7 @@ from engine.model.config import ModelConfig
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.layers.rope import rope_table
 from engine.model.models.llama import Model
+from engine.model.transformers_backend.example_image import example_image
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.plan import NewSequence, StepPlan
 
@@ -135,7 +136,7 @@ class EncoderCache:
 
     def __init__(self, model: Model, cfg: ModelConfig, dtype: torch.dtype):
         assert model.vision is not None and cfg.vision is not None
-        self._vision, self._hidden_size, self._dtype = model.vision, cfg.hidden_size, dtype
+        self._vision, self._hidden_size, self._dtype, self._cfg = model.vision, cfg.hidden_size, dtype, cfg.vision
         self._width = cfg.hidden_size * (1 + cfg.vision.deepstack)
         self.embedding_bytes = self._width * dtype.itemsize
         self._embeddings: dict[bytes, Tensor] = {}
@@ -178,6 +179,10 @@ class EncoderCache:
             if levels:
                 batch = replace(batch, deepstack=DeepStack(needed.rows, tuple(levels)))
         return x, batch
+
+    def encode_example(self, num_embeds: int) -> None:
+        """Encode a black image with about `num_embeds` embeddings, and drop it."""
+        self._encode(example_image(self._cfg, num_embeds))
 
     def _encode(self, image: MultiModalFeatureSpec) -> Tensor:
         shape = image.num_embeds, self._width

@@ -105,19 +105,20 @@ class InputBuilder:
         kv_caches: list[Tensor],
         kv_scales: list[Tensor | None],
         max_model_len: int,
-        shape_for: Callable[[int, int], StepShape | None] = lambda tokens, seqs: None,
+        shape_for: Callable[[int, int, int], StepShape | None] = lambda tokens, seqs, longest: None,
         drafts: bool = False,
         states: StateCache | None = None,
         adapter_tile_rows: int = 1,
     ):
         """kv_caches, kv_scales: one per KV cache group. shape_for: returns the graph's shape for a step of (tokens,
-        sequences), or None if no graph fits. drafts: whether a drafter with weights runs after each step. A batch is
-        then built also for steps that run as a graph."""
+        sequences, tokens of the longest one), or None if no graph fits. drafts: whether a drafter with weights runs
+        after each step. A batch is then built also for steps that run as a graph."""
         self._device, self._shape_for, self._drafts, self._states = device, shape_for, drafts, states
         self._kv_caches, self._kv_scales = kv_caches, kv_scales
         self._block_size, self._max_model_len = kv_caches[0].shape[4], max_model_len
         self._vocab_size = model_config.vocab_size
-        self._divides_drafts = model_config.recurrent is None  # a recurrent state runs through the rows of one sequence
+        # a GPU reads the KV of a sequence once for all its rows, and a recurrent state runs through them
+        self._divides_drafts = not device.asynchronous and model_config.recurrent is None
         self._adapter_tile_rows = adapter_tile_rows
         slots = config.max_num_seqs
         self._adapters = np.full(slots, -1, dtype=np.int32)  # slots of their adapters, of the sequences in these slots
@@ -198,11 +199,11 @@ class InputBuilder:
         first_rows: [sequences + 1], the first token of each sequence, and the number of tokens. rotary: [tokens] or
         [3, tokens]. width: blocks of the longest sequence.
         """
-        single, chunks = split(sequences.counts, sequences.ends)
-        shape = None
+        shape = graph = None
         if not has_images and rotary.ndim == 1:
-            shape = self._shape_for(len(layout.positions), len(sequences.slots))
-        graph = None
+            shape = self._shape_for(len(layout.positions), len(sequences.slots), int(sequences.counts.max()))
+        verifies = shape is not None and shape.verified > 0
+        single, chunks = split(sequences.counts, sequences.ends, all_chunks=verifies)
         if shape is not None:
             columns = layout.token_index, rotary, layout.slot_mappings, sequences.slots, sequences.ends, first_rows
             saves = self._states.saves(sequences.slots, plan.saved) if plan.saved and self._states else None

@@ -64,16 +64,22 @@ def plan_blocks(
 def free_gpu_bytes(
     setup: RankSetup, run_dummy_step: Callable[[int, int], None], encoder_cache: EncoderCache | None
 ) -> int:
-    """Return the bytes that `gpu_memory_utilization` leaves for the KV cache and snapshots. Runs the largest step, to
-    measure its activations; subtracts these, weights, graphs, token history and block tables."""
+    """Return the bytes that `gpu_memory_utilization` leaves for the KV cache and snapshots. Encodes the largest image
+    and runs the largest step, to measure their activations; subtracts these, weights, graphs, token history and block
+    tables."""
     config = setup.config
-    largest_step = config.max_num_batched_tokens, config.max_num_seqs
-    run_dummy_step(*largest_step)  # compiles kernels and loads libraries, whose memory stays in use
+
+    def run_largest() -> None:
+        if encoder_cache is not None:
+            encoder_cache.encode_example(config.encoder_cache_size)
+        run_dummy_step(config.max_num_batched_tokens, config.max_num_seqs)
+
+    run_largest()  # compiles kernels and loads libraries, whose memory stays in use
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    run_dummy_step(*largest_step)
+    run_largest()
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_allocated() - before
     torch.cuda.empty_cache()

@@ -24,6 +24,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.low_rank import AdapterRows
 from engine.model.ops import sampling
+from engine.model.ops.sampling_plain import mark_non_finite
 from engine.model.state import StateCache
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import CudaGraphs
@@ -35,7 +36,7 @@ from engine.runner.memory import plan_blocks
 from engine.runner.model_drafts import draft_inputs
 from engine.runner.pooler import Pooled, Pooler
 from engine.runner.rank_setup import RankSetup, set_threads
-from engine.runner.sampler import LogprobTable, logprob_table, mark_non_finite, process_rows, sample
+from engine.runner.sampler import LogprobTable, logprob_table, process_rows
 from engine.runner.warm_up import run_dummy_step, warm_up_plans
 from engine.spec_decode.verification import accepted_tokens
 from engine.wire.plan import StepPlan, StepResult
@@ -103,7 +104,7 @@ class ModelRunner:
         ]
         if self.drafter is not None:
             self.drafter.allocate(self.num_blocks[0])
-        self._draw_rows = sampling.select(device)
+        self._sample_rows = sampling.select(device)
         self._history = torch.zeros(config.max_num_seqs, self.max_model_len, dtype=torch.int32, device=device)
         self._open_graphs()
         self._inputs = InputBuilder(
@@ -113,7 +114,7 @@ class ModelRunner:
             kv_caches=self.kv_caches,
             kv_scales=self.kv_scales,
             max_model_len=self.max_model_len,
-            shape_for=self.graphs.shape_for if self.graphs else lambda tokens, seqs: None,
+            shape_for=self.graphs.shape_for if self.graphs else lambda tokens, seqs, longest: None,
             drafts=self.drafter is not None,
             states=self.states,
             adapter_tile_rows=self._adapter_rows.tile_rows,
@@ -152,7 +153,7 @@ class ModelRunner:
             return
         started = time.perf_counter()
         if self.model_config.head == "lm":
-            for plan in warm_up_plans(self.config, self.max_model_len):
+            for plan in warm_up_plans(self.config, self.max_model_len, self.model_config.vision):
                 self.collect(self.launch(self.prepare(plan)))
             for cache in self.kv_caches:
                 cache[0] = 0  # clear the block that these steps wrote to
@@ -278,7 +279,7 @@ class ModelRunner:
         asked = work.logprobs
         raw = None if asked is None else logits.index_select(0, asked.rows)
         process_rows(logits, work, self._history)
-        tokens = sample(logits, work, self._draw_rows)
+        tokens = self._sample_rows(logits, work.random)
         if asked is None or raw is None:
             return tokens, None
         chosen = tokens.index_select(0, asked.rows).clamp(min=0)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.ops.sampling_plain import DrawRows, RandomRows
+from engine.model.ops.sampling_plain import RandomRows
 from engine.model.ops.top_ids import top_ids
 from engine.runner import logits_processors
 from engine.runner.logits_processors import BatchEdits, LogitsEdits, RowEdits, ToDevice
@@ -159,25 +159,6 @@ def candidate_width(params: SamplingParams, vocab_size: int) -> int:
     if 0 < params.top_k < vocab_size:
         return params.top_k
     return vocab_size if params.top_p < 1.0 or params.min_p > 0.0 else 0
-
-
-def sample(logits: Tensor, inputs: SamplingInputs, draw_rows: DrawRows) -> Tensor:
-    """Return tokens [rows] int64 for logits [rows, vocab] float32; -1 where the largest logit is not finite."""
-    rows = len(logits)
-    if (
-        sum(len(group.rows) for group in inputs.random) == rows
-    ):  # no greedy row: the maximum without its index is faster
-        best, tokens = logits.amax(dim=-1), torch.empty(rows, dtype=torch.int64, device=logits.device)
-    else:
-        best, tokens = logits.max(dim=-1)
-    for group in inputs.random:
-        tokens[group.rows] = draw_rows(logits, best, group)
-    return mark_non_finite(best, tokens)
-
-
-def mark_non_finite(best: Tensor, tokens: Tensor) -> Tensor:
-    """Replace tokens by -1 where the largest logit is not finite."""
-    return torch.where(best.isfinite(), tokens, -1)
 
 
 def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor) -> None:

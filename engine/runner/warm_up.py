@@ -9,13 +9,16 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.device import StagedCopy
 from engine.model.batch import Batch, KVGroup, split
+from engine.model.config_parts.vision import VisionConfig
 from engine.model.models.llama import Model
 from engine.model.ops import sampling
 from engine.model.state import StateCache
+from engine.model.transformers_backend.example_image import example_image
 from engine.runner import kv_cache
 from engine.runner.rank_setup import RankSetup
-from engine.runner.sampler import SampledRow, SamplingInputs, UniformSource, prepare_sampling, sample
+from engine.runner.sampler import SampledRow, SamplingInputs, UniformSource, prepare_sampling
 from engine.spec_decode.drafter import DraftInputs, ModelDrafter
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.plan import BlockChange, NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
 
@@ -29,8 +32,9 @@ SAMPLINGS = (
 )
 
 
-def warm_up_plans(config: EngineConfig, max_model_len: int) -> list[StepPlan]:
-    """Return plans of one decoding sequence, alone and with a chunk of another one. Their KV goes to block 0."""
+def warm_up_plans(config: EngineConfig, max_model_len: int, vision: VisionConfig | None) -> list[StepPlan]:
+    """Return plans of one decoding sequence, alone and with a chunk of another one, and of a prompt with an image.
+    Their KV goes to block 0."""
     plans, num_drafts = [], 2 if config.speculative else 0
     for i, params in enumerate(SAMPLINGS):
         context, chunk = min(CONTEXTS[i // 2], max_model_len - 1), CHUNKS[i % 2]
@@ -38,7 +42,23 @@ def warm_up_plans(config: EngineConfig, max_model_len: int) -> list[StepPlan]:
         plans.append(plan([context], [1], params, num_drafts))
         if chunk and config.max_num_seqs > 1:
             plans.append(plan([context, context], [1, chunk], params, num_drafts))
+    if vision is not None:
+        plans += image_plans(example_image(vision, 1), vision.image_token_id, config, max_model_len)
     return plans
+
+
+def image_plans(
+    image: MultiModalFeatureSpec, token_id: int, config: EngineConfig, max_model_len: int
+) -> list[StepPlan]:
+    """Return a plan of a prompt that is one image, and one that forgets the image; none if it is too long."""
+    count = image.num_embeds
+    if count > min(config.max_num_batched_tokens, config.encoder_cache_size, max_model_len - 1):
+        return []
+    encodes, forgets = plan([count], [count], SAMPLINGS[0], 0), plan([1], [1], SAMPLINGS[0], 0)
+    encodes.added[0] = NewSequence(0, [token_id] * count, count, SAMPLINGS[0], seed=0, images=[image])
+    encodes.encoded.append(image)
+    forgets.forgotten.append(image.mm_hash)
+    return [encodes, forgets]
 
 
 def plan(lengths: list[int], counts: list[int], params: SamplingParams, num_drafts: int) -> StepPlan:
@@ -105,9 +125,9 @@ def run_dummy_step(
     staged.send()
     out = model(ids, batch)
     logits = model.logits(out[:seqs, : setup.model.hidden_size])
-    draw_rows = sampling.select(device)
+    sample_rows = sampling.select(device)
     for inputs in samplings:
-        sample(logits, inputs, draw_rows)
+        sample_rows(logits, inputs.random)
     if drafter is not None:
         del logits  # the drafter runs after sampling
         run_dummy_drafts(setup, drafter, batch, counts.tolist(), out)

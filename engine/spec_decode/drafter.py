@@ -50,7 +50,7 @@ class DraftInputs:
     """Indices of the n plan entries that sampled."""
     batch: Batch
     """The target's inputs. A drafter's own KV has the same block ids, so `slot_mapping` and `block_table` hold for it;
-    `kv_cache` is the target's. Each token of an entry that verified drafts is a separate sequence here."""
+    `kv_cache` is the target's. On a CPU each token of an entry that verified drafts is a separate sequence here."""
     tables: Tensor
     """[entries of the plan, max_blocks] int32, block tables of the entries."""
     next_ids: Tensor

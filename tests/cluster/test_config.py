@@ -98,14 +98,17 @@ def test_ingress_and_engines_of_both_pools_have_one_block_size_which_every_gpu_t
     [
         {"decode": {"num_gpus": 1}},
         {"engine": {"quantization": "int8"}},
+        {"engine": {"kv_cache_dtype": "fp8"}},
         {"prefill": {"engine": {"tensor_parallel": 2}}},
     ],
 )
 def test_answers_are_compared_bit_by_bit_only_where_all_replicas_give_the_same(options):
-    with pytest.raises(ConfigError, match="sdc_check_every must be left out"):
-        AppConfig.parse({"models": [{**MODEL, **options, "sdc_check_every": 1000}]})
+    (model,) = AppConfig.parse({"models": [{**MODEL, **options, "sdc_check_every": 1000}]}).models
+    assert not model.same_bits
     strict = {"engine": {"determinism": "strict"}, "prefill": {"engine": {"tensor_parallel": 2}}}
-    AppConfig.parse({"models": [{**MODEL, **strict, "sdc_check_every": 1000}]})
+    for same in ({}, strict):
+        (model,) = AppConfig.parse({"models": [{**MODEL, **same, "sdc_check_every": 1000}]}).models
+        assert model.same_bits
 
 
 def test_steps_of_a_pool_with_gpus_are_larger_where_nobody_says_how_large():

@@ -27,5 +27,5 @@ def select(dtype: torch.dtype, device: torch.device) -> Argmax:
 
 
 def argmax_plain(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = logits.float().max(-1)
-    return values, ids
+    values, ids = logits.max(-1)
+    return values.float(), ids

@@ -1,31 +1,38 @@
-"""Draws one token per row, using a given random number.
+"""Samples one token per row.
 
-draw_rows(logits, best, group) -> tokens [n] int64 for the n rows of `group`, arbitrary where the best logit is not
-    finite; `draw_rows_plain` is the oracle
-    logits: [rows, vocab] float32; best: [rows], the largest logit of each row
-    group: the rows and their parameters; either all of them have filters (top_k, top_p, min_p) or none has
+sample_rows(logits, random) -> tokens [rows] int64, -1 where the largest logit is not finite; `sample_rows_plain` with
+    `draw_rows_plain` is the oracle
+    logits: [rows, vocab] float32
+    random: groups of rows that are drawn by given random numbers, with their parameters; either all rows of a group
+    have filters (top_k, top_p, min_p) or none has. All other rows take their most likely token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from engine.model.ops import dispatch
-from engine.model.ops.sampling_plain import DrawRows, draw_rows_in_parts, draw_rows_plain
+from engine.model.ops.sampling_plain import RandomRows, draw_rows_in_parts, draw_rows_plain, sample_rows_plain
+
+SampleRows = Callable[[Tensor, list[RandomRows]], Tensor]
 
 
-def select(device: torch.device) -> DrawRows:
+def select(device: torch.device) -> SampleRows:
     """Return the fastest version, compiled."""
     if not sorts_candidates(device):
         from engine.model.ops.gpu import sampling as gpu
 
-        return gpu.draw_rows
+        return gpu.sample_rows
     if dispatch.cpu_kernels(torch.float32, device):
         from engine.model.ops.cpu import sampling as cpu
 
         cpu.DRAW.compile(torch.float32)
-        return cpu.draw_rows
-    return draw_rows_in_parts if device.type == "cpu" else draw_rows_plain
+        return partial(sample_rows_plain, cpu.draw_rows)
+    return partial(sample_rows_plain, draw_rows_in_parts if device.type == "cpu" else draw_rows_plain)
 
 
 def sorts_candidates(device: torch.device) -> bool:

@@ -38,6 +38,24 @@ class RandomRows:
 
 
 DrawRows = Callable[[Tensor, Tensor, RandomRows], Tensor]
+"""Return tokens [n] int64 for the n rows of a group, arbitrary where the largest logit is not finite. Takes logits
+[rows, vocab] float32, the largest logit of each row, and the group."""
+
+
+def sample_rows_plain(draw_rows: DrawRows, logits: Tensor, random: list[RandomRows]) -> Tensor:
+    rows = len(logits)
+    if sum(len(group.rows) for group in random) == rows:  # no greedy row: the maximum without its index is faster
+        best, tokens = logits.amax(dim=-1), torch.empty(rows, dtype=torch.int64, device=logits.device)
+    else:
+        best, tokens = logits.max(dim=-1)
+    for group in random:
+        tokens[group.rows] = draw_rows(logits, best, group)
+    return mark_non_finite(best, tokens)
+
+
+def mark_non_finite(best: Tensor, tokens: Tensor) -> Tensor:
+    """Replace tokens by -1 where the largest logit is not finite."""
+    return torch.where(best.isfinite(), tokens, -1)
 
 
 def draw_rows_plain(logits: Tensor, best: Tensor, group: RandomRows) -> Tensor:

@@ -19,8 +19,11 @@ from engine.model.config_parts.vision import VisionConfig
 from engine.model.layers.linear import packed
 from engine.model.ops import linear
 from engine.model.shard import Sharded, Shards
+from engine.model.transformers_backend import tower_attention
 from engine.model.transformers_backend.model import EmptyOnMeta, materialize, whole
 from engine.wire.multimodal import TensorData
+
+PIXELS = {"pixel_values", "pixel_table"}
 
 
 def look_up(pixels: Tensor, table: Tensor) -> Tensor:
@@ -93,19 +96,34 @@ class VisionEncoder(Sharded):
             model = MODEL_MAPPING[type(config)]._from_config(config, dtype=self.dtype)
         self._renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
         model.language_model = None
+        if hasattr(model, "visual"):  # Qwen's towers
+            model.visual.config._attn_implementation = tower_attention.NAME
         with_own_kernels(model)
         materialize(model, self.device)
         self.model = model.eval().requires_grad_(False)
 
     def forward(self, data: dict[str, TensorData]) -> Tensor:
-        inputs = {name: copy_to(tensor.numpy().copy(), self.device) for name, tensor in data.items()}
-        table = inputs.pop("pixel_table", None)
-        pixels = inputs["pixel_values"]
-        inputs["pixel_values"] = (pixels if table is None else look_up(pixels, table)).to(self.dtype)
-        output: Any = self.model.get_image_features(**inputs)
-        levels = [level[0] for level in getattr(output, "deepstack_features", None) or ()]
-        embeddings = torch.cat(list(output.pooler_output))  # of one image, as a whole or tile by tile
-        return torch.cat([embeddings, *levels], dim=-1)
+        """Encode one image. The host computes what depends on its size, and does not wait for the device."""
+        model: Any = self.model
+        pixels = copy_to(data["pixel_values"].numpy().copy(), self.device)
+        if (table := data.get("pixel_table")) is not None:
+            pixels = look_up(pixels, copy_to(table.numpy().copy(), self.device))
+        pixels = pixels.to(self.dtype)
+        if (grid := data.get("image_grid_thw")) is not None:
+            sizes = torch.from_numpy(grid.numpy().copy())
+            inputs = tower_attention.grid_inputs(model.visual, sizes, self.device)
+            output = model.visual(pixels, grid_thw=sizes, return_dict=True, **inputs)
+            levels = getattr(output, "deepstack_features", None) or ()
+            return torch.cat([output.pooler_output, *levels], dim=-1)
+        if (size := data.get("image_sizes")) is not None:
+            sizes = size.numpy().tolist()
+            layer = model.config.vision_feature_layer
+            hidden = model.vision_tower(pixels, image_sizes=sizes, output_hidden_states=True).hidden_states
+            chosen = [hidden[i] for i in ([layer] if isinstance(layer, int) else layer)]
+            return model.multi_modal_projector(torch.cat(chosen, dim=-1).squeeze(0), sizes)
+        others = {name: copy_to(data[name].numpy().copy(), self.device) for name in data.keys() - PIXELS}
+        output = model.get_image_features(pixel_values=pixels, **others)
+        return torch.cat(list(output.pooler_output))  # of one image, as a whole or tile by tile
 
     def pack(self) -> None:
         for layer in self.model.modules():

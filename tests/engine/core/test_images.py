@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import LLM
@@ -17,6 +18,8 @@ from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
 from engine.core.request import Request
 from engine.errors import ConfigError, InvalidParameter
+from engine.model.transformers_backend import tower_attention, vision
+from engine.model.transformers_backend.example_image import example_image
 from engine.wire.block_hash import block_hashes
 from engine.wire.messages import GenerateRequest
 from engine.wire.multimodal import PlaceholderRange, TensorData
@@ -24,7 +27,9 @@ from engine.wire.sampling_params import SamplingParams
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.core.test_kv_events import split
 from tests.fake_drafter import WildDrafter, draft_always
+from tests.late_engine import generate
 from tests.models import make_model, make_tokenizer, with_slow
+from tests.tape import TapedDevice
 from tests.vision_models import MODELS, MROPE, RECURRENT, Prompt, expected_tokens, make_vision_model
 
 MAX_TOKENS = 8
@@ -194,6 +199,46 @@ def test_two_ranks_answer_about_images_as_one_does(folder, name, tmp_path):
     make_tokenizer().save_pretrained(path)
     with LLM(str(path), tensor_parallel=2, dtype="float32", block_size=4, num_blocks=64, max_num_seqs=4) as llm:
         assert run(llm._core, *wanted) == [expected_tokens(path, prompt, MAX_TOKENS) for prompt in wanted]
+
+
+@pytest.mark.parametrize(
+    "name", with_slow([name for name in MODELS if name not in RECURRENT], {"internvl", "qwen3_vl_moe"})
+)
+def test_on_a_gpu_the_host_does_not_wait_for_images(folder, name, monkeypatch):
+    for module in (vision, tower_attention):
+        monkeypatch.setattr(module, "copy_to", lambda values, device: torch.from_numpy(np.asarray(values)).clone())
+    wanted = prompts(name)
+    requests = [
+        GenerateRequest(request_id=str(i), prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY)
+        for i, prompt in enumerate(wanted)
+    ]
+    found = generate(folder(name), requests, TapedDevice(), max_num_batched_tokens=32)
+    assert [tokens for tokens, _ in found.values()] == [
+        expected_tokens(folder(name), prompt, MAX_TOKENS) for prompt in wanted
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_larger_image_takes_no_more_operations(folder, name):
+    core, counts = engine(folder(name)), []
+    for height, width in ((5, 5), (13, 9)):  # with windows of two embeddings, those at both edges are smaller
+        image = Prompt(name).image(1, height, width).images[0]
+        with CountedOperations() as counted, torch.inference_mode():
+            core.runner.model.vision(image.data)
+        counts.append(counted.count)
+    assert counts[0] == counts[1]
+    core.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_image_of_any_size_can_be_made_and_encoded(folder, name):
+    core = engine(folder(name))
+    for wanted in (1, 12, 50):
+        image = example_image(core.model_config.vision, wanted)
+        assert image.num_embeds <= max(wanted, 9) and image.num_embeds >= min(wanted, 4)
+        with torch.inference_mode():
+            assert core.runner.model.vision(image.data).shape[0] == image.num_embeds
+    core.close()
 
 
 def test_an_image_that_cannot_be_encoded_ends_its_own_request_only(folder):

@@ -20,6 +20,7 @@ from engine.core.step_cost import StepTimes
 from engine.device import PinnedCopy
 from engine.errors import StartupError
 from engine.model.batch import Batch, split
+from engine.model.ops.sampling_plain import mark_non_finite
 from engine.runner.cuda_graphs import (
     MAX_DECODE_SIZE,
     MAX_MIXED_SIZE,
@@ -32,7 +33,6 @@ from engine.runner.cuda_graphs import (
 )
 from engine.runner.inputs import InputBuilder
 from engine.runner.model_runner import ModelRunner
-from engine.runner.sampler import mark_non_finite
 from tests.engine.distributed.test_tp_group import LIMIT_S, connect, on_all
 from tests.late_device import NOISE
 from tests.late_engine import Answers, generate, requests

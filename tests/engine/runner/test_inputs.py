@@ -7,16 +7,21 @@ from unittest import mock
 
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.device import Device
+from engine.model.batch import Chunk, row_tiles
 from engine.runner import inputs
+from engine.runner.cuda_graphs import StepColumns, StepShape
 from engine.runner.inputs import InputBuilder
 from engine.runner.sampler import prepare_sampling
 from engine.runner.step_layout import Sequences
 from engine.wire.plan import NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
+from tests.late_device import LateDevice
 
 PARAMS = {0: SamplingParams(temperature=0.6), 1: SamplingParams(temperature=0.0), 2: SamplingParams(top_p=0.9)}
 PROMPT = [5, 6, 7]
@@ -56,6 +61,42 @@ def test_each_token_that_verifies_a_draft_is_a_sequence_that_sees_those_before_i
     assert divided.counts.tolist() == [7, 1, 1, 1, 1]
     assert divided.ends.tolist() == [7, 18, 19, 20, 9]
     assert first.tolist() == [0, 1, 4]
+
+
+def test_a_gpu_reads_the_keys_of_a_sequence_once_for_all_its_drafts():
+    """As many keys as without drafts, and the few that are new; in a graph in which no sequence decodes alone."""
+    seqs, drafts, length, rows = 64, 3, 1000, 8
+    shape = StepShape(seqs * (drafts + 1), seqs, rows, verified=drafts + 1)
+    model = cast(Any, SimpleNamespace(vocab_size=50, eos_token_ids=(), vision=None, recurrent=None))
+    builder = InputBuilder(
+        EngineConfig(model="", max_num_seqs=seqs), model, LateDevice(), [torch.zeros(1, 1, 1, 1, 16, 1)], [None], 2048,
+        shape_for=lambda *sizes: shape if shape.holds(*sizes) else None,
+    )  # fmt: skip
+    added = [NewSequence(slot, PROMPT, len(PROMPT), PARAMS[1], seed=0) for slot in range(seqs)]
+    counts = [drafts + 1 if slot % 2 else 1 for slot in range(seqs)]  # half of them have none
+    plan = StepPlan(0, added, [], list(range(seqs)), [length] * seqs, counts, [True] * seqs)
+    plan.drafts.update({slot: [5] * drafts for slot in range(1, seqs, 2)})
+    built = builder.build(plan)
+    built.staged.send()
+    chosen, buffer = built.graph
+    assert chosen is shape
+    columns = StepColumns.of(buffer.numpy(), shape, np.int64)
+    seq, _, tile_rows, after = columns.tiles.reshape(-1, 4).T
+    keys = np.where(tile_rows > 0, columns.kv_len[seq] - after, 0).sum()
+    assert tile_rows.sum() == sum(counts) and (columns.single == -1).all()
+    assert keys <= 1.01 * seqs * (length + 1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=6), st.integers(1, 16))
+def test_tiles_hold_the_rows_of_each_chunk_once_the_last_ones_first(chunks, rows):
+    tiles, first, expected = [], 0, []
+    for seq, (count, gap) in enumerate(chunks):
+        tiles.append(Chunk(seq, first, count, count))
+        for row in range((count - 1) // rows * rows, -1, -rows):
+            here = min(rows, count - row)
+            expected.append([seq, first + row, here, count - row - here])
+        first += count + gap
+    assert row_tiles(tiles, rows).tolist() == expected
 
 
 def test_steps_of_the_same_sequences_prepare_nothing_but_the_random_numbers_anew():

@@ -17,12 +17,12 @@ from engine.model.ops.sampling_plain import CANDIDATES, RandomRows, draw, draw_f
 from engine.runner.sampler import (
     MaskedRows,
     SampledRow,
+    SamplingInputs,
     UniformSource,
     apply_masks,
     logprob_table,
     prepare_sampling,
     process_rows,
-    sample,
 )
 from engine.wire.messages import TokenLogprob
 from engine.wire.sampling_params import SamplingParams
@@ -39,7 +39,11 @@ from tests.engine.runner.sampling_cases import (
 from tests.examples import examples
 
 DRAWS = 8000
-DRAW_ROWS = sampling.select(torch.device("cpu"))
+SAMPLE_ROWS = sampling.select(torch.device("cpu"))
+
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    return SAMPLE_ROWS(logits, inputs.random)
 
 
 def exact_distribution(logits: list[float], params: SamplingParams) -> list[float]:
@@ -155,7 +159,7 @@ def test_draw_filtered_follows_the_exact_distribution(fields, many_uniforms):
 def test_sample_follows_the_exact_distribution(fields):
     params = SamplingParams(**fields)
     rows = [SampledRow(0, position=i // 89, num_prompt=0, seed=i % 89, params=params) for i in range(DRAWS)]
-    tokens = sample(LOGITS.repeat(DRAWS, 1), prepare_sampling(rows, VOCAB, UniformSource()), DRAW_ROWS)
+    tokens = sample(LOGITS.repeat(DRAWS, 1), prepare_sampling(rows, VOCAB, UniformSource()))
     check_frequencies(tokens, exact_distribution(LOGITS.tolist(), params))
 
 
@@ -168,7 +172,7 @@ def test_one_group_holds_rows_with_different_temperatures_top_p_and_min_p():
     rows = [SampledRow(0, i // 89, 0, i % 89, kinds[i % 3]) for i in range(3 * DRAWS)]
     inputs = prepare_sampling(rows, VOCAB, UniformSource())
     assert len(inputs.random) == 1
-    tokens = sample(LOGITS.repeat(3 * DRAWS, 1), inputs, DRAW_ROWS)
+    tokens = sample(LOGITS.repeat(3 * DRAWS, 1), inputs)
     for i, params in enumerate(kinds):
         check_frequencies(tokens[i::3], exact_distribution(LOGITS.tolist(), params))
 
@@ -189,14 +193,14 @@ def test_parameters_that_leave_one_candidate_give_the_greedy_token(fields):
     logits = torch.randn(500, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[torch.arange(500), torch.arange(500) % VOCAB] += 4.0  # a clear best, as 1e-6 counts as 1e-2
     rows = [SampledRow(0, i, 0, i, SamplingParams(**fields)) for i in range(500)]
-    tokens = sample(logits.clone(), prepare_sampling(rows, VOCAB, UniformSource()), DRAW_ROWS)
+    tokens = sample(logits.clone(), prepare_sampling(rows, VOCAB, UniformSource()))
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
 def test_a_row_that_asked_for_a_seed_repeats_it_and_another_position_gives_another_number():
     def tokens(seed: int) -> list[int]:
         rows = [SampledRow(0, i, 0, seed, SamplingParams()) for i in range(50)]
-        return sample(torch.zeros(50, VOCAB), prepare_sampling(rows, VOCAB, UniformSource()), DRAW_ROWS).tolist()
+        return sample(torch.zeros(50, VOCAB), prepare_sampling(rows, VOCAB, UniformSource())).tolist()
 
     assert tokens(1) == tokens(1)
     assert tokens(1) != tokens(2)
@@ -211,7 +215,7 @@ def run_batch(sequences: list[Sequence], slots: list[int]) -> list[int]:
     inputs = prepare_sampling(rows, VOCAB, UniformSource())
     logits = torch.stack([sequence.logits for sequence in sequences])
     process_rows(logits, inputs, history_of(sequences, slots))
-    return sample(logits, inputs, DRAW_ROWS).tolist()
+    return sample(logits, inputs).tolist()
 
 
 @given(batch=st.lists(sequences(), min_size=1, max_size=8), order=st.randoms(use_true_random=False))
@@ -232,7 +236,7 @@ def test_a_greedy_batch_prepares_nothing_and_draws_no_number():
     inputs = prepare_sampling([SampledRow(i, 5, 2, i, params) for i in range(6)], VOCAB, NoNumbers())
     assert (inputs.random, inputs.edits, inputs.logprobs) == ([], None, None)
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
-    assert sample(logits, inputs, DRAW_ROWS).tolist() == logits.argmax(-1).tolist()
+    assert sample(logits, inputs).tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, *FILTERS.values()], ids=str)
@@ -241,12 +245,12 @@ def test_a_row_without_a_finite_best_logit_gives_minus_one_and_leaves_the_others
     rows = [SampledRow(0, i, 0, i, SamplingParams(**fields)) for i in range(3)]
     inputs = prepare_sampling(rows, VOCAB, UniformSource())
     logits = LOGITS.repeat(3, 1)
-    expected = sample(logits.clone(), inputs, DRAW_ROWS).tolist()
+    expected = sample(logits.clone(), inputs).tolist()
     logits[1] = broken
-    assert sample(logits, inputs, DRAW_ROWS).tolist() == [expected[0], -1, expected[2]]
+    assert sample(logits, inputs).tolist() == [expected[0], -1, expected[2]]
     one_nan = LOGITS.repeat(3, 1)
     one_nan[1, 5] = torch.nan
-    assert sample(one_nan, inputs, DRAW_ROWS).tolist() == [expected[0], -1, expected[2]]
+    assert sample(one_nan, inputs).tolist() == [expected[0], -1, expected[2]]
 
 
 # -- log-probabilities -----------------------------------------------------------------------------------------
@@ -328,7 +332,7 @@ def test_drawing_a_few_rows_at_a_time_gives_the_tokens_that_all_at_once_have(mon
     drawn = []
     for at_once in (2, 3, 23):
         monkeypatch.setattr(sampling_plain, "CACHED", at_once * vocab_size)
-        drawn.append(sample(logits, inputs, DRAW_ROWS).tolist())
+        drawn.append(sample(logits, inputs).tolist())
     assert drawn[0] == drawn[1] == drawn[2]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,46 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import RowParallelLinear
 from engine.runner.load import load_drafter, load_model
+from engine.runner.memory import free_gpu_bytes
 from engine.runner.rank_setup import RankSetup
 from engine.runner.warm_up import run_dummy_step
 from tests.engine.spec_decode.draft_checkpoints import DRAFT_VOCAB, VOCAB, PlainEagle3, write_authors
 from tests.models import make_model
 
 TOKENS, SEQS, DRAFTS = 30, 4, 3
+MIB = 2**20
+
+
+class FakeCuda:
+    """A GPU's memory, of which `take` is in use for a moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.peak = 0
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: self.take(-self.peak))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (900 * MIB, 1000 * MIB))
+
+    def take(self, size: int) -> None:
+        self.peak = max(0, size)
+
+
+def test_the_largest_image_takes_memory_from_the_cache(monkeypatch, tmp_path):
+    make_model(tmp_path, "llama")
+    limits = {"max_num_batched_tokens": TOKENS, "max_num_seqs": SEQS, "encoder_cache_size": 12, "enforce_eager": True}
+    config = EngineConfig(model=str(tmp_path), dtype="float32", **limits)
+    setup = RankSetup.of(config, ModelConfig.from_folder(tmp_path), tmp_path, TPGroup.single())
+    cuda = FakeCuda(monkeypatch)
+
+    def left(image_bytes: int) -> int:
+        encoder: Any = SimpleNamespace(
+            embedding_bytes=0, encode_example=lambda embeds: cuda.take(max(cuda.peak, embeds * image_bytes))
+        )
+        return free_gpu_bytes(setup, lambda tokens, seqs: cuda.take(max(cuda.peak, MIB)), encoder)
+
+    assert left(1) - left(MIB) == 12 * MIB - MIB, "the larger of image and step"
 
 
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])

@@ -1,4 +1,4 @@
-"""Draws tokens from the whole vocabulary, or under min_p, top_k and top_p without sorting it, in Triton. See
+"""Samples a token of each row, greedily or by its parameters, in Triton and without sorting. See
 engine/model/ops/sampling.py.
 
 The plain version sorts tokens, most likely first, and finds where running sums of their weights pass a goal. Here a
@@ -6,7 +6,11 @@ search over the values of logits finds the same position, in some 40 passes over
 a millisecond for them; so many programs first collect the tokens of a row that are not far below the best one, and the
 search runs over these if they suffice. A random number draws the same token as in the plain version, unless it is so
 close to the border between two tokens that the order of summation decides. A row's token does not depend on other rows.
-Nothing here waits for the device. Collecting has run under Triton's interpreter only, not on a GPU yet.
+Nothing here waits for the device.
+
+Every kernel reads the logits of the model, divides them by the row's temperature and writes to the tokens of all rows,
+so a step has one launch for the largest logits, one for greedy rows, and two for rows with filters. Has run under
+Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.ops.sampling_plain import RandomRows
+from engine.model.ops.sampling_plain import MIN_TEMPERATURE, RandomRows
 
 BLOCK = 4096
 SEGMENT = 8192  # tokens of the vocabulary from which a program collects
@@ -40,9 +44,60 @@ def weight_of(key, best):
 
 
 @triton.jit
-def measures(logits, i, vocab, best, min_p, COUNT: tl.constexpr):
-    """Return the keys of tokens i, and their weights, 0 if dropped by min_p. With COUNT, remaining tokens weigh 1."""
-    x = tl.load(logits + i, mask=i < vocab, other=float("-inf"))
+def scaled(logits, i, vocab, temperature):
+    """Return logits i divided by the temperature, -inf beyond the vocabulary."""
+    return tl.div_rn(tl.load(logits + i, mask=i < vocab, other=float("-inf")).to(tl.float32), temperature)
+
+
+@triton.jit
+def load_temperature(temperature, row, LEAST: tl.constexpr):
+    return tl.maximum(tl.load(temperature + row), LEAST)
+
+
+@triton.jit
+def load_best(segment_best, row, segments, SEGMENTS_PAD: tl.constexpr):
+    """Return the largest logit of a row, NaN if it has one."""
+    segment = tl.arange(0, SEGMENTS_PAD)
+    bests = tl.load(segment_best + row * segments + segment, mask=segment < segments, other=float("-inf"))
+    broken = tl.sum((bests != bests).to(tl.int32), 0) > 0
+    return tl.where(broken, float("nan"), tl.max(bests, 0))
+
+
+@triton.jit
+def store_token(tokens, row, token, best):
+    """Store the token of a row, -1 if its largest logit is not finite."""
+    tl.store(tokens + row, tl.where(tl.abs(best) < float("inf"), token.to(tl.int64), -1))
+
+
+@triton.jit
+def best_kernel(logits, segment_best, segment_ids, vocab, stride, SEGMENT: tl.constexpr):
+    """Find the largest logit of a segment, and the first token that has it. Grid (rows, segments)."""
+    row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    i = segment * SEGMENT + tl.arange(0, SEGMENT)
+    x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
+    best = tl.max(x, 0)
+    broken = tl.sum((x != x).to(tl.int32), 0) > 0
+    tl.store(segment_best + row * segments + segment, tl.where(broken, float("nan"), best))
+    tl.store(segment_ids + row * segments + segment, tl.min(tl.where(x == best, i, vocab - 1), 0))
+
+
+@triton.jit
+def greedy_kernel(segment_best, segment_ids, tokens, segments, SEGMENTS_PAD: tl.constexpr):
+    """Take the first token with the largest logit. Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    best = load_best(segment_best, row, segments, SEGMENTS_PAD)
+    segment = tl.arange(0, SEGMENTS_PAD)
+    there = segment < segments
+    bests = tl.load(segment_best + row * segments + segment, mask=there, other=float("-inf"))
+    ids = tl.load(segment_ids + row * segments + segment, mask=there, other=0)
+    store_token(tokens, row, tl.min(tl.where(there & (bests == best), ids, 2147483647), 0), best)
+
+
+@triton.jit
+def measures(logits, n, vocab, width, pitch, temperature, best, min_p, COUNT: tl.constexpr):
+    """Return the keys of the n-th tokens, and their weights, 0 if dropped by min_p. With COUNT, remaining tokens weigh
+    1. Tokens lie in rows of `width`, whose starts are `pitch` apart."""
+    x = scaled(logits, n // width * pitch + n % width, tl.where(n < vocab, 2147483647, 0), temperature)
     weight = tl.exp(x - best)
     weight = tl.where(weight >= min_p, weight, 0.0)
     return sort_key(x), tl.where(weight > 0.0, 1.0, 0.0) if COUNT else weight
@@ -50,7 +105,7 @@ def measures(logits, i, vocab, best, min_p, COUNT: tl.constexpr):
 
 @triton.jit
 def find_key(
-    logits, vocab, best, min_p, low, goal,
+    logits, vocab, width, pitch, temperature, best, min_p, low, goal,
     COUNT: tl.constexpr, STRICT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the largest key above `low` at which the tokens at or above it together reach the goal (with STRICT:
@@ -64,7 +119,9 @@ def find_key(
         sums_b = tl.zeros([BLOCK], tl.float32)
         sums_c = tl.zeros([BLOCK], tl.float32)
         for first in range(0, vocab, BLOCK):
-            key, measure = measures(logits, first + tl.arange(0, BLOCK), vocab, best, min_p, COUNT)
+            key, measure = measures(
+                logits, first + tl.arange(0, BLOCK), vocab, width, pitch, temperature, best, min_p, COUNT
+            )  # fmt: skip
             sums_a += tl.where(key >= a, measure, 0.0)
             sums_b += tl.where(key >= b, measure, 0.0)
             sums_c += tl.where(key >= c, measure, 0.0)
@@ -78,13 +135,15 @@ def find_key(
 
 
 @triton.jit
-def mass_above(logits, vocab, best, min_p, key, BLOCK: tl.constexpr):
+def mass_above(logits, vocab, width, pitch, temperature, best, min_p, key, BLOCK: tl.constexpr):
     """Return weight and number of the tokens above a key, and the number of tokens with this key."""
     weights = tl.zeros([BLOCK], tl.float32)
     counts = tl.zeros([BLOCK], tl.int32)
     equals = tl.zeros([BLOCK], tl.int32)
     for first in range(0, vocab, BLOCK):
-        keys, weight = measures(logits, first + tl.arange(0, BLOCK), vocab, best, min_p, False)
+        keys, weight = measures(
+            logits, first + tl.arange(0, BLOCK), vocab, width, pitch, temperature, best, min_p, False
+        )  # fmt: skip
         weights += tl.where(keys > key, weight, 0.0)
         counts += tl.where((keys > key) & (weight > 0.0), 1, 0)
         equals += tl.where((keys == key) & (weight > 0.0), 1, 0)
@@ -93,24 +152,27 @@ def mass_above(logits, vocab, best, min_p, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def collect_kernel(
-    logits, best, min_p, values, ids, masses, counts, vocab, stride,
-    FAR: tl.constexpr, SEGMENT: tl.constexpr, COLLECTED: tl.constexpr,
+    logits, rows, segment_best, temperature, min_p, values, ids, masses, counts, vocab, stride,
+    FAR: tl.constexpr, LEAST: tl.constexpr, SEGMENT: tl.constexpr, COLLECTED: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Collect a segment's tokens that pass min_p and are less than FAR below the best logit. Grid (rows, segments).
+    """Collect a segment's tokens that pass min_p and are less than FAR below the best logit. Grid (n, segments): row
+    rows[i] of the logits has the i-th parameters.
 
-    Writes logits and ids, in the order of ids, to `values` and `ids` [rows, segments, COLLECTED]; -inf after them.
-    masses [2, rows, segments]: weight of all tokens that pass min_p, and of those that are also near; counts
-    [rows, segments]: number of the latter.
+    Writes logits and ids, in the order of ids, to `values` and `ids` [n, segments, COLLECTED]; -inf after them.
+    masses [2, n, segments]: weight of all tokens that pass min_p, and of those that are also near; counts
+    [n, segments]: number of the latter.
     """
-    row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    best, min_p = tl.load(best + row), tl.load(min_p + row)
+    own, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, temperature = tl.load(rows + own), load_temperature(temperature, own, LEAST)
+    best = tl.div_rn(load_best(segment_best, row, segments, SEGMENTS_PAD), temperature)
+    min_p = tl.load(min_p + own)
     i = segment * SEGMENT + tl.arange(0, SEGMENT)
-    x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf"))
+    x = scaled(logits + row * stride, i, vocab, temperature)
     weight = tl.exp(x - best)
     weight = tl.where(weight >= min_p, weight, 0.0)
     near = (weight > 0.0) & (x > best - FAR)
     slot, count = tl.cumsum(near.to(tl.int32), 0) - 1, tl.sum(near.to(tl.int32), 0)
-    at = row * segments + segment
+    at = own * segments + segment
     tl.store(counts + at, count)
     tl.store(masses + at, tl.sum(weight, 0))
     tl.store(masses + tl.num_programs(0) * segments + at, tl.sum(tl.where(near, weight, 0.0), 0))
@@ -123,43 +185,49 @@ def collect_kernel(
 
 @triton.jit
 def draw_kernel(
-    logits, best, values, ids, masses, counts, tokens, uniform, top_p, min_p, top_k, vocab, stride, segments,
-    FAR_WEIGHT: tl.constexpr, COLLECTED: tl.constexpr, SEGMENTS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    logits, rows, segment_best, values, ids, masses, counts, tokens, temperature, uniform, top_p, min_p, top_k, vocab,
+    stride, segments, FAR_WEIGHT: tl.constexpr, LEAST: tl.constexpr, COLLECTED: tl.constexpr,
+    SEGMENTS_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token of a row. Grid (rows). `floor` is the lowest key that filters keep, `kept` how many tokens of it
-    they keep."""
-    row = tl.program_id(0).to(tl.int64)
-    best, top_p, min_p, top_k = (
-        tl.load(best + row), tl.load(top_p + row), tl.load(min_p + row), tl.load(top_k + row)
-    )  # fmt: skip
+    """Draw a token of a row. Grid (n): row rows[i] of the logits has the i-th parameters. `floor` is the lowest key
+    that filters keep, `kept` how many tokens of it they keep."""
+    own = tl.program_id(0).to(tl.int64)
+    row, temperature = tl.load(rows + own), load_temperature(temperature, own, LEAST)
+    top_p, min_p, top_k = tl.load(top_p + own), tl.load(min_p + own), tl.load(top_k + own)
+    largest = load_best(segment_best, row, segments, SEGMENTS_PAD)
+    best = tl.div_rn(largest, temperature)
     segment = tl.arange(0, SEGMENTS_PAD)
-    at, there = row * segments + segment, segment < segments
+    at, there = own * segments + segment, segment < segments
     all_mass = tl.sum(tl.load(masses + at, mask=there, other=0.0), 0)
     near_mass = tl.sum(tl.load(masses + tl.num_programs(0) * segments + at, mask=there, other=0.0), 0)
     collected = tl.load(counts + at, mask=there, other=0)
     any_k = top_k >= vocab
     enough = (min_p > FAR_WEIGHT) | (top_k <= tl.sum(collected, 0)) | (any_k & (near_mass >= top_p * all_mass))
     narrow = enough & (tl.max(collected, 0) <= COLLECTED) & (near_mass > 0.0)
-    whole_vocab = vocab
-    if narrow:
-        logits = values + row * segments * COLLECTED
-        vocab = segments * COLLECTED
+    whole_vocab, width, pitch = vocab, vocab, vocab
+    if narrow:  # as many of each segment as the fullest has
+        logits = values + own * segments * COLLECTED
+        width, pitch = tl.max(collected, 0), COLLECTED
+        vocab = segments * width
+        temperature = tl.full([], 1.0, tl.float32)
     else:
         logits += row * stride
 
     floor = sort_key(best - 110.0)  # weights there are 0 in float32
     if top_k < whole_vocab:
-        floor = find_key(logits, vocab, best, min_p, floor, top_k.to(tl.float32), True, False, BLOCK)
-    mass, count, kept = mass_above(logits, vocab, best, min_p, floor, BLOCK)
+        floor = find_key(
+            logits, vocab, width, pitch, temperature, best, min_p, floor, top_k.to(tl.float32), True, False, BLOCK
+        )  # fmt: skip
+    mass, count, kept = mass_above(logits, vocab, width, pitch, temperature, best, min_p, floor, BLOCK)
     kept = tl.minimum(kept, top_k - count)
     weight = tl.maximum(weight_of(floor, best), 1e-37)
     total = mass + kept * weight
     if top_p < 1.0:
         # the most likely token always stays, even where top_p is 0
         goal = tl.maximum(top_p, 1e-30) * tl.where(any_k & narrow, all_mass, total)
-        key = find_key(logits, vocab, best, min_p, floor, goal, False, False, BLOCK)
+        key = find_key(logits, vocab, width, pitch, temperature, best, min_p, floor, goal, False, False, BLOCK)
         if key > floor:
-            mass, count, kept = mass_above(logits, vocab, best, min_p, key, BLOCK)
+            mass, count, kept = mass_above(logits, vocab, width, pitch, temperature, best, min_p, key, BLOCK)
             weight = weight_of(key, best)
         kept = tl.minimum(kept, tl.ceil((goal - mass) / weight).to(tl.int32))
         floor = key
@@ -167,106 +235,102 @@ def draw_kernel(
 
     # strictly below the total, so that rounding never draws what is not kept
     target = tl.minimum(
-        tl.load(uniform + row) * total, (total.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+        tl.load(uniform + own) * total, (total.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
     )
-    key = find_key(logits, vocab, best, min_p, floor, target, False, True, BLOCK)
+    key = find_key(logits, vocab, width, pitch, temperature, best, min_p, floor, target, False, True, BLOCK)
     if key > floor:
-        mass, count, kept = mass_above(logits, vocab, best, min_p, key, BLOCK)
+        mass, count, kept = mass_above(logits, vocab, width, pitch, temperature, best, min_p, key, BLOCK)
         weight = weight_of(key, best)
     rank = tl.minimum(tl.floor((target - mass) / weight).to(tl.int32), kept - 1)
     rank = tl.maximum(rank, 0)  # among the tokens of this key, lowest id first
     token = tl.zeros([], tl.int32)
     seen = tl.zeros([], tl.int32)
     for first in range(0, vocab, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        keys, weights = measures(logits, i, vocab, best, min_p, False)
+        n = first + tl.arange(0, BLOCK)
+        keys, weights = measures(logits, n, vocab, width, pitch, temperature, best, min_p, False)
         equal = ((keys == key) & (weights > 0.0)).to(tl.int32)
         order = seen + tl.cumsum(equal, 0) - equal
-        token += tl.sum(tl.where((equal == 1) & (order == rank), i, 0), 0)
+        token += tl.sum(tl.where((equal == 1) & (order == rank), n // width * pitch + n % width, 0), 0)
         seen += tl.sum(equal, 0)
     if narrow:
-        token = tl.load(ids + row * segments * COLLECTED + token)
-    tl.store(tokens + row, token.to(tl.int64))
+        token = tl.load(ids + own * segments * COLLECTED + token)
+    store_token(tokens, row, token, largest)
 
 
-def draw_filtered(logits: Tensor, uniform: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor) -> Tensor:
-    """Draw tokens [rows] int64, arbitrary for a row without a finite best logit.
-
-    logits: [rows, vocab] float32, already divided by temperature
-    uniform, top_p, min_p: [rows, 1] float32; top_k: [rows, 1] int32, the vocabulary's size or more for none
-    """
-    (rows, vocab), device = logits.shape, logits.device
-    segments = triton.cdiv(vocab, SEGMENT)
-    best = logits.amax(-1)
-    values = torch.empty(rows, segments, COLLECTED, dtype=torch.float32, device=device)
-    ids, counts = (torch.empty(shape, dtype=torch.int32, device=device) for shape in (values.shape, (rows, segments)))
-    masses = torch.empty(2, rows, segments, dtype=torch.float32, device=device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    collect_kernel[rows, segments](
-        logits, best, min_p, values, ids, masses, counts, vocab, logits.stride(0),
-        FAR=FAR, SEGMENT=SEGMENT, COLLECTED=COLLECTED, num_warps=8,
+def draw_filtered(logits: Tensor, segment_best: Tensor, group: RandomRows, tokens: Tensor) -> None:
+    """Draw a token for each row of a group with filters."""
+    (count, vocab), segments, device = (len(group.rows), logits.shape[1]), segment_best.shape[1], logits.device
+    values = torch.empty(count, segments, COLLECTED, dtype=torch.float32, device=device)
+    ids, counts = (torch.empty(shape, dtype=torch.int32, device=device) for shape in (values.shape, (count, segments)))
+    masses = torch.empty(2, count, segments, dtype=torch.float32, device=device)
+    pad = triton.next_power_of_2(segments)
+    collect_kernel[count, segments](
+        logits, group.rows, segment_best, group.temperature, group.min_p, values, ids, masses, counts, vocab,
+        logits.stride(0), FAR=FAR, LEAST=MIN_TEMPERATURE, SEGMENT=SEGMENT, COLLECTED=COLLECTED, SEGMENTS_PAD=pad,
+        num_warps=8,
     )  # fmt: skip
-    draw_kernel[rows,](
-        logits, best, values, ids, masses, counts, tokens, uniform, top_p, min_p, top_k, vocab, logits.stride(0),
-        segments, FAR_WEIGHT=math.exp(-FAR), COLLECTED=COLLECTED, SEGMENTS_PAD=triton.next_power_of_2(segments),
-        BLOCK=BLOCK, num_warps=16,
+    draw_kernel[count,](
+        logits, group.rows, segment_best, values, ids, masses, counts, tokens, group.temperature, group.uniform,
+        group.top_p, group.min_p, group.top_k, vocab, logits.stride(0), segments, FAR_WEIGHT=math.exp(-FAR),
+        LEAST=MIN_TEMPERATURE, COLLECTED=COLLECTED, SEGMENTS_PAD=pad, BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
-    return tokens
 
 
 @triton.jit
-def draw_any_kernel(logits, tokens, uniform, vocab, stride, BLOCK: tl.constexpr):
-    """Draw the token at which the running sum of weights exceeds `target`. Grid (rows). Tokens of weight 0 are excluded
-    by their weight, since sums in another order differ slightly."""
-    row = tl.program_id(0).to(tl.int64)
+def draw_any_kernel(
+    logits, rows, segment_best, tokens, temperature, uniform, vocab, stride, segments,
+    LEAST: tl.constexpr, SEGMENTS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draw the token at which the running sum of weights exceeds `target`. Grid (n): row rows[i] of the logits has the
+    i-th parameters. Tokens of weight 0 are excluded by their weight, since sums in another order differ slightly."""
+    own = tl.program_id(0).to(tl.int64)
+    row, temperature = tl.load(rows + own), load_temperature(temperature, own, LEAST)
     logits += row * stride
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK], tl.float32)  # sums of weights relative to `top`
+    largest = load_best(segment_best, row, segments, SEGMENTS_PAD)
+    best = tl.div_rn(largest, temperature)
+    sums = tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocab, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        x = tl.load(logits + i, mask=i < vocab, other=float("-inf"))
-        higher = tl.maximum(top, x)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        sums = sums * tl.exp(top - base) + tl.exp(x - base)
-        top = higher
-    best = tl.max(top, 0)
-    best = tl.where(best == float("-inf"), 0.0, best)
-    target = tl.load(uniform + row) * tl.sum(sums * tl.exp(top - best), 0)
+        sums += tl.exp(scaled(logits, first + tl.arange(0, BLOCK), vocab, temperature) - best)
+    target = tl.load(uniform + own) * tl.sum(sums, 0)
 
     first = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int32)  # start of the token's block: the last block read that has weights above 0
     before = tl.zeros([], tl.float32)
     seen = tl.zeros([], tl.float32)
     while first < vocab:
-        i = first + tl.arange(0, BLOCK)
-        mass = tl.sum(tl.exp(tl.load(logits + i, mask=i < vocab, other=float("-inf")) - best), 0)
+        mass = tl.sum(tl.exp(scaled(logits, first + tl.arange(0, BLOCK), vocab, temperature) - best), 0)
         start = tl.where(mass > 0.0, first, start)
         before = tl.where(mass > 0.0, seen, before)
         seen += mass
         first = tl.where(seen > target, vocab, first + BLOCK)
     i = start + tl.arange(0, BLOCK)
-    weight = tl.exp(tl.load(logits + i, mask=i < vocab, other=float("-inf")) - best)
+    weight = tl.exp(scaled(logits, i, vocab, temperature) - best)
     after = (weight > 0.0) & (before + tl.cumsum(weight, 0) > target)
     token = tl.min(tl.where(after, i, vocab), 0)
     token = tl.where(token < vocab, token, tl.max(tl.where(weight > 0.0, i, 0), 0))
-    tl.store(tokens + row, token.to(tl.int64))
+    store_token(tokens, row, token, largest)
 
 
-def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Draw tokens [rows] int64, arbitrary for a row without a finite best logit.
+def draw_any(logits: Tensor, segment_best: Tensor, group: RandomRows, tokens: Tensor) -> None:
+    """Draw a token for each row of a group without filters, from the whole vocabulary. Sums by torch run in parallel
+    and may grow slightly at a token of weight 0, so that a banned token is drawn; this also checks weights."""
+    vocab, segments = logits.shape[1], segment_best.shape[1]
+    draw_any_kernel[len(group.rows),](
+        logits, group.rows, segment_best, tokens, group.temperature, group.uniform, vocab, logits.stride(0), segments,
+        LEAST=MIN_TEMPERATURE, SEGMENTS_PAD=triton.next_power_of_2(segments), BLOCK=BLOCK, num_warps=16,
+    )  # fmt: skip
 
-    logits: [rows, vocab] float32, already divided by temperature; uniform: [rows, 1] float32
-    """
-    rows, vocab = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    draw_any_kernel[rows,](logits, tokens, uniform, vocab, logits.stride(0), BLOCK=BLOCK, num_warps=16)
+
+def sample_rows(logits: Tensor, random: list[RandomRows]) -> Tensor:
+    (rows, vocab), device = logits.shape, logits.device
+    segments = triton.cdiv(vocab, SEGMENT)
+    best = torch.empty(rows, segments, dtype=torch.float32, device=device)
+    ids, tokens = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (
+        (best.shape, torch.int32), (rows, torch.int64)
+    ))  # fmt: skip
+    best_kernel[rows, segments](logits, best, ids, vocab, logits.stride(0), SEGMENT=SEGMENT, num_warps=8)
+    if sum(len(group.rows) for group in random) < rows:
+        greedy_kernel[rows,](best, ids, tokens, segments, SEGMENTS_PAD=triton.next_power_of_2(segments))
+    for group in random:
+        (draw_filtered if group.width else draw_any)(logits, best, group, tokens)
     return tokens
-
-
-def draw_rows(logits: Tensor, best: Tensor, group: RandomRows) -> Tensor:
-    """Draw as in ops/sampling.py. Sums by torch run in parallel and may grow slightly at a token of weight 0, so that a
-    banned token is drawn; `draw_any` also checks weights."""
-    scaled = group.scaled(logits)
-    if group.width:
-        return draw_filtered(scaled, group.uniform, group.top_p, group.min_p, group.top_k)
-    return draw_any(scaled, group.uniform)

@@ -37,6 +37,7 @@ from engine.model.ops.gpu import (
 )
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.model.ops.norm_plain import HeadNorms
+from engine.model.ops.sampling_plain import RandomRows
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.weight import QuantizedWeight
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case, latent_inputs
@@ -134,8 +135,10 @@ def compile_elementwise(float8: bool) -> None:
     norm.add_rms_norm(x, x, x[0], 1e-6, 0.0)
     norm.rms_norm(x.unflatten(1, (64, 128)), x[0, :128], 1e-6, 1.0)
     column = torch.full((4, 1), 0.5)
-    sampling.draw_filtered(x.float(), column, column, column, column.int())
-    sampling.draw_any(x.float(), column)
+    rows, top_k = torch.arange(3), column[:3].int()
+    groups = [RandomRows(rows, *[column[:3]] * 4, top_k, width) for width in (0, 8192)]
+    sampling.sample_rows(x.float(), [])
+    sampling.sample_rows(x.float(), groups)
     if float8:
         quantize.quantize_rows(x, FLOAT8)
         quantize.quantize_rows(x, FLOAT8, 128)

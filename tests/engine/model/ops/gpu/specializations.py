@@ -22,6 +22,7 @@ from benchmarks.gpu import meta_steps
 from benchmarks.gpu.engines import shape_config
 from benchmarks.gpu.meta_steps import META, Launches, MetaModel
 from engine.model.ops.gpu import sampling
+from engine.model.ops.sampling_plain import RandomRows
 from engine.runner.cuda_graphs import decode_sizes, mixed_sizes
 from engine.runner.warm_up import CHUNKS, CONTEXTS
 from tests.engine.model.ops.gpu.compile_kernels import Driver
@@ -75,8 +76,10 @@ class Steps:
         self._model.launches(tokens, seqs, context, noted)
         with torch.inference_mode(), meta_steps.as_on_a_gpu((9, 0)), noted:
             logits, column = (torch.empty(seqs, size, device=META) for size in (self._vocab_size, 1))
-            sampling.draw_any(logits, column)
-            sampling.draw_filtered(logits, column, column, column, column.int())
+            rows, top_k = torch.empty(seqs, dtype=torch.int64, device=META), column.int()
+            sampling.sample_rows(logits, [])
+            for width in (0, self._vocab_size):
+                sampling.sample_rows(logits, [RandomRows(rows, column, column, column, column, top_k, width)])
         return noted.found
 
 

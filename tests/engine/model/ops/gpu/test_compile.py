@@ -54,6 +54,8 @@ def test_kernels_of_common_models_compile_for_hopper():
         "rms_norm_kernel",
         "gated_kernel",
         "swigluoai_kernel",
+        "best_kernel",
+        "greedy_kernel",
         "collect_kernel",
         "draw_kernel",
         "draw_any_kernel",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime.jit import KernelInterface
 
 from engine.model.ops.gpu import sampling
-from engine.model.ops.sampling_plain import RandomRows, draw, draw_sorted
+from engine.model.ops.sampling_plain import RandomRows, draw, draw_rows_plain, draw_sorted, sample_rows_plain
 from tests.engine.model.ops.gpu.paged import DEVICE
 
 pytestmark = pytest.mark.kernels
@@ -22,9 +25,13 @@ def group(top_k: int, *rows: tuple[float, float, float]) -> RandomRows:
     return RandomRows(torch.arange(len(rows)), torch.ones(len(rows), 1), *columns, top_ks, top_k)
 
 
+def moved(rows: RandomRows) -> RandomRows:
+    columns = rows.rows, rows.temperature, rows.uniform, rows.top_p, rows.min_p, rows.top_k
+    return RandomRows(*(x.contiguous().to(DEVICE) for x in columns), rows.width)
+
+
 def drawn(logits: Tensor, rows: RandomRows) -> Tensor:
-    arguments = (x.contiguous().to(DEVICE) for x in (rows.uniform, rows.top_p, rows.min_p, rows.top_k))
-    return sampling.draw_filtered(logits.to(DEVICE), *arguments).cpu()
+    return sampling.sample_rows(logits.to(DEVICE), [moved(rows)]).cpu()
 
 
 @pytest.mark.parametrize(
@@ -63,9 +70,13 @@ def test_rows_of_a_batch_may_each_have_their_own_top_k_in_one_launch(spread):
     vocab = sampling.SEGMENT + 100
     groups = [group(40, (0.7, 0.9, 0.0)), group(vocab, (0.7, 0.9, 0.0)), group(vocab, (0.6, 1.0, 0.2))]
     logits = torch.randn(len(groups), vocab, generator=torch.Generator().manual_seed(1)) * spread
-    columns = zip(*([rows.uniform, rows.top_p, rows.min_p, rows.top_k] for rows in groups), strict=True)
-    found = sampling.draw_filtered(logits.to(DEVICE), *(torch.cat(column).to(DEVICE) for column in columns))
-    assert found.tolist() == [draw_sorted(logits[i : i + 1], rows).item() for i, rows in enumerate(groups)]
+    columns = zip(
+        *([rows.temperature, rows.uniform, rows.top_p, rows.min_p, rows.top_k] for rows in groups), strict=True
+    )
+    together = RandomRows(torch.arange(len(groups)), *map(torch.cat, columns), vocab)
+    assert drawn(logits, together).tolist() == [
+        draw_sorted(logits[i : i + 1], rows).item() for i, rows in enumerate(groups)
+    ]
 
 
 def test_of_equally_likely_tokens_the_first_ones_are_kept_and_drawn_alike():
@@ -76,18 +87,40 @@ def test_of_equally_likely_tokens_the_first_ones_are_kept_and_drawn_alike():
     assert drawn(logits, rows).tolist() == [2, 5, 7, 9, 2, 2, 5, 5, 2, 5, 5, 7]
 
 
-def test_broken_rows_end_with_some_token_and_leave_the_others_alone():
+def test_broken_rows_have_no_token_and_leave_the_others_alone():
     rows = group(50, *[(0.8, 0.9, 0.0)] * 4)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     expected = draw_sorted(logits, rows)
     logits[0], logits[1, 3], logits[2, 5] = -torch.inf, torch.nan, torch.inf
-    found = drawn(logits, rows)
-    assert found[3] == expected[3]
-    assert ((found >= 0) & (found < 50)).all()
+    assert drawn(logits, rows).tolist() == [-1, -1, -1, expected[3]]
 
 
 def drawn_of_all(logits: Tensor, uniform: Tensor) -> Tensor:
-    return sampling.draw_any(logits.to(DEVICE), uniform[:, None].to(DEVICE)).cpu()
+    rows = group(logits.shape[1], *[(u, 1.0, 0.0) for u in uniform.tolist()])
+    rows.width = 0
+    return drawn(logits, rows)
+
+
+def test_greedy_rows_and_rows_of_two_groups_are_sampled_in_five_launches_that_read_the_models_logits():
+    """Groups name their rows in any order and divide by their temperatures. Of equal logits the first counts."""
+    vocab, generator = sampling.SEGMENT + 7, torch.Generator().manual_seed(2)
+    logits = torch.randn(6, vocab, generator=generator) * 3
+    logits[1, [9, 40, sampling.SEGMENT + 1]] = 30.0
+    logits[2, 3] = torch.nan
+    groups = []
+    for rows, top_k, width in (([5, 0], vocab, 0), ([3, 2], 40, 40)):
+        own = group(top_k, (0.7, 1.0, 0.0), (0.3, 1.0, 0.0))
+        own.rows, own.temperature, own.width = torch.tensor(rows), torch.tensor([[0.5], [2.0]]), width
+        groups.append(own)
+    launched: list[str] = []
+    launch = KernelInterface.__getitem__
+    with mock.patch.object(KernelInterface, "__getitem__", lambda kernel, grid: (
+        launched.append(kernel.fn.__name__), launch(kernel, grid)
+    )[1]):  # fmt: skip
+        found = sampling.sample_rows(logits.to(DEVICE), [*map(moved, groups)]).tolist()
+    expected = sample_rows_plain(draw_rows_plain, logits, groups).tolist()
+    assert found == expected and found[1] == 9 and found[2] == -1
+    assert launched == ["best_kernel", "greedy_kernel", "draw_any_kernel", "collect_kernel", "draw_kernel"]
 
 
 @pytest.mark.parametrize("vocab", [1, 50, 4096, 9000])
@@ -109,11 +142,9 @@ def test_a_banned_token_is_never_drawn_however_the_weights_are_summed():
     assert found[-1] == 5
 
 
-def test_broken_rows_of_the_whole_vocabulary_end_with_some_token():
+def test_broken_rows_of_the_whole_vocabulary_have_no_token():
     logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
     uniform = torch.full((4,), 0.6)
     expected = draw(logits.softmax(-1), uniform[:, None])
     logits[0], logits[1, 3], logits[2, 5] = -torch.inf, torch.nan, torch.inf
-    found = drawn_of_all(logits, uniform)
-    assert found[3] == expected[3]
-    assert ((found >= 0) & (found < 5000)).all()
+    assert drawn_of_all(logits, uniform).tolist() == [-1, -1, -1, expected[3]]
