@@ -211,12 +211,25 @@ def test_no_file_of_the_engine_names_ray():
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
-        pytest.param("import engine.offline.llm, engine.core.server", {"ray"}, id="the engine without Ray"),
+        pytest.param(
+            "import torch, engine.offline.llm, engine.core.server\n"
+            "from engine.distributed.tp_group import TPGroup\n"
+            "from engine.model.config import ModelConfig\n"
+            "from engine.model.models.registry import build_model\n"
+            "from engine.pocket import PATH\n"
+            "build_model(ModelConfig.from_folder(PATH), TPGroup.single(), torch.float32, 'meta')",
+            {"ray", "transformers"},
+            id="the engine without Ray, and a native model without transformers",
+        ),
         # each takes seconds, also of the start of a server, which looks at its configuration first
         pytest.param(
             "import cluster.cli.main, deployments.app\n"
             "from cluster.cli.check.serve_config import check\n"
-            "check(Path('serve_config.yaml'))",
+            "check(Path('serve_config.yaml'))\n"
+            "from cluster.cli import serve  # Ray reads its environment when it is imported\n"
+            "config = serve.configuration('pocket', {}, {'host': '127.0.0.1', 'port': 8000})\n"
+            "serve.set_environment(config, None)\n"
+            "serve.check(config, 'auto')",
             {"ray", "torch", "transformers"},
             id="the API and what looks at a configuration without Ray and torch",
         ),

@@ -272,18 +272,6 @@ def test_a_terminal_shows_plain_lines_where_those_of_the_start_are_left_out(serv
     assert [found.config for found in served] == [{"applications": [{"args": given}]}]
 
 
-def test_ray_is_imported_only_when_its_environment_is_set():
-    program = """
-import sys
-from cluster.cli import serve
-config = serve.configuration("pocket", {}, {"host": "127.0.0.1", "port": 8000})
-serve.set_environment(config, None)
-serve.check(config, "auto")
-assert "ray" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
 @pytest.mark.parametrize("variables", [{}, {"TMPDIR": "/one"}, {"TMPDIR": "/one", "RAY_TMPDIR": "/two"}])
 def test_the_file_with_the_address_of_a_running_ray_is_where_ray_writes_it(monkeypatch, variables):
     for name in ("TMPDIR", "RAY_TMPDIR"):

@@ -693,6 +693,7 @@ def test_what_a_paused_nixl_source_sends_late_does_not_reach_the_cache(make_nixl
 
 
 @needs_nixl
+@pytest.mark.slow
 def test_killed_nixl_sources_leave_the_reader_whole(make_nixl: Make) -> None:
     first, second = SourceProcess("nixl", 8), SourceProcess("nixl", 8, seed=1)
     here = torch.zeros_like(full_cache(8, 2))

@@ -103,20 +103,6 @@ def test_a_rank_holds_a_slice_of_every_expert_however_the_checkpoint_stores_them
     assert all(parameter.isfinite().all() for parameter in half.parameters())
 
 
-def test_a_native_model_imports_no_transformers(tmp_path):
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, torch\nfrom pathlib import Path\nfrom engine.distributed.tp_group import TPGroup\n"
-        "from engine.model.config import ModelConfig\nfrom engine.model.models.registry import build_model\n"
-        "from engine.pocket import PATH\n"
-        "build_model(ModelConfig.from_folder(PATH), TPGroup.single(), torch.float32, 'meta')\n"
-        "assert 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_longrope_keeps_the_frequencies_of_the_longest_sequence_that_may_come(tmp_path):
     rope = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6,

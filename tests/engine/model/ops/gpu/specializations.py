@@ -26,8 +26,9 @@ from engine.model.ops.sampling_plain import RandomRows
 from engine.runner.cuda_graphs import decode_sizes, mixed_sizes
 from engine.runner.warm_up import CHUNKS, CONTEXTS
 from tests.engine.model.ops.gpu.compile_kernels import Driver
+from tests.examples import examples
 
-MAX_TOKENS, MAX_SEQS, STEPS = 8192, 256, 200
+MAX_TOKENS, MAX_SEQS, STEPS = 8192, 256, examples(200)
 IN_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("8B", {}),
