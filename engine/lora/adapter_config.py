@@ -24,7 +24,6 @@ UNSUPPORTED = {
     "trainable_token_indices": f"embeddings of single tokens are not supported; {MERGE}",
     "alora_invocation_tokens": "an adapter holds for all tokens of a request",
     "layer_replication": "the layers are those of the served model",
-    "target_parameters": f"adapters of experts that are stored as one tensor are not supported; {MERGE}",
     "lora_bias": f"biases in an adapter are not supported; {MERGE}",
     "use_qalora": "QA-LoRA pools the inputs of an adapter",
     "use_bdlora": "block-diagonal adapters are not supported",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from safetensors import SafetensorError, deserialize
 
 from engine import pocket
 from engine.errors import AdapterError, AdapterNotFound, Described
@@ -18,21 +18,22 @@ from engine.model.checkpoint.folder import HUB_ID
 
 POCKET_PIRATE = "pocket-pirate"  # path of the adapter that ships with the pocket model
 WEIGHTS_FILE = "adapter_model.safetensors"
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # dtypes, as safetensors names them
+DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 # the adapter's name is left in by some trainers; PEFT takes it out as it saves
 LOW_RANK = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight")
+# PEFT's names for a parameter that holds the weights of all experts, and for another one of the same module
+ALL_EXPERTS = re.compile(r"(?P<module>.+\.experts)(?:\.base_layer)?")
 WHOLE = "with the names base_model.model.MODULE.lora_A.weight and lora_B.weight only: "
 EMBEDDING = "adapters of embeddings are not supported; "
 
 
 class TensorEntry(NamedTuple):
-    """A tensor in the file: bytes [start, end) of its content."""
+    """A tensor of the file."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    end: int
+    data: bytearray
 
 
 class LowRank(NamedTuple):
@@ -57,15 +58,13 @@ class AdapterFiles:
     config: AdapterConfig
     modules: dict[str, LowRank]
     """By the module's name in the model that it was trained on."""
-    content: bytes = field(repr=False)
-    """The file of the tensors."""
     digest: str
     """Hash of all that decides what the adapter computes; 32 hexadecimal digits."""
 
     @property
     def rank(self) -> int:
-        """The highest rank of its modules."""
-        return max(module.rank for module in self.modules.values())
+        """The highest rank of its modules, without those of all experts at once, whose number is the model's."""
+        return max((pair.rank for name, pair in self.modules.items() if not ALL_EXPERTS.fullmatch(name)), default=0)
 
 
 def open_adapter(path: str | Path, name: str = "") -> AdapterFiles:
@@ -87,7 +86,7 @@ def open_adapter(path: str | Path, name: str = "") -> AdapterFiles:
     modules = _modules(_tensors(content, adapter), adapter)
     digest = hashlib.blake2b(content, digest_size=16, person=b"manta-adapter")
     digest.update(config.arithmetic)
-    return AdapterFiles(adapter, config, modules, content, digest.hexdigest())
+    return AdapterFiles(adapter, config, modules, digest.hexdigest())
 
 
 def _folder(path: str | Path, adapter: str) -> Path:
@@ -108,23 +107,14 @@ def _folder(path: str | Path, adapter: str) -> Path:
 
 def _tensors(content: bytes, adapter: str) -> list[TensorEntry]:
     """Return the tensors of a safetensors file. Raises AdapterError if it is not whole."""
-    start = 8 + int.from_bytes(content[:8], "little")
     try:
-        header: dict[str, Any] = json.loads(content[8:start])
-        header.pop("__metadata__", None)
-        tensors = [
-            TensorEntry(name, raw["dtype"], tuple(raw["shape"]), *(start + offset for offset in raw["data_offsets"]))
-            for name, raw in header.items()
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise AdapterError(adapter, WEIGHTS_FILE, Described("another one"), "a whole safetensors file") from None
+        found = deserialize(content)
+    except SafetensorError as error:
+        raise AdapterError(adapter, WEIGHTS_FILE, str(error), "a whole safetensors file") from None
+    tensors = [TensorEntry(name, raw["dtype"], tuple(raw["shape"]), raw["data"]) for name, raw in found]
     for tensor in tensors:
-        if tensor.dtype not in ITEM_BYTES:
-            raise AdapterError(adapter, tensor.name, tensor.dtype, f"of dtype {', '.join(ITEM_BYTES)}")
-        size = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
-        if not start <= tensor.start <= tensor.end <= len(content) or tensor.end - tensor.start != size:
-            found = Described(f"{len(content)} bytes; {tensor.name} ends at {tensor.start + size}")
-            raise AdapterError(adapter, WEIGHTS_FILE, found, "whole")
+        if tensor.dtype not in DTYPES:
+            raise AdapterError(adapter, tensor.name, tensor.dtype, f"of dtype {', '.join(DTYPES)}")
     return tensors
 
 
@@ -151,7 +141,7 @@ def _low_rank(module: str, pair: dict[str, TensorEntry], adapter: str) -> LowRan
         raise AdapterError(adapter, f"{module}.lora_{missing}", None, f"in {WEIGHTS_FILE}")
     found = LowRank(pair["A"], pair["B"])
     shapes = found.a.shape, found.b.shape
-    if len(shapes[0]) != 2 or len(shapes[1]) != 2 or not 0 < shapes[0][0] == shapes[1][1]:
+    if len(shapes[0]) != 2 or len(shapes[1]) != 2 or 0 in shapes[0] + shapes[1] or shapes[0][0] != shapes[1][1]:
         limit = "a matrix [rank, inputs] and a matrix [outputs, rank] of the same rank"
         raise AdapterError(adapter, module, Described(f"{list(shapes[0])} and {list(shapes[1])}"), limit)
     return found

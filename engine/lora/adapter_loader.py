@@ -14,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from engine.device import Device
 from engine.errors import AdapterError, ServingError
 from engine.lora.adapter_files import WEIGHTS_FILE, open_adapter
-from engine.lora.model_adapters import LayerFactors, ModelAdapters
+from engine.lora.model_adapters import ModelAdapters
+from engine.model.low_rank import Factors
 from engine.wire.lora import AdapterAnswer, AdapterLoad, LoRARequest
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class AdapterLoader:
         """capacity: adapters in host memory."""
         self.rows = adapters.rows
         self._adapters, self._capacity, self._device = adapters, capacity, device
-        self._kept: OrderedDict[str, dict[int, LayerFactors]] = OrderedDict()  # by digest, the last used one last
+        self._kept: OrderedDict[str, dict[int, Factors]] = OrderedDict()  # by digest, the last used one last
         self._answers: queue.SimpleQueue[AdapterAnswer] = queue.SimpleQueue()
         self._executor = ThreadPoolExecutor(1, "adapters", self._begin)
 
@@ -77,7 +78,7 @@ class AdapterLoader:
     def _check(self, lora: LoRARequest) -> None:
         self._factors(lora)
 
-    def _factors(self, lora: LoRARequest) -> dict[int, LayerFactors]:
+    def _factors(self, lora: LoRARequest) -> dict[int, Factors]:
         """Return this rank's part of an adapter, from memory or its files."""
         if lora.digest in self._kept:
             self._kept.move_to_end(lora.digest)

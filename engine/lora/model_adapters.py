@@ -1,28 +1,30 @@
-"""The linear layers of one rank's model that adapters can change, by their names in checkpoints."""
+"""The layers of one rank's model that adapters can change, by their names in checkpoints."""
 
 from __future__ import annotations
 
 import itertools
-import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import AdapterError, Described
-from engine.lora.adapter_files import WEIGHTS_FILE, AdapterFiles, LowRank, TensorEntry
-from engine.model.layers.linear import Linear
-from engine.model.layers.lora import LinearAdapters
-from engine.model.low_rank import AdapterRows, filled
+from engine.lora.adapter_files import ALL_EXPERTS, WEIGHTS_FILE, AdapterFiles, TensorEntry
+from engine.lora.expert_factors import ExpertSizes, of_each_expert
+from engine.model.layers.latent_attention import HeadProjections
+from engine.model.layers.lora import Adapted, GroupedAdapters, LinearAdapters
+from engine.model.layers.moe import Experts
+from engine.model.low_rank import AdapterRows, Factors, filled
 from engine.model.models.llama import Model
 from engine.model.shard import INPUTS, OUTPUTS, Shard
+from engine.model.tensor_names import HEADS
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-IN_LAYERS = re.compile(r"(.*\.)?(layers?|h|blocks)\.\d+\.")  # what a step computes once for each of its tokens
+NOT_IN_STEPS = (*HEADS, "pooler.", "causal.")  # paths of what is computed for some of a step's tokens only
 REASONS = {
-    "experts": "adapters of experts are not supported",
-    "kv_b_proj": "latent attention absorbs it into queries and outputs",
+    "experts": "only on a CPU are adapters of experts computed, and not those of gpt-oss and of Llama 4",
+    "kv_b_proj": "only on a CPU do adapters change what latent attention absorbs into queries and outputs",
     "lm_head": "adapters of the output head are not supported",
     "intermediate.dense": "it is computed together with its activation",
 }
@@ -30,119 +32,190 @@ REASONS = {
 
 @dataclass(slots=True)
 class Place:
-    """One slice of a linear layer of ours."""
+    """One slice of a product of ours."""
 
-    layer: LinearAdapters
+    layer: LinearAdapters | GroupedAdapters
+    product: int
+    """Number of the expert or head; 0 in a layer with one product."""
     slice: int
     shard: Shard
     """This rank's part of the weight of a layer of the checkpoint, or of a part of it."""
 
 
 @dataclass(slots=True)
-class LayerFactors:
-    """An adapter's factors of one linear layer, in the layout and dtype of its slots: see LowRankWeights."""
+class Change:
+    """What an adapter adds to a layer of the checkpoint."""
 
+    name: str
+    """As the adapter names the layer."""
     a: Tensor
-    """[inputs, slices, rank]"""
+    """[rank, inputs]"""
     b: Tensor
-    """[rank, outputs]"""
+    """[outputs, rank]"""
+    scale: float
+    places: list[Place]
 
 
 class ModelAdapters:
-    """The linear layers of a model with room for adapters, and which rows of a step have one."""
+    """The layers of a model with room for adapters, and which rows of a step have one."""
 
     def __init__(self, model: Model, slots: int, rank: int, max_tokens: int, device: torch.device):
         """rank: the highest of an adapter. Gives each linear layer of the model its slots."""
         self._model, self._max_rank = model, rank
         self.rows = AdapterRows(max_tokens, device)
-        self._layers: list[LinearAdapters] = []
+        self._layers: list[LinearAdapters | GroupedAdapters] = []
         self._places: dict[str, list[Place]] = {}
+        self._experts: dict[str, ExpertSizes] = {}
+        self._heads: dict[str, tuple[Shard, list[tuple[Place, Place]]]] = {}
         for path, module in model.named_modules():
-            if isinstance(module, Linear) and module.takes_adapters and IN_LAYERS.match(f"{path}."):
+            if path.startswith(NOT_IN_STEPS):
+                continue
+            if isinstance(module, Experts) and module.takes_adapters:
+                self._add_experts(path, module)
+            elif isinstance(module, HeadProjections) and isinstance(module.to_keys, list):
+                self._add_heads(path, module)
+            elif isinstance(module, Adapted) and module.takes_adapters:
                 shards = list(module.weights.values())
                 module.adapters = layer = LinearAdapters(shards, slots, rank, self.rows, module.dtype, module.device)
-                self._layers.append(layer)
-                for i, (name, shard) in enumerate(module.weights.items()):
-                    tensor = f"{name}.weight".removeprefix(".").partition(":")[0]
-                    place = Place(layer, i, shard)
-                    self._places.setdefault(model.checkpoint_name(f"{path}.{tensor}"), []).append(place)
+                self._add(layer, path, module.weights)
 
-    def factors(self, files: AdapterFiles) -> dict[int, LayerFactors]:
+    def factors(self, files: AdapterFiles) -> dict[int, Factors]:
         """Return this rank's part of an adapter, by the number of the layer. Raises AdapterError if it does not fit
         the model, above all if it changes a layer that the model does not have: without that part it would be another
         adapter."""
-        if files.rank > self._max_rank:
-            raise AdapterError(files.name, "r", files.rank, f"at most {self._max_rank} (max_lora_rank)")
-        found: dict[str, list[Place]] = {}
-        for module in files.modules:
-            name = self._model.canonical_name(f"{module}.weight")
-            found[module] = [] if name is None else self._places.get(name, [])
-        self._check_places(files, found)
+        changes = list(self._changes(files))
+        rank = max(len(change.a) for change in changes)
+        if rank > self._max_rank:
+            raise AdapterError(files.name, "r", rank, f"at most {self._max_rank} (max_lora_rank)")
+        check_places(files, changes)
         numbers = {id(layer): i for i, layer in enumerate(self._layers)}
-        factors: dict[int, LayerFactors] = {}
-        for module, pair in files.modules.items():
-            a, b = tensor_of(files, pair.a), tensor_of(files, pair.b)
-            b = b.float() * files.config.scale(module, pair.rank)
-            for place, start in zip(found[module], starts_of(files, module, pair, found[module]), strict=True):
-                layer = place.layer
-                own = factors.setdefault(numbers[id(layer)], empty_factors(layer, filled(files.rank)))
-                copy_slice(own, place, a, b, start)
+        factors: dict[int, Factors] = {}
+        for change in changes:
+            a, b = change.a, change.b.float() * change.scale
+            for place, start in zip(change.places, starts_of(files, change), strict=True):
+                number = numbers[id(place.layer)]
+                if number not in factors:
+                    factors[number] = place.layer.empty_factors(filled(rank))
+                copy_slice(factors[number], place, a, b, start)
         return factors
 
-    def write(self, slot: int, factors: dict[int, LayerFactors]) -> None:
+    def write(self, slot: int, factors: dict[int, Factors]) -> None:
         """Copy an adapter into a slot, which no row of a step that runs has."""
         for i, layer in enumerate(self._layers):
-            weights, own = layer.weights, factors.get(i)
-            if own is None:
-                weights.ranks[slot] = 0
-                continue
-            inputs, slices, rank = own.a.shape
-            weights.a[slot].view(inputs, slices, weights.rank)[:, :, :rank] = own.a
-            weights.b[slot, :rank] = own.b
-            weights.ranks[slot] = rank
+            layer.write(slot, factors.get(i))
 
-    def _check_places(self, files: AdapterFiles, found: dict[str, list[Place]]) -> None:
-        lost = [module for module, places in found.items() if not places]
-        if not lost:
-            return
-        shown = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-        why = next((f" ({reason})" for part, reason in REASONS.items() if part in lost[0]), "")
-        got = Described(f"{len(lost)} of {len(found)} that find no place: {shown}{why}")
-        raise AdapterError(files.name, WEIGHTS_FILE, got, "of linear layers that this model has")
+    def _add(
+        self, layer: LinearAdapters | GroupedAdapters, path: str, weights: dict[str, Shard], product: int = 0
+    ) -> None:
+        for i, (name, shard) in enumerate(weights.items()):
+            tensor = f"{name}.weight".removeprefix(".").partition(":")[0]
+            place = Place(layer, product, i, shard)
+            self._places.setdefault(self._model.checkpoint_name(f"{path}.{tensor}"), []).append(place)
+        if product == 0:
+            self._layers.append(layer)
+
+    def _add_experts(self, path: str, module: Experts) -> None:
+        *inputs, last = module.weights.items()
+        layers = []
+        for weights in (dict(inputs), dict([last])):
+            shards = list(weights.values())
+            layers.append(layer := GroupedAdapters(shards, module.num_experts, self.rows, module.dtype, module.device))
+            for expert in range(module.num_experts):
+                self._add(layer, f"{path}.{expert}", weights, expert)
+        module.adapters = layers[0], layers[1]
+        name = self._model.checkpoint_name(f"{path}.0.down_proj.weight").removesuffix(".0.down_proj.weight")
+        outputs, inputs_of_down = last[1].shape
+        self._experts[name] = ExpertSizes(module.num_experts, outputs, inputs_of_down, module.gated)
+
+    def _add_heads(self, path: str, module: HeadProjections) -> None:
+        shard, layers, places = module.weights[""], [], []
+        latent, size = shard.shape[INPUTS], shard.size // module.heads - module.nope_dim
+        for outputs, inputs in ((latent, module.nope_dim), (size, latent)):
+            own = Shard((outputs, inputs), OUTPUTS, 0, outputs)
+            layers.append(layer := GroupedAdapters([own], module.heads, self.rows, module.dtype, module.device))
+            places.append([Place(layer, head, 0, own) for head in range(module.heads)])
+        self._layers += layers
+        module.key_adapters, module.value_adapters = layers
+        self._heads[self._model.checkpoint_name(f"{path}.weight")] = shard, list(zip(*places, strict=True))
+
+    def _changes(self, files: AdapterFiles) -> Iterator[Change]:
+        """Return what an adapter adds, expert by expert and head by head."""
+        for module, pair in files.modules.items():
+            a, b, name = tensor_of(pair.a), tensor_of(pair.b), self._name(module)
+            match = ALL_EXPERTS.fullmatch(module)
+            experts = "" if match is None else self._name(match["module"])
+            change = Change(module, a, b, files.config.scale(module, pair.rank), self._places.get(f"{name}.weight", []))
+            if experts in self._experts:
+                yield from self._of_experts(files, change, experts)
+            elif f"{name}.weight" in self._heads:
+                yield from self._of_heads(files, change, *self._heads[f"{name}.weight"])
+            else:
+                yield change
+
+    def _of_experts(self, files: AdapterFiles, change: Change, experts: str) -> Iterator[Change]:
+        """experts: canonical name of the module."""
+        parameter, projections, each = of_each_expert(
+            files.name, change.name, change.a, change.b, self._experts[experts]
+        )
+        for i, (a, b) in enumerate(each):
+            places = [place for name in projections for place in self._places[f"{experts}.{i}.{name}.weight"]]
+            module = change.name.removesuffix(".base_layer")
+            yield Change(change.name, a, b, files.config.scale(f"{module}.{parameter}", len(a)), places)
+
+    def _of_heads(
+        self, files: AdapterFiles, change: Change, shard: Shard, heads: list[tuple[Place, Place]]
+    ) -> Iterator[Change]:
+        """shard: this rank's outputs of the projections to keys and values."""
+        check_sizes(files, change, *shard.shape)
+        own = change.b[shard.start : shard.start + shard.size].unflatten(0, (len(heads), -1))
+        for b, (to_keys, to_values) in zip(own, heads, strict=True):
+            keys, values = b.tensor_split([to_keys.shard.shape[INPUTS]])
+            yield replace(change, a=keys.T, b=change.a.T, places=[to_keys])
+            yield replace(change, b=values, places=[to_values])
+
+    def _name(self, module: str) -> str:
+        """Return the canonical name of a module of an adapter; empty if it is none of the text model."""
+        return (self._model.canonical_name(f"{module}.weight") or "").removesuffix(".weight")
 
 
-def tensor_of(files: AdapterFiles, stored: TensorEntry) -> Tensor:
-    content = np.frombuffer(files.content, np.uint8, stored.end - stored.start, stored.start)
-    return torch.from_numpy(content.copy()).view(DTYPES[stored.dtype]).view(stored.shape)
+def check_places(files: AdapterFiles, changes: Sequence[Change]) -> None:
+    lost = [change.name for change in changes if not change.places]
+    if not lost:
+        return
+    shown = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+    why = next((f" ({reason})" for part, reason in REASONS.items() if part in lost[0]), "")
+    got = Described(f"{len(lost)} of {len(files.modules)} that find no place: {shown}{why}")
+    raise AdapterError(files.name, WEIGHTS_FILE, got, "of linear layers that this model has")
 
 
-def empty_factors(layer: LinearAdapters, rank: int) -> LayerFactors:
-    weights = layer.weights
-    return LayerFactors(
-        torch.zeros(weights.a.shape[1], weights.slices, rank, dtype=weights.a.dtype),
-        torch.zeros(rank, weights.b.shape[2], dtype=weights.b.dtype),
-    )
+def tensor_of(stored: TensorEntry) -> Tensor:
+    return torch.frombuffer(stored.data, dtype=DTYPES[stored.dtype]).view(stored.shape)
 
 
-def starts_of(files: AdapterFiles, module: str, pair: LowRank, places: list[Place]) -> list[int]:
+def starts_of(files: AdapterFiles, change: Change) -> list[int]:
     """Return where the outputs of each place begin in B. An adapter of a layer that the checkpoint holds in one tensor,
     of which we make several slices, has all of them. Raises AdapterError for factors of another layer's sizes."""
-    outputs, inputs = pair.b.shape[0], pair.a.shape[1]
+    places, outputs = change.places, len(change.b)
     sizes = [place.shard.shape[OUTPUTS] for place in places]
     whole = sum(sizes) if len(set(sizes)) > 1 or sizes[0] != outputs else outputs
-    if any(place.shard.shape[INPUTS] != inputs for place in places) or outputs != whole:
-        wanted = f"of a layer with {places[0].shard.shape[INPUTS]} inputs and {sum(sizes)} outputs"
-        raise AdapterError(files.name, module, Described(f"{inputs} and {outputs}"), wanted)
+    check_sizes(files, change, whole, places[0].shard.shape[INPUTS])
     return [0] * len(places) if sizes[0] == outputs else list(itertools.accumulate(sizes[:-1], initial=0))
 
 
-def copy_slice(own: LayerFactors, place: Place, a: Tensor, b: Tensor, start: int) -> None:
+def check_sizes(files: AdapterFiles, change: Change, outputs: int, inputs: int) -> None:
+    if (found := (change.a.shape[1], len(change.b))) != (inputs, outputs):
+        wanted = f"of a layer with {inputs} inputs and {outputs} outputs"
+        raise AdapterError(files.name, change.name, Described(f"{found[0]} and {found[1]}"), wanted)
+
+
+def copy_slice(own: Factors, place: Place, a: Tensor, b: Tensor, start: int) -> None:
     """Copy this rank's part of A [rank, inputs] and of B [outputs, rank], whose outputs begin at `start`."""
     shard, rank = place.shard, len(a)
     outputs = shard if shard.dim == OUTPUTS else replace(shard, dim=OUTPUTS, start=0, size=shard.shape[OUTPUTS])
     if shard.dim == INPUTS:
         a = a[:, shard.start : shard.start + shard.size]
-    own.a[:, place.slice, :rank] = a.T
+    own.a[place.product, :, place.slice, :rank] = a.T
     first = sum(filled(size.local_shape[OUTPUTS]) for size in place.layer.shards[: place.slice])
     begin = start + outputs.start
-    own.b[:rank, first : first + outputs.size] = b[begin : begin + outputs.size].T
+    own.b[place.product, :rank, first : first + outputs.size] = b[begin : begin + outputs.size].T
+    own.used[place.product] = True

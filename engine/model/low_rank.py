@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,13 @@ class AdapterRows:
             self.table[0] = 0
         self.any = table is not None
 
+    def slots(self) -> NDArray[np.int32]:
+        """Return each row's slot, -1 for none, from the device."""
+        found = np.full(len(self.table) // 4, -1, dtype=np.int32)
+        for slot, rows in self.tiles():
+            found[rows] = slot
+        return found
+
     def tiles(self) -> list[tuple[int, list[int]]]:
         """Return each tile's slot and rows, from the device."""
         count = int(self.table[0])
@@ -59,6 +66,18 @@ def row_table(slots: NDArray[np.int32], tile_rows: int) -> NDArray[np.int32]:
 
 def filled(size: int) -> int:
     return -(-size // LANES) * LANES
+
+
+@dataclass(slots=True)
+class Factors:
+    """One adapter's factors of the products that have the same sizes: one, or one for each expert."""
+
+    a: Tensor
+    """[products, inputs, slices, rank]; see LowRankWeights."""
+    b: Tensor
+    """[products, rank, outputs]"""
+    used: list[bool]
+    """Which products it changes."""
 
 
 @dataclass(slots=True)
@@ -95,3 +114,24 @@ class LowRankWeights:
             rank=rank,
             slices=len(slices),
         )
+
+    def empty_factors(self, rank: int, products: int = 1) -> Factors:
+        """rank: a multiple of LANES."""
+        a = torch.zeros(products, self.a.shape[1], self.slices, rank, dtype=self.a.dtype)
+        return Factors(a, torch.zeros(products, rank, self.b.shape[2], dtype=self.b.dtype), [False] * products)
+
+    def write(self, slot: int, factors: Factors | None) -> None:
+        """Copy the factors of one product into a slot; None for an adapter that leaves it alone."""
+        if factors is None:
+            self.ranks[slot] = 0
+            return
+        _, inputs, slices, rank = factors.a.shape
+        self.a[slot].view(inputs, slices, self.rank)[:, :, :rank] = factors.a[0]
+        self.b[slot, :rank] = factors.b[0]
+        self.ranks[slot] = rank
+
+    def of_products(self, factors: Factors) -> LowRankWeights:
+        """Return the factors of many products of these sizes, each in a slot of its own."""
+        rank = factors.a.shape[3]
+        ranks = torch.tensor([rank * used for used in factors.used], dtype=torch.int32)
+        return replace(self, a=factors.a.flatten(2), b=factors.b, ranks=ranks, rank=rank)

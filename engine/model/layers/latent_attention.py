@@ -18,6 +18,7 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.gated_delta_net import head_shard
 from engine.model.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from engine.model.layers.lora import NO_ADAPTERS, GroupedAdapters, NoAdapters
 from engine.model.layers.norm import RMSNorm
 from engine.model.layers.rope import rope_table
 from engine.model.ops import attention, linear
@@ -93,10 +94,13 @@ class LatentAttention(nn.Module):
 class HeadProjections(Linear):
     """Each head's projections from latents to keys and to values: `kv_b_proj`, [heads * (nope_dim + value_dim), rank].
 
-    `pack` dequantizes and splits it: each head gets to_keys [rank, nope_dim] and to_values [value_dim, rank].
+    `pack` dequantizes and splits it: each head gets to_keys [rank, nope_dim] and to_values [value_dim, rank]. So an
+    adapter's B A is split too: B's rows of a head's keys are what it adds between a query and A, transposed.
     """
 
     takes_adapters = False
+    key_adapters: GroupedAdapters | NoAdapters = NO_ADAPTERS
+    value_adapters: GroupedAdapters | NoAdapters = NO_ADAPTERS
 
     def __init__(self, weight: Shard, heads: int, nope_dim: int, format: WeightFormat | None):
         super().__init__({"": weight}, format)
@@ -117,11 +121,15 @@ class HeadProjections(Linear):
 
     def to_latent(self, q: Tensor) -> Tensor:
         """Project queries to latents: [tokens, heads, nope_dim] -> [tokens, heads, rank]."""
-        return of_heads(q, self.to_keys)
+        latents = of_heads(q, self.to_keys)
+        self.key_adapters.add_each(latents, q)
+        return latents
 
     def from_latent(self, out: Tensor) -> Tensor:
         """Project latents to values: [tokens, heads, rank] -> [tokens, heads, value_dim]."""
-        return of_heads(out, self.to_values)
+        values = of_heads(out, self.to_values)
+        self.value_adapters.add_each(values, out)
+        return values
 
 
 def packed_heads(weights: Tensor) -> Tensor | list[Tensor]:

@@ -12,20 +12,18 @@ from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
-from engine.model.layers.lora import NO_ADAPTERS, LinearAdapters, NoAdapters
+from engine.model.layers.lora import Adapted
 from engine.model.ops import linear, quantized_linear
 from engine.model.quantization.format import StoredWeight, WeightFormat
-from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicated
+from engine.model.shard import INPUTS, OUTPUTS, Shard, Shards, replicated
 
 
-class Linear(Sharded):
+class Linear(Adapted):
     """A product with this rank's shards of `weights`, which are stacked along the outputs.
 
     format: how the checkpoint stores them; None for ordinary weights. Quantized weights stay in `stored` until `pack`
     converts them to what multiplies them fastest: a `kernel`, or an ordinary `weight`.
     """
-
-    takes_adapters = True  #: `multiply` computes all of it
 
     def __init__(self, weights: dict[str, Shard], format: WeightFormat | None):
         super().__init__()
@@ -33,7 +31,6 @@ class Linear(Sharded):
         self.weight: nn.Parameter | None = None
         self.stored: StoredWeight | None = None
         self.kernel: quantized_linear.Multiply | None = None
-        self.adapters: LinearAdapters | NoAdapters = NO_ADAPTERS
         if format is not None:
             self.stored = StoredWeight(weights, format)
             self.quantized_parameters = self.stored.numel

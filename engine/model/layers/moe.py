@@ -13,6 +13,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.layers.linear import ReplicatedLinear, packed
+from engine.model.layers.lora import NO_ADAPTERS, Adapted, GroupedAdapters, NoAdapters
 from engine.model.layers.mlp import GatedMLP
 from engine.model.ops import activation as activations
 from engine.model.ops import linear, quantized_linear
@@ -23,29 +24,49 @@ from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicated
 
 
-class Router(Sharded):
-    """The router of Mixtral and Qwen: x [tokens, hidden] -> the experts of each token [tokens, k] int64, and their
-    weights [tokens, k] in x's dtype."""
+class RouterProduct(Adapted):
+    """The product of a router: `logits` of x [tokens, hidden] are [tokens, num_experts], in the weight's dtype."""
+
+    dtype_of_weight: ClassVar[torch.dtype | None] = torch.float32
+    """None for the model's."""
+    weight_name: ClassVar[str] = ""
 
     def __init__(self, hidden_size: int, moe: MoEConfig):
         super().__init__()
-        self.k, self.normalise = moe.experts_per_token, moe.norm_topk_prob
-        self.top_k = ops.select_top_k(self.dtype, self.device)
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
+        self.dtype, self.moe = self.dtype_of_weight or self.dtype, moe
+        self.weights = {self.weight_name: Shard((moe.num_experts, hidden_size), OUTPUTS, 0, moe.num_experts)}
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=self.dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False) if moe.router_bias else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.top_k(linear.linear(x, self.weight, self.bias), self.k, self.normalise)
+    def logits(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype)
+        out = linear.linear(x, self.weight, self.bias)
+        self.adapters.add([out], x)
+        return out
 
     def shards(self) -> Shards:
         bias = {} if self.bias is None else {"bias": replicated(self.bias)}
-        return {"weight": replicated(self.weight), **bias}
+        return {f"{self.weight_name}.weight".removeprefix("."): replicated(self.weight), **bias}
 
     def pack(self) -> None:
         self.weight = packed(self.weight)
 
 
-class BiasedRouter(Sharded):
+class Router(RouterProduct):
+    """The router of Mixtral and Qwen: x [tokens, hidden] -> the experts of each token [tokens, k] int64, and their
+    weights [tokens, k] in x's dtype."""
+
+    dtype_of_weight = None
+
+    def __init__(self, hidden_size: int, moe: MoEConfig):
+        super().__init__(hidden_size, moe)
+        self.top_k = ops.select_top_k(self.dtype, self.device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.top_k(self.logits(x), self.moe.experts_per_token, self.moe.norm_topk_prob)
+
+
+class BiasedRouter(RouterProduct):
     """The router of DeepSeek V3, arXiv:2412.19437, sections 2.1.2 and 2.1.3 (`noaux_tc`), in float32.
 
     An expert's score is a sigmoid. Experts are chosen by score plus a correction, which balances their load. They must
@@ -53,44 +74,29 @@ class BiasedRouter(Sharded):
     """
 
     def __init__(self, hidden_size: int, moe: MoEConfig):
-        super().__init__()
-        self.moe, self.top_k = moe, ops.select_top_k_sigmoid(self.device)
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=torch.float32), requires_grad=False)
+        super().__init__(hidden_size, moe)
+        self.top_k = ops.select_top_k_sigmoid(self.device)
         self.correction = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        moe, logits = self.moe, linear.linear(x.float(), self.weight)
+        moe, logits = self.moe, self.logits(x)
         groups = moe.num_groups, moe.topk_groups
         experts, weights = self.top_k(logits, self.correction, groups, moe.experts_per_token, moe.norm_topk_prob)
         return experts, (weights * moe.routed_scaling_factor).to(x.dtype)
 
     def shards(self) -> Shards:
-        return {"weight": replicated(self.weight), "e_score_correction_bias": replicated(self.correction)}
-
-    def pack(self) -> None:
-        self.weight = packed(self.weight)
+        return super().shards() | {"e_score_correction_bias": replicated(self.correction)}
 
 
-class GroupLimitedRouter(Sharded):
+class GroupLimitedRouter(RouterProduct):
     """The router of DeepSeek V2, arXiv:2405.04434, section 2.2.2, in float32: a softmax over all experts. Experts are
     chosen from the groups with the highest-scored experts."""
 
-    def __init__(self, hidden_size: int, moe: MoEConfig):
-        super().__init__()
-        self.moe = moe
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=torch.float32), requires_grad=False)
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        moe, logits = self.moe, linear.linear(x.float(), self.weight)
+        moe, logits = self.moe, self.logits(x)
         groups = moe.num_groups, moe.topk_groups
         experts, weights = ops.top_k_of_groups_plain(logits, groups, moe.experts_per_token)
         return experts, (weights * moe.routed_scaling_factor).to(x.dtype)
-
-    def shards(self) -> Shards:
-        return {"weight": replicated(self.weight)}
-
-    def pack(self) -> None:
-        self.weight = packed(self.weight)
 
 
 ROUTERS = {"softmax": Router, "sigmoid": BiasedRouter, "group_limited": GroupLimitedRouter}
@@ -121,6 +127,8 @@ class Experts(Sharded):
     """On a CPU, the packed weights of this rank's slices, or of each of their parts that is summed in a fixed order."""
     kept: tuple[Callable[..., Tensor], ops.Packed, ops.Packed] | None = None
     """On a GPU, the op for quantized experts, and their packed `gate_up` and `down`; None if they are not quantized."""
+    adapters: tuple[GroupedAdapters | NoAdapters, GroupedAdapters | NoAdapters] = (NO_ADAPTERS, NO_ADAPTERS)
+    """Of `gate_up` and of `down`."""
 
     def __init__(
         self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup, format: WeightFormat | None = None
@@ -151,14 +159,20 @@ class Experts(Sharded):
             )
             self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, rows.size), requires_grad=False)
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters may change the experts: with `kernels` that are not cut into parts."""
+        return len(self.kernels) == 1
+
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         return self.tp.sum(self.partials(x, experts, weights))
 
     def partials(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         """Return this rank's summands of the result, which is the sum of all ranks' summands."""
         if self.kernels:
+            add = [adapters.add for adapters in self.adapters]
             return [
-                ops.mix_experts_plain(x, part.gate_up, part.down, self.activation, experts, weights, part.biases)
+                ops.mix_experts_plain(x, part.gate_up, part.down, self.activation, experts, weights, part.biases, add)
                 for part in self.kernels
             ]
         if self.kept is not None:

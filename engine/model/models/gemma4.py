@@ -68,6 +68,8 @@ class Gemma4Attention(LlamaAttention):
 class Gemma4Router(Router):
     """A router that norms the token first, and scales each expert's weight by a factor."""
 
+    weight_name = "proj"
+
     def __init__(self, cfg: ModelConfig, moe: MoEConfig):
         super().__init__(cfg.hidden_size, moe)
         self.norm = UnweightedRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
@@ -80,8 +82,7 @@ class Gemma4Router(Router):
         return experts, weights * self.per_expert_scale[experts]
 
     def shards(self) -> Shards:
-        scales = {name: replicated(getattr(self, name)) for name in ("scale", "per_expert_scale")}
-        return {"proj.weight": replicated(self.weight), **scales}
+        return super().shards() | {name: replicated(getattr(self, name)) for name in ("scale", "per_expert_scale")}
 
 
 class Gemma4Experts(nn.Module):

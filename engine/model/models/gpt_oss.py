@@ -45,6 +45,8 @@ class GptOssExperts(Experts):
     `down` must be added once only, so it is 0 on ranks above 0.
     """
 
+    takes_adapters = False
+
     def __init__(self, cfg: ModelConfig, tp: TPGroup, format: WeightFormat | None):
         Sharded.__init__(self)
         assert cfg.moe is not None

@@ -9,7 +9,7 @@ biases:           of gate_up and of down, [num_experts, outputs] each, or None
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ TopK = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 TopKOfGroups = Callable[[Tensor, Tensor, tuple[int, int], int, bool], tuple[Tensor, Tensor]]
 Packed = Tensor | PackedExperts
 Weight = Tensor | Multiply
+AddToPairs = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Adds to the products [pairs, outputs] of x [pairs, inputs], of pairs of an expert [pairs] and a token [pairs]."""
 MixPacked = Callable[[Tensor, Packed, Packed, Activation, Tensor, Tensor, Biases], Tensor]
 MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor, Biases], Tensor]
 
@@ -135,24 +137,37 @@ def left_in(scores: Tensor, of_groups: Tensor, topk_groups: int, rest: float) ->
 
 def mix_experts_plain(
     x: Tensor, gate_up: Tensor | list[Weight], down: Tensor | list[Weight], activation: Activation,
-    experts: Tensor, weights: Tensor, biases: Biases = None,
+    experts: Tensor, weights: Tensor, biases: Biases = None, adapters: Sequence[AddToPairs] = (),
 ) -> Tensor:  # fmt: skip
     """Compute expert by expert, each for the tokens routed to it.
 
     x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
-    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden].
+    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each; adapters: of gate_up and of
+    down. Returns [tokens, hidden].
     """
-    k = experts.shape[1]
-    order = experts.flatten().argsort(stable=True)  # groups the tokens of each expert
-    counts = experts.flatten().bincount(minlength=len(gate_up)).tolist()
-    out = torch.zeros_like(x)
-    for expert, chosen in enumerate(order.split(counts)):
-        if len(chosen):
-            tokens = chosen // k
-            first, second = (None, None) if biases is None else (biases[0][expert], biases[1][expert])
-            y = product(activation(product(x[tokens], gate_up[expert], first)), down[expert], second)
-            out.index_add_(0, tokens, y * weights.flatten()[chosen, None])
-    return out
+    chosen, order = experts.flatten().sort(stable=True)  # pairs of a token and an expert, by expert
+    counts, tokens = chosen.bincount(minlength=len(gate_up)).tolist(), order // experts.shape[1]
+    add_up, add_down = adapters or (add_nothing, add_nothing)
+    first, second = biases or (None, None)
+    rows = x[tokens]
+    hidden = products(rows, gate_up, first, counts)
+    add_up(hidden, rows, chosen, tokens)
+    hidden = activation(hidden)
+    mixed = products(hidden, down, second, counts)
+    add_down(mixed, hidden, chosen, tokens)
+    return torch.zeros_like(x).index_add_(0, tokens, mixed * weights.flatten()[order, None])
+
+
+def products(x: Tensor, expert_weights: Tensor | list[Weight], biases: Tensor | None, counts: list[int]) -> Tensor:
+    """Multiply x [pairs, inputs], of which each expert has the next `counts`, by the experts' weights."""
+    parts = enumerate(x.split(counts))
+    return torch.cat(
+        [product(rows, expert_weights[i], None if biases is None else biases[i]) for i, rows in parts if len(rows)]
+    )
+
+
+def add_nothing(out: Tensor, x: Tensor, experts: Tensor, tokens: Tensor) -> None:
+    pass
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

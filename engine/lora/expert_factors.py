@@ -1,0 +1,52 @@
+"""Adapters of all experts of a layer in two matrices, as PEFT writes them for models that hold the experts' weights in
+one parameter (`target_parameters`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.errors import AdapterError, Described
+
+
+class ExpertSizes(NamedTuple):
+    """The experts of one layer."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    gated: bool
+
+
+def of_each_expert(
+    adapter: str, module: str, a: Tensor, b: Tensor, sizes: ExpertSizes
+) -> tuple[str, tuple[str, ...], Iterator[tuple[Tensor, Tensor]]]:
+    """Return the parameter that an adapter changes, the projections that it consists of, and A [rank, inputs] and B
+    [outputs, rank] of each expert.
+
+    a: [experts * rank, inputs], the rows of an expert side by side. b: [outputs, rank * experts], where neighbours are
+    of different experts. The file does not name the parameter, so its sizes tell. Versions of PEFT before 0.19 took
+    inputs for outputs where a model stores [experts, outputs, inputs], and gave A and B each other's size. Raises
+    AdapterError for other sizes, and for those that tell nothing.
+    """
+    experts, hidden, inner, gated = sizes
+    up = ("gate_up_proj", ("gate_proj", "up_proj")) if gated else ("up_proj", ("up_proj",))
+    wide = len(up[1]) * inner
+    found = a.shape[1], len(b)
+    fits = [
+        (parameter, swapped)
+        for parameter, shape in ((up, (hidden, wide)), (("down_proj", ("down_proj",)), (inner, hidden)))
+        for swapped in (False, True)
+        if found == (shape[::-1] if swapped else shape)
+    ]
+    if len(a) % experts or len(fits) != 1:
+        limit = f"of {experts} experts with {hidden} inputs and {wide} outputs, or {inner} and {hidden}"
+        limit += "; these sizes may mean both the one and the other way" if fits else ""
+        raise AdapterError(adapter, module, Described(f"{list(a.shape)} and {list(b.shape)}"), limit)
+    (parameter, projections), swapped = fits[0]
+    each_a, each_b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    if swapped:
+        each_a, each_b = each_b.mT, each_a.mT
+    return parameter, projections, zip(each_a, each_b, strict=True)
