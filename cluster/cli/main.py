@@ -86,17 +86,25 @@ def check(
 ) -> None:
     """Check a serve_config.yaml or a model, without starting or downloading anything. Prints one line.
 
-    For a configuration, it checks every key and the model folders. For a model, it reads only config.json, and says
-    whether the architecture runs and whose code computes it. Exit code 1 if there is a problem.
+    For a configuration, it checks every key, the model folders, and that each listed LoRA adapter fits its model. For a
+    model, it reads only config.json, and says whether the architecture runs and whose code computes it. Exit code 1 if
+    there is a problem.
 
     Example: manta check serve_config_pd.yaml
 
     Example: manta check allenai/OLMo-2-0425-1B --tensor-parallel 2
     """
     if what.endswith((".yaml", ".yml")):
-        from cluster.cli.check.serve_config import check as check_file
+        from cluster.cli.check.serve_config import check_serve_config, lists_adapters, load
 
-        print(f"{what} is fine; models: {', '.join(check_file(Path(what)))}", file=sys.stderr)
+        serve_config = load(Path(what))
+        names = check_serve_config(serve_config)
+        if lists_adapters(serve_config):
+            from cluster.cli.check.adapters import check_listed  # seconds: torch
+
+            for warning in check_listed(serve_config):
+                print(f"warning: {warning.topic}: {warning}", file=sys.stderr)
+        print(f"{what} is fine; models: {', '.join(names)}", file=sys.stderr)
         return
     from cluster.cli.models import check_model
 

@@ -72,12 +72,18 @@ class ModelAdapters:
                 continue
             if isinstance(module, Experts) and module.takes_adapters:
                 self._add_experts(path, module)
-            elif isinstance(module, HeadProjections) and isinstance(module.to_keys, list):
+            elif isinstance(module, HeadProjections) and module.heads_take_adapters:
                 self._add_heads(path, module)
             elif isinstance(module, Adapted) and module.takes_adapters:
                 shards = list(module.weights.values())
                 module.adapters = layer = LinearAdapters(shards, slots, rank, self.rows, module.dtype, module.device)
                 self._add(layer, path, module.weights)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of all slots together. Adapters of experts and heads have none, and take memory as they are loaded."""
+        some = [layer.weights for layer in self._layers if isinstance(layer, LinearAdapters)]
+        return sum(weights.a.nbytes + weights.b.nbytes for weights in some)
 
     def factors(self, files: AdapterFiles) -> dict[int, Factors]:
         """Return this rank's part of an adapter, by the number of the layer. Raises AdapterError if it does not fit
@@ -184,8 +190,8 @@ def check_places(files: AdapterFiles, changes: Sequence[Change]) -> None:
         return
     shown = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
     why = next((f" ({reason})" for part, reason in REASONS.items() if part in lost[0]), "")
-    got = Described(f"{len(lost)} of {len(files.modules)} that find no place: {shown}{why}")
-    raise AdapterError(files.name, WEIGHTS_FILE, got, "of linear layers that this model has")
+    got = Described(f"{len(lost)} of {len(files.modules)} that find no place: {shown}")
+    raise AdapterError(files.name, WEIGHTS_FILE, got, f"of linear layers that this model has{why}")
 
 
 def tensor_of(stored: TensorEntry) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 LANES = 16  # to a multiple of which ranks, and the outputs of a slice, are filled up with zeros
 BLOCK = 128  # outputs of a slice that a kernel takes at a time
-TILE_ROWS = {"cpu": 4, "cuda": 16}  # rows of one adapter that a kernel takes at a time
+TILE_ROWS = {"cpu": 4, "cuda": 16, "meta": 1}  # rows of one adapter that a kernel takes at a time
 
 
 class AdapterRows:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from cluster.cli.check.adapters import check_adapters, layers_of
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.placement import Deployment, deployments_of, place
 from cluster.config import AppConfig, ModelSection
@@ -72,6 +73,12 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
     weights = weight_bytes(folder, dtype, with_text=role != "encode") // engine.tensor_parallel
     quantized = " before they are quantized" if engine.quantization in METHODS else ""
     yield Finding("ok", topic, f"about {weights / GIB:.2f} GiB of weights per rank, in {str(dtype)[6:]}{quantized}")
+    if engine.enable_lora:
+        layers = layers_of(model, role)
+        slots = f"{engine.max_loras} slots for adapters of rank {engine.max_lora_rank}"
+        yield Finding("ok", topic, f"{slots}: {layers.slot_bytes / GIB:.2f} GiB per rank")
+        weights += layers.slot_bytes
+        yield from check_adapters(model, layers)
     if here and (torch.cuda.is_available() or not on_gpu):
         yield check_kv_cache(topic, engine, shape, dtype, weights, on_gpu=on_gpu)
 
@@ -79,7 +86,8 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
 def check_kv_cache(
     topic: str, engine: EngineConfig, shape: ModelConfig, dtype: torch.dtype, weights: int, *, on_gpu: bool
 ) -> Finding:
-    """Size a KV cache as a rank does at its start, as if nothing else ran on this machine. weights: bytes per rank."""
+    """Size a KV cache as a rank does at its start, as if nothing else ran on this machine. weights: bytes per rank,
+    with those of slots for adapters."""
     if on_gpu:
         _, total = torch.cuda.mem_get_info()
         free, less = int(total * engine.gpu_memory_utilization) - weights, ", less what a step's activations take"

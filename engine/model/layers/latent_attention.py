@@ -108,6 +108,10 @@ class HeadProjections(Linear):
         self.to_keys: Tensor | list[Tensor] = []
         self.to_values: Tensor | list[Tensor] = []
 
+    @property
+    def heads_take_adapters(self) -> bool:
+        return self.device.type in ("cpu", "meta")
+
     def pack(self) -> None:
         if self.stored is not None:
             weight = self.stored.decode().dequantize(self.dtype)

@@ -161,8 +161,9 @@ class Experts(Sharded):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether adapters may change the experts: with `kernels` that are not cut into parts."""
-        return len(self.kernels) == 1
+        """Whether adapters may change the experts: with `kernels` that are not cut into parts, or in a model without
+        weights."""
+        return len(self.kernels) == 1 or self.device.type == "meta"
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         return self.tp.sum(self.partials(x, experts, weights))

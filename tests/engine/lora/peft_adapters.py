@@ -13,20 +13,26 @@ import transformers
 from engine.lora.adapter_files import open_adapter
 from engine.wire.lora import LoRARequest
 
-ATTENTION = r".*\.layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj|qkv_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa)"
+ATTENTION = r".*\.layers\.\d+\.self_attn\.(q|k|v|o|qkv|q_a|q_b|kv_a|kv_b)_proj(_with_mqa)?"
 
 
-def load(folder: Path) -> transformers.PreTrainedModel:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # so that every generation is as long as asked for
+def load(folder: Path, auto: Any = transformers.AutoModelForCausalLM) -> transformers.PreTrainedModel:
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    if hasattr(model, "generation_config"):
+        model.generation_config.eos_token_id = None  # so that every generation is as long as asked for
     return model
 
 
-def make_adapter(target: Path, model: Path, seed: int, rank: int = 4, **config: Any) -> LoRARequest:
-    """Write an adapter for a model, and return what names it. Its weights are such that every token feels it."""
+def make_adapter(
+    target: Path, model: Path, seed: int, rank: int = 4, auto: Any = transformers.AutoModelForCausalLM, **config: Any
+) -> LoRARequest:
+    """Write an adapter for a model, and return what names it. Its weights are such that every token feels it.
+
+    auto: transformers' class that loads the model.
+    """
     config = {"r": rank, "lora_alpha": 2 * rank, "target_modules": ATTENTION, "init_lora_weights": False} | config
     torch.manual_seed(seed)
-    adapted = peft.get_peft_model(load(model), peft.LoraConfig(**config))
+    adapted = peft.get_peft_model(load(model, auto), peft.LoraConfig(**config))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:

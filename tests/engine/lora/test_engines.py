@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from functools import cache
@@ -17,17 +18,23 @@ from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.errors import AdapterError, ConfigError
 from engine.lora.adapter_files import open_adapter
+from engine.text.tokenizer import Tokenizer
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.lora.peft_adapters import Reference, make_adapter
-from tests.models import FAMILIES, make_model
+from tests.engine.spec_decode.draft_checkpoints import make_drafters
+from tests.fake_drafter import draft_always
+from tests.models import FAMILIES, make_model, with_slow
 from tests.rank_pool import RankPool
+from tests.transformers_models import make_transformers_model
 
 MAX_TOKENS = 8
 SIZES = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 40, "num_threads": 1}
 BUSY = {"num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 13}  # preempts, and cuts prompts into chunks
 FAST = ("llama", "phi3")
+BACKEND = ("SmolLM3ForCausalLM", "Cohere2ForCausalLM", "GPTNeoXForCausalLM", "OlmoeForCausalLM", "Exaone4ForCausalLM")
 ALL_LINEAR = r".*\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|qkv|gate|up|down|gate_up)_proj"
 
 
@@ -72,13 +79,15 @@ def ask(core: EngineCore, requests: dict[str, tuple[list[int], LoRARequest | Non
 def made(tmp_path_factory):
     @cache
     def make(family: str) -> tuple[Path, list[LoRARequest]]:
-        folder = make_model(tmp_path_factory.mktemp(family), family)
+        make_folder = make_transformers_model if family in BACKEND else make_model
+        folder = make_folder(tmp_path_factory.mktemp(family), family)
         dense = {"target_modules": ALL_LINEAR} if family in FAST else {}
-        first = {**dense, "rank_pattern": {"layers.0.self_attn.o_proj": 2}, "alpha_pattern": {"o_proj": 16}}
+        other = {"target_modules": "all-linear"} if family in BACKEND and family != "OlmoeForCausalLM" else {}
+        first = {**dense, **other, "rank_pattern": {"layers.0.self_attn.o_proj": 2}, "alpha_pattern": {"o_proj": 16}}
         adapters = [
             make_adapter(tmp_path_factory.mktemp(family) / "one", folder, 1, **first),
-            make_adapter(tmp_path_factory.mktemp(family) / "two", folder, 2, rank=8, use_rslora=True),
-            make_adapter(tmp_path_factory.mktemp(family) / "three", folder, 3, rank=2, **dense),
+            make_adapter(tmp_path_factory.mktemp(family) / "two", folder, 2, rank=8, use_rslora=True, **other),
+            make_adapter(tmp_path_factory.mktemp(family) / "three", folder, 3, rank=2, **dense, **other),
         ]
         return folder, adapters
 
@@ -94,7 +103,8 @@ def opened() -> Iterator[list[EngineCore]]:
 
 
 @pytest.mark.parametrize(
-    "family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "minicpm3"]
+    "family",
+    with_slow([*FAMILIES, *BACKEND], {*FAMILIES, *BACKEND} - set(FAST)),
 )
 def test_tokens_are_those_of_peft_alone_and_in_one_batch(family, made, opened):
     """Four prompts by three adapters and none through two slots, with preemption, chunks and cached prefixes."""
@@ -191,13 +201,37 @@ def test_an_engine_without_adapters_refuses_them(made, opened):
         core.add(GenerateRequest(request_id="x", prompt=[3, 4], lora=one))
 
 
-def test_drafts_change_no_token_of_an_adapter(made, opened):
-    folder, (one, two, _) = made("llama")
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory):
+    return make_drafters(tmp_path_factory.mktemp("drafters"))
+
+
+@pytest.mark.parametrize(
+    "method", with_slow(["ngram", "noisy_model", "mtp", "hybrid_mtp", "eagle3"], ["mtp", "hybrid_mtp", "eagle3"])
+)
+def test_drafts_change_no_token_of_an_adapter(method, drafters, tmp_path, opened, monkeypatch):
+    draft_always(monkeypatch)
+    folder, options = drafters[method]
+    one, two = (make_adapter(tmp_path / str(seed), folder, seed) for seed in (1, 2))
     requests = {"a": (prompt(6) * 3, one), "b": (prompt(6) * 3, two), "c": (prompt(6) * 3, None)}
     opened.append(plain := build_engine(config(folder)))
-    opened.append(core := build_engine(config(folder, speculative=SpeculativeConfig(method="ngram"))))
+    opened.append(core := build_engine(config(folder, speculative=SpeculativeConfig(**options))))
     assert ask(core, requests, max_tokens=24).tokens == ask(plain, requests, max_tokens=24).tokens
     assert core.stats().spec_decode.num_draft_tokens > 0
+
+
+def test_grammars_and_adapters_of_one_batch_do_not_meet(tmp_path, opened):
+    """Each answer obeys its grammar, and is the one that it is alone."""
+    folder = make_model(tmp_path / "model", "llama", tokenizer=True)
+    one, two = (make_adapter(tmp_path / str(seed), folder, seed) for seed in (1, 2))
+    opened.append(core := build_engine(config(folder)))
+    tokenizer = Tokenizer.from_folder(folder)
+    form = {"structured_outputs": StructuredOutputsParams(regex="[a-z]{12}"), "ignore_eos": False, "max_tokens": 20}
+    requests = {str(i): (prompt(9), lora) for i, lora in enumerate((None, one, two))}
+    together = ask(core, requests, **form).tokens
+    assert together == {name: ask(core, {name: request}, **form).tokens[name] for name, request in requests.items()}
+    texts = {tokenizer.decode(tokens) for tokens in together.values()}
+    assert len(texts) == 3 and all(re.fullmatch("[a-z]{12}", text) for text in texts)
 
 
 @pytest.mark.slow

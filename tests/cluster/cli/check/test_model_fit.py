@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
+from typer.testing import CliRunner
 
 from cluster.cli.check.doctor import check_extra, check_needed, gpus_without_torch
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.model_fit import check_models, weight_bytes
 from cluster.cli.check.ports import check_port
+from cluster.cli.main import app
 from cluster.config import AppConfig
+from engine.errors import StartupError
 from engine.runner.kv_cache import GIB
 from placement.capacity import Node
+from tests.adapter_folders import write_adapter
+from tests.engine.lora.peft_adapters import make_adapter
 from tests.models import make_model
 from tests.vision_models import make_vision_chat_model
 
@@ -131,3 +137,35 @@ def test_an_encode_engine_loads_what_encodes_images_and_keeps_embeddings(tmp_pat
     assert levels(found) == {"decode of tiny": "ok", "encode of tiny": "ok", "all replicas": "ok"}
     whole, encoder = (weight_bytes(folder, torch.float32, with_text=flag) for flag in (True, False))
     assert 0 < encoder < whole
+
+
+def test_adapters_that_are_listed_are_compared_with_the_model_and_slots_with_memory(tmp_path, monkeypatch):
+    folder = make_model(tmp_path / "tiny", "llama", tokenizer=True)
+    good = {"target_modules": "all-linear"}
+    for name, base in (("mine", "acme/Tiny-8bit"), ("theirs", "acme/llama")):
+        make_adapter(tmp_path / name, folder, 1, **good)
+        file = tmp_path / name / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    write_adapter(tmp_path / "wrong")
+    names = ("mine", "theirs", "wrong")
+    configured = config(folder, lora_modules={name: str(tmp_path / name) for name in names}, engine={"max_loras": 4})
+    found = {f.topic: f for f in check_models(configured, [Node({"CPU": 4.0}, {})], here=True)}
+    assert [found[f"adapter {name} of tiny"].level for name in names] == ["ok", "warning", "problem"]
+    assert "was trained on acme/llama" in found["adapter theirs of tiny"].message
+    assert "of a layer with 48 inputs and 64 outputs, got 16 and 32" in found["adapter wrong of tiny"].message
+    assert any("4 slots for adapters of rank 16: 0.00 GiB per rank" in line for line in told(configured))
+    monkeypatch.setattr("cluster.cli.check.adapters.ModelAdapters.slot_bytes", 20 * GIB)
+    monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 10 * GIB)
+    assert any("do not fit into memory" in line for line in told(configured))
+
+
+def test_a_check_of_a_file_names_an_adapter_that_does_not_fit(tmp_path):
+    write_adapter(tmp_path / "wrong")
+    file = tmp_path / "serve_config.yaml"
+    models = [{"name": "pocket", "model": "pocket", "lora_modules": {"pirate": "pocket-pirate"}}]
+    file.write_text(json.dumps({"applications": [{"import_path": "manta:build", "args": {"models": models}}]}))
+    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    models[0]["lora_modules"] = {"wrong": str(tmp_path / "wrong")}
+    file.write_text(json.dumps({"applications": [{"import_path": "manta:build", "args": {"models": models}}]}))
+    with pytest.raises(StartupError, match="lora_modules of model 'pocket': adapter 'wrong'"):
+        CliRunner().invoke(app, ["check", str(file)], catch_exceptions=False)

@@ -1,0 +1,68 @@
+"""Checks whether the LoRA adapters of a configuration fit their models, and what their slots take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.cli.check.finding import Finding
+from cluster.cli.check.serve_config import ours
+from cluster.config import AppConfig, ModelSection
+from deployments.routing.config import Role
+from engine.distributed.tp_group import TPGroup
+from engine.errors import AdapterError, StartupError
+from engine.lora.adapter_files import open_adapter
+from engine.lora.model_adapters import ModelAdapters
+from engine.model.checkpoint.overlay import engine_folder
+from engine.model.config import ModelConfig
+from engine.model.models.registry import build_model
+
+
+def check_listed(serve_config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield warnings of adapters that a Serve configuration lists. Reads no weights of the models. Raises StartupError
+    for an adapter that does not fit its model."""
+    for _, application in ours(serve_config):
+        for model in AppConfig.of(application).models:
+            for finding in check_adapters(model, layers_of(model, "decode")) if model.lora_modules else ():
+                if finding.level == "problem":
+                    raise StartupError(f"lora_modules of model {model.name!r}: {finding}")
+                if finding.level == "warning":
+                    yield finding
+
+
+def layers_of(model: ModelSection, role: Role) -> ModelAdapters:
+    """Return what adapters can change in an engine of a pool, without memory for it. Experts and `kv_b_proj` are as on
+    a CPU: a GPU refuses their adapters when it loads them."""
+    engine = model.engine_config(role)
+    shape = ModelConfig.from_folder(engine_folder(engine), engine.quantization)
+    dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
+    built = build_model(shape, TPGroup(0, engine.tensor_parallel), dtype, "meta")
+    return ModelAdapters(built, engine.max_loras, engine.max_lora_rank, 1, torch.device("meta"))
+
+
+def check_adapters(model: ModelSection, layers: ModelAdapters) -> Iterator[Finding]:
+    """Check names, sizes and ranks of the adapters that are listed for a model, and that they were trained on it."""
+    for module in model.lora_modules:
+        topic = f"adapter {module.name} of {model.name}"
+        try:
+            files = open_adapter(module.path, module.name)
+            layers.factors(files)
+        except AdapterError as error:
+            yield Finding("problem", topic, str(error))
+            continue
+        base = files.config.base_model
+        if is_other(base, model.model):
+            message = f"was trained on {base}, as its adapter_config.json says, and is served on {model.model}"
+            yield Finding("warning", topic, message, "Its layers fit, but its answers may make no sense")
+        else:
+            yield Finding("ok", topic, f"fits: {len(files.modules)} modules")
+
+
+def is_other(base: str, model: str) -> bool:
+    """Return whether two paths or Hub ids are of different models. Names of which one begins with the other, as those
+    of quantized variants do, count as one model's."""
+    one, other = (Path(name).name.casefold() for name in (base, model))
+    return not (one.startswith(other) or other.startswith(one))
