@@ -59,8 +59,9 @@ class GroupedAdapters:
 
     def add_each(self, out: Tensor, x: Tensor) -> None:
         """out [tokens, products, outputs], contiguous, x [tokens, products, inputs]."""
-        tokens, products = torch.meshgrid(torch.arange(len(x)), torch.arange(self._products), indexing="ij")
-        self.add(out.flatten(0, 1), x.flatten(0, 1), products.flatten(), tokens.flatten())
+        if self.rows.any:
+            tokens, products = torch.meshgrid(torch.arange(len(x)), torch.arange(self._products), indexing="ij")
+            self.add(out.flatten(0, 1), x.flatten(0, 1), products.flatten(), tokens.flatten())
 
     def add(self, out: Tensor, x: Tensor, products: Tensor, tokens: Tensor) -> None:
         """out [pairs, outputs], x [pairs, inputs]: of pairs of a token and a product."""
