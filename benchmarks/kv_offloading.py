@@ -160,7 +160,7 @@ def show_report(report: OffloadReport) -> None:
 def main(
     model: Annotated[str, typer.Option(help="Model folder, or `pocket`.")] = "pocket",
     agents: int = 20,
-    turns: int = 12,
+    turns: int = 10,
     first: Annotated[int, typer.Option(help="Tokens of an agent's first prompt.")] = 400,
     tool: Annotated[int, typer.Option(help="Tokens that a tool adds.")] = 80,
     answer: Annotated[int, typer.Option(help="Tokens of an answer.")] = 24,
@@ -171,7 +171,7 @@ def main(
 ) -> None:
     """Measure what agents find cached when they come back, and how soon their first token comes."""
     report = measure(model, Load(agents, turns, first, tool, answer, overcommit), threads, block_size)
-    print_report(report, show_report, json_output)
+    print_report(report, json_output, show_report)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,13 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.core.kv_events import KVEventPublisher
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder
-from engine.wire.messages import GenerateRequest
+from engine.wire.block_hash import BLOCK_HASH_BYTES
+from engine.wire.messages import GenerateRequest, Subscribe
 from engine.wire.sampling_params import SamplingParams
 from tests.models import made_once
 from tests.rank_pool import RankPool
@@ -189,6 +193,36 @@ def test_two_ranks_each_keep_their_part_and_hit_together(folder_of, plainly, tmp
             assert stats is not None and stats.tiers["disk"].errors == {}
     finally:
         pool.close()
+
+
+def test_the_clusters_key_lets_an_engine_that_was_replaced_go_on(folder_of, plainly, tmp_path):
+    config = config_of(
+        folder_of("llama"), kv_offloading_disk_size=SIZE, kv_offloading_dir=str(tmp_path), kv_offloading_ttl_s=3600.0
+    )
+    key, cached = ClusterKey.generate(), []
+    for _ in range(2):
+        core = build_engine(config, TPGroup.single(key))
+        found, hit = answer(core, PROMPT)
+        core.close()
+        assert found == plainly("llama")[0]
+        cached.append(hit)
+    assert cached == [0, 148]
+
+
+def test_a_router_hears_of_what_is_in_a_tier_until_it_is_cleared(folder_of, tmp_path):
+    tiers = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path)}
+    with engine(folder_of("llama"), **tiers) as core:
+        publisher = KVEventPublisher("e", core.scheduler)
+        publisher.subscribe(Subscribe(address="router"), 0.0)
+        answer(core, PROMPT)
+        flush(core)
+        core.scheduler.kv_cache.clear_cache()
+        ((snapshot, _),) = publisher.messages(1.0)
+        assert len(snapshot.stored) == 40 * BLOCK_HASH_BYTES
+        core.scheduler.clear_cache()
+        core.step()
+        ((update, _),) = publisher.messages(2.0)
+        assert len(update.removed) == 40 * BLOCK_HASH_BYTES
 
 
 @pytest.mark.parametrize(
