@@ -48,7 +48,7 @@ class TierHashes:
         left, self._gone = self._gone or [], []
         return [
             each
-            for each in [*evicted, *left]
+            for each in dict.fromkeys([*evicted, *left])
             if not self._pool.has(each) and self._name_of(0, each) not in self._hashes
         ]
 
