@@ -18,7 +18,7 @@ from engine.kv_offload.tier_worker import TierWorker
 from engine.user_folder import user_folder
 
 GIB = 2**30
-LAYOUT_VERSION = 1  # of an object: all layers of a block of one KV cache group, as they are on the device
+LAYOUT_VERSION = 1  # raised when a block has another layout, or kernels give it other bits
 
 
 @dataclass(frozen=True, slots=True)

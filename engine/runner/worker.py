@@ -7,7 +7,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from torch import Tensor
@@ -28,6 +29,7 @@ from engine.wire.lora import AdapterLoad
 logger = logging.getLogger(__name__)
 
 LOADING_POLL_S = 0.005  # while an adapter is being loaded, or blocks are being moved
+KERNEL_PACKAGES = ("torch", "numba", "triton")  # other versions may give KV of other bits
 POLL_INTERVAL_S = 0.2  # how soon a thread notices that it should end
 
 
@@ -161,7 +163,11 @@ def start_tiers(runner: ModelRunner, folder: Path, opened: ExitStack) -> RankTie
     config, tp = runner.config, runner.tp
     dtypes = runner.dtype, runner.kv_dtype
     scope = fingerprint(runner.model_config, folder, *dtypes, runner.block_size, config.determinism, tp.size)
-    return open_tiers(config, caches_of(runner), tp, f"{scope} load_format={config.load_format}", opened)
+    scope += f" load_format={config.load_format} torch_compile={config.torch_compile}"
+    for package in KERNEL_PACKAGES:
+        with suppress(PackageNotFoundError):
+            scope += f" {package}={version(package)}"
+    return open_tiers(config, caches_of(runner), tp, scope, opened)
 
 
 def caches_of(runner: ModelRunner) -> list[Tensor]:
