@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.command import DtypeOption, JsonOption, ModelOption, print_json, run
 from cluster.cli.bench.prompts import random_ids
-from cluster.simulator.cost_model import LinearCostModel, Work
+from cluster.simulator.cost_model import Layers, LinearCostModel, Work
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
@@ -49,6 +49,7 @@ class StepRecorder:
         self._core, self._clock = core, clock
         self._schedule, self._step = core.scheduler.schedule, core.step
         self._work: Work | None = None
+        self._layers = Layers.of(core.model_config)
 
     def __enter__(self) -> StepRecorder:
         self._core.scheduler.schedule = self.schedule  # type: ignore[method-assign]
@@ -60,7 +61,7 @@ class StepRecorder:
 
     def schedule(self, now: float) -> StepPlan | None:
         plan = self._schedule(now)
-        self._work = None if plan is None else Work.of(plan)
+        self._work = None if plan is None else Work.of(plan, self._layers)
         return plan
 
     def step(self) -> list[Event]:

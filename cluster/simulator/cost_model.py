@@ -10,6 +10,7 @@ import msgspec
 
 from engine.errors import InvalidParameter
 from engine.model.config import DTYPES, ModelConfig
+from engine.model.state import state_specs
 from engine.wire.plan import StepPlan
 
 COMPUTE_FRACTION = 0.6  # of the dense peak that large matrix products reach
@@ -22,25 +23,106 @@ USABLE = 0.9  # of the memory, like `gpu_memory_utilization`; activations take a
 ACTIVATIONS = 0.05
 
 
+class LayerKind(NamedTuple):
+    """Layers with attention that see equally many tokens."""
+
+    window: int | None  #: tokens that a token sees, itself included; None for all before it
+    pairs: float  #: fraction of the model's `pair_flops`
+    kv: float  #: fraction of the model's `kv_bytes`
+
+    def seen(self, start: int, count: int) -> tuple[int, int]:
+        """Return, for `count` tokens of a sequence from `start` on, the sum of the tokens that each attends to, and the
+        number of tokens whose KV they read."""
+        end, window = start + count, self.window
+        if window is None or end <= window:
+            return count * start + count * (count + 1) // 2, end
+        few = max(0, window - start)  # tokens that see all before them
+        return few * start + few * (few + 1) // 2 + (count - few) * window, end - max(0, start - window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What a model's layers read of a sequence in a step. The default is a model whose layers see all tokens."""
+
+    kinds: tuple[LayerKind, ...] = (LayerKind(None, 1.0, 1.0),)
+    state: float = 0.0  #: bytes of a sequence's recurrent states, with the rows since a border, in KV of a token
+    snapshot: float = 0.0  #: bytes of a snapshot of these states, in KV of a token
+
+    @classmethod
+    def of(cls, cfg: ModelConfig) -> Layers:
+        if not differs(cfg):
+            return ALIKE
+        item, total, reading = DTYPES[cfg.dtype], cfg.kv_bytes_per_token(DTYPES[cfg.dtype]), layers_reading(cfg)
+        pairs = sum(count * group.spec.head_dim for count, group in zip(reading, cfg.kv_groups, strict=True))
+        kinds = tuple(
+            LayerKind(group.spec.window, count * group.spec.head_dim / pairs, item * group.token_numbers() / total)
+            for count, group in zip(reading, cfg.kv_groups, strict=True)
+        )
+        specs = state_specs(cfg.recurrent, cfg.dtype)
+        kept = sum(spec.kept_bytes for spec in specs)
+        return cls(kinds, (kept + sum(spec.row_bytes for spec in specs) / 2) / total, kept / total)
+
+    @property
+    def alike(self) -> bool:
+        return not self.state and len(self.kinds) == 1 and self.kinds[0].window is None
+
+    def seen(self, start: int, count: int) -> tuple[float, float]:
+        """Return `pairs` and `context` of `count` tokens of a sequence from `start` on."""
+        pairs, context = 0.0, self.state
+        for kind in self.kinds:
+            own_pairs, own_context = kind.seen(start, count)
+            pairs += kind.pairs * own_pairs
+            context += kind.kv * own_context
+        return pairs, context
+
+    def handed_over(self, start: int, stop: int, skip: int, end: int) -> float:
+        """Return how much KV, in that of tokens in all layers, a handoff of the tokens from `skip` to `end` reads once
+        those from `start` to `stop` are ready. What windows see of the prompt, and states, are read at its end."""
+        total = 0.0
+        for kind in self.kinds:
+            if kind.window is None:
+                total += kind.kv * (stop - start)
+            elif stop == end:
+                total += kind.kv * (end - max(skip, end - kind.window + 1, 0))
+        return total + (self.snapshot if stop == end else 0.0)
+
+
+ALIKE = Layers()
+
+
 class Work(NamedTuple):
     """The work of one step."""
 
     tokens: int  #: computed tokens
     sequences: int  #: sequences to which they belong
-    pairs: int  #: sum over computed tokens of the tokens that each attends to, itself included
-    context: int  #: tokens whose KV is read, once for each sequence
+    pairs: float
+    """Sum over computed tokens of the tokens that each attends to, itself included; mean of all layers."""
+    context: float  #: tokens whose KV is read, once for each sequence; mean of all layers, and states as KV
 
     @classmethod
-    def of(cls, plan: StepPlan) -> Work:
-        pairs = context = 0
+    def of(cls, plan: StepPlan, layers: Layers = ALIKE) -> Work:
+        pairs = context = 0.0
         for start, count in zip(plan.starts, plan.counts, strict=True):
-            pairs += count * start + count * (count + 1) // 2
-            context += start + count
+            own_pairs, own_context = layers.seen(start, count)
+            pairs += own_pairs
+            context += own_context
         return cls(sum(plan.counts), len(plan.counts), pairs, context)
 
 
+def differs(cfg: ModelConfig) -> bool:
+    """Return whether layers keep anything but the KV of all tokens."""
+    return cfg.recurrent is not None or any(group.spec.window is not None for group in cfg.kv_groups)
+
+
+def layers_reading(cfg: ModelConfig) -> list[int]:
+    """Return how many layers read the KV of each group; some read that of another layer."""
+    specs = cfg.kv_specs
+    owners = [spec if isinstance(spec, int) else layer for layer, spec in enumerate(specs) if spec is not None]
+    return [sum(owner in group.layers for owner in owners) for group in cfg.kv_groups]
+
+
 class CostModel(Protocol):
-    def seconds(self, tokens: int, sequences: int, pairs: int, context: int) -> float:
+    def seconds(self, tokens: int, sequences: int, pairs: float, context: float) -> float:
         """Return the time of a step. The arguments are the fields of a Work, separately, because this is called for
         every step."""
 
@@ -57,7 +139,7 @@ class Roofline:
     weights_s: float  #: to read all weights, once per step
     context_s: float  #: to read the KV of a token
 
-    def seconds(self, tokens: int, sequences: int, pairs: int, context: int) -> float:
+    def seconds(self, tokens: int, sequences: int, pairs: float, context: float) -> float:
         compute = self.token_s * tokens + self.pair_s * pairs
         memory = self.weights_s + self.context_s * context
         return self.step_s + self.sequence_s * sequences + (compute if compute > memory else memory)
@@ -74,7 +156,7 @@ class LinearCostModel:
     pair_s: float
     context_s: float
 
-    def seconds(self, tokens: int, sequences: int, pairs: int, context: int) -> float:
+    def seconds(self, tokens: int, sequences: int, pairs: float, context: float) -> float:
         return (
             self.step_s
             + self.token_s * tokens
@@ -155,7 +237,8 @@ class ModelShape:
                 mlp, mlp_active = cfg.moe.num_experts * expert, cfg.moe.experts_per_token * expert
             total, active = total + attention + mlp, active + attention + mlp_active
         item = DTYPES[cfg.dtype]
-        pair_flops = 4.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim
+        reading = zip(layers_reading(cfg), cfg.kv_groups, strict=True)
+        pair_flops = 4.0 * cfg.num_heads * sum(layers * group.spec.head_dim for layers, group in reading)
         kv_bytes = cfg.kv_bytes_per_token(item)
         return cls(total, active, pair_flops, kv_bytes, item * total, cfg.num_heads, cfg.num_kv_heads, cfg)
 

@@ -23,7 +23,9 @@ from engine.wire.remote_request import RemoteRequest
 class _Handoff:
     decode: Replica
     prefill: Replica
-    sent: int  #: prompt tokens whose KV is in transfer or has arrived
+    skip: int  #: prompt tokens that decode has already
+    end: int  #: all prompt tokens
+    sent: int  #: prompt tokens of which all KV that may be read is in transfer or has arrived
     read_at: float = 0.0  #: time at which the last of them has arrived
 
 
@@ -61,7 +63,9 @@ class HandoffTraffic:
         handoff_id = remote_request.handoff_id
         prefill = self._pool.choose(handoff_id, remote_request.token_ids)
         # register it before the prefill engine gets it, which may start it and report on it at once
-        self._live[handoff_id] = _Handoff(decode, prefill, remote_request.skip)
+        self._live[handoff_id] = _Handoff(
+            decode, prefill, remote_request.skip, len(remote_request.token_ids), remote_request.skip
+        )
         try:
             prefill.add_remote_prefill(remote_request, self._loop.now)
         except ServingError as error:  # Overloaded: decode computes the prompt itself
@@ -76,7 +80,8 @@ class HandoffTraffic:
 
     def _send(self, handoff: _Handoff, upto: int) -> None:
         """Send the KV up to this token, after everything else that the replica is sending."""
-        num_bytes = (upto - handoff.sent) * self._spec.kv_bytes
+        tokens = self._spec.layers.handed_over(handoff.sent, upto, handoff.skip, handoff.end)
+        num_bytes = tokens * self._spec.kv_bytes
         seconds = num_bytes / self._spec.bytes_per_s
         handoff.sent = upto
         handoff.read_at = max(self._loop.now, self._link_free_at.get(handoff.prefill, 0.0)) + seconds

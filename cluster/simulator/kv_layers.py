@@ -10,7 +10,6 @@ from engine.core.block_pool import BlockPool
 from engine.core.features.kv_cache_coordinator import kv_cache_of
 from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.model.config import ModelConfig
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import state_specs
 
@@ -37,11 +36,6 @@ class KVLayers:
         return kv_cache_of(
             self.specs, pools, self.step_tokens, snapshots=states, snapshot_interval=self.snapshot_interval
         )
-
-
-def differs(cfg: ModelConfig) -> bool:
-    """Return whether layers keep anything but the KV of all tokens."""
-    return cfg.recurrent is not None or any(group.spec.window is not None for group in cfg.kv_groups)
 
 
 def divide(model: ModelShape, card: Card, ranks: int, engine: EngineConfig) -> tuple[KVLayers, int]:

@@ -39,6 +39,7 @@ class Replica:
         simulates every step separately."""
         config = spec.engine_of(role)
         self.name, self.role, self.times, self.cost = name, role, times, spec.cost
+        self._layers = spec.layers
         self.due: float | None = None  # time of its next wake, when its steps have ended; None if it has nothing to do
         self.ended: list[Request] = []  # ended requests, oldest first; the caller empties it
         self.itl = LatencyHistogram()
@@ -134,17 +135,29 @@ class Replica:
             self.due = None
             return
         self._settled = not plan.added and max(plan.counts) == 1 and scheduler.totals.preemptions == preemptions
-        self.due = now + self.cost.seconds(*Work.of(plan))
+        self.due = now + self.cost.seconds(*Work.of(plan, self._layers))
 
     def _step_ends(self, steps: int, now: float) -> list[float]:
         running = len(self.scheduler.queue.running)
-        context = sum(len(request.tokens) for request in self.scheduler.queue.running)
-        seconds, ends = self.cost.seconds, []
-        for _ in range(steps):
-            now += seconds(running, running, context, context)
+        lengths = [len(request.tokens) for request in self.scheduler.queue.running]
+        seconds, ends, context, alike = self.cost.seconds, [], sum(lengths), self._layers.alike
+        for step in range(steps):
+            if alike:
+                now += seconds(running, running, context, context)
+                context += running
+            else:
+                now += seconds(running, running, *self._seen(lengths, step))
             ends.append(now)
-            context += running
         return ends
+
+    def _seen(self, lengths: list[int], steps: int) -> tuple[float, float]:
+        """Return `pairs` and `context` of the step that decodes sequences of these lengths after `steps` steps."""
+        pairs = context = 0.0
+        for length in lengths:
+            own_pairs, own_context = self._layers.seen(length + steps - 1, 1)
+            pairs += own_pairs
+            context += own_context
+        return pairs, context
 
     def _record(self, steps: int) -> None:
         """Record the first steps of the fast-forward."""

@@ -7,8 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.autoscaling.slo import Limits
-from cluster.simulator.cost_model import CostModel, find_card, find_model, kv_tokens, read_cost, roofline
-from cluster.simulator.kv_layers import KVLayers, differs, divide
+from cluster.simulator.cost_model import (
+    ALIKE,
+    CostModel,
+    Layers,
+    differs,
+    find_card,
+    find_model,
+    kv_tokens,
+    read_cost,
+    roofline,
+)
+from cluster.simulator.kv_layers import KVLayers, divide
 from cluster.simulator.options import HandoffPolicy, RouterName, SimulationOptions
 from cluster.simulator.trace import KINDS, Trace, make_trace
 from deployments.routing.config import Role
@@ -43,7 +53,8 @@ class ClusterSpec:
     replica_gpus: int = 1
     router: RouterName = "prefix_aware"  #: policy of the router before each pool
     handoff: HandoffPolicy = "always"  #: where prompts are computed if there are two pools (HandoffConfig.policy)
-    kv_bytes: float = 0.0  #: bytes of one token's KV
+    layers: Layers = ALIKE  #: what of a sequence a step reads
+    kv_bytes: float = 0.0  #: bytes of one token's KV in all layers
     max_model_len: int = 131_072
     max_waiting: int = NO_LIMIT  #: sequences that the ingress queues before it refuses more
     call_s: float = 0.002  #: seconds of a call to a replica, one way
@@ -129,6 +140,7 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
         replica_gpus=ranks,
         router=options.router,
         handoff=options.handoff,
+        layers=ALIKE if model.config is None else Layers.of(model.config),
         kv_bytes=model.kv_bytes,
         max_model_len=longest,
         bytes_per_s=card.network * ranks if options.network_gbit is None else options.network_gbit / 8 * 1e9,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.model.models.llama import Model
 from engine.model.ops import attention, dispatch
+from engine.model.state import StateCache
 from engine.runner.cuda_graphs import MAX_DECODE_SIZE, StepShape, decode_sizes, mixed_sizes
 from engine.runner.rank_setup import RankSetup
 
@@ -30,7 +31,7 @@ def can_capture(setup: RankSetup) -> bool:
         why = "tokens are sorted by their experts on the host"
     elif not asynchronous and model.gemma is not None:
         why = "its layers take more than what the one before gives"
-    elif model.recurrent is not None and not dispatch.gpu_kernels(setup.dtype, setup.torch_device):
+    elif asynchronous and model.recurrent is not None and not dispatch.gpu_kernels(setup.dtype, setup.torch_device):
         why = "states of its recurrent layers are found on the host"
     elif asynchronous and model.latent is not None and not dispatch.gpu_kernels(setup.dtype, setup.torch_device):
         why = "latent attention is plain torch"
@@ -63,7 +64,12 @@ def graph_shapes(setup: RankSetup) -> list[StepShape]:
 
 
 def record_cpu_steps(
-    setup: RankSetup, model: Model, kv_caches: list[Tensor], kv_scales: list[Tensor | None], max_model_len: int
+    setup: RankSetup,
+    model: Model,
+    kv_caches: list[Tensor],
+    kv_scales: list[Tensor | None],
+    max_model_len: int,
+    states: StateCache,
 ) -> StepGraph | None:
     """Return the model's layers as one graph of CPU kernels; None if some of their code is not ours."""
     if setup.tp.size > 1 or not can_capture(setup) or not dispatch.cpu_kernels(setup.dtype, setup.torch_device):
@@ -73,4 +79,4 @@ def record_cpu_steps(
     max_blocks = -(-max_model_len // setup.block_size)
     max_tokens = max(setup.config.max_num_batched_tokens, sum(RECORDED))
     x = torch.empty(max_tokens, setup.model.hidden_size, dtype=setup.dtype)
-    return record(model.run_layers, x, max_blocks, kv_caches, kv_scales)
+    return record(model.run_layers, x, max_blocks, kv_caches, kv_scales, states)

@@ -130,7 +130,9 @@ class ModelRunner:
         self.graphs: CudaGraphs | None = None
         self._step_graph: StepGraph | None = None
         if not self.device.asynchronous:
-            self._step_graph = record_cpu_steps(setup, self.model, self.kv_caches, self.kv_scales, self.max_model_len)
+            self._step_graph = record_cpu_steps(
+                setup, self.model, self.kv_caches, self.kv_scales, self.max_model_len, self.states
+            )
             return
         shape = len(self.kv_caches), config.max_num_seqs, -(-self.max_model_len // self.block_size)
         self._tables = torch.zeros(shape, dtype=torch.int32, device=setup.torch_device)

@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.causal_conv import CausalConv
-from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.model.layers.linear import ColumnParallelLinear, PaddedLinear, RowParallelLinear
 from engine.model.layers.norm import GatedRMSNorm
 from engine.model.ops.recurrent import gates, linear_attention
 from engine.model.shard import Shard, Sharded, Shards
@@ -38,7 +38,7 @@ class GatedDeltaNet(Sharded):
         self.conv1d = CausalConv(self.sections, r.kernel, r.conv_bias)
         self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False)
-        self.decay_and_share = gates.select(self.device)
+        self.decay_and_share = gates.select(self.dtype, self.device)
         self.linear_attention = linear_attention.select(r.key_dim, r.value_dim, r.decay_dim, self.device)
         self.norm = GatedRMSNorm(r.value_dim, cfg.rms_norm_eps)
         format = cfg.weight_format(prefix, "out_proj")
@@ -48,7 +48,7 @@ class GatedDeltaNet(Sharded):
         outputs = {f"qkv_{name}": section for name, section in self.sections.items()} | {"z": self.value}
         format = cfg.weight_format(prefix, "in_proj_qkv", "in_proj_z")
         self.in_proj = ColumnParallelLinear(cfg.hidden_size, outputs, format=format)
-        self.gate_proj = ColumnParallelLinear(cfg.hidden_size, {"b": self.gates, "a": self.gates})
+        self.gate_proj = PaddedLinear(cfg.hidden_size, {"b": self.gates, "a": self.gates})
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return for x [tokens, hidden]: q, k and v side by side [tokens, channels], the output gate z
@@ -87,7 +87,7 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
         self.widths = r.key_dim, r.key_dim, share * r.value_dim, share * r.value_dim
         qkvz = {"qkvz": head_shard(r.key_heads, sum(self.widths), tp)}
         self.in_proj = ColumnParallelLinear(cfg.hidden_size, qkvz, format=cfg.weight_format(prefix, "in_proj_qkvz"))
-        self.gate_proj = ColumnParallelLinear(cfg.hidden_size, {"ba": head_shard(r.key_heads, 2 * share, tp)})
+        self.gate_proj = PaddedLinear(cfg.hidden_size, {"ba": head_shard(r.key_heads, 2 * share, tp)})
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q, k, v, z = self.in_proj(x).unflatten(-1, (self.key_heads, -1)).split(self.widths, dim=-1)

@@ -10,7 +10,7 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.causal_conv import CausalConv
 from engine.model.layers.gated_delta_net import NORM_EPS, head_shard
-from engine.model.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from engine.model.layers.linear import ColumnParallelLinear, PaddedLinear, ReplicatedLinear, RowParallelLinear
 from engine.model.layers.norm import GatedRMSNorm
 from engine.model.ops.recurrent import gates, linear_attention
 from engine.model.shard import Shard, Sharded, Shards
@@ -42,10 +42,10 @@ class KimiDeltaAttention(Sharded):
         self.latents = ReplicatedLinear(cfg.hidden_size, {"f": self.size, "g": self.size}, bias=False)
         self.f_b_proj = ColumnParallelLinear(self.size, {"": self.channels})
         self.g_b_proj = ColumnParallelLinear(self.size, {"": self.channels})
-        self.b_proj = ColumnParallelLinear(cfg.hidden_size, {"": self.of_heads})
+        self.b_proj = PaddedLinear(cfg.hidden_size, {"": self.of_heads})
         self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(self.heads * self.size, dtype=torch.float32), requires_grad=False)
-        self.decay_and_share = gates.select(self.device)
+        self.decay_and_share = gates.select(self.dtype, self.device)
         self.linear_attention = linear_attention.select(r.key_dim, r.value_dim, r.decay_dim, self.device)
         self.o_norm = SigmoidGatedRMSNorm(r.value_dim, cfg.rms_norm_eps)
         format = cfg.weight_format(prefix, "o_proj")
@@ -55,7 +55,7 @@ class KimiDeltaAttention(Sharded):
         assert batch.states is not None
         states = batch.states.layers[self.index]
         q, k, v = self.conv1d(self.qkv_proj(x), states, batch).unflatten(-1, (3, self.heads, self.size)).unbind(1)
-        f, g = (part.contiguous() for part in self.latents(x).chunk(2, dim=-1))
+        f, g = self.latents(x).chunk(2, dim=-1)
         decay, share = self.decay_and_share(self.f_b_proj(f), self.b_proj(x), self.A_log, self.dt_bias)
         o = self.linear_attention(q, k, v, decay, share, states, batch, self.size**-0.5, NORM_EPS)
         gate = self.g_b_proj(g).unflatten(-1, (self.heads, -1))

@@ -106,6 +106,18 @@ class ColumnParallelLinear(Linear):
         return shards
 
 
+class PaddedLinear(ColumnParallelLinear):
+    """A column-parallel layer with a number of outputs that our CPU kernel may not support, so that it is padded for
+    it. Returns a part of the product, in which each token's values are contiguous."""
+
+    def __init__(self, inputs: int, outputs: dict[str, Shard], bias: bool = False, format: WeightFormat | None = None):
+        super().__init__(inputs, outputs, bias, format)
+        self.outputs_multiple = linear.outputs_multiple(self.dtype, self.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.bias)[:, : self.outputs]
+
+
 class ReplicatedLinear(ColumnParallelLinear):
     """Linear layers with the same input, merged into one, which every rank computes whole: [tokens, inputs] ->
     [tokens, all outputs].

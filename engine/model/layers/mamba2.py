@@ -13,9 +13,10 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.causal_conv import CausalConv
 from engine.model.layers.gated_delta_net import head_shard
-from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
-from engine.model.ops.activation import silu, softplus
+from engine.model.layers.linear import PaddedLinear, RowParallelLinear
+from engine.model.ops.norm_plain import GroupNorm
 from engine.model.ops.recurrent import linear_attention
+from engine.model.ops.recurrent import mamba2 as ops
 from engine.model.shard import Shard, Sharded, Shards
 
 # Outputs of `in_proj`, in the checkpoint's order.
@@ -41,7 +42,7 @@ class Mamba2(Sharded):
         inner, group = head_shard(r.heads, r.value_dim, tp), head_shard(r.key_heads, r.key_dim, tp)
         self.of_heads = head_shard(r.heads, 1, tp)
         outputs = {"z": inner, "x": inner, "B": group, "C": group, "dt": self.of_heads}
-        self.in_proj = ColumnParallelLinear(cfg.hidden_size, outputs, r.proj_bias, cfg.weight_format(prefix, "in_proj"))
+        self.in_proj = PaddedLinear(cfg.hidden_size, outputs, r.proj_bias, cfg.weight_format(prefix, "in_proj"))
         self.multipliers: Tensor | None = None
         if any(multiplier != 1.0 for multiplier in multipliers):
             sizes = torch.tensor([shard.size for shard in outputs.values()])
@@ -50,8 +51,11 @@ class Mamba2(Sharded):
         self.A_log, self.D, self.dt_bias = (
             nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False) for _ in range(3)
         )
+        self.steps, self.gated = ops.select(self.dtype, self.device)
         self.linear_attention = linear_attention.select(r.key_dim, r.value_dim, r.decay_dim, self.device)
         self.norm = Mamba2Norm(cfg, tp, inner) if r.gated_norm else None
+        if self.norm is not None and not self.norm.whole:
+            self.gated = ops.gated_plain
         format = cfg.weight_format(prefix, "out_proj")
         self.out_proj = RowParallelLinear(r.heads * r.value_dim, cfg.hidden_size, tp, r.out_bias, format)
 
@@ -66,22 +70,17 @@ class Mamba2(Sharded):
         xbc = self.conv1d(xbc, states, batch)
         x, keys, queries = xbc.split((inner, self.groups * r.key_dim, self.groups * r.key_dim), dim=-1)
         keys, queries = (part.unflatten(-1, (self.groups, -1)) for part in (keys, queries))
-        dt = softplus(dt.float() + self.dt_bias).clamp(*r.time_step_limit)
-        values = x.unflatten(-1, (self.heads, -1)).float()
-        y = self.linear_attention(
-            queries, keys, values * dt[..., None], (-self.A_log.exp() * dt)[..., None], None, states, batch, 1.0, None
-        )
-        y = (y + self.D[:, None] * values).flatten(1)
-        y = y * silu(z.float()) if self.norm is None else self.norm(y, z)
-        return self.out_proj(y.to(self.dtype))
+        decay, values = self.steps(x, dt, self.A_log, self.dt_bias, r.time_step_limit)
+        y = self.linear_attention(queries, keys, values, decay, None, states, batch, 1.0, None)
+        return self.out_proj(self.gated(y, x, z, self.D, None if self.norm is None else self.norm.of_groups()))
 
     def shards(self) -> Shards:
         return {name: (self.of_heads, getattr(self, name).data) for name in ("A_log", "D", "dt_bias")}
 
 
 class Mamba2Norm(Sharded):
-    """RMSNorm of each group's values, before or after gating: x [tokens, this rank's values] float32 and its gate ->
-    float32. A group that is split over ranks is normed as a whole."""
+    """RMSNorm of each group of this rank's values, before or after gating. A group that is split over ranks is normed
+    as a whole."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, inner: Shard):
         super().__init__()
@@ -93,12 +92,14 @@ class Mamba2Norm(Sharded):
             raise ConfigError("determinism", "strict", f"left out: its parts do not divide {self.groups} groups")
         self.weight = nn.Parameter(torch.empty(inner.size), requires_grad=False)
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        opened = silu(gate.float())
-        x = x if self.gate_last else x * opened
-        x = (x.unflatten(-1, (max(1, self.groups // self.tp.size), -1)) * self.factors(x)[..., None]).flatten(1)
-        x = x * self.weight.float()
-        return x * opened if self.gate_last else x
+    @property
+    def whole(self) -> bool:
+        """Whether each group is normed by one rank, and its squares are summed up at once."""
+        return self.parts * self.tp.size == self.groups
+
+    def of_groups(self) -> GroupNorm:
+        groups = max(1, self.groups // self.tp.size)
+        return GroupNorm(self.weight, self.eps, groups, self.gate_last, self.factors)
 
     def factors(self, x: Tensor) -> Tensor:
         """Return the factor that norms each group's values: [tokens, this rank's groups]. Squares are summed part by

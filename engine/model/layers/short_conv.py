@@ -9,6 +9,7 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.causal_conv import CausalConv
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.model.ops import activation
 from engine.model.shard import Shard
 
 # Outputs of `in_proj`, in the checkpoint's order.
@@ -26,10 +27,12 @@ class ShortConv(nn.Module):
         outputs, format = dict.fromkeys(("B", "C", "x"), channels), cfg.weight_format(prefix, "in_proj")
         self.in_proj = ColumnParallelLinear(cfg.hidden_size, outputs, r.proj_bias, format)
         self.conv = CausalConv({"x": channels}, r.kernel, r.conv_bias, silu=False)
+        self.multiply = activation.select_multiply(self.in_proj.dtype, self.in_proj.device)
         format = cfg.weight_format(prefix, "out_proj")
         self.out_proj = RowParallelLinear(r.channels, cfg.hidden_size, tp, r.out_bias, format)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         assert batch.states is not None
         b, c, x = self.in_proj(x).chunk(3, dim=-1)
-        return self.out_proj(c * self.conv(b * x, batch.states.layers[self.index], batch))
+        convolved = self.conv(self.multiply(b, x), batch.states.layers[self.index], batch)
+        return self.out_proj(self.multiply(c, convolved))

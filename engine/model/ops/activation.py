@@ -15,6 +15,8 @@ from torch import Tensor
 from engine.model.config_parts.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.model.ops import dispatch
 
+Product = Callable[[Tensor, Tensor], Tensor]
+
 
 def sigmoid(x: Tensor) -> Tensor:
     """Compute the sigmoid by exp. On a CPU, torch's own sigmoid, silu and softplus give other bits for the last
@@ -49,6 +51,14 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    return x * y
+
+
+def open_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return x * sigmoid(gate).flatten(1)
+
+
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
     "gelu_pytorch_tanh": gelu_tanh_mul,
@@ -62,9 +72,27 @@ def select(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Ten
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import activation as cpu
 
-        return cpu.GATED.get(name, PLAIN[name])
+        return cpu.ACTIVATIONS[name]
     if dispatch.gpu_kernels(dtype, device):
         from engine.model.ops.gpu.activation import GATED
 
         return GATED[name]
     return PLAIN[name]
+
+
+def select_multiply(dtype: torch.dtype, device: torch.device) -> Product:
+    """Return the fastest version of: x, y [tokens, n] -> x * y."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu import activation as cpu
+
+        return cpu.multiply
+    return multiply
+
+
+def select_open_gate(dtype: torch.dtype, device: torch.device) -> Product:
+    """Return the fastest version of: x [tokens, n], gate [tokens, heads, n / heads] -> x * sigmoid(gate)."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu import activation as cpu
+
+        return cpu.open_gate
+    return open_gate

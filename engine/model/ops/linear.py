@@ -30,6 +30,12 @@ def cpu_kernels() -> Any:
     return cpu
 
 
+def outputs_multiple(dtype: torch.dtype, device: torch.device) -> int:
+    """Return what our CPU kernel needs the number of outputs to be a multiple of; 1 where it is not used."""
+    kernels = cpu_kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    return 1 if kernels is None else int(kernels.COLUMN)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply. On a CPU with a packed weight, a row has the same bits in any batch; for oneDNN a single row is doubled
     to ensure it."""

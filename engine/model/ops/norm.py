@@ -2,12 +2,12 @@
 
 rms_norm(x, weight, eps, shift) -> like x, contiguous
     x / sqrt(mean(x^2) + eps) * (shift + weight) over the last dimension, computed in float32
-    x: [tokens, size] or [tokens, heads, size], each token's values contiguous; weight: [size]
+    x: [tokens, size] or [tokens, heads, size], the last dimension contiguous; weight: [size]
 add_rms_norm(x, y, weight, eps, shift) -> (x + y, its norm)
     x, y: [tokens, size]
-gated_rms_norm(x, gate, weight, eps, by_sigmoid) -> like x
+gated_rms_norm(x, gate, weight, eps, by_sigmoid) -> like x, of the gate's dtype
     rms_norm of x, in x's dtype, times SiLU or the sigmoid of the gate, in float32
-    x, gate: [tokens, heads, size]
+    x, gate: [tokens, heads, size]; x may also be float32
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ def select(dtype: torch.dtype, device: torch.device) -> tuple[RMSNormOp, AddRMSN
 
 def select_gated(dtype: torch.dtype, device: torch.device) -> GatedRMSNormOp:
     """Return the fastest version of the gated norm."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu import norm as cpu
+
+        return cpu.gated_rms_norm
     if dispatch.gpu_kernels(dtype, device):
         from engine.model.ops.gpu import norm as gpu
 
@@ -46,6 +50,5 @@ def select_gated(dtype: torch.dtype, device: torch.device) -> GatedRMSNormOp:
 
 
 def gated_rms_norm_plain(x: Tensor, gate: Tensor, weight: Tensor, eps: float, by_sigmoid: bool) -> Tensor:
-    gate = gate.float()
-    opened = activation.sigmoid(gate) if by_sigmoid else activation.silu(gate)
-    return (rms_norm_plain(x, weight, eps, 0.0) * opened).to(x.dtype)
+    opened = (activation.sigmoid if by_sigmoid else activation.silu)(gate.float())
+    return (rms_norm_plain(x, weight, eps, 0.0) * opened).to(gate.dtype)

@@ -24,6 +24,18 @@ class HeadNorms(NamedTuple):
         return rms_norm(q, self.q, self.eps, self.shift), rms_norm(k, self.k, self.eps, self.shift)
 
 
+class GroupNorm(NamedTuple):
+    """RMSNorm of each of `groups` equal parts of a token's values."""
+
+    weight: Tensor  #: [values of a token]
+    eps: float
+    groups: int
+    gate_last: bool  #: whether values are normed before they are gated
+    factors: Callable[[Tensor], Tensor]
+    """Returns the factor that norms each group: [tokens, values] float32 -> [tokens, groups]. A group may be split over
+    ranks. Kernels, which see whole groups only, do without it."""
+
+
 def rms_norm_plain(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

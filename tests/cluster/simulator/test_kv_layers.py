@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.simulator.cluster import Cluster
-from cluster.simulator.cost_model import CARDS, find_model
-from cluster.simulator.kv_layers import KVLayers, differs, divide
+from cluster.simulator.cost_model import CARDS, LayerKind, Layers, Work, differs, find_model
+from cluster.simulator.kv_layers import KVLayers, divide
 from cluster.simulator.trace import Trace
+from engine.wire.plan import StepPlan
 from tests.cluster.simulator.small_cluster import FULL, WINDOW, small_cluster, small_engine
 from tests.models import make_model
 
@@ -52,3 +55,32 @@ def test_memory_is_divided_as_an_engine_does(tmp_path: Path, family: str):
     assert layers.blocks[0] == 64 and longest == 512
     assert len(layers.specs) == (2 if family == "gemma3" else 1)
     assert (layers.snapshots > 0) == (family == "qwen3_5")
+
+
+@given(window=st.integers(1, 30), start=st.integers(0, 60), count=st.integers(1, 40))
+def test_a_window_bounds_what_is_attended_to_and_read(window, start, count):
+    seen = [range(max(0, position - window + 1), position + 1) for position in range(start, start + count)]
+    assert LayerKind(window, 1.0, 1.0).seen(start, count) == (sum(map(len, seen)), len(set().union(*seen)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+def test_a_step_reads_windows_and_states_where_a_model_has_them(tmp_path: Path, family: str):
+    model = find_model(str(make_model(tmp_path, family)))
+    assert model.config is not None
+    layers = Layers.of(model.config)
+    assert sum(kind.kv for kind in layers.kinds) == sum(kind.pairs for kind in layers.kinds) == pytest.approx(1.0)
+    assert layers.alike == (family == "llama")
+    plan = StepPlan(1, [], [], slots=[0], starts=[200], counts=[1], samples=[True])
+    pairs, context = Work.of(plan, layers)[2:]
+    if family == "gemma3":  # a window of 8 in four of six layers
+        assert pairs == context == pytest.approx((2 * 201 + 4 * 8) / 6)
+    else:
+        assert pairs == 201 and (context > 201) == (family == "qwen3_5")
+
+
+def test_a_handoff_reads_windows_and_a_snapshot_at_its_end():
+    layers = Layers((LayerKind(None, 0.5, 0.25), LayerKind(100, 0.5, 0.75)), state=70.0, snapshot=60.0)
+    assert layers.handed_over(64, 320, skip=64, end=1000) == 0.25 * 256
+    assert layers.handed_over(320, 1000, skip=64, end=1000) == 0.25 * 680 + 0.75 * 99 + 60.0
+    assert layers.handed_over(960, 1000, skip=960, end=1000) == 0.25 * 40 + 0.75 * 40 + 60.0
+    assert Layers().handed_over(64, 320, skip=64, end=1000) == 256

@@ -16,7 +16,7 @@ from engine.model.models.gemma3 import GemmaRMSNorm
 from engine.model.models.hybrid.layer import HybridLayer
 from engine.model.models.llama import PACKED, LlamaForCausalLM
 from engine.model.models.qwen3 import Qwen3Attention
-from engine.model.ops.activation import sigmoid
+from engine.model.ops import activation
 
 GATED_DELTA_NET = {
     "in_proj.qkv_q": "in_proj_qkv", "in_proj.qkv_k": "in_proj_qkv", "in_proj.qkv_v": "in_proj_qkv",
@@ -36,11 +36,15 @@ class GatedAttention(Qwen3Attention):
     norm_type = GemmaRMSNorm
     qkv_type = GatedQKVLinear
 
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__(cfg, tp, layer)
+        self.open_gate = activation.select_open_gate(self.qkv_proj.dtype, self.qkv_proj.device)
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv_proj(x)
         q, gate = q.unflatten(1, (-1, 2)).unbind(2)
-        attended = self.attend(q.contiguous(), k, v, batch, self.q_norm.of_heads(self.k_norm))
-        return self.o_proj(attended * sigmoid(gate.flatten(1)))
+        attended = self.attend(q, k, v, batch, self.q_norm.of_heads(self.k_norm))
+        return self.o_proj(self.open_gate(attended, gate))
 
 
 class Qwen3NextLayer(HybridLayer):

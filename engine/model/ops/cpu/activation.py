@@ -1,4 +1,4 @@
-"""Gated activations on a CPU. See ops/activation.py."""
+"""Activations on a CPU. See ops/activation.py."""
 
 from __future__ import annotations
 
@@ -112,6 +112,66 @@ GELU_TANH_MUL = Kernel({torch.bfloat16: gelu_tanh_mul_bf16, torch.float32: gelu_
 SWIGLUOAI_MUL = Kernel({torch.bfloat16: swigluoai_mul_bf16, torch.float32: swigluoai_mul_f32})
 
 
+@device_function
+def relu2_rows(cast: Any, args: Any) -> None:
+    x, out = cast(args[1]), cast(args[2])
+    tokens, size = args[3], args[4]
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            for i in range(token * size, (token + 1) * size):
+                value = max(load(x, i), np.float32(0.0))
+                store(out, i, value * value)
+
+
+@kernel
+def relu2_bf16(args: Any) -> None:
+    relu2_rows(as_bf16, args)
+
+
+@kernel
+def relu2_f32(args: Any) -> None:
+    relu2_rows(as_f32, args)
+
+
+@device_function
+def product_rows(cast: Any, args: Any) -> None:
+    """Multiply x by y, or by the sigmoid of y. args: x, y, out, tokens, heads, size, strides from token to token of x
+    and y and from head to head of y, whether sigmoids are taken."""
+    x, y, out = cast(args[1]), cast(args[2]), cast(args[3])
+    tokens, heads, size, x_stride, y_stride, y_head = args[4], args[5], args[6], args[7], args[8], args[9]
+    one = np.float32(1.0)
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            for head in range(heads):
+                a, b = token * x_stride + head * size, token * y_stride + head * y_head
+                target = (token * heads + head) * size
+                for i in range(size):
+                    factor = load(y, b + i)
+                    if args[10]:
+                        factor = divide(one, one + exp(-factor))
+                    store(out, target + i, load(x, a + i) * factor)
+
+
+@kernel
+def product_bf16(args: Any) -> None:
+    product_rows(as_bf16, args)
+
+
+@kernel
+def product_f32(args: Any) -> None:
+    product_rows(as_f32, args)
+
+
+RELU2 = Kernel({torch.bfloat16: relu2_bf16, torch.float32: relu2_f32})
+PRODUCT = Kernel({torch.bfloat16: product_bf16, torch.float32: product_f32})
+
+
 def silu_mul(x: Tensor) -> Tensor:
     return gated(SILU_MUL, x)
 
@@ -131,4 +191,34 @@ def gated(op: Kernel, x: Tensor) -> Tensor:
     return out
 
 
-GATED = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul, "swigluoai": swigluoai_mul}
+def relu2(x: Tensor) -> Tensor:
+    out = empty(x.shape, x.dtype)
+    RELU2.launch(x.dtype, -(-len(x) // TOKENS), x, out, TokenCount(len(x)), x.shape[1])
+    return out
+
+
+ACTIVATIONS = {
+    "silu": silu_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
+    "swigluoai": swigluoai_mul,
+    "relu2": relu2,
+}
+
+
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    return product(x, y[:, None], 0)
+
+
+def open_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return product(x, gate, 1)
+
+
+def product(x: Tensor, y: Tensor, by_sigmoid: int) -> Tensor:
+    """x: [tokens, n], each token's values contiguous; y: [tokens, heads, n / heads], each head's values contiguous."""
+    tokens, heads, size = y.shape
+    out = empty(x.shape, x.dtype)
+    PRODUCT.launch(
+        x.dtype, -(-tokens // TOKENS), x, y, out, TokenCount(tokens), heads, size, x.stride(0), y.stride(0),
+        y.stride(1), by_sigmoid,
+    )  # fmt: skip
+    return out

@@ -15,7 +15,9 @@ from engine.model.ops.cpu.kernel import (
     as_f32,
     constants,
     device_function,
+    divide,
     empty,
+    exp,
     kernel,
     load,
     store,
@@ -41,14 +43,14 @@ def normalise(x: Any, source: Any, weight: Any, out: Any, target: Any, size: Any
 @device_function
 def rms_norm_rows(cast: Any, args: Any) -> None:
     x, weight, out, numbers = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
-    tokens, stride, rows, size = args[5], args[6], args[7], args[8]
+    tokens, stride, rows, size, row_stride = args[5], args[6], args[7], args[8], args[9]
     while True:
         first = take(args, TOKENS)
         if first >= tokens:
             break
         for token in range(first, min(first + TOKENS, tokens)):
             for row in range(rows):
-                normalise(x, token * stride + row * size, weight, out, (token * rows + row) * size, size, numbers)
+                normalise(x, token * stride + row * row_stride, weight, out, (token * rows + row) * size, size, numbers)
 
 
 @kernel
@@ -88,8 +90,43 @@ def add_rms_norm_f32(args: Any) -> None:
     add_rms_norm_rows(as_f32, args)
 
 
+@device_function
+def gated_rms_norm_rows(cast: Any, args: Any) -> None:
+    """args: x, gate, weight, out, `eps`, tokens, heads, size, the gate's strides from token to token and from head to
+    head, whether the gate is opened by a sigmoid."""
+    x, gate, weight, out, eps = as_f32(args[1]), cast(args[2]), cast(args[3]), cast(args[4]), as_f32(args[5])[0]
+    tokens, heads, size, stride, head_stride, by_sigmoid = args[6], args[7], args[8], args[9], args[10], args[11]
+    one = np.float32(1.0)
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            for head in range(heads):
+                start, of_gate = (token * heads + head) * size, token * stride + head * head_stride
+                total = np.float32(0.0)
+                for i in range(size):
+                    total += x[start + i] * x[start + i]
+                scale = one / np.sqrt(total / np.float32(size) + eps)
+                for i in range(size):
+                    g = load(gate, of_gate + i)
+                    opened = divide(one if by_sigmoid else g, one + exp(-g))
+                    store(out, start + i, x[start + i] * scale * load(weight, i) * opened)
+
+
+@kernel
+def gated_rms_norm_bf16(args: Any) -> None:
+    gated_rms_norm_rows(as_bf16, args)
+
+
+@kernel
+def gated_rms_norm_f32(args: Any) -> None:
+    gated_rms_norm_rows(as_f32, args)
+
+
 RMS_NORM = Kernel({torch.bfloat16: rms_norm_bf16, torch.float32: rms_norm_f32})
 ADD_RMS_NORM = Kernel({torch.bfloat16: add_rms_norm_bf16, torch.float32: add_rms_norm_f32})
+GATED_RMS_NORM = Kernel({torch.bfloat16: gated_rms_norm_bf16, torch.float32: gated_rms_norm_f32})
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
@@ -97,8 +134,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     out = empty(x.shape, x.dtype)
     items = -(-x.shape[0] // TOKENS)
     RMS_NORM.launch(
-        x.dtype, items, x, weight, out, constants(eps, shift), TokenCount(x.shape[0]), x.stride(0), rows, x.shape[-1]
-    )
+        x.dtype, items, x, weight, out, constants(eps, shift), TokenCount(x.shape[0]), x.stride(0), rows, x.shape[-1],
+        x.stride(-2),
+    )  # fmt: skip
     return out
 
 
@@ -109,3 +147,13 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float)
         x.dtype, -(-tokens // TOKENS), x, y, weight, total, out, constants(eps, shift), TokenCount(tokens), size
     )
     return total, out
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, by_sigmoid: bool) -> Tensor:
+    x, (tokens, heads, size) = x.float().contiguous(), x.shape
+    out = empty(x.shape, gate.dtype)
+    GATED_RMS_NORM.launch(
+        gate.dtype, -(-tokens // TOKENS), x, gate, weight, out, constants(eps), TokenCount(tokens), heads, size,
+        gate.stride(0), gate.stride(1), int(by_sigmoid),
+    )  # fmt: skip
+    return out

@@ -12,20 +12,26 @@ from torch import Tensor
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.ops.cpu.attention import row_tiles
 from engine.model.ops.cpu.graph import RUN_ALL, Graph
+from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_NUMBERS, TABLE, sequence_table
+from engine.model.state import StateBatch, StateCache
 
 logger = logging.getLogger(__name__)
 
-RECORDED = 1, 2, 2, 1  # tokens of each sequence in the step that is recorded
-REPLAYED = (
-    2,
-    1,
-)  # tokens of each sequence in the step that checks the replay; fewer, since memory may lack room for more
+# Tokens of each sequence in the step that is recorded, and in the one that checks the replay, which are fewer, since
+# memory may lack room for more. Where there are not as many states, the first sequences only.
+RECORDED = 2, 1, 1, 2
+REPLAYED = 1, 2
 
 Forward = Callable[[Tensor, Batch], Tensor]
 
 
 def record(
-    forward: Forward, x: Tensor, max_blocks: int, kv_caches: list[Tensor], kv_scales: list[Tensor | None]
+    forward: Forward,
+    x: Tensor,
+    max_blocks: int,
+    kv_caches: list[Tensor],
+    kv_scales: list[Tensor | None],
+    states: StateCache,
 ) -> StepGraph | None:
     """Record the kernels of a model; return None if some are not ours. The KV cache must be empty.
 
@@ -33,7 +39,7 @@ def record(
     x: [max_tokens, hidden], where the graph reads embedded tokens; at least as many as in RECORDED.
     max_blocks: KV blocks of the longest sequence. kv_caches, kv_scales: one per KV cache group.
     """
-    graph = StepGraph(forward, x, max_blocks, kv_caches, kv_scales)
+    graph = StepGraph(forward, x, max_blocks, kv_caches, kv_scales, states)
     recorded = graph.record()
     for kv_cache in kv_caches:
         kv_cache[0] = 0  # clear the block that these steps wrote to
@@ -50,7 +56,13 @@ class StepGraph:
     """
 
     def __init__(
-        self, forward: Forward, x: Tensor, max_blocks: int, kv_caches: list[Tensor], kv_scales: list[Tensor | None]
+        self,
+        forward: Forward,
+        x: Tensor,
+        max_blocks: int,
+        kv_caches: list[Tensor],
+        kv_scales: list[Tensor | None],
+        states: StateCache,
     ):
         self._forward, self._x, max_tokens = forward, x, len(x)
         self._positions = torch.empty(max_tokens, dtype=torch.int64)
@@ -66,6 +78,7 @@ class StepGraph:
             for kv_cache, scales in zip(kv_caches, kv_scales, strict=True)
         ]
         self._tiles = torch.empty(1 + max_tokens, 4, dtype=torch.int64)
+        self._states, self._sequences = states, torch.empty(1 + max_tokens, SEQUENCE_NUMBERS, dtype=torch.int64)
         self._graph = Graph(max_tokens)
         RUN_ALL.compile(torch.int64)
 
@@ -79,7 +92,8 @@ class StepGraph:
     def record(self) -> bool:
         """Record a step, then replay the graph for another step, with other tokens and sequences. Return whether the
         result has the same bits as without the graph; it has not if the model uses code other than our kernels."""
-        x, batch = self._example(RECORDED)
+        most = self._states.slots if self._states.layers else len(RECORDED)
+        x, batch = self._example(RECORDED[:most])
         sequences = len(batch.kv_len)
         self._copy(x, batch)
         first, *others = [
@@ -94,13 +108,14 @@ class StepGraph:
             block_table=first.block_table,
             tiles=self._tiles,
             other_groups=tuple(others),
+            states=None if batch.states is None else replace(batch.states, plans={TABLE: self._sequences}),
         )
         with self._graph:
             hidden = self._forward(self._x[: len(x)], fixed)
         if hidden not in self._graph.memory:
             return False
         self._hidden = hidden.as_strided((len(self._x), hidden.shape[1]), hidden.stride())
-        x, batch = self._example(REPLAYED)
+        x, batch = self._example(REPLAYED[:most])
         replayed, expected = self.run(x, batch), self._forward(x, batch)
         return torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8))  # also where a model gives NaN
 
@@ -128,9 +143,17 @@ class StepGraph:
             chunks=chunks,
             kv_scales=first.kv_scales,
             other_groups=tuple(others),
+            states=self._example_states(len(counts)),
         )
         x = torch.randn(len(rows), self._x.shape[1], generator=torch.Generator().manual_seed(len(rows)))
         return x.to(self._x.dtype), batch
+
+    def _example_states(self, sequences: int) -> StateBatch | None:
+        """Return states for new sequences, which save none."""
+        if not self._states.layers:
+            return None
+        none = torch.full((sequences,), -1, dtype=torch.int32)
+        return StateBatch(self._states.layers, torch.arange(sequences, dtype=torch.int32), none, none)
 
     def _copy(self, x: Tensor, batch: Batch) -> None:
         """Copy a step's inputs to the memory that the graph reads."""
@@ -141,3 +164,6 @@ class StepGraph:
             kv = batch if group == 0 else batch.other_groups[group - 1]
             fixed.slot_mapping[:tokens], fixed.block_table[:sequences, :blocks] = kv.slot_mapping, kv.block_table
         self._tiles[: len(tiles)] = tiles
+        if batch.states is not None:
+            table = sequence_table(batch)
+            self._sequences[: len(table)] = table

@@ -38,6 +38,8 @@ def rms_norm_kernel(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     heads, size = (x.shape[1] if x.dim() == 3 else 1), x.shape[-1]
+    if heads > 1 and x.stride(1) != size:
+        x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, size_pad = x.shape[0] * heads, triton.next_power_of_2(size)
     per_program = max(1, PROGRAM_VALUES // size_pad) if heads > 1 else 1

@@ -2,7 +2,8 @@
 
 gates(a, b, log_rate, bias) -> decay [tokens, heads, channels] float32, share [tokens, heads] float32
     decay = -exp(log_rate) * softplus(a + bias); share = sigmoid(b)
-    a: [tokens, heads * channels]; b: [tokens, heads]; log_rate: [heads] float32; bias: [heads * channels] float32
+    a: [tokens, heads * channels], b: [tokens, heads], each token's values contiguous
+    log_rate: [heads] float32; bias: [heads * channels] float32
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from engine.model.ops.activation import sigmoid, softplus
 Gates = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def select(device: torch.device) -> Gates:
+def select(dtype: torch.dtype, device: torch.device) -> Gates:
     """Return the fastest version."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu.recurrent import gates as cpu
+
+        return cpu.gates
     if dispatch.gpu_kernels(torch.float32, device):
         from engine.model.ops.gpu.recurrent import gates as gpu
 

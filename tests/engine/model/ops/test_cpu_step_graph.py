@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,24 +40,61 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {"tie_word_embeddings": True},
     "Qwen2": {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},  # has biases
 }
+# With states in place of KV in some layers.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "Qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "NemotronH": {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_routed_experts": 0,
+        "hidden_act": "relu2",
+        "ssm_state_size": 32,
+        "n_groups": 2,
+    },
+    "Bamba": {
+        "model_type": "bamba",
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_expand": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "Lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "tie_word_embeddings": True},
+}
+MODELS |= HYBRIDS
 VARIANTS = [*((name, None) for name in MODELS), ("Llama", "int8"), ("Llama", "int4")]
+SLOW = ("Qwen3", None), ("Llama", "int8"), ("Bamba", None), ("Lfm2", None)
 
 
 def make_core(folder: Path, architecture: str, **options: Any) -> EngineCore:
     config = COMMON | WIDE | MODELS.get(architecture, {})
-    config |= {"model_type": architecture.lower(), "architectures": [f"{architecture}ForCausalLM"]}
+    config = {"model_type": architecture.lower(), "architectures": [f"{architecture}ForCausalLM"]} | config
     (folder / "config.json").write_text(json.dumps(config))
     defaults = {"dtype": "bfloat16", "load_format": "dummy", "block_size": 4, "num_blocks": 64, "num_threads": 2}
     return build_engine(EngineConfig(model=str(folder), **{**defaults, **options}))
 
 
-def generate(core: EngineCore) -> list[tuple[int, float]]:
-    """Tokens and logprobs of requests of several lengths, of which some come while others are answered."""
+def generate(core: EngineCore, tokens: int = 7) -> list[tuple[int, float]]:
+    """Tokens and logprobs of requests of several lengths, of which some come while others are answered. tokens: of
+    their prompts."""
     rng = random.Random(0)
     waiting = [
         GenerateRequest(
             request_id=str(i),
-            prompt=[rng.randrange(3, 190) for _ in range(7)],
+            prompt=[rng.randrange(3, 190) for _ in range(tokens)],
             params=SamplingParams(temperature=0.0, max_tokens=4 + 2 * i, ignore_eos=True, logprobs=1),
         )
         for i in range(4)
@@ -74,17 +112,16 @@ def generate(core: EngineCore) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize(
     ("architecture", "quantization"),
-    [
-        pytest.param(*variant, marks=[pytest.mark.slow] * (variant in (("Qwen3", None), ("Llama", "int8"))))
-        for variant in VARIANTS
-    ],
+    [pytest.param(*variant, marks=[pytest.mark.slow] * (variant in SLOW)) for variant in VARIANTS],
 )
 def test_a_model_gives_the_same_bits_in_one_region_and_kernel_by_kernel(architecture, quantization, tmp_path):
-    core = make_core(tmp_path, architecture, enable_prefix_caching=False, quantization=quantization)
-    first, second = generate(core), generate(core)
+    options = {"quantization": quantization, "num_blocks": 128}
+    core = make_core(tmp_path, architecture, enable_prefix_caching=False, **options)
+    tokens = 60 if architecture in HYBRIDS else 7  # states move after 64 tokens
+    first, second = generate(core, tokens), generate(core, tokens)
     assert core.runner._step_graph is not None
-    eager = make_core(tmp_path, architecture, enforce_eager=True, quantization=quantization)
-    assert first == second == generate(eager)
+    eager = make_core(tmp_path, architecture, enforce_eager=True, **options)
+    assert first == second == generate(eager, tokens)
 
 
 def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Tensor, Batch]:
@@ -112,6 +149,7 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
         single=single,
         chunks=chunks,
         other_groups=tuple(others),
+        states=core.runner.states.batch(np.arange(len(counts)), core.runner.device.staged_copy()),
     )
     return torch.randn(tokens, 128, generator=generator).bfloat16(), batch
 
@@ -122,8 +160,9 @@ def test_one_recording_serves_steps_of_every_shape(architecture, quantization, t
     core = make_core(tmp_path, architecture, quantization=quantization, num_blocks=1100)
     forward, graph, caches = core.runner.model.run_layers, core.runner._step_graph, core.runner.kv_caches
     assert graph is not None
+    caches = [*caches, *(tensor for states in core.runner.states.layers for tensor in states.values())]
     for cache in caches:
-        cache.normal_(generator=torch.Generator().manual_seed(0))
+        cache.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     for counts, past in (([1], 70), ([1] * 64, 5), ([300], 0), ([100, 1, 33, 1, 1], 9), ([2], 1), ([1, 1], 128)):
         x, batch = make_step(core, counts, past)
         before = [cache.clone() for cache in caches]

@@ -19,13 +19,14 @@ from engine.model.ops.cpu.kernel import (
     as_i64,
     device_function,
     divide,
+    empty,
     exp,
     kernel,
     load,
     store,
     take,
 )  # fmt: skip
-from engine.model.ops.cpu.recurrent.sequences import sequence_table
+from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_BYTES, sequence_table
 from engine.model.state import RING, States
 
 BLOCK = 256  # channels
@@ -40,9 +41,8 @@ def copy_row(as_x: Any, target: int, source: int, width: int) -> None:
 @device_function
 def causal_conv_rows(as_x: Any, size: int, args: Any) -> None:
     """Convolve, item by item. size: bytes of a number. args: x, its row stride, weight, bias, ring, out, table of
-    sequences, number of sequences, channels, kernel, whether SiLU follows, the ring's slot stride; strides in
-    numbers."""
-    stride, seqs, channels, taps = args[2], args[8], args[9], args[10]
+    sequences, channels, kernel, whether SiLU follows, the ring's slot stride; strides in numbers."""
+    stride, seqs, channels, taps = args[2], as_i64(args[7])[0], args[8], args[9]
     blocks = (channels + BLOCK - 1) // BLOCK
     memory = np.zeros((RING + 2) * BLOCK, np.float32)
     weights, sums, zeros = memory.ctypes.data, as_f32(memory.ctypes.data + 4 * RING * BLOCK), 4 * (RING + 1) * BLOCK
@@ -51,9 +51,9 @@ def causal_conv_rows(as_x: Any, size: int, args: Any) -> None:
         item = take(args, 1)
         if item >= seqs * blocks:
             break
-        seq, begin = as_i64(args[7] + 48 * (item // blocks)), item % blocks * BLOCK
+        seq, begin = as_i64(args[7] + SEQUENCE_BYTES * (1 + item // blocks)), item % blocks * BLOCK
         first, last, start, width = seq[0], seq[1], seq[2], min(BLOCK, channels - begin)
-        ring, x = args[5] + size * (seq[3] * args[12] + begin), args[1] + size * begin
+        ring, x = args[5] + size * (seq[3] * args[11] + begin), args[1] + size * begin
         for j in range(taps):
             for c in range(width):
                 as_f32(weights)[j * BLOCK + c] = load(as_x(args[3]), (begin + c) * taps + j)
@@ -74,13 +74,13 @@ def causal_conv_rows(as_x: Any, size: int, args: Any) -> None:
                 for c in range(width):
                     sums[c] += column[c] * load(as_x(source), c)
             out = as_x(args[6] + size * (row * channels + begin))
-            if args[11]:
+            if args[10]:
                 for c in range(width):
                     sums[c] = divide(sums[c], np.float32(1.0) + exp(-sums[c]))
             for c in range(width):
                 store(out, c, sums[c])
         if seq[4] >= 0:
-            saved = args[5] + size * (seq[5] * args[12] + begin)
+            saved = args[5] + size * (seq[5] * args[11] + begin)
             for position in range(seq[4] - taps + 1, seq[4]):
                 source = ring + size * (position % RING) * channels
                 if position >= start:
@@ -110,10 +110,9 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: States, 
     x."""
     table, x = sequence_table(batch), x if x.stride(1) == 1 else x.contiguous()
     channels, taps = weight.shape
-    out = torch.zeros(x.shape, dtype=x.dtype)
+    out = empty(x.shape, x.dtype)
     CAUSAL_CONV.launch(
-        x.dtype, len(table) * -(-channels // BLOCK), x, x.stride(0), weight.contiguous(),
-        0 if bias is None else bias, states["conv"], out, table, len(table), channels, taps, int(silu),
-        states["conv"].stride(0),
+        x.dtype, (len(table) - 1) * -(-channels // BLOCK), x, x.stride(0), weight.contiguous(),
+        0 if bias is None else bias, states["conv"], out, table, channels, taps, int(silu), states["conv"].stride(0),
     )  # fmt: skip
     return out

@@ -31,6 +31,7 @@ from engine.model.ops.cpu.recurrent.linear_attention import (
     multiply,
     save_state,
 )
+from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_BYTES
 from engine.model.ops.cpu.tile_product import (
     COLUMNS,
     ROWS,
@@ -166,12 +167,13 @@ def read_state(space: Space, q: int, stride: int, decays: int, state: int, row: 
 @device_function
 def channel_decay_rows(args: Any) -> None:
     """args: as those of `linear_attention_rows`, with decays of each channel."""
-    seqs, heads, key_heads, key_dim, value_dim = args[12], args[13], args[14], args[15], args[16]
+    seqs, longest = as_i64(args[11])[0], min(as_i64(args[11])[1], CHUNK)
+    heads, key_heads, key_dim, value_dim = args[12], args[13], args[14], args[15]
     group, q_stride, v_stride = heads // key_heads, key_heads * key_dim, heads * value_dim
-    size = divide_space(0, args[17], key_dim, value_dim).end
+    size = divide_space(0, longest, key_dim, value_dim).end
     memory = np.zeros(size + 4 * (CHUNK + 2 * ROWS) * key_dim + 8 * CHUNK + CACHE_LINE_BYTES, np.uint8)
     start = (memory.ctypes.data + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
-    space = divide_space(start, args[17], key_dim, value_dim)
+    space = divide_space(start, longest, key_dim, value_dim)
     decayed = space.end
     tile, decayed_at = decayed + 4 * CHUNK * key_dim, decayed + 4 * (CHUNK + 2 * ROWS) * key_dim
     for j in range(CHUNK):
@@ -182,11 +184,11 @@ def channel_decay_rows(args: Any) -> None:
         item = take(args, 1)
         if item >= seqs * heads:
             break
-        seq, head = as_i64(args[11] + 48 * (item // heads)), item % heads
+        seq, head = as_i64(args[11] + SEQUENCE_BYTES * (1 + item // heads)), item % heads
         token, position, slot = seq[0], seq[2], seq[3]
         at = slot * heads + head
         states, values = args[7] + 4 * head * key_dim * value_dim, args[9] + 4 * at * CHUNK * value_dim
-        state = states + 4 * slot * args[18]
+        state = states + 4 * slot * args[16]
         kept = args[8] + 4 * (slot * key_heads + head // group) * CHUNK * key_dim
         decays = args[10] + 4 * at * CHUNK * key_dim
         while token < seq[1]:
@@ -216,7 +218,7 @@ def channel_decay_rows(args: Any) -> None:
             if end == CHUNK:
                 move_state(space, decayed, decayed_at, decays, state, values, key_dim, value_dim, begun)
                 if position == seq[4]:
-                    save_state(state, states + 4 * seq[5] * args[18], key_dim * value_dim)
+                    save_state(state, states + 4 * seq[5] * args[16], key_dim * value_dim)
     memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
 
 
@@ -233,5 +235,5 @@ def linear_attention(
     eps: float | None,
 ) -> Tensor:  # fmt: skip
     """q, k: [tokens, k_heads, d_k]; v: [tokens, heads, d_v]; decay: [tokens, heads, d_k]; beta: [tokens, heads].
-    Returns [tokens, heads, d_v] of v's dtype."""
+    Returns [tokens, heads, d_v] float32."""
     return launch(CHANNEL_DECAYS, q, k, v, decay, beta, states, batch, scale, eps)

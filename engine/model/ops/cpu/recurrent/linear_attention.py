@@ -14,8 +14,21 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import Batch
-from engine.model.ops.cpu.kernel import Kernel, as_f32, as_i64, device_function, exp, kernel, take
-from engine.model.ops.cpu.recurrent.sequences import sequence_table
+from engine.model.ops.cpu.kernel import (
+    Kernel,
+    TokenCount,
+    as_bf16,
+    as_f32,
+    as_i64,
+    constants,
+    device_function,
+    empty,
+    exp,
+    kernel,
+    load,
+    take,
+)
+from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_BYTES, sequence_table
 from engine.model.ops.cpu.tile_product import (
     COLUMNS,
     PACK_WORDS,
@@ -27,9 +40,9 @@ from engine.model.ops.cpu.tile_product import (
     rows_at_once,
 )
 from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES
-from engine.model.ops.norm_plain import unit_q_and_k
 from engine.model.state import CHUNK, States
 
+TOKENS = 2  # tokens whose q, k and v a thread widens at a time
 FEW_ROWS = 4  # up to this many rows of keys and queries, keys are read in place, not packed
 
 
@@ -208,14 +221,15 @@ def find_keys(space: Space, kept: int, new: int, stride: int, row: int, end: int
 
 @device_function
 def linear_attention_rows(args: Any) -> None:
-    """Attend, item by item. args: q, k, v, decay, beta, out, state, keys, values, decays, table of sequences, number of
-    sequences, heads, k_heads, d_k, d_v, rows of the longest portion, stride from slot to slot of `state` in numbers."""
-    seqs, heads, key_heads, key_dim, value_dim = args[12], args[13], args[14], args[15], args[16]
+    """Attend, item by item. args: q, k, v, decay, beta, out, state, keys, values, decays, table of sequences, heads,
+    k_heads, d_k, d_v, stride from slot to slot of `state` in numbers."""
+    seqs, longest = as_i64(args[11])[0], min(as_i64(args[11])[1], CHUNK)
+    heads, key_heads, key_dim, value_dim = args[12], args[13], args[14], args[15]
     group, q_stride, v_stride = heads // key_heads, key_heads * key_dim, heads * value_dim
-    memory = np.zeros(divide_space(0, args[17], key_dim, value_dim).end + CACHE_LINE_BYTES, np.uint8)
+    memory = np.zeros(divide_space(0, longest, key_dim, value_dim).end + CACHE_LINE_BYTES, np.uint8)
     start = memory.ctypes.data
     space = divide_space(
-        (start + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES, args[17], key_dim, value_dim
+        (start + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES, longest, key_dim, value_dim
     )
     for r in range(ROWS):
         as_f32(space.factors)[r] = np.float32(1.0)
@@ -223,11 +237,11 @@ def linear_attention_rows(args: Any) -> None:
         item = take(args, 1)
         if item >= seqs * heads:
             break
-        seq, head = as_i64(args[11] + 48 * (item // heads)), item % heads
+        seq, head = as_i64(args[11] + SEQUENCE_BYTES * (1 + item // heads)), item % heads
         token, position, slot = seq[0], seq[2], seq[3]
         at = slot * heads + head
         states, values = args[7] + 4 * head * key_dim * value_dim, args[9] + 4 * at * CHUNK * value_dim
-        state = states + 4 * slot * args[18]
+        state = states + 4 * slot * args[16]
         kept = args[8] + 4 * (slot * key_heads + head // group) * CHUNK * key_dim
         sums_of_decays, decays = as_f32(args[10] + 4 * at * CHUNK), as_f32(space.decays)
         while token < seq[1]:
@@ -271,7 +285,7 @@ def linear_attention_rows(args: Any) -> None:
             if end == CHUNK:
                 move_state(space, state, values, key_dim, value_dim, begun)
                 if position == seq[4]:
-                    save_state(state, states + 4 * seq[5] * args[18], key_dim * value_dim)
+                    save_state(state, states + 4 * seq[5] * args[16], key_dim * value_dim)
     memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
 
 
@@ -283,6 +297,78 @@ def linear_attention_f32(args: Any) -> None:
 LINEAR_ATTENTION = Kernel({torch.float32: linear_attention_f32})
 
 
+@device_function
+def widen_head(as_x: Any, x: int, first: int, out: int, size: int, scale: float, eps: float) -> None:
+    """Write x[first : first + size] times `scale` as float32, first scaled to unit length unless `eps` is below 0."""
+    if eps >= np.float32(0.0):
+        total = np.float32(0.0)
+        for i in range(size):
+            value = load(as_x(x), first + i)
+            total += value * value
+        scale = scale / np.sqrt(total + eps)
+    for i in range(size):
+        as_f32(out)[i] = load(as_x(x), first + i) * scale
+
+
+@device_function
+def widen_rows(as_x: Any, args: Any) -> None:
+    """Write q, k and v as float32, dense. args: all three, the same three of the result, `scale` of q and `eps`,
+    tokens, three strides from token to token, k_heads, d_k, heads * d_v; v may be 0 for none."""
+    numbers, tokens, key_heads, key_dim, width = as_f32(args[7]), args[8], args[12], args[13], args[14]
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            for head in range(key_heads):
+                at, target = head * key_dim, 4 * (token * key_heads + head) * key_dim
+                widen_head(as_x, args[1], token * args[9] + at, args[4] + target, key_dim, numbers[0], numbers[1])
+                widen_head(as_x, args[2], token * args[10] + at, args[5] + target, key_dim, np.float32(1.0), numbers[1])
+            if args[3]:
+                target = args[6] + 4 * token * width
+                widen_head(as_x, args[3], token * args[11], target, width, np.float32(1.0), np.float32(-1.0))
+
+
+@kernel
+def widen_bf16(args: Any) -> None:
+    widen_rows(as_bf16, args)
+
+
+@kernel
+def widen_f32(args: Any) -> None:
+    widen_rows(as_f32, args)
+
+
+WIDEN = Kernel({torch.bfloat16: widen_bf16, torch.float32: widen_f32})
+
+
+@device_function
+def keep_key_rows(args: Any) -> None:
+    """Keep the keys since the last border of each sequence. args: k, keys, table of sequences, k_heads, d_k."""
+    seqs, key_heads, key_dim = as_i64(args[3])[0], args[4], args[5]
+    while True:
+        item = take(args, 1)
+        if item >= seqs * key_heads:
+            break
+        seq, head = as_i64(args[3] + SEQUENCE_BYTES * (1 + item // key_heads)), item % key_heads
+        tokens = seq[1] - seq[0]
+        end = seq[2] + tokens
+        kept = args[2] + 4 * (seq[3] * key_heads + head) * CHUNK * key_dim
+        for back in range(1, min(tokens, end % CHUNK) + 1):
+            source = as_f32(args[1] + 4 * ((seq[1] - back) * key_heads + head) * key_dim)
+            target = as_f32(kept + 4 * ((end - back) % CHUNK) * key_dim)
+            for i in range(key_dim):
+                target[i] = source[i]
+
+
+@kernel
+def keep_keys_f32(args: Any) -> None:
+    keep_key_rows(args)
+
+
+KEEP_KEYS = Kernel({torch.float32: keep_keys_f32})
+
+
 def supports(key_dim: int, value_dim: int) -> bool:
     return key_dim % PACK_WORDS == 0 and value_dim % COLUMNS == 0
 
@@ -292,7 +378,7 @@ def linear_attention(
     eps: float | None,
 ) -> Tensor:  # fmt: skip
     """Attend. q, k: [tokens, k_heads, d_k]; v: [tokens, heads, d_v]; decay: [tokens, heads, 1]; beta: [tokens, heads].
-    Returns [tokens, heads, d_v] of v's dtype."""
+    Returns [tokens, heads, d_v] float32."""
     return launch(LINEAR_ATTENTION, q, k, v, decay, beta, states, batch, scale, eps)
 
 
@@ -301,32 +387,28 @@ def launch(
     scale: float, eps: float | None,
 ) -> Tensor:  # fmt: skip
     """Attend by a kernel, the one for heads with one decay or the one for decays of channels."""
-    assert batch.states is not None
-    q, k = (x.contiguous() for x in unit_q_and_k(q, k, scale, eps))
-    values, (heads, value_dim), (key_heads, key_dim) = v.float().contiguous(), v.shape[1:], k.shape[1:]
-    plans = batch.states.plans
-    if "linear attention" not in plans:
-        plans["linear attention"] = tables(batch)
-    table, slots, rows, tokens = plans["linear attention"]
-    longest = min(CHUNK, int((table[:, 1] - table[:, 0]).max()))
-    out = torch.zeros_like(values)
+    q, k, v = widen(q, k, v, scale, eps)
+    (_, heads, value_dim), (key_heads, key_dim) = v.shape, k.shape[1:]
+    table, out = sequence_table(batch), empty(v.shape, torch.float32)
     kernel.launch(
-        torch.float32, len(table) * heads, q, k, values, decay.contiguous(), 0 if beta is None else beta.contiguous(),
-        out, states["state"], states["keys"], states["values"], states["decays"], table, len(table), heads, key_heads,
-        key_dim, value_dim, longest, states["state"].stride(0),
+        torch.float32, (len(table) - 1) * heads, q, k, v, decay.contiguous(), 0 if beta is None else beta.contiguous(),
+        out, states["state"], states["keys"], states["values"], states["decays"], table, heads, key_heads, key_dim,
+        value_dim, states["state"].stride(0),
     )  # fmt: skip
-    # written last, since all heads must have read the keys that these replace
-    states["keys"][slots, :, rows] = k[tokens]
-    return out.to(v.dtype)
+    # last, since all heads must have read the keys that these replace
+    KEEP_KEYS.launch(torch.float32, (len(table) - 1) * key_heads, k, states["keys"], table, key_heads, key_dim)
+    return out
 
 
-def tables(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the table of sequences; then slots, rows and tokens [n] int64 of keys to keep, those since the last
-    border."""
-    table = sequence_table(batch)
-    first, last, start, slot = table[:, :4].unbind(1)
-    end = start + last - first
-    count = torch.minimum(last - first, end % CHUNK)
-    tokens = torch.arange(int(count.sum())) + (last - count.cumsum(0)).repeat_interleave(count)
-    rows = (tokens - (last - end).repeat_interleave(count)) % CHUNK
-    return table, slot.repeat_interleave(count), rows, tokens
+def widen(q: Tensor, k: Tensor, v: Tensor, scale: float, eps: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q times `scale`, k and v in float32, dense; q and k scaled to unit length unless `eps` is None."""
+    q, k, v = (x if x[:1].is_contiguous() else x.contiguous() for x in (q, k, v))
+    if wide := v.dtype == torch.float32:
+        v = v.contiguous()
+    outs = [empty(x.shape, torch.float32) for x in ((q, k) if wide else (q, k, v))]
+    WIDEN.launch(
+        q.dtype, -(-len(q) // TOKENS), q, k, 0 if wide else v, outs[0], outs[1], 0 if wide else outs[2],
+        constants(scale, -1.0 if eps is None else eps), TokenCount(len(q)), q.stride(0), k.stride(0), v.stride(0),
+        k.shape[1], k.shape[2], v.shape[1] * v.shape[2],
+    )  # fmt: skip
+    return outs[0], outs[1], v if wide else outs[2]

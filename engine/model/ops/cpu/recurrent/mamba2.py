@@ -1,0 +1,138 @@
+"""What surrounds the linear attention of Mamba-2 on a CPU. See ops/recurrent/mamba2.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model.ops.cpu.kernel import (
+    Kernel,
+    TokenCount,
+    as_bf16,
+    as_f32,
+    constants,
+    device_function,
+    divide,
+    empty,
+    exp,
+    kernel,
+    load,
+    store,
+    take,
+)
+from engine.model.ops.cpu.recurrent.gates import softplus
+from engine.model.ops.norm_plain import GroupNorm
+
+TOKENS = 2  # tokens that a thread takes at a time
+LARGEST = 3e38  # in place of infinity, which kernels are compiled without
+
+
+@device_function
+def step_rows(as_x: Any, args: Any) -> None:
+    """args: x, dt, log_rate, bias, limits, decay, values, tokens, heads, d_v, strides of x and dt from token to
+    token."""
+    x, dt, log_rate, bias, limits = as_x(args[1]), as_x(args[2]), as_f32(args[3]), as_f32(args[4]), as_f32(args[5])
+    decay, values, tokens, heads, size = as_f32(args[6]), as_f32(args[7]), args[8], args[9], args[10]
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            for head in range(heads):
+                step = softplus(load(dt, token * args[12] + head) + bias[head])
+                step = min(max(step, limits[0]), limits[1])
+                decay[token * heads + head] = -exp(log_rate[head]) * step
+                source, target = token * args[11] + head * size, (token * heads + head) * size
+                for i in range(size):
+                    values[target + i] = load(x, source + i) * step
+
+
+@kernel
+def steps_bf16(args: Any) -> None:
+    step_rows(as_bf16, args)
+
+
+@kernel
+def steps_f32(args: Any) -> None:
+    step_rows(as_f32, args)
+
+
+@device_function
+def gated_rows(as_x: Any, args: Any) -> None:
+    """args: y, x, z, skip, weight or 0 for no norm, `eps`, out, tokens, heads, d_v, groups, whether the gate is last,
+    strides of x and z from token to token. Overwrites y."""
+    x, z, skip, out, eps = as_x(args[2]), as_x(args[3]), as_f32(args[4]), as_x(args[7]), as_f32(args[6])[0]
+    tokens, heads, size, gate_last = args[8], args[9], args[10], args[12]
+    width, group, one = heads * size, heads * size // args[11], np.float32(1.0)
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            y, of_x, of_z, target = (
+                as_f32(args[1] + 4 * token * width),
+                token * args[13],
+                token * args[14],
+                token * width,
+            )
+            for head in range(heads):
+                share = skip[head]
+                for i in range(head * size, (head + 1) * size):
+                    y[i] += share * load(x, of_x + i)
+            if not gate_last:
+                for i in range(width):
+                    gate = load(z, of_z + i)
+                    y[i] *= divide(gate, one + exp(-gate))
+            if args[5]:
+                weight = as_x(args[5])
+                for start in range(0, width, group):
+                    total = np.float32(0.0)
+                    for i in range(start, start + group):
+                        total += y[i] * y[i]
+                    scale = one / np.sqrt(total / np.float32(group) + eps)
+                    for i in range(start, start + group):
+                        y[i] = y[i] * scale * load(weight, i)
+            if gate_last:
+                for i in range(width):
+                    gate = load(z, of_z + i)
+                    y[i] *= divide(gate, one + exp(-gate))
+            for i in range(width):
+                store(out, target + i, y[i])
+
+
+@kernel
+def gated_bf16(args: Any) -> None:
+    gated_rows(as_bf16, args)
+
+
+@kernel
+def gated_f32(args: Any) -> None:
+    gated_rows(as_f32, args)
+
+
+STEPS = Kernel({torch.bfloat16: steps_bf16, torch.float32: steps_f32})
+GATED = Kernel({torch.bfloat16: gated_bf16, torch.float32: gated_f32})
+
+
+def steps(x: Tensor, dt: Tensor, log_rate: Tensor, bias: Tensor, limit: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    tokens, heads = dt.shape
+    size = x.shape[1] // heads
+    decay, values = empty((tokens, heads, 1), torch.float32), empty((tokens, heads, size), torch.float32)
+    STEPS.launch(
+        x.dtype, -(-tokens // TOKENS), x, dt, log_rate, bias, constants(limit[0], min(limit[1], LARGEST)), decay,
+        values, TokenCount(tokens), heads, size, x.stride(0), dt.stride(0),
+    )  # fmt: skip
+    return decay, values
+
+
+def gated(y: Tensor, x: Tensor, z: Tensor, skip: Tensor, norm: GroupNorm | None) -> Tensor:
+    out, (tokens, heads, size) = empty(x.shape, x.dtype), y.shape
+    GATED.launch(
+        x.dtype, -(-tokens // TOKENS), y, x, z, skip, 0 if norm is None else norm.weight,
+        constants(norm.eps if norm else 0.0), out, TokenCount(tokens), heads, size, norm.groups if norm else 1,
+        int(norm is not None and norm.gate_last), x.stride(0), z.stride(0),
+    )  # fmt: skip
+    return out
