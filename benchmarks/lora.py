@@ -1,8 +1,13 @@
 """What adapters cost a step, and what loading one costs the streams that run meanwhile: `python -m benchmarks.lora`.
 
 A batch has its rows divided among 1, 8 and 32 adapters, or has none, in turns, in one engine; and none in an engine
-without adapters. Then a number of streams run, alone and while adapters of a higher rank are loaded, one after another.
-Weights are random: what is computed does not depend on their values.
+without adapters. Beside it stands what a server would give that merges adapters into the weights, as PEFT does: it
+computes the rows of one adapter after those of another, in the engine without adapters, and has to merge and unmerge
+between them.
+
+Then a number of streams run: beside requests without an adapter, beside requests for an adapter that is in a slot, and
+beside the same requests for adapters of a higher rank that have to be loaded, one after another. Weights are random:
+what is computed does not depend on their values.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -52,7 +58,8 @@ SHAPE = {
 }
 BATCH, PROMPT_LEN = 32, 8
 ADAPTERS = (0, 1, 8, 32)  # in a batch
-STREAMS, LOAD_RANK = 16, 64
+ANSWER = 128  # tokens of the answers for which adapters are merged
+STREAMS, LOAD_RANK, LOADS = 16, 64, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +70,11 @@ class LoRAReport:
     tokens_per_s: dict[str, list[float]]
     """Of each batch, a value for each turn."""
     gaps_ms: dict[str, list[float]]
-    """P50 and P99 between tokens of a stream: alone, and while adapters are loaded."""
+    """P50 and P99 between tokens of a stream, by what runs beside it."""
     load_s: list[float]
     """How long each of these took."""
+    merge_s: float
+    """How long PEFT takes to merge an adapter and to unmerge it."""
 
 
 def make_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> LoRARequest:
@@ -95,11 +104,34 @@ def add(core: EngineCore, name: str, tokens: int, lora: LoRARequest | None) -> N
     core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, lora=lora))
 
 
-def tokens_per_s(core: EngineCore, adapters: list[LoRARequest], tokens: int) -> float:
+def merge_s(folder: Path, dtype: str, rank: int) -> float:
+    """Return the seconds that PEFT takes to merge an adapter of all linear layers into a model, and to unmerge it."""
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype))
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
+    model, taken = peft.get_peft_model(base, config), []
+    for _ in range(4):
+        started = time.perf_counter()
+        model.merge_adapter()
+        model.unmerge_adapter()
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+def merged_tokens_per_s(core: EngineCore, adapters: int, merge_s: float, tokens: int) -> float:
+    """Return the tokens per second of a batch whose adapters are merged one after the other."""
+    group = BATCH // adapters
+    group_s = merge_s + ANSWER * group / tokens_per_s(core, [], tokens, group)
+    return ANSWER * BATCH / (adapters * group_s)
+
+
+def tokens_per_s(core: EngineCore, adapters: list[LoRARequest], tokens: int, batch: int = BATCH) -> float:
     """Tokens per second of a batch, once all of it decodes."""
-    for i in range(BATCH):
+    for i in range(batch):
         add(core, str(i), tokens, adapters[i % len(adapters)] if adapters else None)
-    while len(core.scheduler.queue.running) < BATCH or any(r.num_output < 2 for r in core.scheduler.queue.running):
+    while len(core.scheduler.queue.running) < batch or any(r.num_output < 2 for r in core.scheduler.queue.running):
         core.step()
     count, started = 0, time.perf_counter()
     while core.has_work:
@@ -107,24 +139,25 @@ def tokens_per_s(core: EngineCore, adapters: list[LoRARequest], tokens: int) -> 
     return count / (time.perf_counter() - started)
 
 
-def gaps(core: EngineCore, tokens: int, adapters: list[LoRARequest]) -> tuple[list[float], list[float]]:
-    """Return the seconds between tokens of streams, and those that each load took; adapters are loaded one after
-    another, each for a request of one token."""
+def gaps(core: EngineCore, tokens: int, adapters: Sequence[LoRARequest | None]) -> tuple[list[float], list[float]]:
+    """Return the seconds between tokens of streams, and those of each of further requests of one token, which come one
+    after another, each for one of the adapters."""
     for i in range(STREAMS):
         add(core, f"stream {i}", tokens, None)
     while any(r.num_output < 1 for r in [*core.scheduler.queue.running, *core.scheduler.queue.waiting]):
         core.step()
     waiting, found, loads = list(adapters), [], []
     last, asked = time.perf_counter(), 0.0
-    while any(request.lora is None for request in core.scheduler.queue.live.values()):
+    while any(name.startswith("stream") for name in core.scheduler.queue.live):
         if waiting and not asked:
             asked = time.perf_counter()
-            add(core, waiting[0].lora_name, 1, waiting.pop(0))
+            add(core, f"other {len(waiting)}", 1, waiting.pop(0))
         events, now = core.step(), time.perf_counter()
-        if any(event.request.lora is None for event in events):
+        names = [event.request.request_id for event in events]
+        if any(name.startswith("stream") for name in names):
             found.append(now - last)
             last = now
-        if any(event.request.lora is not None for event in events):
+        if any(name.startswith("other") for name in names):
             loads.append(now - asked)
             asked = 0.0
     while core.has_work:
@@ -135,7 +168,8 @@ def gaps(core: EngineCore, tokens: int, adapters: list[LoRARequest]) -> tuple[li
 def measure(folder: Path, dtype: str, rank: int, tokens: int, repetitions: int) -> LoRAReport:
     model = ModelConfig.from_folder(folder)
     adapters = [make_adapter(folder / f"{i}", model, rank, i) for i in range(max(ADAPTERS))]
-    large = [make_adapter(folder / f"large {i}", model, LOAD_RANK, i) for i in range(4)]
+    large = [make_adapter(folder / f"large {i}", model, LOAD_RANK, i) for i in range(LOADS)]
+    merging = merge_s(folder, dtype, rank)
     options = EngineConfig(
         model=str(folder), dtype=dtype, load_format="dummy", max_num_seqs=BATCH, max_model_len=512, num_blocks=2048  # type: ignore[arg-type]
     )  # fmt: skip
@@ -153,17 +187,20 @@ def measure(folder: Path, dtype: str, rank: int, tokens: int, repetitions: int) 
             speed = tokens_per_s(core, adapters[: count or 0], tokens)
             if turn:  # the first warms up
                 turns.setdefault(name, []).append(speed)
+        for count in ADAPTERS[1:] if turn else ():
+            speed = merged_tokens_per_s(cores["without"], count, merging, tokens)
+            turns.setdefault(f"{count} adapters, merged in turn", []).append(speed)
     for core in cores.values():
         core.close()
     core = build_engine(replace(adapted, max_loras=2, max_lora_rank=LOAD_RANK, max_num_seqs=STREAMS + 1))
     gaps(core, 8, [])
-    found: dict[str, list[float]] = {}
-    alone, _ = gaps(core, 16 * tokens, [])
-    beside, loads = gaps(core, 16 * tokens, large)
+    plain, _ = gaps(core, 16 * tokens, [None] * LOADS)
+    loaded, loads = gaps(core, 16 * tokens, large)
+    held, _ = gaps(core, 16 * tokens, large[-1:] * LOADS)
     core.close()
-    for name, values in (("alone", alone), ("while adapters are loaded", beside)):
-        found[name] = [1000 * float(np.percentile(values, share)) for share in (50, 99)]
-    return LoRAReport(str(folder), dtype, rank, turns, found, loads)
+    beside = {"without an adapter": plain, "for an adapter in a slot": held, "for adapters to load": loaded}
+    found = {name: [1000 * float(np.percentile(times, share)) for share in (50, 99)] for name, times in beside.items()}
+    return LoRAReport(str(folder), dtype, rank, turns, found, loads, merging)
 
 
 def show_report(report: LoRAReport) -> None:
@@ -172,8 +209,9 @@ def show_report(report: LoRAReport) -> None:
     for name, values in report.tokens_per_s.items():
         ratio = statistics.median(value / other for value, other in zip(values, base, strict=True))
         table.add_row(name, figure(statistics.median(values)), f"{ratio:.2f}")
-    show(f"adapters of rank {report.rank} on all linear layers, {report.dtype}", table)
-    table = make_table(f"{STREAMS} streams", "P50 between tokens, ms", "P99, ms")
+    merging = f"merging and unmerging one takes {report.merge_s:.2f} s, for answers of {ANSWER} tokens"
+    show(f"adapters of rank {report.rank} on all linear layers, {report.dtype}; {merging}", table)
+    table = make_table(f"{STREAMS} streams beside {LOADS} requests", "P50 between tokens, ms", "P99, ms")
     for name, (middle, high) in report.gaps_ms.items():
         table.add_row(name, figure(middle), figure(high))
     show(f"{len(report.load_s)} adapters of rank {LOAD_RANK}, {statistics.median(report.load_s):.2f} s each", table)

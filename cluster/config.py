@@ -195,7 +195,8 @@ class LoraSection(Section):
     """Where LoRA adapters come from that the configuration does not list (docs/lora.md)."""
 
     dynamic_folder: str | None = Field(default=None, min_length=1)
-    """Folder with an adapter in each sub-folder, served under its name; every ingress and replica has it."""
+    """Folder with an adapter in each sub-folder, served under its name. Every ingress and replica has it, or reads it
+    from a bucket (`s3://`, `gs://`, `abfss://`)."""
 
 
 class SloSection(Section):

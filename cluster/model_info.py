@@ -9,10 +9,12 @@ import msgspec
 from cluster.config import IngressSection, ModelSection
 from cluster.fingerprint import fingerprint
 from deployments.adapters.adapter import Adapter
+from deployments.adapters.places import place_of
 from deployments.adapters.sources import AdapterSources
 from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served_model import ModelInfo
 from engine.errors import AdapterError, ConfigError, Described, InvalidParameter, StartupError
+from engine.lora.bucket import SCHEMES, is_bucket
 from engine.model.checkpoint import folder as model_folder
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
@@ -83,9 +85,13 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
 def _adapters(model: ModelSection) -> AdapterSources:
     """Read the adapters that are listed. Raises StartupError for one that cannot be used."""
     max_rank, folder = model.engine_config().max_lora_rank, model.lora.dynamic_folder
-    if folder is not None and not Path(folder).expanduser().is_dir():
-        limit = "a folder that is there; a bucket has to be mounted, or copied to one"
+    if folder is not None and not is_bucket(folder) and not Path(folder).expanduser().is_dir():
+        limit = f"a folder that is there, or the URL of one in a bucket ({', '.join(SCHEMES)})"
         raise ConfigError(f"lora.dynamic_folder of model {model.name!r}", folder, limit)
+    try:
+        place_of(folder).names()
+    except AdapterError as error:
+        raise StartupError(f"lora.dynamic_folder of model {model.name!r}: {error}") from None
     try:
         modules = tuple(
             Adapter.open(module.name, module.path, module.base_model_name or model.name, max_rank)

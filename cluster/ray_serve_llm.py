@@ -19,6 +19,7 @@ from cluster.config import BUILDER
 from cluster.serve_flags import ABOVE_MODELS, keys_of, model_args
 from cluster.vllm.command import arguments, translated
 from engine.errors import ConfigError, Described, RequestError, StartupError
+from engine.lora.bucket import SCHEMES, is_bucket
 
 logger = logging.getLogger(__name__)
 
@@ -170,8 +171,8 @@ def _lora(given: Mapping[str, Any], path: str, kwargs: Keys) -> Keys:
         slots = kwargs.setdefault("max_loras", count)
         kwargs.setdefault("max_cpu_loras", max(count, slots))
     folder = given.get("dynamic_lora_loading_path")
-    if folder is not None and "://" in folder:
-        limit = "a folder: mount the bucket, or copy it to a folder that all nodes have"
+    if folder is not None and "://" in folder and not is_bucket(folder):
+        limit = f"a folder that all nodes have, or the URL of one in a bucket ({', '.join(SCHEMES)})"
         raise ConfigError(f"{path}.dynamic_lora_loading_path", folder, limit)
     return {} if folder is None else {"lora.dynamic_folder": folder}
 

@@ -17,6 +17,7 @@ from cluster.config import BUILDER, HOST, PORT
 from cluster.flags import EngineFlags, flag, with_flags
 from deployments.frontend.api_keys import key_line
 from engine.errors import ConfigError, InvalidParameter, RequestError
+from engine.lora.bucket import is_bucket
 
 ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
 API_KEY_VARIABLES = ["MANTA_API_KEY", "VLLM_API_KEY"]
@@ -54,7 +55,9 @@ class ModelFlags:
     lora_modules: list[str] | None = flag(  # noqa: RUF009  the default is None
         None, "LoRA adapter: NAME=PATH, or JSON with name, path and base_model_name. Repeatable."
     )
-    lora_dynamic_folder: str | None = flag(None, "Folder of LoRA adapters, one in each sub-folder, under its name.")
+    lora_dynamic_folder: str | None = flag(
+        None, "Folder of LoRA adapters, on a disk or in a bucket, one in each sub-folder, under its name."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +120,7 @@ def model_keys(model: ModelFlags, engine: dict[str, Any]) -> dict[str, Any]:
         "tool_call_parser": model.tool_call_parser,
         "reasoning_parser": model.reasoning_parser,
         "lora_modules": [module for text in model.lora_modules or () for module in _lora_modules(text)] or None,
-        "lora.dynamic_folder": model.lora_dynamic_folder
-        and str(Path(model.lora_dynamic_folder).expanduser().absolute()),
+        "lora.dynamic_folder": model.lora_dynamic_folder and _adapters_folder(model.lora_dynamic_folder),
         "engine": engine or None,
     }
     return {key: value for key, value in keys.items() if value is not None}
@@ -203,6 +205,10 @@ def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> di
         "args": model_args(model, given),
     }
     return {"http_options": http, "applications": [application]}
+
+
+def _adapters_folder(given: str) -> str:
+    return given if is_bucket(given) else str(Path(given).expanduser().absolute())
 
 
 def _lora_modules(text: str) -> list[dict[str, Any]]:

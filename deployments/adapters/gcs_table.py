@@ -20,13 +20,16 @@ TIMEOUT_S = 5.0  # of each call; the GCS may be away for a while
 
 
 class GcsTable:
-    """One value for each adapter, and one that is another after each change, which is all that is read otherwise."""
+    """One value for each adapter, one for each of the configuration that was unloaded, and one that is another after
+    each change, which is all that is read otherwise. An adapter counts more than its unload, so that of two ingresses
+    that load one name again, the store lets one win."""
 
     def __init__(self, scope: str, tell_others: Callable[[], Awaitable[object]]):
         """scope: names the model, and its weights, which adapters fit. tell_others: called after each change; has the
         other ingresses count it in `num_heard`."""
         self.num_heard = 0
-        self._entries, self._version = f"adapters/{scope}/entry/", f"adapters/{scope}/version"
+        self._entries, self._unloaded = f"adapters/{scope}/entry/", f"adapters/{scope}/unloaded/"
+        self._version = f"adapters/{scope}/version"
         self._tell_others = tell_others
         self._read: tuple[bytes | None, Changes] = (None, {})
 
@@ -37,18 +40,17 @@ class GcsTable:
         return self._read[1]
 
     async def add(self, adapter: Adapter) -> bool:
-        key = self._entries + adapter.name
-        if await _call(ray_compat.shared, key) == _encode(None):
-            await _call(ray_compat.unshare, key)
-        added = await _call(ray_compat.share_first, key, _encode(adapter))
+        added = await _call(ray_compat.share_first, self._entries + adapter.name, msgspec.msgpack.encode(adapter))
         await self._changed()
         return added
 
-    async def replace(self, name: str, adapter: Adapter | None) -> None:
-        await _call(ray_compat.share, self._entries + name, _encode(adapter))
+    async def replace(self, adapter: Adapter) -> None:
+        await _call(ray_compat.share, self._entries + adapter.name, msgspec.msgpack.encode(adapter))
         await self._changed()
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, *, configured: bool) -> None:
+        if configured:
+            await _call(ray_compat.share, self._unloaded + name, b"")
         await _call(ray_compat.unshare, self._entries + name)
         await self._changed()
 
@@ -57,12 +59,11 @@ class GcsTable:
         await self._tell_others()
 
     def _read_all(self) -> Changes:
-        found = ray_compat.shared_below(self._entries)
-        return {name: msgspec.msgpack.decode(value, type=Adapter | None) for name, value in found.items()}
-
-
-def _encode(adapter: Adapter | None) -> bytes:
-    return msgspec.msgpack.encode(adapter)
+        loaded = ray_compat.shared_below(self._entries)
+        return {
+            **dict.fromkeys(ray_compat.shared_below(self._unloaded)),
+            **{name: msgspec.msgpack.decode(value, type=Adapter) for name, value in loaded.items()},
+        }
 
 
 async def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

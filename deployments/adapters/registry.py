@@ -56,7 +56,7 @@ class AdapterRegistry:
         """Return name and path of all adapters."""
         await self._read(READ_AGAIN_S)
         known = [(name, adapter.path) for name, adapter in self._known.items()]
-        names = await asyncio.to_thread(self._folder.names)
+        names = await self._folder.names()
         return known + [(name, self._folder.path_of(name)) for name in names if name not in self._known]
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
@@ -72,7 +72,7 @@ class AdapterRegistry:
             if not await self._pool.asleep() and (error := await self._pool.load_adapter(adapter.lora)) is not None:
                 raise ReportedError(error)
             if in_place:
-                await self._table.replace(name, adapter)
+                await self._table.replace(adapter)
             elif not await self._table.add(adapter):
                 raise AdapterAlreadyLoaded(name)
             await self._read(0.0)
@@ -85,10 +85,7 @@ class AdapterRegistry:
             await self._read(0.0)
             if name not in self._known:
                 return False
-            if name in self._configured:
-                await self._table.replace(name, None)
-            else:
-                await self._table.delete(name)
+            await self._table.delete(name, configured=name in self._configured)
             await self._read(0.0)
         logger.info("adapter unloaded model=%s adapter=%s", self.model, name)
         return True
@@ -96,6 +93,7 @@ class AdapterRegistry:
     async def read(self) -> None:
         """Learn of changes, for `in`."""
         await self._read(READ_S)
+        await self._folder.read()
 
     def _short(self, name: str) -> list[str]:
         """Return the names of adapters that a request may mean."""

@@ -21,9 +21,11 @@ class AdapterTable(Protocol):
     async def add(self, adapter: Adapter) -> bool:
         """Add an adapter, unless another ingress has just added one of its name. Returns whether it was added."""
 
-    async def replace(self, name: str, adapter: Adapter | None) -> None: ...
+    async def replace(self, adapter: Adapter) -> None:
+        """Put an adapter in the place of any other of its name."""
 
-    async def delete(self, name: str) -> None: ...
+    async def delete(self, name: str, *, configured: bool) -> None:
+        """Unload the adapter of this name. configured: whether the configuration lists it."""
 
 
 class MemoryTable:
@@ -42,8 +44,10 @@ class MemoryTable:
         self._changes[adapter.name] = adapter
         return True
 
-    async def replace(self, name: str, adapter: Adapter | None) -> None:
-        self._changes[name] = adapter
+    async def replace(self, adapter: Adapter) -> None:
+        self._changes[adapter.name] = adapter
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, *, configured: bool) -> None:
         self._changes.pop(name, None)
+        if configured:
+            self._changes[name] = None

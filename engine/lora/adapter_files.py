@@ -14,10 +14,10 @@ from safetensors import SafetensorError, deserialize
 from engine import pocket
 from engine.errors import AdapterError, AdapterNotFound, Described
 from engine.lora.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
+from engine.lora.bucket import WEIGHTS_FILE, is_bucket, local_copy
 from engine.model.checkpoint.folder import HUB_ID
 
 POCKET_PIRATE = "pocket-pirate"  # path of the adapter that ships with the pocket model
-WEIGHTS_FILE = "adapter_model.safetensors"
 DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 # the adapter's name is left in by some trainers; PEFT takes it out as it saves
 LOW_RANK = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight")
@@ -68,7 +68,7 @@ class AdapterFiles:
 
 
 def open_adapter(path: str | Path, name: str = "") -> AdapterFiles:
-    """Read an adapter from its folder or the Hugging Face Hub. name: for errors, instead of the path.
+    """Read an adapter from its folder, a bucket or the Hugging Face Hub. name: for errors, instead of the path.
 
     It is read whole, and once: what was hashed is what is used, whatever becomes of the files. Raises AdapterError.
     """
@@ -90,11 +90,13 @@ def open_adapter(path: str | Path, name: str = "") -> AdapterFiles:
 
 
 def _folder(path: str | Path, adapter: str) -> Path:
+    if is_bucket(str(path)):
+        return local_copy(str(path), adapter)
     folder = pocket.PIRATE if path == POCKET_PIRATE else Path(path).expanduser()
     if folder.is_dir():
         return folder
     if (hub := HUB_ID.fullmatch(str(path))) is None or str(path).startswith("."):
-        raise AdapterNotFound(adapter, "path", str(path), "a folder, or a Hub id (org/name)")
+        raise AdapterNotFound(adapter, "path", str(path), "a folder, its URL in a bucket, or a Hub id (org/name)")
     from huggingface_hub import snapshot_download  # slow to import, and not needed for a local folder
 
     try:

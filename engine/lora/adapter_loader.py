@@ -20,7 +20,7 @@ from engine.wire.lora import AdapterAnswer, AdapterLoad, LoRARequest
 
 logger = logging.getLogger(__name__)
 
-NICE = 5  # of the thread, so that steps keep the cores
+NICE = 10  # of the thread, so that steps keep the cores
 
 
 class AdapterLoader:

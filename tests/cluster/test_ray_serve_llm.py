@@ -98,7 +98,7 @@ def test_what_is_left_out_is_in_the_log(caplog):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"lora_config": {"dynamic_lora_loading_path": "s3://b"}}, r"\.lora_config\.dynamic_lora_loading"),
+        ({"lora_config": {"dynamic_lora_loading_path": "ftp://b"}}, r"\.lora_config\.dynamic_lora_loading"),
         ({"server_cls": "sglang:Server"}, r"llm_configs\[0\]\.server_cls must be left out"),
         ({"llm_engine": "SGLang"}, r"llm_configs\[0\]\.llm_engine must be vLLM"),
         ({"engine_kwargs": {"max_modle_len": 8}}, r"llm_configs\[0\]\.engine_kwargs: No such option: --max-modle-len"),

@@ -29,7 +29,7 @@ def test_a_sub_folder_is_an_adapter_of_its_name(root):
     found = find(folder, "sql")
     assert found is not None
     assert (found.name, found.path, found.parent) == ("sql", str(root / "sql"), "base")
-    assert folder.names() == ["sql"] and "sql" in folder
+    assert asyncio.run(folder.names()) == ["sql"] and "sql" in folder
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_no_link_leaves_the_folder(root, links):
         (root / "link" / "adapter_model.safetensors").unlink()
         (root / "link" / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
     folder = DynamicFolder(str(root), "base", max_rank=16)
-    assert find(folder, "link") is None and folder.names() == []
+    assert find(folder, "link") is None and asyncio.run(folder.names()) == []
 
 
 def test_a_link_inside_is_followed(root):
@@ -75,8 +75,8 @@ def test_other_weights_under_the_name_are_another_adapter(root):
 def test_what_is_missing_is_not_looked_for_again_for_a_while(root, monkeypatch):
     folder, opened, now = DynamicFolder(str(root), "base", max_rank=16), [], [100.0]
     monkeypatch.setattr(dynamic_folder.time, "monotonic", lambda: now[0])
-    look = folder._files_of
-    monkeypatch.setattr(folder, "_files_of", lambda name: opened.append(name) or look(name))
+    look = folder._place.version
+    monkeypatch.setattr(folder._place, "version", lambda name: opened.append(name) or look(name))
     assert [find(folder, "sql") for _ in range(3)] == [None] * 3 and len(opened) == 1
     write_adapter(root / "sql")
     now[0] += 2 * dynamic_folder.MISSING_S

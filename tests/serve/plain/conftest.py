@@ -13,7 +13,7 @@ from tests.serve.serve_run import ServeRun
 
 REPLICAS = 2
 DECODE = {"num_cpus": 0.3, "num_replicas": REPLICAS}
-ENGINE = {"dtype": "bfloat16", "block_size": 4, "num_blocks": 8192, "num_threads": 1}
+ENGINE = {"dtype": "bfloat16", "block_size": 4, "num_blocks": 8192, "num_threads": 1, "enable_lora": True}
 
 
 @pytest.fixture(scope="package")
@@ -27,7 +27,7 @@ def receiver() -> Iterator[OtlpReceiver]:
 def server(tmp_path_factory, model_folder, receiver) -> Iterator[ServeRun]:
     args = {
         "models": [{"name": "tiny", "model": str(model_folder), "engine": ENGINE, "decode": DECODE}],
-        "ingress": {"num_replicas": 2},
+        "ingress": {"num_replicas": 2, "allow_runtime_lora_updating": True},
         "log_format": "json",
         "log_level": "debug",
         "tracing": {"otlp_endpoint": receiver.endpoint},

@@ -1,0 +1,135 @@
+"""Where the sub-folders of a dynamic folder are: on a disk, or in a bucket."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Protocol
+
+from engine.errors import AdapterError
+from engine.lora.adapter_config import CONFIG_FILE
+from engine.lora.bucket import WEIGHTS_FILE, Bucket, is_bucket
+
+logger = logging.getLogger(__name__)
+
+BUCKET_S = 5.0
+"""How long what was read of a bucket is taken for true."""
+PATTERNS = frozenset("*?[]#")  # which libraries of buckets read as more than a name
+
+Version = tuple[str, ...]
+"""What changes with the files of an adapter."""
+
+
+class Place(Protocol):
+    fresh_s: float
+    """How long a version is taken for true."""
+
+    def version(self, name: str) -> Version | None:
+        """Return the version of an adapter; None if there is none of this name. Raises AdapterError."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self) -> None:
+        """Learn of names, for `in`. Raises AdapterError."""
+
+    def names(self) -> list[str]:
+        """Return all names in their order. Raises AdapterError."""
+
+    def path_of(self, name: str) -> str: ...
+
+
+def place_of(folder: str | None) -> Place:
+    """folder: None for no adapters. Raises AdapterError for a bucket whose library is missing."""
+    if folder is None:
+        return NoPlace()
+    return BucketPlace(folder) if is_bucket(folder) else LocalPlace(folder)
+
+
+class NoPlace:
+    fresh_s = 0.0
+
+    def version(self, name: str) -> Version | None:
+        return None
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def read(self) -> None:
+        pass
+
+    def names(self) -> list[str]:
+        return []
+
+    def path_of(self, name: str) -> str:
+        raise KeyError(name)
+
+
+class LocalPlace:
+    """A folder that nothing leads out of, neither a name nor a link."""
+
+    fresh_s = 0.0
+
+    def __init__(self, folder: str):
+        self._root = Path(folder).expanduser().resolve()
+
+    def version(self, name: str) -> Version | None:
+        if not _is_name(name):
+            return None
+        try:
+            files = [(self._root / name / file).resolve(strict=True) for file in (CONFIG_FILE, WEIGHTS_FILE)]
+        except OSError:  # it is not there, or its name is too long
+            return None
+        if not all(file.is_file() and file.is_relative_to(self._root) for file in files):
+            return None
+        return tuple(f"{found.st_mtime_ns} {found.st_size} {found.st_ino}" for found in map(Path.stat, files))
+
+    def __contains__(self, name: str) -> bool:
+        return self.version(name) is not None
+
+    def read(self) -> None:
+        pass
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self._root.iterdir() if path.name in self) if self._root.is_dir() else []
+
+    def path_of(self, name: str) -> str:
+        return str(self._root / name)
+
+
+class BucketPlace:
+    """A folder of a bucket. What is `in` it is so by the last list, since looking takes long."""
+
+    fresh_s = BUCKET_S
+
+    def __init__(self, url: str):
+        self._bucket = Bucket(url)
+        self._names, self._read_at = list[str](), float("-inf")
+
+    def version(self, name: str) -> Version | None:
+        return self._bucket.version(name) if _is_name(name) and not PATTERNS & {*name} else None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def read(self) -> None:
+        if time.monotonic() - self._read_at < BUCKET_S:
+            return
+        try:
+            self._names = list(filter(_is_name, self._bucket.names()))
+        except AdapterError as error:
+            if self._read_at == float("-inf"):
+                raise
+            logger.warning("adapters listed as they were bucket=%s error=%s", self._bucket.url, error)
+        self._read_at = time.monotonic()
+
+    def names(self) -> list[str]:
+        self.read()
+        return self._names
+
+    def path_of(self, name: str) -> str:
+        return f"{self._bucket.url}/{name}"
+
+
+def _is_name(name: str) -> bool:
+    return bool(name) and not name.startswith(".") and name.isprintable() and not {"/", "\\"} & {*name}

@@ -1,0 +1,109 @@
+"""Adapters in a bucket: S3, Google Cloud Storage and Azure, by fsspec."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from engine.errors import AdapterError, AdapterNotFound
+from engine.lora.adapter_config import CONFIG_FILE
+from engine.user_folder import user_folder
+
+SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
+WEIGHTS_FILE = "adapter_model.safetensors"
+COPIES = "~/.cache/manta/adapters"
+MAX_BYTES = 20 << 30
+"""Size of all local copies together, beyond which those that were used least recently are deleted."""
+TRIES = 3  # of a copy, if the files change meanwhile
+T = TypeVar("T")
+
+
+def is_bucket(path: str) -> bool:
+    scheme, found, _ = path.partition("://")
+    return bool(found) and scheme in SCHEMES
+
+
+class Bucket:
+    """A folder of a bucket with an adapter in each sub-folder. Its methods wait for the network."""
+
+    def __init__(self, url: str):
+        """Raises AdapterError if a package for such buckets is missing."""
+        import fsspec  # slow to import, and not needed for local folders
+
+        self.url = url.rstrip("/")
+        self._files, self._root = _answered(url, lambda: fsspec.core.url_to_fs(self.url, use_listings_cache=False))
+
+    def names(self) -> list[str]:
+        """Return the names of the sub-folders. Raises AdapterError."""
+        entries = _answered(self.url, lambda: self._files.ls(self._root, detail=True))
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
+
+    def version(self, name: str) -> tuple[str, ...] | None:
+        """Return what changes with the files of an adapter, or None if there is none of this name. name: "" for the
+        folder itself. Raises AdapterError."""
+        with suppress(AdapterNotFound):
+            return tuple(
+                str(_answered(self.url, partial(self._files.checksum, self._path(name, file))))
+                for file in (CONFIG_FILE, WEIGHTS_FILE)
+            )
+        return None
+
+    def copy(self, name: str, folder: Path) -> None:
+        """Copy the files of an adapter into a folder. Raises AdapterError."""
+        for file in (CONFIG_FILE, WEIGHTS_FILE):
+            _answered(self.url, partial(self._files.get_file, self._path(name, file), str(folder / file)))
+
+    def _path(self, *parts: str) -> str:
+        return "/".join([self._root.rstrip("/"), *filter(None, parts)])
+
+
+def local_copy(url: str, adapter: str) -> Path:
+    """Return a local folder with the files of an adapter as they are in its bucket now; they are copied if they have
+    changed. adapter: for errors. Raises AdapterError."""
+    bucket, copies = Bucket(url), user_folder(COPIES)
+    copies.mkdir(parents=True, exist_ok=True)
+    for _ in range(TRIES):
+        if (version := bucket.version("")) is None:
+            raise AdapterNotFound(adapter, "path", url, f"a folder of a bucket with {CONFIG_FILE} and {WEIGHTS_FILE}")
+        copy = copies / hashlib.sha256(repr((url, version)).encode()).hexdigest()[:32]
+        if not copy.is_dir():
+            with tempfile.TemporaryDirectory(dir=copies, prefix=".") as made:
+                Path(made, "files").mkdir()
+                bucket.copy("", Path(made, "files"))
+                if bucket.version("") != version:
+                    continue
+                with suppress(OSError):  # another process was faster
+                    os.rename(Path(made, "files"), copy)
+        os.utime(copy)
+        _delete_old(copies, keep=copy)
+        return copy
+    raise AdapterError(adapter, "path", url, "a folder whose files do not change while they are read")
+
+
+def _delete_old(copies: Path, keep: Path) -> None:
+    found = [(path.stat().st_mtime, path) for path in copies.iterdir() if not path.name.startswith(".")]
+    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for _, path in found}
+    total = sum(sizes.values())
+    for _, path in sorted(found):
+        if total <= MAX_BYTES or path == keep:
+            return
+        shutil.rmtree(path, ignore_errors=True)
+        total -= sizes[path]
+
+
+def _answered(url: str, call: Callable[[], T]) -> T:
+    """Raises AdapterNotFound, and AdapterError for all that a bucket's library raises, which has no class in common."""
+    try:
+        return call()
+    except FileNotFoundError:
+        raise AdapterNotFound(url, "path", url, "in the bucket") from None
+    except Exception as error:
+        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"[:300]
+        raise AdapterError(url, "path", url, f"a bucket that can be read ({reason})") from error
