@@ -268,8 +268,10 @@ class ModelSection(Section):
 
     def check(self, path: str) -> None:
         """Raise ConfigError for contradictory keys. path: position of this section."""
-        if self.handoff is not None and len(self.pools) == 1:
-            raise ConfigError(f"{path}.prefill", None, "given, or `encode`, if there is a `handoff` section")
+        handoff: Any = self.handoff
+        if handoff is not None and len(self.pools) == 1 and not handoff.move_requests:
+            limit = "given, or `encode`, if there is a `handoff` section without `move_requests`"
+            raise ConfigError(f"{path}.prefill", None, limit)
         for role, pool in self.pools.items():
             pool.check(f"{path}.{role}")
             try:
@@ -322,6 +324,8 @@ class ModelSection(Section):
         handoff = dict(self.handoff or HandoffSection())
         if role == "encode" or self.prefill is not None:
             options["handoff"] = HandoffConfig(role=role, **handoff)
+        elif handoff["move_requests"]:
+            options["handoff"] = HandoffConfig(role="replica", **handoff)
         if role != "encode" and self.encode is not None:
             options["encode"] = HandoffConfig(role="decode", **handoff)
         return EngineConfig(model=self.model, **options)

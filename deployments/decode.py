@@ -29,6 +29,8 @@ class Decode(EngineDeployment):
             if "prefill" in pools:
                 await pair(self._engine, pools["prefill"], spec.startup_timeout_s)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
+        if config.handoff is not None and config.handoff.move_requests:
+            self._tasks = [*self._tasks, asyncio.create_task(self._depart(config.max_num_seqs))]
 
     async def generate(self, requests: list[EncodedRequest], _: RoutingContext) -> None:
         """Run GenerateRequests in the engine, and return when they have ended. The context is only for this

@@ -4,6 +4,7 @@ first when that changes."""
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -204,6 +205,27 @@ async def broadcast(handle: DeploymentHandle, method: str, timeout_s: float, *ar
         return []
     answers = (asyncio.wait_for(result.get_async(), timeout_s) for result in results)
     return await asyncio.gather(*answers, return_exceptions=True)
+
+
+def is_stopping() -> bool:
+    """Return whether Serve has told this replica to stop. It then waits for the replica's open calls."""
+    actor_id = ray.get_runtime_context().get_actor_id()
+    actors = {actor.hex(): instance for actor, instance in ray._private.worker.global_worker.actors.items()}
+    replica = getattr(actors.get(actor_id), "_replica_impl", None)
+    return replica is not None and replica._shutting_down
+
+
+def pipe_of_sigterm() -> int:
+    """Return the file descriptor of a pipe that becomes readable when this process gets a SIGTERM, which then has no
+    other effect.
+
+    Ray's handler would end the process at once. Python lets only the main thread set another, and a replica's code runs
+    in a thread; faulthandler does not mind, and writes where the threads are into the pipe.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    faulthandler.register(signal.SIGTERM, file=writer, all_threads=False, chain=False)
+    return reader
 
 
 def haproxy_binary() -> str:

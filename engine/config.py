@@ -44,10 +44,10 @@ class HandoffConfig:
     """Options of an engine in one of several pools, of which some compute prompts or images for others
     (docs/handoff.md)."""
 
-    role: Literal["prefill", "decode", "encode"] = field(
+    role: Literal["prefill", "decode", "encode", "replica"] = field(
         metadata={
             "help": "`prefill` computes prompts for decode engines; `decode` may let prefill engines compute "
-            "its prompts; `encode` encodes images for both."
+            "its prompts; `encode` encodes images for both; `replica` only moves running requests, as `decode` can too."
         }
     )
     transport: Literal["auto", "tcp", "nixl"] = option(
@@ -67,6 +67,11 @@ class HandoffConfig:
     accept_s: float = option(5.0, "Seconds within which a prefill engine must accept a request.")
     quarantine_s: float = option(30.0, "Seconds without handoffs between two engines after their link has failed.")
     max_attempts: int = option(3, "Remote attempts per request; after them its prompt is computed locally.")
+
+    move_requests: bool = option(
+        False,
+        "Whether running requests move to another replica, with their KV, when theirs stops; needs no prefill pool.",
+    )
 
     def __post_init__(self) -> None:
         for key in ("lease_s", "heartbeat_s", "progress_s", "accept_s"):

@@ -19,6 +19,7 @@ ServingError
 ├── RequestTimeout            408  the request's own deadline passed
 ├── EngineError               500  computing this request failed; the engine continues
 ├── EngineUnavailable         503  the replica died or makes no progress; retry elsewhere can help
+├── Moved                     503  the replica lets another one go on with the request
 ├── OtherModel                503  the replica runs another model than this request is for
 └── StartupError              (exit code 1) the engine cannot start as configured
     ├── ConfigError                one key of the configuration is wrong
@@ -261,6 +262,18 @@ class EngineUnavailable(ServingError):
 
     def __init__(self, reason: str):
         super().__init__(reason)
+
+
+class Moved(ServingError):
+    """The replica is about to stop, or lacks room, and lets another one go on with the request."""
+
+    status, type, retryable = 503, "service_unavailable_error", True
+
+    def __init__(self, request_id: str):
+        super().__init__(request_id)
+
+    def __str__(self) -> str:
+        return f"request {self.args[0]} goes on in another replica"
 
 
 class OtherModel(ServingError):

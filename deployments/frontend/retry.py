@@ -12,6 +12,7 @@ from deployments.observability.stats import REPLAY_REASONS
 from engine.errors import EngineError, EngineUnavailable, RequestTimeout, ServingError
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.model_identity import ModelIdentity
+from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import seed_of
 
 BACK_OFF_S = 0.25  # before the first replay, by when a replica with a broken engine is gone
@@ -31,7 +32,7 @@ class TokensLost(EngineError):
 
 # Codes of errors that are not the request's fault, unless it is the request that kills its engines: hence the limit on
 # replays.
-ENGINE_GONE = ("engine_unavailable", "tokens_lost", "other_model")
+ENGINE_GONE = ("engine_unavailable", "tokens_lost", "other_model", "moved")
 
 
 class RetryState:
@@ -39,7 +40,10 @@ class RetryState:
 
     def __init__(self, request: GenerateRequest, max_replays: int, now: float):
         """now: seconds on the clock of all calls; the deadline counts from here."""
-        self.num_replays = 0  #: attempts after the first
+        self.num_replays = 0  #: attempts after an engine was lost
+        self.num_moves = 0  #: attempts that go on with the KV of the attempt before
+        self.source: KVSource | None = None  #: engine that holds the KV for the current attempt
+        self.avoid: list[str] = []  #: engines that should not get the current attempt if there are others
         self.output: list[int] = []
         self.request = request
         self._model = request.model
@@ -49,11 +53,18 @@ class RetryState:
     @property
     def request_id(self) -> str:
         """Request id of the current attempt."""
-        return f"{self.request.request_id}.{self.num_replays}" if self.num_replays else self.request.request_id
+        return f"{self.request.request_id}.{self.num_retries}" if self.num_retries else self.request.request_id
+
+    @property
+    def num_retries(self) -> int:
+        """Attempts after the first."""
+        return self.num_replays + self.num_moves
 
     def back_off_s(self, now: float) -> float:
-        """Return how long to wait before the current attempt, at most until the deadline."""
-        back_off_s = min(BACK_OFF_S * 2 ** (self.num_replays - 1), MAX_BACK_OFF_S) if self.num_replays else 0.0
+        """Return how long to wait before the current attempt, at most until the deadline. A request that moves does not
+        wait."""
+        waits = self.num_replays and self.source is None
+        back_off_s = min(BACK_OFF_S * 2 ** (self.num_replays - 1), MAX_BACK_OFF_S) if waits else 0.0
         left_s = self.left_s(now)
         return back_off_s if left_s is None else min(back_off_s, left_s)
 
@@ -67,8 +78,8 @@ class RetryState:
         """
         left_s = self.left_s(now)
         timeout_s = None if left_s is None else max(left_s, MIN_TIMEOUT_S)
-        request = msgspec.structs.replace(self.request, timeout_s=timeout_s, model=self._model)
-        if not self.num_replays:
+        request = msgspec.structs.replace(self.request, timeout_s=timeout_s, model=self._model, kv_source=self.source)
+        if not self.num_retries:
             return request
         params = request.params
         if params.seed is None:
@@ -101,15 +112,21 @@ class RetryState:
         self.output += delta.token_ids
         return delta
 
-    def replay(self, error: BaseException) -> str | None:
+    def replay(self, error: BaseException, source: KVSource | None = None, engine: str = "") -> str | None:
         """Begin another attempt after this error. Returns the reason, or None if another attempt is no use.
 
-        A full queue ends a new request, but not one that was already running.
+        A full queue ends a new request, but not one that was already running. source: engine that holds the KV, if the
+        request moves: nobody has failed, so such attempts are not limited. engine: the engine of the attempt before, if
+        it is known.
         """
+        self.source, self.avoid = source, [engine] if isinstance(error, ServingError) and error.code == "moved" else []
+        if source is not None:
+            self.num_moves += 1
+            return "moved"
         if not isinstance(error, ServingError) or self.num_replays >= self._max_replays:
             return None
         reason = error.code
-        if reason not in (REPLAY_REASONS if self.num_replays else ENGINE_GONE):
+        if reason not in (REPLAY_REASONS if self.num_retries else ENGINE_GONE):
             return None
         self.num_replays += 1
         if not self.output:

@@ -23,12 +23,15 @@ from engine.text.detokenizer import TokenBytes
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.messages import ErrorInfo, GenerateRequest, TokenDelta
 from engine.wire.model_identity import ModelIdentity
+from engine.wire.remote_request import KVSource
 
 logger = logging.getLogger(__name__)
 
 FINAL_DELTA_S = 2.0
 """Seconds after a call's end in which the final delta may still arrive: tokens do not travel through the call."""
 
+LEFT: set[asyncio.Task[None]] = set()
+"""Calls of requests that have moved on, until they end."""
 
 Record = Callable[[int, TokenDelta], None]
 """Called with the index of a sequence and each of its deltas."""
@@ -74,9 +77,10 @@ class Usage:
 class ReportedError(ServingError):
     """An error that the engine reported in a request's final delta."""
 
-    def __init__(self, info: ErrorInfo):
-        super().__init__(info)
-        self.info = info
+    def __init__(self, info: ErrorInfo, source: KVSource | None = None):
+        """source: engine that holds the KV, if the request moves."""
+        super().__init__(info, source)
+        self.info, self.source = info, source
 
     def __str__(self) -> str:
         return self.info.message
@@ -121,6 +125,12 @@ class Attempt:
         """Cancel the call, which aborts the request in its engine. Returns False if the call had already ended."""
         self._closed = True
         return self._call.cancel()
+
+    def leave(self) -> None:
+        """Let the call end by itself: the request has left, and its engine still holds the KV."""
+        self._closed = True
+        LEFT.add(self._call)
+        self._call.add_done_callback(LEFT.discard)
 
     def _on_call_ended(self, call: asyncio.Task[None]) -> None:
         if call.cancelled():
@@ -191,7 +201,7 @@ class Sequence:
             if not delta.token_ids and delta.finish_reason is None:
                 return None
         if delta.finish_reason in ("error", "abort"):
-            raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
+            raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error, delta.kv_source)
         delta = self.retry.add(delta)
         if self._sample is not None:
             delta = self._sample.take(delta, self._channel.engine_of(delta.request_id))
@@ -211,7 +221,7 @@ class Sequence:
             self.finished = True
             if delta.finish_reason is None:
                 self._channel.abort(delta.request_id, "stop")  # a stop string, which the engine cannot detect
-            if self._sample is not None and self._sdc_check is not None and not self.retry.num_replays:
+            if self._sample is not None and self._sdc_check is not None and not self.retry.num_retries:
                 self._sdc_check.ended(self._sample)
             self.metrics.ended(chunk.finish_reason)
         return chunk
@@ -225,21 +235,29 @@ class Sequence:
         """Abort the current attempt, which has failed, and start another. Raises an error if another attempt is
         no use."""
         failed = self.retry.request_id
-        reason = self.retry.replay(error)
+        source, engine = None, ""
+        if isinstance(error, ReportedError) and error.code == "moved":
+            source, engine = error.source, self._channel.engine_of(failed)
+        reason = self.retry.replay(error, source, engine)
         if reason is None:
             self.finished = True
             raise self.retry.failure(error)
         self._stats.replays[reason] += 1
         self.metrics.replayed(reason, error)
-        logger.warning(
-            "request replayed request_id=%s replay=%d received_tokens=%d reason=%s error=%s",
+        level, what = (logging.WARNING, "replayed") if source is None else (logging.INFO, "moved")
+        logger.log(
+            level,
+            f"request {what} request_id=%s replay=%d received_tokens=%d reason=%s error=%s",
             self.retry.request.request_id,
-            self.retry.num_replays,
+            self.retry.num_retries,
             len(self.retry.output),
             reason,
             error,
         )
-        self.abort()
+        if source is None or self._attempt is None:
+            self.abort()
+        else:
+            self._attempt.leave()
         self._channel.move(failed, self.retry.request_id)
         self.start(inbox)
 
@@ -261,13 +279,13 @@ class Sequence:
         """Run the current attempt, and return when it has ended in its engine. The pool waits for a replica if there is
         none."""
         retry = self.retry
-        if retry.num_replays:
+        if retry.num_retries:
             await asyncio.sleep(retry.back_off_s(time.monotonic()))
             if retry.left_s(time.monotonic()) == 0.0:
                 raise retry.timeout()
         while True:
             try:
-                return await self._pool.generate(retry.attempt(time.monotonic()))
+                return await self._pool.generate(retry.attempt(time.monotonic()), avoid=retry.avoid)
             except OtherModel as error:
                 if not retry.adopt(ModelIdentity(error.weights, error.vocabulary)):
                     raise

@@ -49,6 +49,7 @@ class SequenceMetrics:
         )
         self._waits_at = http.started_at
         self._times: RequestTimes | None = None
+        self._moved_at: float | None = None  # since when a sequence that moves has no engine
         logger.debug(
             "request sent request_id=%s model=%s prompt_tokens=%d", request.request_id, model, len(request.prompt)
         )
@@ -76,8 +77,9 @@ class SequenceMetrics:
         self._note(f"first token from {engine_id}")
 
     def replayed(self, reason: str, error: BaseException) -> None:
-        """Record that the attempt failed and another one follows."""
+        """Record that the attempt failed or has left its engine, and that another one follows."""
         self.answered = False
+        self._moved_at = time.monotonic() if reason == "moved" else None
         self._timeline.replays += 1
         self._note(
             f"the attempt failed after {self._timeline.output_tokens} tokens, another follows: {reason} ({error})"
@@ -100,6 +102,9 @@ class SequenceMetrics:
                 timeline.prefill_s = delta.times.first_token_s - delta.times.scheduled_s
             if delta.token_ids:
                 self._stats.histograms["time_to_first_token_seconds"].observe(timeline.first_token_s)
+        if self._moved_at is not None and delta.token_ids:
+            self._stats.move_pauses.observe(time.monotonic() - self._moved_at)
+            self._moved_at = None
         timeline.output_tokens += tokens
         timeline.preemptions += delta.num_preemptions
 

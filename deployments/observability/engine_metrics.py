@@ -196,6 +196,7 @@ LABELLED: list[Row] = [
     (Gauge, "manta_kv_group_blocks", "KV blocks of each of several groups.", "group_blocks", "group", "state"),
     (Gauge, "manta_kv_group_block_bytes", "Bytes of one of these on a rank.", "group_block_bytes", "group"),
     (Counter, "pd_decision", "Prompts by where they were computed, and why.", "prefill_decisions", "where", "reason"),
+    (Counter, "manta_moves", "Running requests that moved, by outcome.", "moves", "outcome"),
 ]
 # of EngineStats, as far as an engine has tiers; vLLM's names, and what it has none for
 TIERS: list[Row] = [

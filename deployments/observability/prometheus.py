@@ -55,6 +55,12 @@ MODELS: list[Row] = [
     (Counter, "vllm:admission_rejections", "Requests refused with 429.", lambda m: {"queue_full": m.refused}, "reason"),
     (Gauge, "manta_ingress_requests_waiting", "Sequences not yet admitted.", "waiting"),
     (Counter, "manta_request_replays", "Attempts to continue in another engine.", "replays", "reason"),
+    (
+        HistogramMetricFamily,
+        "manta_move_pause_seconds",
+        "Without a token, when moving to another engine.",
+        "move_pauses",
+    ),
     (Counter, "manta_adapter_requests", "Ended requests of LoRA adapters.", "adapters", "adapter"),
     (Counter, "manta_sdc_checks", "Answers that were computed again, and compared.", "sdc_checks", "result"),
 ]

@@ -8,7 +8,7 @@ from deployments.observability.timeline import SequenceTimeline
 from deployments.routing.stats import RoutingStats
 from engine.wire.histogram import SECONDS, TOKENS, Histogram
 
-REPLAY_REASONS = ("engine_unavailable", "tokens_lost", "other_model", "overloaded")
+REPLAY_REASONS = ("engine_unavailable", "tokens_lost", "other_model", "overloaded", "moved")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 MAX_ADAPTERS, OTHERS = 100, "(others)"  # that are counted by their names
 
@@ -47,6 +47,8 @@ class ModelStats(msgspec.Struct):
     `abort` means that the client left; `error` that it got an error."""
     replays: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REPLAY_REASONS, 0))
     """Attempts to continue in another engine, by the error that ended the previous attempt."""
+    move_pauses: Histogram = msgspec.field(default_factory=lambda: Histogram.over(SECONDS))
+    """Seconds without a token of sequences that moved to another engine."""
     adapters: dict[str, int] = {}
     """Ended sequences of LoRA adapters: by name for the first MAX_ADAPTERS, the rest as OTHERS."""
     sdc_checks: dict[str, int] = msgspec.field(default_factory=lambda: {"equal": 0, "different": 0})

@@ -7,16 +7,18 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import ray
 from ray import serve
 
 from deployments import ray_compat
+from deployments.replicas.departure import POLL_INTERVAL_S, depart
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.remote_dispatcher import RemotePool
 from deployments.replicas.scaling_report import ReplicaReport
+from deployments.replicas.serve_pool import ServeRemotePool
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
@@ -31,6 +33,7 @@ from placement.spec import GroupSpec
 
 logger = logging.getLogger(__name__)
 
+TERM_S = 20.0  # for requests to leave after a SIGTERM; hosts that are taken back give 30 s
 EXIT_DELAY_S = 0.2  # before the process ends, so that open calls get their answer
 
 
@@ -124,6 +127,31 @@ class EngineDeployment:
         ranks.kill()  # those whose `run` failed still live
         # Serve replaces the group at once when the process exits; failing health checks would take much longer
         asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
+
+    async def _depart(self, slots: int) -> None:
+        """Move requests to other replicas when Serve or a SIGTERM tells this one to stop. Serve waits until they have
+        left; a SIGTERM ends the process then, or after TERM_S."""
+        loop, signalled, pipe = asyncio.get_running_loop(), asyncio.Event(), ray_compat.pipe_of_sigterm()
+
+        def on_sigterm() -> None:
+            loop.remove_reader(pipe)
+            signalled.set()
+
+        loop.add_reader(pipe, on_sigterm)
+        while not (signalled.is_set() or ray_compat.is_stopping()):
+            await asyncio.sleep(POLL_INTERVAL_S)
+        own = serve.get_replica_context()
+        handle = serve.get_deployment_handle(own.deployment, own.app_name)
+        departing = depart(self._engine, ServeRemotePool(handle).statuses, slots)
+        if not signalled.is_set():
+            await departing
+            return
+        logger.warning("replica stops, since it got a SIGTERM")
+        self._engine.refuse("the replica is about to stop; send the request again")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(departing, TERM_S)
+        loop.call_later(EXIT_DELAY_S, os._exit, 0)
+        self._stop()
 
     async def __del__(self) -> None:
         """Stop the replica. Serve calls it after the last request, when it removes the replica."""

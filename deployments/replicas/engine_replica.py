@@ -29,6 +29,7 @@ from engine.wire.messages import (
     EngineStatus,
     ErrorInfo,
     LoadAdapter,
+    MoveRequests,
     Notice,
     PeerPool,
     ResetPrefixCache,
@@ -64,6 +65,7 @@ class EngineReplica:
         self._calls: dict[str, asyncio.Future[None]] = {}
         self._loads: dict[str, asyncio.Future[ErrorInfo | None]] = {}
         self._broken: str | None = None
+        self._refuses: str | None = None
         self._status: EngineStatus | None = None
         self._status_at = time.monotonic()
         self._context = zmq.asyncio.Context()
@@ -98,8 +100,8 @@ class EngineReplica:
         EngineUnavailable if the engine breaks.
         """
         name, timeout_s = request.request_id, request.timeout_s
-        if self._broken is not None:
-            raise EngineUnavailable(self._broken)
+        if reason := self._broken or self._refuses:
+            raise EngineUnavailable(reason)
         assert name not in self._calls, name
         ended = asyncio.get_running_loop().create_future()
         self._calls[name] = ended
@@ -141,6 +143,19 @@ class EngineReplica:
             return await loaded
         finally:
             del self._loads[call_id]
+
+    @property
+    def num_calls(self) -> int:
+        """Number of requests that have not ended in the engine."""
+        return len(self._calls)
+
+    def move_requests(self, count: int) -> None:
+        """Let other engines go on with up to `count` requests."""
+        self._send(MoveRequests(count))
+
+    def refuse(self, reason: str) -> None:
+        """Refuse new calls with EngineUnavailable. Open ones continue."""
+        self._refuses = reason
 
     def reset_prefix_cache(self) -> None:
         """Empty the engine's prefix cache. Raises EngineUnavailable if the engine is unhealthy."""

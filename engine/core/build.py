@@ -43,7 +43,7 @@ from engine.model.state import max_drafts
 from engine.runner.kv_cache import window_step_tokens
 from engine.runner.memory import snapshot_border, snapshot_interval
 from engine.runner.model_runner import ModelRunner
-from engine.runner.rank_setup import read_model
+from engine.runner.rank_setup import read_model, without_idle_moves
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter
 from engine.spec_decode.suffix import SuffixDrafter
@@ -95,7 +95,8 @@ def build_engine(
     )
     kv_cache, token_limits = make_kv_cache(loaded)
     step_times = StepTimes()
-    channel = None if config.handoff is None else open_channel(config.handoff, kv_ranks)
+    handoff = loaded.config.handoff
+    channel = None if handoff is None else open_channel(handoff, kv_ranks)
     scheduler = Scheduler(
         loaded.config,
         kv_cache,
@@ -127,6 +128,7 @@ def load(config: EngineConfig, group: TPGroup) -> Loaded:
     """Load this rank's part of the model. Raises ConfigError if the options do not suit the model."""
     folder = engine_folder(config)
     model = read_model(config, folder)
+    config = without_idle_moves(config, model)
     if model.bidirectional:
         config = whole_prompts(config, model)
     check_whole_images(config, model)

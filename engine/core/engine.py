@@ -167,6 +167,10 @@ class EngineCore:
         """End a request if it is live. reason: "stop" if its text has reached a stop string."""
         return self.scheduler.abort(request_id, time.monotonic(), reason=reason)
 
+    def move(self, count: int) -> list[Event]:
+        """Let other engines go on with up to `count` requests. Returns the ends of those that did not run."""
+        return self.scheduler.move(count, time.monotonic())
+
     def _admit(self, request: Request, now: float, client: str = "") -> None:
         """Start a newly added request's deadline and grammar compilation. client: whose turn the compilation uses."""
         if self.idle:

@@ -54,6 +54,7 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         leased=len(leased),
         queued_tokens=queue.queued_tokens,
         prefill_decisions=scheduler.handoffs.decisions(),
+        moves=dict(scheduler.handoffs.moves),
         images_encoded=scheduler.images.num_encoded,
         encoder_cache_hits=scheduler.images.num_hits,
         spec_decode=scheduler.speculation.stats,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from engine.core.block_pool import BlockPool
 from engine.core.request import BlockTable, Request
+from engine.wire.handoff import HeldBlocks
 from engine.wire.plan import BlockChange, StateRestore, StateSave
 
 Shorten = Callable[[Request, int, int], int]
@@ -198,6 +199,13 @@ class KVCacheManager:
         use."""
         table = request.tables[self._group]
         self.pool.invalidate(table.blocks[max(first, table.num_released) :])
+
+    def hold(self, request: Request) -> list[HeldBlocks]:
+        """Return the blocks that another engine needs to go on after the known tokens, which are all computed; one
+        entry for each KV cache group. Returns an empty list if it could not go on from here."""
+        table = request.tables[self._group]
+        last = self.pool.blocks_for(len(request.tokens))
+        return [HeldBlocks(table.num_released, table.blocks[table.num_released : last])]
 
     def num_unshared(self, *requests: Request) -> int:
         """Return how many blocks would become free if these requests released theirs."""

@@ -14,7 +14,7 @@ from engine.wire.lora import LoRARequest, digest_of
 from engine.wire.messages import GenerateRequest, RequestTimes, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_request import RemoteRequest
+from engine.wire.remote_request import KVSource, RemoteRequest
 from engine.wire.sampling_params import SamplingParams, seed_of
 from engine.wire.timeline import TimelineEvent
 
@@ -122,6 +122,8 @@ class RemotePrompt:
 
     where: Literal["auto", "local", "remote"] = "auto"
     """Where the client wants the prompt computed (GenerateRequest.prefill)."""
+    source: KVSource | None = None
+    """Engine that holds the KV of its tokens, from which it moves here."""
     handoff_id: str = ""
     """Id of its newest handoff."""
     num_attempts: int = 0
@@ -177,7 +179,8 @@ class Request:
     prefix: PrefixUse = field(default_factory=PrefixUse)
     remote: RemotePrompt = field(default_factory=RemotePrompt)
     asked_by: RemoteRequest | None = None
-    """The request of another engine for which this prompt is computed, if any."""
+    """The request of another engine for which this prompt is computed, if any. A request that moves gets one when it
+    stops here."""
     images: list[MultiModalFeatureSpec] = field(default_factory=list)
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
@@ -185,6 +188,8 @@ class Request:
     grammar: Grammar | FreeText = FREE_TEXT
     """Compiled grammar of a structured output; FREE_TEXT without one, or until it is compiled."""
     drafts: SequenceDrafts = field(default_factory=SequenceDrafts)
+    leaving: int = 0
+    """Tokens after which the request may stop, so that another engine goes on with it; 0 if it stays."""
 
     @classmethod
     def create(cls, message: GenerateRequest, order: tuple[int, int], max_model_len: int, now: float) -> Request:
@@ -203,7 +208,7 @@ class Request:
             reply_to=message.reply_to,
             prefix=PrefixUse(message.cache_salt, digest_of(message.lora), params.prompt_logprobs is not None),
             lora=message.lora,
-            remote=RemotePrompt(message.prefill),
+            remote=RemotePrompt(message.prefill, source=message.kv_source),
             images=message.mm_features,
             pooling=message.pooling,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
@@ -243,8 +248,9 @@ class Request:
     @property
     def is_undecided(self) -> bool:
         """Whether no step can be planned yet, because it is unknown how many tokens the step in flight will yield or
-        which tokens the grammar allows next."""
-        return self.drafts.in_flight > 0 or self.grammar.waits(self.in_flight)
+        which tokens the grammar allows next, or the request will stop at the token in flight."""
+        undecided = self.drafts.in_flight > 0 or self.grammar.waits(self.in_flight)
+        return undecided or (self.leaving > 0 and self.in_flight > 0)
 
     @property
     def is_waiting(self) -> bool:

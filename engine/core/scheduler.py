@@ -13,6 +13,7 @@ from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
+from engine.core.features.moves import Moves
 from engine.core.features.speculator import NoSpeculation, Speculator
 from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
@@ -22,7 +23,7 @@ from engine.core.request_checks import ModelLimits, RequestChecks
 from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
-from engine.errors import EngineError, InvalidParameter, Overloaded, ServingError
+from engine.errors import EngineError, InvalidParameter, Moved, Overloaded, ServingError
 from engine.wire.handoff import Closed, Failed, HandoffEvent, Noted, Received
 from engine.wire.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.plan import StepPlan, StepResult
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BEFORE_OTHERS = 1 << 40  # arrivals
 NO_TOKEN = "no token can be sampled: all are banned, or the model's logits are not finite"
 NOT_FINITE = "the model's hidden states are not finite"
 
@@ -82,6 +84,7 @@ class Scheduler:
         self._checks = RequestChecks(limits, self.images, self.handoffs, self.adapters)
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
+        self.moves = Moves(self.kv_cache, self.handoffs)
         self._blocks = BlockAllocator(self.kv_cache, self.queue, self.handoffs, self.totals)
         self._stops = StopConditions(limits.eos_token_ids)
         #: Planned steps that are not committed yet, oldest first, each with the requests of its entries.
@@ -100,7 +103,8 @@ class Scheduler:
         self.check_request(message)
         self._check_capacity()
         priority = message.priority if self.config.scheduling_policy == "priority" else 0
-        request = Request.create(message, (priority, self._num_arrived), self.limits.max_model_len, now)
+        turn = self._num_arrived - (BEFORE_OTHERS if message.kv_source else 0)  # it was running already
+        request = Request.create(message, (priority, turn), self.limits.max_model_len, now)
         request.prefix.skip_reading |= request.pooling is not None and self.limits.pools_all_tokens
         return self._enqueue(request)
 
@@ -158,6 +162,15 @@ class Scheduler:
             self.handoffs.refuse(request, str(error or "cancelled"))
             return None
         return self._finish(request, "error" if error else reason, now, error=error)
+
+    def move(self, count: int, now: float) -> list[Event]:
+        """Let other engines go on with up to `count` requests: running ones after their next token, with their KV, and
+        then those that wait, at once."""
+        self.moves.choose(self.queue.running, count)
+        waiting = [*self.queue.waiting, *self.queue.waiting_for_grammar, *self.handoffs.receiving.values()]
+        others = [r for r in waiting if not r.asked_by and r.state is not State.FINISHED]
+        more = max(0, count - sum(r.leaving > 0 for r in self.queue.running))
+        return [self._finish(r, "error", now, error=Moved(r.request_id)) for r in others[:more]]
 
     # -- plan ----------------------------------------------------------------------------------------------
 
@@ -235,7 +248,7 @@ class Scheduler:
         Returns False if the request, and with it everyone behind it, has to wait: for blocks, for a slot, or for a
         prefix that a running request is computing.
         """
-        if not startable and not self.handoffs.decides:
+        if not startable and not self.handoffs.may_receive(request):
             return False
         matched = self.kv_cache.match(request, self.images.whole_prefix)
         if self.kv_cache.in_flight(request, matched, self.queue.running):
@@ -252,9 +265,7 @@ class Scheduler:
             return False
         self.handoffs.count(decision)
         self.totals.observe_scheduled(request, cached, now)
-        where = "by a prefill engine" if decision.remote else "here"
-        why = f": {decision.reason}" if decision.reason else ""
-        request.note(f"to be computed {where}{why}; {cached} of {len(request.tokens)} tokens are cached")
+        request.note(f"{decision}; {cached} of {len(request.tokens)} tokens are cached")
         if decision.remote:
             self.queue.remove(request)
             request.state = State.WAITING_FOR_REMOTE_KV
@@ -335,9 +346,20 @@ class Scheduler:
         delta = tokens_delta(request, position, logprobs, now, first=first)
         if reason:
             return self._finish(request, reason, now, self._stops.named(request, delta) if reason == "stop" else delta)
+        if request.leaving and (last := self.moves.stop(request, delta)):
+            return self._let_go(request, last, now)
         if request.grammar.constrains:
             request.grammar.start_masks(self.speculation.guess(request))
         return Event(request, delta)
+
+    def _let_go(self, request: Request, last: TokenDelta, now: float) -> Event:
+        """End a request here, so that another engine goes on with it. last: its last delta here."""
+        self.totals.generation_tokens -= 1  # the other engine counts the token that the client has not got
+        error = Moved(request.request_id)
+        if last.kv_source is None:
+            return self._finish(request, "error", now, last, error=error)
+        self._retire(request)
+        return Event(request, last_delta(request, last, "error", now, error))
 
     def _fail_sampling(self, request: Request, now: float) -> Event:
         """End a request for which no token could be sampled."""
@@ -365,7 +387,8 @@ class Scheduler:
             self.handoffs.cancel(request)
         else:
             self.kv_cache.release(request)
-        self.handoffs.leased.pop(request.request_id, None)
+        if request.asked_by:
+            self.handoffs.leased.pop(request.asked_by.handoff_id, None)
         request.state = State.FINISHED
         del self.queue.live[request.request_id]
         self.totals.finished[reason] += 1
@@ -389,8 +412,9 @@ class Scheduler:
                     noted.timeline.append(event.what)
                 return []
             case Closed():
-                request = self.queue.live[event.handoff_id]
-                return [self._finish(request, "length" if event.reason == "released" else "abort", now)]
+                leased = self.handoffs.leased.get(event.handoff_id)
+                request = leased or self.queue.live[event.handoff_id]  # one that is not leased is still being computed
+                return [self._finish(request, self.handoffs.closed(request, event), now)]
             case Received():
                 request = self.handoffs.received(event, now)
                 verified = self.kv_cache.received(request)
@@ -433,9 +457,10 @@ class Scheduler:
 
     def _retire(self, request: Request) -> None:
         """Stop computing a request. Its blocks stay until the other engine has read them."""
+        assert request.asked_by is not None
         self.queue.remove(request)
         request.state = State.LEASED
-        self.handoffs.leased[request.request_id] = request
+        self.handoffs.leased[request.asked_by.handoff_id] = request
 
     def check(self) -> None:
         """Raise AssertionError if requests, slots and blocks do not add up."""

@@ -31,6 +31,7 @@ from engine.wire.messages import (
     ErrorInfo,
     GenerateRequest,
     LoadAdapter,
+    MoveRequests,
     Prefill,
     PrefillReplicas,
     RemoteRequestFailed,
@@ -123,6 +124,8 @@ class EngineServer:
                     self._add(request)
                 case Abort(request_id, reason):
                     self._abort(request_id, reason)
+                case MoveRequests(count):
+                    self._move(count)
                 case Subscribe():
                     self._subscribe(command)
                 case ResetPrefixCache():
@@ -169,9 +172,16 @@ class EngineServer:
         if event is not None:
             self._reply(event.request.reply_to, event.delta)
 
+    def _move(self, count: int) -> None:
+        if self._core.handoff_channel is None:
+            self._inbox.refuse("unexpected", "MoveRequests: this engine hands no KV over")
+            return
+        for event in self._core.move(count):
+            self._reply(event.request.reply_to, event.delta)
+
     def _reply(self, address: str, delta: TokenDelta) -> None:
         self._deltas.setdefault(address, []).append(delta)
-        if delta.finish_reason:
+        if delta.finish_reason and delta.kv_source is None:  # else it ends once its KV is read
             self._end(delta.request_id)
 
     def _end(self, request_id: str) -> None:
@@ -221,7 +231,7 @@ class EngineServer:
             self._timelines_due = now + TIMELINE_PERIOD_S
         for event in events:
             self._kv_events.prefilled(event)
-            if event.request.asked_by is None:
+            if event.request.asked_by is None or event.delta.kv_source is not None:
                 self._reply(event.request.reply_to, event.delta)
             else:  # the other engine knows of its end
                 self._end(event.request.request_id)

@@ -23,7 +23,7 @@ from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.model.checkpoint.overlay import engine_folder
 from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
-from engine.runner.rank_setup import read_model
+from engine.runner.rank_setup import read_model, without_idle_moves
 from engine.wire.lora import AdapterLoad
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Worker:
         with ExitStack() as opened, group.starting():
             folder: Path = engine_folder(config)
             model_config = read_model(config, folder)
+            config = without_idle_moves(config, model_config)
             self._runner = ModelRunner(config, model_config, folder, group)
             start_kv_workers(self._runner, host, opened)
             self._tiers = start_tiers(self._runner, folder, opened)

@@ -2,17 +2,18 @@
 
 `HandoffChannel.submit` takes an action, and `HandoffProtocol.apply` carries it out. An action on a handoff that has
 ended is ignored: its final event is on the way. Exactly one Received or Failed follows every OpenHandoff, and exactly
-one Closed every AcceptPrefill. Until then the handoff's blocks must not be used for anything else.
+one Closed every AcceptPrefill and HoldRequest. Until then the handoff's blocks must not be used for anything else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from engine.wire.messages import RemoteRequestFailed, TokenLogprob
-from engine.wire.remote_request import RemoteRequest
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.timeline import TimelineEvent
 
 
@@ -42,6 +43,9 @@ class OpenHandoff:
     fewer: only those that tokens after the prompt attend to."""
     others: list[list[int]] = field(default_factory=list)
     """Local blocks of each further group, likewise."""
+    source: Peer | None = None
+    """Engine that holds a request that moves, which is asked for its KV; None if another will answer a prefill
+    request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,29 @@ class RefusePrefill:
     reason: str
 
 
+# -- actions of an engine from which a request moves -------------------------------------------------------
+
+
+class HeldBlocks(NamedTuple):
+    """Blocks of one KV cache group that a held request hands over."""
+
+    first: int  #: index of the first of them in the sequence, in blocks
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRequest:
+    """Keeps the KV of a request that has stopped, for the first engine that claims it.
+
+    Closed follows, at the latest one lease after the last sign of life of that engine, or one lease after this action
+    if none claims it.
+    """
+
+    remote_request: RemoteRequest  #: its tokens all have KV; `decode` is NOBODY, and `skip` is 0
+    groups: list[HeldBlocks]
+    first: FirstToken  #: the token that was sampled last, which no client has seen
+
+
 # -- actions of both -------------------------------------------------------------------------------------
 
 
@@ -114,6 +141,7 @@ HandoffAction = (
     | ReportProgress
     | FinishPrefill
     | RefusePrefill
+    | HoldRequest
     | Leave
 )
 

@@ -1,6 +1,6 @@
 """Messages between an engine and the processes that use it (msgspec over ZMQ).
 
-To the engine:      Add, Abort, Subscribe, ResetPrefixCache, LoadAdapter;
+To the engine:      Add, Abort, MoveRequests, Subscribe, ResetPrefixCache, LoadAdapter;
                     Prefill, CancelPrefill (to one that computes prompts for others);
                     RemoteRequestFailed, PrefillReplicas (to one whose prompts others compute)          (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
@@ -23,7 +23,7 @@ from engine.wire.lora import LoRARequest
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_request import RemoteRequest
+from engine.wire.remote_request import KVSource, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
@@ -58,6 +58,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Requests share cached prefixes only with requests that have the same salt."""
     prediction: list[int] = []
     """Tokens that the client predicts as the output; engines with speculative decoding use them as drafts."""
+    kv_source: KVSource | None = None
+    """Engine that holds the KV of all tokens of `prompt`, because the request moves from there."""
     prefill: Literal["auto", "local", "remote"] = "auto"
     """Where the prompt is computed. With `remote` the request fails if no other engine can compute it."""
     num_prompt: int | None = None
@@ -135,6 +137,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     text_complete: bool = False
     """True if the grammar ended the sequence (`stop`): its last token is then text, not a stop token."""
     error: ErrorInfo | None = None
+    kv_source: KVSource | None = None
+    """Engine that holds the KV of a request that moves (error `moved`); None if it cannot be handed over."""
     times: RequestTimes | None = None
     """Given with the first token, and with the last delta of a request that was scheduled."""
     num_preemptions: int = 0
@@ -202,6 +206,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks held only by requests with KV from another engine, either still coming or waiting for a slot."""
     blocks_leased: int = 0
     """Blocks held only by computed prompts that another engine may still read."""
+    moves: dict[str, int] = {}
+    """Requests that moved, by outcome: `received` or `failed` in the engine that goes on; `released`, `cancelled` or
+    `expired` in the one that has stopped."""
     receiving: int = 0
     """Requests whose KV is coming from another engine."""
     leased: int = 0
@@ -353,6 +360,12 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     """`stop` if the text has reached a stop string, which an engine cannot detect."""
 
 
+class MoveRequests(msgspec.Struct, frozen=True, tag=True):
+    """Let other engines go on with up to `count` requests. Each ends here with the error `moved`."""
+
+    count: int
+
+
 class Subscribe(msgspec.Struct, frozen=True, tag=True):
     """Send every EngineUpdate to `address` for the next SUBSCRIPTION_S. The first is a snapshot unless one was sent
     before."""
@@ -423,6 +436,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
 Command = (
     Add
     | Abort
+    | MoveRequests
     | Subscribe
     | ResetPrefixCache
     | LoadAdapter

@@ -17,6 +17,17 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     epoch: int  #: 64 random bits drawn at its start, so that a restarted engine counts as another one
 
 
+NOBODY = Peer("", "", 0)
+"""Stands for the engine that will go on with a request that moves, until it is known."""
+
+
+class KVSource(msgspec.Struct, frozen=True, array_like=True):
+    """A running request that its engine has stopped, and whose KV it holds for the engine that goes on."""
+
+    handoff_id: str
+    engine: Peer
+
+
 class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks a prefill engine for a prompt's KV and first token, or an encode engine for an image's embeddings."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -44,7 +44,7 @@ class StagedPool:
     running: dict[str, str] = field(default_factory=dict)  #: replica by request
     tokens: int = 0
 
-    async def generate(self, request: GenerateRequest) -> None:
+    async def generate(self, request: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         engine = self.decode[0]
         self.prompts.append(list(request.prompt))
         self.running[request.request_id] = engine

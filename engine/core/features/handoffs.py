@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
-from engine.core.features.remote_prefill_policy import LocalLoad, PendingPrompt, PrefillDecision, RemotePrefillPolicy
+from engine.core.features.remote_prefill_policy import (
+    MOVED,
+    LocalLoad,
+    PendingPrompt,
+    PrefillDecision,
+    RemotePrefillPolicy,
+)
 from engine.core.request import Request
 from engine.errors import EngineUnavailable, InvalidParameter
 from engine.wire.handoff import (
     CancelHandoff,
+    Closed,
     Failed,
     FinishPrefill,
     FirstToken,
     HandoffAction,
+    HeldBlocks,
+    HoldRequest,
     OpenHandoff,
     Received,
     RefusePrefill,
     ReportProgress,
 )
-from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica, TokenLogprob
-from engine.wire.remote_request import Peer, RemoteRequest
+from engine.wire.messages import CancelDispatch, DispatchRemote, FinishReason, PrefillReplica, TokenLogprob
+from engine.wire.remote_request import NOBODY, KVSource, Peer, RemoteRequest
 
 RESUMED = "resumed"  # the prompt was already computed once, so it stays here
 ASKED = "asked"  # the request says where its prompt is computed
@@ -37,10 +48,13 @@ class HandoffManager:
         #: requests whose KV another engine computes, by handoff id; their blocks must not be reused until the handoff
         #: is over, even if the request itself has ended
         self.receiving: dict[str, Request] = {}
-        #: prompts computed for other engines, which may still read the blocks, by handoff id
+        #: prompts computed for other engines, and requests that have stopped here, whose blocks others may still read;
+        #: by handoff id
         self.leased: dict[str, Request] = {}
         #: for the channel and the control actor, oldest first; the caller empties it
         self.actions: list[HandoffOutput] = []
+        #: requests that moved, by outcome: `received` and `failed` here; `released`, `cancelled` or `expired` from here
+        self.moves: Counter[str] = Counter()
         self._opened_at: dict[str, float] = {}
         self._count = 0
 
@@ -51,8 +65,14 @@ class HandoffManager:
         """Whether other engines may compute prompts."""
         return self._policy is not None
 
+    def may_receive(self, request: Request) -> bool:
+        """Return whether the KV of a request may come from another engine."""
+        return self._policy is not None or request.remote.source is not None
+
     def decide(self, request: Request, cached: int, running: list[Request]) -> PrefillDecision:
         """Decide where to compute the prompt of a waiting request. cached: leading tokens whose KV this engine has."""
+        if request.remote.source is not None:
+            return PrefillDecision(True, MOVED)
         if self._policy is None or request.asked_by is not None:
             return PrefillDecision(False, "")
         load = LocalLoad(
@@ -89,7 +109,7 @@ class HandoffManager:
 
     def count(self, decision: PrefillDecision) -> None:
         """Count a decision once it is carried out."""
-        if self._policy is not None and decision.reason not in ("", RESUMED):
+        if self._policy is not None and decision.reason not in ("", RESUMED, MOVED):
             self._policy.count(decision)
 
     def decisions(self) -> dict[str, dict[str, int]]:
@@ -101,15 +121,36 @@ class HandoffManager:
         return found
 
     def open(self, request: Request, cached: int, now: float, block_size: int) -> None:
-        """Ask another engine to compute the prompt of a request, which already holds all blocks for it.
+        """Ask another engine for the KV of a request, which already holds all blocks for it: the engine that holds it,
+        or one that shall compute it.
 
         cached: leading tokens whose KV those blocks already contain.
         """
         assert self._peer is not None
+        source = request.remote.source
+        request.remote.num_attempts += source is None
+        timeout_s = None if request.clock.deadline_at is None else max(0.0, request.clock.deadline_at - now)
+        remote_request = self._request(
+            request, self._new_id(request) if source is None else source.handoff_id, self._peer, cached, timeout_s
+        )
+        request.remote.handoff_id = remote_request.handoff_id
+        self.receiving[remote_request.handoff_id] = request
+        self._opened_at[remote_request.handoff_id] = now
+        first, *others = handed_over(request, cached, block_size)
+        self.actions.append(OpenHandoff(remote_request, first, others, None if source is None else source.engine))
+        if source is None:
+            self.actions.append(DispatchRemote(remote_request))
+
+    def _new_id(self, request: Request) -> str:
+        assert self._peer is not None
         self._count += 1
-        request.remote.num_attempts += 1
-        remote_request = RemoteRequest(
-            handoff_id=f"{request.request_id}/{self._peer.epoch:x}.{self._count}",
+        return f"{request.request_id}/{self._peer.epoch:x}.{self._count}"
+
+    def _request(
+        self, request: Request, handoff_id: str, decode: Peer, skip: int = 0, timeout_s: float | None = None
+    ) -> RemoteRequest:
+        return RemoteRequest(
+            handoff_id=handoff_id,
             request_id=request.request_id,
             attempt=request.remote.num_attempts,
             token_ids=list(request.tokens),
@@ -117,29 +158,26 @@ class HandoffManager:
             params=request.params,
             seed=request.seed,
             cache_salt=request.prefix.salt,
-            skip=cached,
+            skip=skip,
             fingerprint=self.fingerprint,
-            decode=self._peer,
-            timeout_s=None if request.clock.deadline_at is None else max(0.0, request.clock.deadline_at - now),
+            decode=decode,
+            timeout_s=timeout_s,
             mm_features=request.images,
             lora=request.lora,
         )
-        request.remote.handoff_id = remote_request.handoff_id
-        self.receiving[remote_request.handoff_id] = request
-        self._opened_at[remote_request.handoff_id] = now
-        first, *others = handed_over(request, cached, block_size)
-        self.actions.append(OpenHandoff(remote_request, first, others))
-        self.actions.append(DispatchRemote(remote_request))
 
     def cancel(self, request: Request) -> None:
         """Cancel the handoff of an ended request. The request stays in `receiving` as long as its blocks may be
         written."""
         self.actions.append(CancelHandoff(request.remote.handoff_id))
-        self.actions.append(CancelDispatch(request.remote.handoff_id))
+        if request.remote.source is None:
+            self.actions.append(CancelDispatch(request.remote.handoff_id))
 
     def received(self, event: Received, now: float) -> Request:
         request = self._close(event.handoff_id, now)
-        assert self._policy is not None
+        if self._moved_here(request, "received") or self._policy is None:
+            del self._opened_at[event.handoff_id]
+            return request
         prompt = PendingPrompt(len(request.tokens), request.prefix.num_cached)
         self._policy.received(prompt, event.first.cached, now - self._opened_at.pop(event.handoff_id))
         return request
@@ -147,9 +185,17 @@ class HandoffManager:
     def failed(self, event: Failed, now: float) -> Request:
         request = self._close(event.handoff_id, now)
         del self._opened_at[event.handoff_id]
+        if self._moved_here(request, "failed"):
+            return request
         request.remote.local_only = not event.retry
         self.actions.append(CancelDispatch(event.handoff_id))
         return request
+
+    def _moved_here(self, request: Request, outcome: str) -> bool:
+        """Return whether a handoff that has ended was to move a request. Its source is then forgotten."""
+        moved, request.remote.source = request.remote.source is not None, None
+        self.moves[outcome] += moved
+        return moved
 
     def _close(self, handoff_id: str, now: float) -> Request:
         """Record the end of a handoff and return its request."""
@@ -188,14 +234,36 @@ class HandoffManager:
 
     def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
         assert request.asked_by is not None
+        first = self._first(request, token, logprob, block_size)
+        self.actions.append(FinishPrefill(request.asked_by.handoff_id, first))
+
+    def _first(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> FirstToken:
         engine_id = "" if self._peer is None else self._peer.engine_id
         timeline = [msgspec.structs.replace(event, where=engine_id) for event in request.take_timeline()]
-        first = FirstToken(token, logprob, request.last_hash(block_size), request.prefix.num_cached, timeline)
-        self.actions.append(FinishPrefill(request.asked_by.handoff_id, first))
+        return FirstToken(token, logprob, request.last_hash(block_size), request.prefix.num_cached, timeline)
 
     def refuse(self, request: Request, reason: str) -> None:
         assert request.asked_by is not None
         self.actions.append(RefusePrefill(request.asked_by, reason))
+
+    # -- a request that moves from here to another engine --------------------------------------------------
+
+    def hold(
+        self, request: Request, groups: list[HeldBlocks], token: int, logprob: TokenLogprob | None, block_size: int
+    ) -> KVSource:
+        """Hold the KV of a stopped request, whose next token is known, for the engine that will go on with it."""
+        assert self._peer is not None
+        request.asked_by = self._request(request, self._new_id(request), NOBODY)
+        self.actions.append(HoldRequest(request.asked_by, groups, self._first(request, token, logprob, block_size)))
+        return KVSource(request.asked_by.handoff_id, self._peer)
+
+    def closed(self, request: Request, event: Closed) -> FinishReason:
+        """Return how a request ends here whose blocks no other engine reads any more."""
+        assert request.asked_by is not None
+        if request.asked_by.decode is NOBODY:
+            self.moves[event.reason] += 1
+            return "abort"  # it ends elsewhere
+        return "length" if event.reason == "released" else "abort"
 
 
 def handed_over(request: Request, skip: int, block_size: int) -> list[list[int]]:

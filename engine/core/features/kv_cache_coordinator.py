@@ -11,6 +11,7 @@ from engine.core.features.windowed_kv_cache import WindowedKVCacheManager, Windo
 from engine.core.kv_cache_manager import Below, KVCacheManager, Shorten, StateChanges, nowhere
 from engine.core.request import Request
 from engine.model.kv_groups import KVCacheSpec
+from engine.wire.handoff import HeldBlocks
 from engine.wire.plan import BlockChange
 
 
@@ -102,6 +103,10 @@ class KVCacheCoordinator(KVCacheManager):
     def invalidate(self, request: Request, first: int = 0) -> None:
         for manager in self._managers:
             manager.invalidate(request, first)
+
+    def hold(self, request: Request) -> list[HeldBlocks]:
+        held = [manager.hold(request) for manager in self._managers]
+        return [group for groups in held for group in groups] if all(held) else []
 
     def num_unshared(self, *requests: Request) -> int:
         return sum(manager.num_unshared(*requests) for manager in self._managers)

@@ -10,6 +10,7 @@ from engine.config import HandoffConfig
 from engine.core.step_cost import LinearCost, StepCost
 from engine.wire.messages import PrefillReplica
 
+MOVED = "moved"  # the engine that has computed the request holds its KV
 MIN_TOKENS = 32  # a shorter prompt fits into a decode step at hardly any cost
 LINK_MEMORY = 100.0  # handoffs after which an observation's weight is 1/e
 FORGET = 0.02  # fraction of the learned link cost forgotten per prompt kept local, so that the link is tried again
@@ -21,6 +22,12 @@ SWITCH_GAIN = 0.1  # fraction by which the other side must be better, so that th
 class PrefillDecision:
     remote: bool
     reason: str
+
+    def __str__(self) -> str:
+        if self.reason == MOVED:
+            return "to be read from the engine where it ran"
+        where = "by a prefill engine" if self.remote else "here"
+        return f"to be computed {where}" + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True, slots=True)

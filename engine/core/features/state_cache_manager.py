@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import Below, KVCacheManager, StateChanges, nowhere
 from engine.core.request import NEVER, BlockTable, Request, RequestStates, StateSnapshot
+from engine.wire.handoff import HeldBlocks
 from engine.wire.plan import StateRestore, StateSave
 
 
@@ -157,6 +158,14 @@ class StateCacheManager(KVCacheManager):
         known = min(request.computed, len(request.tokens)) // size
         for border in range(first * self._kv_size // size + 1, known + 1):
             self.pool.discard(self._hash(request, border * size))
+
+    def hold(self, request: Request) -> list[HeldBlocks]:
+        position = self._last_border(request)
+        found = self.pool.match([self._hash(request, position)]) if position else []
+        if position and not found:
+            return []
+        request.states.handed_over = [[self._share(snapshot) for snapshot in found]]
+        return [HeldBlocks(position // self._kv_size - 1, found)]
 
     def num_unshared(self, *requests: Request) -> int:
         return 0

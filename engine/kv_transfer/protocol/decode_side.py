@@ -16,6 +16,7 @@ from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import (
     Cancel,
+    Claim,
     Heartbeat,
     Progress,
     Read,
@@ -77,6 +78,7 @@ class DecodeHandoff:
         self,
         remote_request: RemoteRequest,
         groups: list[list[int]],
+        claimed: Peer | None,
         *,
         config: HandoffConfig,
         block_size: int,
@@ -86,7 +88,7 @@ class DecodeHandoff:
         out: Effects,
         now: float,
     ):
-        """groups: blocks of each KV cache group, as in OpenHandoff."""
+        """groups: blocks of each KV cache group, as in OpenHandoff. claimed: `source` there."""
         self.remote_request, self.receive_state = remote_request, ReceiveState(remote_request, groups, block_size)
         self.state = DecodeHandoffState.WAITING
         self.source: Peer | None = None
@@ -102,6 +104,8 @@ class DecodeHandoff:
         self.lease = 0  # lease at the source, once there is one
         self._sent = self._echo = 0  # numbers of the last heartbeat sent, and of the last one echoed
         self._accepted_at = self._first_at = self._released_at = now
+        self._claimed = claimed
+        self._claim()
 
     # -- from the step loop --------------------------------------------------------------------------------
 
@@ -194,6 +198,8 @@ class DecodeHandoff:
             self.reading.ticks += 1
         if self._missed > self._patience():
             self._lose_patience(now)
+        elif self.state is DecodeHandoffState.WAITING:
+            self._claim()
         elif self.state is DecodeHandoffState.READING:
             if self.reading is not None and self.reading.ticks > READ_LIMIT * self._ticks(self._config.progress_s):
                 self.fail("read", now, f"one read of {self.reading.num_blocks} blocks takes too long")
@@ -218,7 +224,7 @@ class DecodeHandoff:
 
     def _lose_patience(self, now: float) -> None:
         if self.state is DecodeHandoffState.WAITING:
-            self.fail("not_accepted", now, f"no prefill engine has answered within {self._config.accept_s:g} s")
+            self.fail("not_accepted", now, f"no engine has answered within {self._config.accept_s:g} s")
         elif self.state is DecodeHandoffState.STOPPING:
             self.unstoppable = True
         else:
@@ -228,6 +234,13 @@ class DecodeHandoff:
         return math.ceil(seconds / self._config.heartbeat_s)
 
     # -- parts ---------------------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        """Ask the engine that holds the request for its KV, if it moves."""
+        if self._claimed is not None:
+            request = self.remote_request
+            claim = Claim(request.handoff_id, request.skip, request.fingerprint)
+            self._out.messages.append((self._claimed, claim))
 
     def _accepted(self, sender: Peer, lease: int, now: float) -> None:
         self.source, self.lease = sender, lease

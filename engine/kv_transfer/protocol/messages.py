@@ -35,7 +35,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     """Prefill cannot compute the prompt, or does not know it any more."""
 
     handoff_id: str
-    lease: int  #: 0 if the request was never accepted
+    lease: int  #: 0 if the request was never accepted, or the claim came too late
     reason: str
 
 
@@ -48,6 +48,14 @@ class Released(msgspec.Struct, frozen=True, tag=True):
 
 
 # -- decode to prefill -------------------------------------------------------------------------------------
+
+
+class Claim(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the KV of a request that moves. Repeated until answered by Progress or Refused."""
+
+    handoff_id: str
+    skip: int  #: as in RemoteRequest
+    fingerprint: str
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -72,7 +80,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     lease: int
 
 
-Message = Progress | Refused | Released | Heartbeat | Release | Cancel
+Message = Progress | Refused | Released | Claim | Heartbeat | Release | Cancel
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.effects import Effects
-from engine.kv_transfer.protocol.messages import Progress, Refused
-from engine.wire.handoff import Closed, FirstToken
-from engine.wire.remote_request import RemoteRequest
+from engine.kv_transfer.protocol.messages import Claim, Progress, Refused
+from engine.wire.handoff import Closed, FirstToken, HoldRequest
+from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
 
 RESEND_HEARTBEATS = 1.5  # silence, in heartbeats, before Progress is sent again: decode may never have received it
 
@@ -84,7 +84,7 @@ class PrefillHandoff:
         """Act on elapsed time. Call it at `due` or later."""
         if now >= self.lease_until:
             self._out.counters.lease_expiries += 1
-            self._out.messages.append((self.decode, Refused(self.remote_request.handoff_id, self.lease, "expired")))
+            self._send(Refused(self.remote_request.handoff_id, self.lease, "expired"))
             self.close("expired", now)
         elif now >= self._resend_at:
             self._tell(now)
@@ -106,7 +106,11 @@ class PrefillHandoff:
                 first=self._first,
                 echo=self._echo,
             )
-        self._out.messages.append((self.decode, message))
+        self._send(message)
+
+    def _send(self, message: Progress | Refused) -> None:
+        if self.decode is not NOBODY:
+            self._out.messages.append((self.decode, message))
 
     def close(self, reason: str, now: float) -> None:
         self.over = True
@@ -114,3 +118,48 @@ class PrefillHandoff:
         self._out.counters.ended("closed", reason)
         if self._first is not None:
             self._out.counters.phase("held", now - self._finished_at)
+
+
+class HeldRequest(PrefillHandoff):
+    """A request that moves: its KV is complete, and waits for the engine that will claim it. From then on it is like a
+    prompt that this engine has computed for that one."""
+
+    def __init__(
+        self,
+        held: HoldRequest,
+        ranks: list[dict[str, bytes]],
+        lease: int,
+        block_size: int,
+        *,
+        config: HandoffConfig,
+        out: Effects,
+        now: float,
+    ):
+        self._groups, self._block_size = held.groups, block_size
+        super().__init__(held.remote_request, ranks, lease, config=config, out=out, now=now)
+        self._first = held.first
+
+    @property
+    def state(self) -> str:
+        return "held" if self.decode is NOBODY else super().state
+
+    def claim(self, sender: Peer, message: Claim, now: float) -> str | None:
+        """Bind the request to the engine that claims it first. Returns why it cannot have it, or None."""
+        if self.decode is NOBODY:
+            request = self.remote_request
+            if message.fingerprint != request.fingerprint:
+                return f"fingerprint {message.fingerprint} is not that of this engine ({request.fingerprint})"
+            skip = message.skip // self._block_size
+            self.decode, self.lease_until = sender, now + self._config.lease_s
+            self._upto = len(request.token_ids)
+            self._blocks = [block for first, blocks in self._groups for block in blocks[max(0, skip - first) :]]
+        elif self.decode != sender:
+            return "another engine has claimed it"
+        self._tell(now)
+        return None
+
+    def refuse(self, reason: str, now: float) -> None:
+        if self.decode is NOBODY:
+            self.close("cancelled", now)
+        else:
+            super().refuse(reason, now)

@@ -23,6 +23,10 @@ have ended, and Released(held=True) confirms that the handoff was still open the
 causes, not on clocks, so clock drift, suspended machines and late timers cannot break it. Blocks that were read but not
 validated never count: prefill may have been paused past the lease and then have reused them.
 
+**A request that moves** is a prompt that is computed already: its own tokens, and the one after them that no client has
+seen. Its engine holds it (HoldRequest) until an engine claims it, over the same channel instead of by a Serve call. All
+above holds from the moment of HoldRequest on. The first engine that claims it is the only one that gets it.
+
 **Local blocks are never written late.** Failed follows only after every rank has confirmed that it writes nothing more
 for the handoff. If a rank does not confirm although it is asked repeatedly for 2 x progress_s, the engine must end
 (`broken`): blocks that may still be written can neither be used nor freed, and only the end of the process surely stops
@@ -49,6 +53,7 @@ from engine.kv_transfer.protocol.decode_side import DecodeHandoff, DecodeHandoff
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import (
     Cancel,
+    Claim,
     DropSource,
     Envelope,
     Heartbeat,
@@ -58,12 +63,13 @@ from engine.kv_transfer.protocol.messages import (
     Release,
     Released,
 )
-from engine.kv_transfer.protocol.prefill_side import PrefillHandoff
+from engine.kv_transfer.protocol.prefill_side import HeldRequest, PrefillHandoff
 from engine.wire.handoff import (
     AcceptPrefill,
     CancelHandoff,
     FinishPrefill,
     HandoffAction,
+    HoldRequest,
     Leave,
     OpenHandoff,
     RefusePrefill,
@@ -116,6 +122,16 @@ class HandoffProtocol:
                 self._fail(handoff_id, "remote_prefill_failed", now, reason, retry)
             case AcceptPrefill(remote_request):
                 self._accept(remote_request, now)
+            case HoldRequest(remote_request):
+                self.prefill_handoffs[remote_request.handoff_id] = HeldRequest(
+                    action,
+                    self._ranks,
+                    next(self._leases),
+                    self._block_size,
+                    config=self._config,
+                    out=self.out,
+                    now=now,
+                )
             case ReportProgress(handoff_id, upto, blocks):
                 if handoff := self.prefill_handoffs.get(handoff_id):
                     handoff.report(upto, blocks, now)
@@ -125,13 +141,15 @@ class HandoffProtocol:
             case RefusePrefill(remote_request, reason):
                 if handoff := self.prefill_handoffs.get(remote_request.handoff_id):
                     handoff.refuse(reason, now)
+                    self._drop_if_over(handoff)
                 else:
                     self.out.messages.append((remote_request.decode, Refused(remote_request.handoff_id, 0, reason)))
             case Leave():
                 for handoff_id in list(self.decode_handoffs):
                     self._fail(handoff_id, "cancelled", now)
-                for handoff in self.prefill_handoffs.values():
+                for handoff in list(self.prefill_handoffs.values()):
                     handoff.refuse("the engine ends", now)
+                    self._drop_if_over(handoff)
 
     def read_ended(self, message: ReadEnded, now: float) -> None:
         handoff = self._reads.get(message.read_id)
@@ -149,6 +167,8 @@ class HandoffProtocol:
             self.out.counters.stale_messages += 1  # meant for an earlier engine at this address
         elif isinstance(message, Progress | Refused | Released):
             self._from_prefill(sender, message, now)
+        elif isinstance(message, Claim):
+            self._claimed(sender, message, now)
         else:
             self._from_decode(sender, message, now)
 
@@ -218,6 +238,7 @@ class HandoffProtocol:
         self.decode_handoffs[remote_request.handoff_id] = DecodeHandoff(
             remote_request,
             [action.blocks, *action.others],
+            action.source,
             config=self._config,
             block_size=self._block_size,
             num_ranks=len(self._ranks),
@@ -262,6 +283,11 @@ class HandoffProtocol:
         else:
             handoff.close("cancelled", now)
         self._drop_if_over(handoff)
+
+    def _claimed(self, sender: Peer, message: Claim, now: float) -> None:
+        held, problem = self.prefill_handoffs.get(message.handoff_id), "unknown"
+        if not isinstance(held, HeldRequest) or (problem := held.claim(sender, message, now) or ""):
+            self.out.messages.append((sender, Refused(message.handoff_id, 0, problem)))
 
     def _answer_for_closed(self, sender: Peer, message: Heartbeat | Release | Cancel) -> None:
         released = self._released.get(message.lease)

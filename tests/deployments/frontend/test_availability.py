@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,7 +24,7 @@ class StartingPool:
         self._generate, self._statuses = pool.generate, pool.statuses
         pool.generate, pool.statuses = self.generate, self.statuses  # type: ignore[method-assign]
 
-    async def generate(self, request: GenerateRequest) -> None:
+    async def generate(self, request: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         await self.up.wait()
         await self._generate(request)
 

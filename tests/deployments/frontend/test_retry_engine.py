@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class UnsurePool:
         self.calls: list[asyncio.Task[None]] = []
         self._replica, self._breaks = replica, list(breaks)
 
-    async def generate(self, request: GenerateRequest) -> None:
+    async def generate(self, request: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         self.attempts.append(request)
         call = asyncio.create_task(self._replica.run_request(EncodedRequest.of(request)))
         self.calls.append(call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 from prometheus_client.core import Metric
@@ -120,7 +121,7 @@ class Pool:
     def __init__(self, decode: list[ReplicaStatus], prefill: list[ReplicaStatus]):
         self._decode, self._prefill = decode, prefill
 
-    async def generate(self, request: GenerateRequest) -> None:
+    async def generate(self, request: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         raise AssertionError("nothing is generated here")
 
     async def statuses(self) -> list[ReplicaStatus]:

@@ -66,7 +66,7 @@ class MortalPool:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PUSH)
         self._socket.connect(reply_to)
 
-    async def generate(self, request: GenerateRequest) -> None:
+    async def generate(self, request: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         self.requests.append(request)
         name, _, attempt = request.request_id.partition(".")
         if attempt:

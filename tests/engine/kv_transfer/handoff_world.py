@@ -23,13 +23,15 @@ from engine.wire.handoff import (
     FinishPrefill,
     FirstToken,
     HandoffEvent,
+    HeldBlocks,
+    HoldRequest,
     OpenHandoff,
     Received,
     RefusePrefill,
     ReportProgress,
 )
 from engine.wire.messages import RemoteRequestFailed
-from engine.wire.remote_request import Peer, RemoteRequest
+from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 
 BLOCK = 4  # tokens
@@ -128,8 +130,8 @@ class Engine:
 
     # -- decode ------------------------------------------------------------------------------------------------
 
-    def open(self, tokens: list[int], skip: int = 0, **more) -> RemoteRequest:
-        remote_request = RemoteRequest(
+    def request(self, tokens: list[int], **more) -> RemoteRequest:
+        return RemoteRequest(
             **{
                 "handoff_id": f"h{next(self.world.ids)}",
                 "request_id": "r",
@@ -139,16 +141,20 @@ class Engine:
                 "params": SamplingParams(),
                 "seed": 0,
                 "cache_salt": "",
-                "skip": skip,
+                "skip": 0,
                 "fingerprint": "f",
                 "decode": self.peer,
             }
             | more
         )
+
+    def open(self, tokens: list[int], skip: int = 0, source: Peer | None = None, **more) -> RemoteRequest:
+        """source: engine that holds the request."""
+        remote_request = self.request(tokens, skip=skip, **more)
         blocks = self._take(-(-(len(tokens) - skip) // BLOCK))
         assert blocks is not None
         self.opened[remote_request.handoff_id] = remote_request, blocks
-        self.protocol.apply(OpenHandoff(remote_request, blocks), self.now)
+        self.protocol.apply(OpenHandoff(remote_request, blocks, source=source), self.now)
         self.flush()
         return remote_request
 
@@ -193,6 +199,20 @@ class Engine:
             self.jobs[remote_request.handoff_id] = Job(remote_request, blocks, remote_request.skip)
             self.protocol.apply(AcceptPrefill(remote_request), self.now)
         self.flush()
+
+    def hold(self, tokens: list[int], **more) -> RemoteRequest | None:
+        """Stop a request whose tokens are all computed; None if it never had room."""
+        blocks = self._take(-(-len(tokens) // BLOCK))
+        if blocks is None:
+            return None
+        held = self.request(tokens, decode=NOBODY, **more)
+        self.jobs[held.handoff_id] = Job(held, blocks, len(tokens))
+        for i, block in enumerate(blocks):
+            self.memory[0, block] = tuple(tokens[: (i + 1) * BLOCK])
+        first = FirstToken(sum(tokens), None, hash_prompt(held, BLOCK), 0)
+        self.protocol.apply(HoldRequest(held, [HeldBlocks(0, blocks)], first), self.now)
+        self.flush()
+        return held
 
     def compute(self, handoff_id: str, num_tokens: int, wrong_prompt_hash: bool = False) -> None:
         job = self.jobs.get(handoff_id)

@@ -716,3 +716,61 @@ class CopyingList(list):
     def append(self, item):
         super().append(item)
         self.kept.append(item)
+
+
+# -- requests that move ------------------------------------------------------------------------------------
+
+
+def test_a_held_request_is_read_by_the_engine_that_claims_it():
+    w = World()
+    held = w.prefill.hold(tokens := list(range(11)))
+    assert not w.network, "nobody is told: the client's ingress chooses who goes on"
+    w.decode.open(tokens, 4, w.prefill.peer, handoff_id=held.handoff_id)
+    w.settle()
+    assert isinstance(w.decode.results[held.handoff_id], Received)
+    assert w.prefill.results[held.handoff_id].reason == "released"
+
+
+def test_a_claim_is_repeated_until_it_is_answered_and_answered_as_often():
+    w = World()
+    held = w.prefill.hold(tokens := list(range(11)))
+    w.decode.open(tokens, 0, w.prefill.peer, handoff_id=held.handoff_id)
+    w.network.clear()
+    w.advance(1.0, settle=False)
+    (claim,) = w.network
+    w.deliver(claim)
+    w.settle()
+    assert isinstance(w.decode.results[held.handoff_id], Received)
+    w.deliver(claim)
+    w.settle()
+    assert not w.prefill.protocol.prefill_handoffs
+
+
+def test_only_the_first_engine_that_claims_a_request_gets_it():
+    w = World(prefills=2)
+    held = w.prefill.hold(tokens := list(range(11)))
+    w.decode.open(tokens, 0, w.prefill.peer, handoff_id=held.handoff_id)
+    w.engines["p1"].open(tokens, 0, w.prefill.peer, handoff_id=held.handoff_id)
+    w.settle()
+    assert isinstance(w.decode.results[held.handoff_id], Received)
+    assert w.engines["p1"].results[held.handoff_id].reason in ("refused", "lost_lease")
+
+
+def test_a_request_that_nobody_claims_is_held_for_one_lease():
+    w = World()
+    held = w.prefill.hold(tokens := list(range(11)))
+    w.advance(CONFIG.lease_s - 1)
+    assert not w.prefill.results
+    w.advance(2)
+    assert w.prefill.results[held.handoff_id].reason == "expired"
+    w.decode.open(tokens, 0, w.prefill.peer, handoff_id=held.handoff_id)
+    w.settle()
+    assert w.decode.results[held.handoff_id].reason == "lost_lease"
+
+
+def test_a_held_request_of_another_model_is_refused():
+    w = World()
+    held = w.prefill.hold(tokens := list(range(11)), fingerprint="other")
+    w.decode.open(tokens, 0, w.prefill.peer, handoff_id=held.handoff_id)
+    w.settle()
+    assert w.decode.results[held.handoff_id].reason == "refused"

@@ -1,7 +1,7 @@
-"""Both sides of the protocol under every fault at once: messages lost, doubled, late, out of order; engines that die,
-start again, stand still, and have clocks that drift; reads that are slow, fail, or go on after the source's blocks have
-been reused. The world itself asserts that nothing wrong is counted as right, that nothing is written late, that every
-handoff ends once, and that the books balance."""
+"""Both sides of the protocol, for prompts and for requests that move, under every fault at once: messages lost,
+doubled, late, out of order; engines that die, start again, stand still, and have clocks that drift; reads that are
+slow, fail, or go on after the source's blocks have been reused. The world itself asserts that nothing wrong is counted
+as right, that nothing is written late, that every handoff ends once, and that the books balance."""
 
 import hypothesis.strategies as st
 from hypothesis import event, settings
@@ -52,6 +52,24 @@ class HandoffMachine(RuleBasedStateMachine):
         if copies < 2:
             self.arrive(remote_request, prefill)
             self.compute(0, num_tokens)
+
+    @rule(
+        length=st.integers(1, 40),
+        skip=st.integers(0, 4),
+        holder=st.sampled_from(["p0", "p1"]),
+        late=st.sampled_from([0.0, 0.0, 3.0, 12.0]),
+        claimed=st.booleans(),
+    )
+    def a_request_moves(self, length, skip, holder, late, claimed):
+        """late: seconds until an engine goes on with it. claimed: whether any does."""
+        source, decode = self.w.engines[holder], self.w.decode
+        self.count += 1
+        if source.paused or (held := source.hold([1000 * self.count + i for i in range(length)])) is None:
+            return
+        self.w.advance(late)
+        skip = min(skip, (length - 1) // BLOCK) * BLOCK
+        if claimed and not decode.paused and -(-(length - skip) // BLOCK) <= len(decode.free):
+            decode.open(held.token_ids, skip, source.peer, handoff_id=held.handoff_id)
 
     @precondition(lambda self: self.remote_requests)
     @rule(choice=st.integers(0, 9), prefill=st.sampled_from(["p0", "p1", None]))

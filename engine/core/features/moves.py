@@ -1,0 +1,63 @@
+"""Requests that stop here so that another engine goes on with them. Pure Python.
+
+A move is a handoff whose prompt is computed already (kv_transfer/protocol/protocol.py). The newest token is not sent to
+the client here: it travels with the KV, as the first token of a prompt does. So an engine that gets the KV goes on as
+after any handoff, and one that does not computes prompt and output again, with the same tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from engine.core.features.handoffs import HandoffManager
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import NEVER, Request, State
+from engine.wire.messages import TokenDelta
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 2  # tokens after which a request may stop; after the first, a recurrent state may be one token too new
+
+
+class Moves:
+    """Stops running requests, and holds their KV."""
+
+    def __init__(self, kv_cache: KVCacheManager, handoffs: HandoffManager):
+        self._kv_cache, self._handoffs = kv_cache, handoffs
+
+    def choose(self, running: list[Request], count: int) -> None:
+        """Mark up to `count` running requests, the newest first: they stop after their next token."""
+        for request in [r for r in reversed(running) if not (r.leaving or r.asked_by or r.pooling)][:count]:
+            request.leaving = ATTEMPTS
+            request.drafts.resume_at = NEVER  # a step that yields several tokens is no place to stop
+
+    def stop(self, request: Request, delta: TokenDelta) -> TokenDelta | None:
+        """Stop a marked request after a step. Returns its last delta here, or None if it has to go on for now.
+
+        delta: tokens of the step. The last delta has no source if the KV cannot be handed over.
+        """
+        one_token = len(delta.token_ids) == 1 and request.computed == len(request.tokens) - 1
+        if not one_token or request.num_output < 2 or request.state is not State.RUNNING:
+            return None  # a sequence's first token brings the client what is known of the prompt
+        token, logprob = request.tokens.pop(), delta.logprobs[0] if delta.logprobs else None
+        request.leaving -= 1
+        if held := self._kv_cache.hold(request):
+            source = self._handoffs.hold(request, held, token, logprob, self._kv_cache.pool.block_size)
+        elif request.leaving:
+            request.tokens.append(token)
+            return None
+        else:
+            source = None
+        how = "its KV is held" if source else "without its KV"
+        request.note(f"stopped after {request.num_output} output tokens, to go on in another engine: {how}")
+        logger.info("request moves request_id=%s output_tokens=%d held=%s",
+                    request.request_id, request.num_output, source is not None)  # fmt: skip
+        return msgspec.structs.replace(
+            delta,
+            token_ids=[],
+            logprobs=None,
+            kv_source=source,
+            timeline=[*delta.timeline, *request.take_timeline()],
+        )

@@ -1,0 +1,71 @@
+"""When a replica stops, its requests move as far as others have room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from deployments.replicas import departure
+from deployments.replicas.departure import depart, room_elsewhere
+from deployments.replicas.pools import ReplicaStatus
+from engine.errors import EngineUnavailable
+from engine.wire.messages import EngineStatus
+from tests.deployments.replicas.fake_prefill import status
+
+
+def replica(name: str, running: int = 0, fingerprint: str = "same") -> ReplicaStatus:
+    found = status(name)
+    stats = msgspec.structs.replace(found.stats, running=running, waiting=0, receiving=0)
+    return ReplicaStatus.of(msgspec.structs.replace(found, fingerprint=fingerprint, stats=stats), {})
+
+
+class Engine:
+    """Requests leave one round after they were told to."""
+
+    def __init__(self, num_calls: int, lives: bool = True):
+        self.num_calls, self.lives = num_calls, lives
+        self.moved: list[int] = []
+
+    def status(self) -> ReplicaStatus:
+        if not self.lives:
+            raise EngineUnavailable("gone")
+        return replica("own", self.num_calls)
+
+    def move_requests(self, count: int) -> None:
+        self.moved.append(count)
+        self.num_calls -= min(count, self.num_calls)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(departure, "ROUND_S", 0.0)
+
+
+def run(engine: Engine, *rounds: Sequence[EngineStatus]) -> None:
+    answers = iter(rounds)
+
+    async def statuses() -> Sequence[EngineStatus]:
+        return next(answers)
+
+    asyncio.run(depart(engine, statuses, slots=8))  # type: ignore[arg-type]
+
+
+def test_as_many_move_as_others_have_room_for_until_none_is_left():
+    engine = Engine(10)
+    run(engine, [replica("own", 10), replica("a", 5), replica("b", 8)], [replica("a", 8)], [replica("a", 0)])
+    assert engine.moved == [3, 8] and not engine.num_calls
+
+
+def test_without_another_replica_of_the_same_model_requests_stay():
+    own = replica("own", 3)
+    assert not room_elsewhere(own, [own, replica("new", 0, "other weights")], 8)
+    assert not room_elsewhere(replica("own", 3, ""), [replica("a", 0, "")], 8), "it hands no KV over"
+
+
+def test_an_engine_that_has_ended_moves_nothing():
+    engine = Engine(3, lives=False)
+    run(engine)
+    assert not engine.moved

@@ -1,0 +1,97 @@
+"""Two engines between which requests move; the test plays the ingress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.wire.messages import Add, GenerateRequest, MoveRequests, TokenDelta
+from engine.wire.sampling_params import SamplingParams, seed_of
+from tests.engine.kv_transfer.pair import Engine, Pair
+from tests.engine_sockets import Ingress
+from tests.rank_pool import RankPool
+
+
+@dataclass
+class Stream:
+    """What a client has asked for, and what it has got."""
+
+    request: GenerateRequest
+    deltas: list[TokenDelta] = field(default_factory=list)
+    num_moves: int = 0
+    last: TokenDelta | None = None
+    """The delta with which its engine has ended it, or let it go."""
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [entry.logprob for delta in self.deltas for entry in delta.logprobs or []]
+
+
+class Movers(Pair):
+    """Requests start in the first engine."""
+
+    def __init__(self, first: EngineConfig, second: EngineConfig, ranks: tuple[RankPool, RankPool]):
+        super().__init__(first, second, ranks)
+        self.engines: list[Engine] = [self.decode, self.prefill]
+        self.ingresses = [self.ingress, Ingress(self._context, self.prefill.server)]
+        self.streams: dict[str, Stream] = {}
+
+    def start(self, name: str, prompt: list[int], **options: Any) -> Stream:
+        fields = {k: options.pop(k) for k in ("lora", "prediction", "cache_salt", "timeout_s") if k in options}
+        params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "logprobs": 0, **options})
+        request = GenerateRequest(
+            request_id=name, prompt=prompt, params=params, reply_to=self.ingresses[0].address, **fields
+        )
+        self.streams[name] = Stream(request)
+        self.ingresses[0].send(Add(request))
+        return self.streams[name]
+
+    def listen(self, where: int, until: Callable[[], bool]) -> None:
+        """Take what an engine sends; one batch at a time."""
+        ingress = self.ingresses[where]
+        while not until():
+            for delta in ingress.receive().deltas:
+                name, _, move = delta.request_id.partition("@")
+                stream = self.streams[name]
+                assert int(move or 0) == stream.num_moves, "the engine went on with a request that had left it"
+                assert delta.position == len(stream.tokens) or delta.error, "a token is missing, or there are two"
+                stream.deltas.append(delta)
+                stream.last = delta if delta.finish_reason else None
+
+    def has(self, count: int) -> Callable[[], bool]:
+        """Whether every stream has `count` tokens."""
+        return lambda: all(len(stream.tokens) >= count for stream in self.streams.values())
+
+    def ended(self) -> bool:
+        return all(stream.last is not None for stream in self.streams.values())
+
+    def leave(self, where: int, count: int = 1000) -> None:
+        """Stop all requests in an engine. Afterwards none of them has an engine."""
+        self.engines[where].send(MoveRequests(count))
+        self.listen(where, self.ended)
+
+    def arrive(self, where: int, keep_source: bool = True) -> None:
+        """Let an engine go on with all that has stopped. keep_source: else it does not know where the KV is."""
+        for name, stream in self.streams.items():
+            last, stream.last = stream.last, None
+            assert last is not None and last.error is not None and last.error.code == "moved", last
+            stream.num_moves += 1
+            params, request = stream.request.params, stream.request
+            seed = (seed_of(name) + 2**63) % 2**64 - 2**63 if params.seed is None else params.seed
+            fields = {field: getattr(request, field) for field in ("lora", "prediction", "cache_salt", "timeout_s")}
+            again = GenerateRequest(
+                request_id=f"{name}@{stream.num_moves}",
+                prompt=[*request.prompt, *stream.tokens],
+                num_prompt=len(request.prompt),
+                params=SamplingParams(**{f: getattr(params, f) for f in params.__struct_fields__} | {"seed": seed}),
+                kv_source=last.kv_source if keep_source else None,
+                reply_to=self.ingresses[where].address,
+                **fields,
+            )
+            self.ingresses[where].send(Add(again))

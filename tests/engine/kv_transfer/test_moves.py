@@ -1,0 +1,176 @@
+"""Running requests that stop in one engine and go on in another: the client sees the tokens of one engine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
+from engine.core.build import build_engine
+from engine.wire.messages import GenerateRequest
+from engine.wire.structured_outputs import StructuredOutputsParams
+from tests.engine.kv_transfer.moving import Movers
+from tests.fake_drafter import draft_always
+from tests.models import make_model, with_slow
+
+RANDOM = {"temperature": 1.0, "seed": 7, "top_p": 0.9}
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130)
+NUM_TOKENS = 160
+SHORT = {"lease_s": 1.0, "heartbeat_s": 0.2, "accept_s": 1.0}  # waits of moves that fail
+FAMILIES = ("gemma3", "qwen3_5", "deepseek_v3", "kimi_linear", "gpt_oss", "nemotron_h")
+
+
+def prompt(length: int) -> list[int]:
+    return [3 + 7 * i * i % 89 for i in range(length)]
+
+
+def make_config(
+    model: Path | str, moves: bool = True, waits: dict[str, float] | None = None, **options: Any
+) -> EngineConfig:
+    sizes = {"block_size": 16, "num_blocks": 400, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_threads": 1}
+    handoff = HandoffConfig(role="replica", transport="tcp", **(waits or {})) if moves else None
+    return EngineConfig(**{"model": str(model), "dtype": "float32", **sizes, **options, "handoff": handoff})
+
+
+def alone(config: EngineConfig, requests: list[GenerateRequest]) -> list[tuple[list[int], list[float]]]:
+    """What one engine answers to each, one after the other."""
+    core = build_engine(config)
+    answers = []
+    for request in requests:
+        core.add(request)
+        deltas = []
+        while core.has_work:
+            deltas += [event.delta for event in core.step()]
+        entries = [entry for delta in deltas for entry in delta.logprobs or []]
+        answers.append(([token for delta in deltas for token in delta.token_ids], [e.logprob for e in entries]))
+    core.close()
+    return answers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_status_period() -> Iterator[None]:
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+        yield
+    torch.set_num_threads(before)
+
+
+def start_all(movers: Movers, lengths=LENGTHS, **params: Any) -> None:
+    for length in lengths:
+        sampled = RANDOM if length % 2 else {}
+        movers.start(f"{length}", prompt(length), **{"max_tokens": NUM_TOKENS, **sampled, **params})
+
+
+def check(movers: Movers, config: EngineConfig) -> None:
+    expected = alone(config, [stream.request for stream in movers.streams.values()])
+    assert [(stream.tokens, stream.logprobs) for stream in movers.streams.values()] == expected
+    movers.settle()
+
+
+@pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
+@pytest.mark.parametrize("family", with_slow(("llama", *FAMILIES), FAMILIES[2:]))
+def test_requests_go_on_with_the_same_bits_and_no_token_is_computed_twice(tmp_path, ranks, family, dtype):
+    """There and back, so that tokens which came by a move move on, and find what they left behind in the cache."""
+    folder = make_model(tmp_path, family)
+    options = {"dtype": dtype}
+    with Movers(make_config(folder, **options), make_config(folder, **options), ranks) as movers:
+        start_all(movers)
+        movers.listen(0, movers.has(3))
+        computed = movers.prefill.scheduler.metrics.histograms["iteration_tokens_total"]
+        for there, here in ((0, 1), (1, 0), (0, 1)):
+            movers.leave(there)
+            assert all(stream.last.kv_source for stream in movers.streams.values()), "none comes without its KV"
+            before, tokens = computed.sum, sum(len(stream.tokens) for stream in movers.streams.values())
+            movers.arrive(here)
+            movers.listen(here, movers.has(min(len(stream.tokens) for stream in movers.streams.values()) + 9))
+        movers.listen(1, movers.ended)
+        tokens = sum(len(stream.tokens) for stream in movers.streams.values()) - tokens
+        movers.settle()
+        if family in ("llama", "gemma3", "deepseek_v3", "gpt_oss"):  # a recurrent state goes on from a border
+            assert computed.sum - before == tokens - len(LENGTHS), "all but the token that came with the KV, once"
+        for engine in movers.engines:
+            assert engine.scheduler.handoffs.moves["failed"] == engine.scheduler.handoffs.moves["expired"] == 0
+        check(movers, make_config(folder, moves=False, **options))
+
+
+def test_nothing_but_the_engine_changes(ranks, monkeypatch):
+    """Penalties, a grammar, drafts, least and most tokens, a salt."""
+    draft_always(monkeypatch)
+    speculative = SpeculativeConfig(method="ngram")
+    config = make_config("pocket", speculative=speculative)
+    grammar = StructuredOutputsParams(regex="(?:ab|c|[d-z ]){400,600}")
+    repeated = prompt(20) * 3
+    with Movers(config, config, ranks) as movers:
+        movers.start("penalties", prompt(40), max_tokens=150, repetition_penalty=1.8, presence_penalty=1.0)
+        movers.start("grammar", prompt(30), max_tokens=None, structured_outputs=grammar, **RANDOM)
+        movers.start("drafts", repeated, max_tokens=150, cache_salt="salt")
+        movers.start("random drafts", repeated, max_tokens=150, **RANDOM)
+        movers.start("expected", prompt(10), max_tokens=150, prediction=[5, 6, 7, 8] * 40)
+        movers.start("no seed", prompt(12), max_tokens=150, temperature=1.0)
+        movers.start("bounds", prompt(33), max_tokens=150, min_tokens=140, ignore_eos=False, temperature=1.0, seed=1)
+        movers.listen(0, movers.has(4))
+        movers.leave(0)
+        movers.arrive(1)
+        movers.listen(1, movers.ended)
+        assert sum(engine.scheduler.speculation.stats.num_accepted_tokens > 0 for engine in movers.engines) == 2
+        check(movers, make_config("pocket", moves=False))
+
+
+def test_what_waits_is_given_back_at_once_and_what_is_not_found_is_computed_again(ranks):
+    config = make_config("pocket", waits=SHORT, max_num_seqs=2)
+    with Movers(config, config, ranks) as movers:
+        start_all(movers, lengths=LENGTHS[:4])
+        movers.listen(0, lambda: sum(len(stream.tokens) > 2 for stream in movers.streams.values()) == 2)
+        movers.leave(0)
+        assert [stream.last.kv_source is None for stream in movers.streams.values()] == [False, False, True, True]
+        movers.arrive(1, keep_source=False)
+        movers.listen(1, movers.ended)
+        check(movers, make_config("pocket", moves=False))
+        assert movers.decode.scheduler.handoffs.moves == {"expired": 2}
+
+
+def test_an_engine_that_dies_with_the_kv_delays_the_request(ranks):
+    config = make_config("pocket", waits=SHORT)
+    with Movers(config, config, ranks) as movers:
+        start_all(movers, lengths=(40, 17))
+        movers.listen(0, movers.has(3))
+        movers.leave(0)
+        movers.decode.stop()
+        movers.arrive(1)
+        movers.listen(1, movers.ended)
+        check(movers, make_config("pocket", moves=False))
+        assert movers.prefill.scheduler.handoffs.moves == {"failed": 2}
+
+
+def test_requests_of_another_model_are_refused_their_kv(ranks):
+    configs = make_config("pocket", waits=SHORT), make_config("pocket", waits=SHORT, dtype="bfloat16")
+    with Movers(*configs, ranks) as movers:
+        movers.start("a", prompt(40), max_tokens=150)
+        movers.listen(0, movers.has(3))
+        movers.leave(0)
+        movers.arrive(1)
+        movers.listen(1, movers.ended)
+        assert len(movers.streams["a"].tokens) == 150
+        movers.settle()
+        assert movers.prefill.scheduler.handoffs.moves == {"failed": 1}
+        assert movers.decode.scheduler.handoffs.moves == {"expired": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (2, 2)])
+def test_requests_move_between_engines_of_other_sizes(tmp_path, ranks, first, second):
+    folder, options = make_model(tmp_path, "llama"), {"determinism": "strict"}
+    configs = (make_config(folder, tensor_parallel=size, **options) for size in (first, second))
+    with Movers(*configs, ranks) as movers:
+        start_all(movers)
+        movers.listen(0, movers.has(3))
+        movers.leave(0)
+        movers.arrive(1)
+        movers.listen(1, movers.ended)
+        assert movers.prefill.scheduler.handoffs.moves == {"received": len(LENGTHS)}
+        check(movers, make_config(folder, moves=False, **options))
