@@ -212,7 +212,10 @@ def test_prompts_whose_prefix_is_cached(reference, overlap):
         assert run.tokens["next turn"] == reference.output(turn)
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
+@pytest.mark.parametrize(
+    "caching",
+    [pytest.param(True, id="prefix cache"), pytest.param(False, id="no prefix cache", marks=pytest.mark.slow)],
+)
 def test_requests_that_are_preempted(reference, overlap, caching):
     with Run(reference, overlap, num_blocks=26, enable_prefix_caching=caching) as run:
         prompts = {str(n): reference.prompt(n, seed=n) for n in LENGTHS}

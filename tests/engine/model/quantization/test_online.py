@@ -14,7 +14,7 @@ from engine.model.config import ModelConfig
 from engine.model.quantization.online import INT4_GROUPS, Online
 from engine.model.shard import Shard
 from tests.batches import load_by_hand
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, make_model, with_slow
 from tests.ranks import make_ranks, on_all
 
 STEPS = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}]
@@ -33,7 +33,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
+@pytest.mark.parametrize("family", with_slow(family for family in FAMILIES if family != "gpt_oss"))
 def test_every_family_in_int8_stays_close_to_what_it_was(tmp_path, family):
     folder = make_model(tmp_path, family)
     assert 1e-4 < error(logits(folder, quantization="int8"), logits(folder)) < 0.2

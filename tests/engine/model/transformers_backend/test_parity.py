@@ -22,9 +22,9 @@ MAX_TOKENS = 8
 MODELS = sorted({*TRANSFORMERS, *SPECIAL, *TEXT_PARTS})
 
 
-# an engine has the tokens of those between them
+# an engine has the tokens of others
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i % 2 == 0)) for i, name in enumerate(MODELS)]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i % 4 != 1)) for i, name in enumerate(MODELS)]
 )
 @torch.inference_mode()
 def test_logits_of_a_prompt_in_two_chunks_equal_those_of_transformers(tmp_path, name):
