@@ -1,5 +1,6 @@
 """Quantizes the inputs of quantized weights, in Triton: one pass in place of eight small kernels, which would take as
-long as the product itself in decode. See `quantize_rows` in quantization/weight.py."""
+long as the product itself in decode. See `quantize_rows` in quantization/weight.py. Multiplies int8 for up to MOST
+rows; for more, torch's product is scaled here."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ from torch import Tensor
 from engine.model.quantization.weight import FP8, FP8_MAX, INT8_MAX
 
 SCALED_COLUMNS = 1024
+MOST = 512  # rows; a prompt's are worth a pass over the int32 sums of cuBLAS
+TILES = ((16, 64), (64, 64), (128, 128))  # rows and outputs; the first that holds all rows, or the last
+BLOCK_K = 64
 ROUNDS = 12582912.0  # 1.5 * 2^23: floats of this size are integers, so adding it rounds to the nearest, ties to even
 
 
@@ -58,6 +62,48 @@ def quantize(x: Tensor, values: Tensor, scale: Tensor, size: int) -> tuple[Tenso
         SIZE=size, SIZE_PAD=pad, INTEGER=dtype == torch.int8, ROUNDS=ROUNDS, num_warps=min(16, max(1, pad // 512)),
     )  # fmt: skip
     return values, scale
+
+
+@triton.jit(do_not_specialize=["rows"])
+def int8_linear_kernel(
+    x, rows_scale, values, scale, bias, out, rows, size_n, size_k,
+    BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply BLOCK_M rows with BLOCK_N outputs and scale the sums. Grid (rows / BLOCK_M, size_n / BLOCK_N)."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for start in range(0, size_k, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        here = (k < size_k)[None, :]
+        a = tl.load(x + m[:, None] * size_k + k[None, :], mask=(m < rows)[:, None] & here, other=0)
+        b = tl.load(values + n.to(tl.int64)[:, None] * size_k + k[None, :], mask=(n < size_n)[:, None] & here, other=0)
+        acc = tl.dot(a, b.trans(), acc, out_dtype=tl.int32)
+    wide = acc.to(tl.float32) * tl.load(rows_scale + m, mask=m < rows, other=0.0)[:, None]
+    wide *= tl.load(scale + n, mask=n < size_n, other=0.0)[None, :]
+    if BIASED:
+        wide += tl.load(bias + n, mask=n < size_n, other=0.0).to(tl.float32)[None, :]
+    target = out + m.to(tl.int64)[:, None] * size_n + n[None, :]
+    tl.store(target, wide.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < size_n)[None, :])
+
+
+def int8_linear(
+    x: Tensor, rows_scale: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Multiply x [rows, inputs] with values [outputs, inputs], both int8 and contiguous, and scale the sums.
+
+    rows_scale: [rows, 1] float32; scale: [1, outputs] float32. Has run under Triton's interpreter only, not on a GPU
+    yet.
+    """
+    (rows, inputs), outputs = x.shape, len(values)
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    block_m, block_n = next((tile for tile in TILES if tile[0] >= rows), TILES[-1])
+    int8_linear_kernel[triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n)](
+        x, rows_scale, values, scale, out if bias is None else bias, out, rows, outputs, inputs,
+        BIASED=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K,
+        num_warps=8 if block_m > 64 else 4, num_stages=4,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit

@@ -1,16 +1,17 @@
-"""Products with quantized weights on an NVIDIA GPU, by torch's kernels; for int4 by ours (int4.py). Nothing is copied
-to the host, so CUDA graphs can hold them."""
+"""Products with quantized weights on an NVIDIA GPU, by torch's kernels; for int4 (int4.py) and few rows of int8 by
+ours. Nothing is copied to the host, so CUDA graphs can hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.ops import dispatch
-from engine.model.quantization.weight import FP8, QuantizedWeight
+from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
 
 BLOCK = 128  # rows and columns that share a scale in block-wise FP8
 INT4_GROUPS = (32, 64, 128, 256)
@@ -30,6 +31,8 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
         # cuBLAS supports it on Hopper only
         if capability[0] == 9 and cuda_version() >= (12, 9) and in_square_blocks(weight) and dispatch.triton_found():
             return BlockFP8(weight)
+        if capability >= (8, 9):
+            return RowFP8(with_scale_per_output(weight))
     if weight.activations == torch.int8 and per_row and weight.zero is None and outputs % 8 == inputs % 8 == 0:
         return Int8(weight)
     if weight.bits == 4 and weight.group_size in INT4_GROUPS and dtype == torch.bfloat16 and dispatch.triton_found():
@@ -37,6 +40,12 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
 
         return Int4(weight)
     return None
+
+
+def with_scale_per_output(weight: QuantizedWeight) -> QuantizedWeight:
+    """Quantize a float8 weight again, with one scale per output. It differs by no more than float8 rounds."""
+    values, scale = quantize_rows(weight.dequantize(torch.float32), FP8)
+    return replace(weight, values=values, scale=scale)
 
 
 def cuda_version() -> tuple[int, ...]:
@@ -54,9 +63,9 @@ def in_square_blocks(weight: QuantizedWeight) -> bool:
 def find_quantize_rows() -> Quantize:
     """Return Triton's `quantize_rows` if Triton is installed, else the plain one."""
     if dispatch.triton_found():
-        from engine.model.ops.gpu.quantize import quantize_rows
-    else:
-        from engine.model.quantization.weight import quantize_rows
+        from engine.model.ops.gpu import quantize
+
+        return quantize.quantize_rows
     return quantize_rows
 
 
@@ -111,12 +120,13 @@ class Int8:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         values, scale = self.quantize(x, torch.int8)
         rows = len(values)
+        if dispatch.triton_found():
+            from engine.model.ops.gpu import quantize
+
+            if rows <= quantize.MOST:
+                return quantize.int8_linear(values, scale, self.values.T, self.scale, bias, x.dtype)
+            return quantize.scale_products(torch._int_mm(values, self.values), scale, self.scale, bias, x.dtype)
         if rows < INT8_ROWS:
             values = F.pad(values, (0, 0, 0, INT8_ROWS - rows))
-        sums = torch._int_mm(values, self.values)[:rows]
-        if dispatch.triton_found():
-            from engine.model.ops.gpu.quantize import scale_products
-
-            return scale_products(sums, scale, self.scale, bias, x.dtype)
-        out = sums.float() * scale * self.scale
+        out = torch._int_mm(values, self.values)[:rows].float() * scale * self.scale
         return (out if bias is None else out + bias).to(x.dtype)

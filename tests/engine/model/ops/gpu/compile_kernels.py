@@ -143,6 +143,9 @@ def compile_elementwise(float8: bool) -> None:
         quantize.quantize_rows(x, FLOAT8)
         quantize.quantize_rows(x, FLOAT8, 128)
     quantize.quantize_rows(x, torch.int8)
+    for rows in (1, 64, 300):
+        codes = torch.zeros(rows, 4096, dtype=torch.int8)
+        quantize.int8_linear(codes, codes[:, :1].float(), codes[:1].repeat(4096, 1), x[:1].float(), None, x.dtype)
     quantize.scale_products(torch.zeros(4, 8192, dtype=torch.int32), column, column.T, None, torch.bfloat16)
     scale, values = torch.ones(4096, 32), torch.zeros(4096, 4096, dtype=torch.int8)
     packed = int4.Int4(QuantizedWeight(values, scale, None, 4, None))

@@ -132,6 +132,8 @@ def convert(values: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mod
 
 
 def dot(builder: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *options: object) -> TensorHandle:
-    """a @ b + d, summed in float32."""
+    """a @ b + d, summed in float32, or in int32 for int8."""
+    if a.dtype.scalar == tl.int8:
+        return TensorHandle(np.matmul(a.data, b.data, dtype=np.int32) + d.data, d.dtype.scalar)
     wide = [convert(x.data, x.dtype.scalar, tl.float32, None).view(np.float32) for x in (a, b)]
     return TensorHandle(np.matmul(*wide) + d.data, d.dtype.scalar)

@@ -62,6 +62,7 @@ def test_kernels_of_common_models_compile_for_hopper():
         "grouped_kernel",
         *ROUTING,
         "quantize_kernel",
+        "int8_linear_kernel",
         "scale_products_kernel",
         "int4_linear_kernel",
         "dequantize_kernel",

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.ops import quantized_linear
-from engine.model.ops.gpu import int4
+from engine.model.ops.gpu import int4, quantize
+from engine.model.ops.gpu import quantized_linear as gpu_linear
 from engine.model.ops.gpu.int4 import Int4
 from engine.model.ops.gpu.quantize import quantize_blocks, quantize_rows
-from engine.model.ops.gpu.quantized_linear import Int8
+from engine.model.ops.gpu.quantized_linear import BlockFP8, Int8, RowFP8
 from engine.model.quantization import weight
 from engine.model.quantization.weight import FP8, QuantizedWeight
 
@@ -81,9 +82,29 @@ def test_a_product_with_int4_equals_plain(rows, groups, zeros, bias):
     torch.testing.assert_close(Int4(packed)(x, bias), expected, atol=8e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("rows", [1, 40, 200, quantize.MOST + 1])
 @pytest.mark.parametrize("bias", [None, torch.full((48,), 3.0, dtype=torch.bfloat16, device=DEVICE)], ids=["", "bias"])
 def test_a_product_of_int8_is_scaled_in_one_pass_and_equals_plain(rows, bias):
-    packed = make_weight(8, 48, 64, 1)
-    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).to(DEVICE, torch.bfloat16)
+    packed = make_weight(8, 48, 72, 1)
+    x = torch.randn(rows, 72, generator=torch.Generator().manual_seed(rows)).to(DEVICE, torch.bfloat16)
     torch.testing.assert_close(Int8(packed)(x, bias), quantized_linear.plain(x, packed, bias), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind"),
+    [((8, 0), None), ((8, 9), RowFP8), ((9, 0), BlockFP8), ((10, 0), RowFP8), ((12, 0), RowFP8)],
+)
+def test_float8_in_blocks_keeps_its_eight_bits_on_every_card_that_multiplies_them(monkeypatch, capability, kind):
+    """Where cuBLAS has no product for blocks, weights get one scale per output, and hardly differ."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.rand(2, 2, generator=generator).repeat_interleave(128, dim=0) / 100 + 0.001
+    values = torch.randn(256, 256, generator=generator).mul(100).clamp(-448, 448).to(FP8)
+    packed = QuantizedWeight(values, scale, None, 8, FP8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(gpu_linear, "cuda_version", lambda: (13, 0))
+    chosen = gpu_linear.select(packed, torch.bfloat16)
+    assert type(chosen) is (type(None) if kind is None else kind)
+    if kind is RowFP8:
+        assert chosen.values.dtype == FP8
+        found, expected = chosen.values.T.float() * chosen.scale.T, packed.dequantize(torch.float32)
+        assert (found - expected).norm() < 0.04 * expected.norm()
