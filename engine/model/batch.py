@@ -123,28 +123,41 @@ class Batch:
         return self.views[group]
 
 
-def split(counts: ArrayLike, kv_lens: ArrayLike, *, all_chunks: bool = False) -> tuple[Tensor, list[Chunk]]:
+def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
     """Return `single`, on the host, and `chunks` of a Batch. counts: [seqs], tokens of each sequence in this step.
-    kv_lens: [seqs], its tokens including this step's. all_chunks: make chunks of sequences with one token too."""
+    kv_lens: [seqs], its tokens including this step's."""
+    single, chunks = split_rows(counts, kv_lens)
+    return torch.from_numpy(single), chunks_of(chunks)
+
+
+def split_rows(
+    counts: ArrayLike, kv_lens: ArrayLike, *, all_chunks: bool = False
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return `single`, and the fields of each chunk, [n, 4]. all_chunks: make chunks of sequences with one token
+    too."""
     counts = np.asarray(counts)
     alone = (counts == 1) & (not all_chunks)
     if alone.all():
-        return torch.from_numpy(np.arange(len(counts), dtype=np.int32)), []
+        return np.arange(len(counts), dtype=np.int32), np.empty((0, 4), dtype=np.int64)
     single, several = np.flatnonzero(alone).astype(np.int32), np.flatnonzero(~alone)
     columns = several, (counts.cumsum() - counts)[several], counts[several], np.asarray(kv_lens)[several]
-    return torch.from_numpy(single), [Chunk(*row) for row in np.stack(columns, axis=1).tolist()]
+    return single, np.stack(columns, axis=1)
 
 
-def row_tiles(chunks: list[Chunk], rows: int) -> NDArray[np.int32]:
+def chunks_of(rows: NDArray[np.int64]) -> list[Chunk]:
+    return [Chunk(*row) for row in rows.tolist()]
+
+
+def row_tiles(chunks: ArrayLike, rows: int) -> NDArray[np.int32]:
     """Cut chunks into tiles of at most `rows` rows. Return [tiles, 4]: sequence, first row, number of rows, and number
     of the chunk's rows after them.
 
-    The last rows of each chunk come first: they see the most keys, and a GPU starts tiles in order.
+    chunks: [n, 4], from `split_rows`. The last rows of each chunk come first: they see the most keys, and a GPU starts
+    tiles in order.
     """
-    columns = [(chunk.seq, chunk.first_row, chunk.count) for chunk in chunks]
-    seq, first_row, count = np.array(columns, dtype=np.int32).reshape(-1, 3).T
+    seq, first_row, count, _ = np.asarray(chunks, dtype=np.int32).reshape(-1, 4).T
     tiles = -(-count // rows)
-    chunk = np.repeat(np.arange(len(chunks)), tiles)
+    chunk = np.repeat(np.arange(len(seq)), tiles)
     row = (np.cumsum(tiles)[chunk] - np.arange(len(chunk), dtype=np.int32) - 1) * rows
     in_tile = np.minimum(rows, count[chunk] - row)
     return np.stack([seq[chunk], first_row[chunk] + row, in_tile, count[chunk] - row - in_tile], axis=1, dtype=np.int32)

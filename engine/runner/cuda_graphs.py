@@ -127,11 +127,11 @@ def pad_step(
     kv_len: NDArray[np.int64],
     query_start: NDArray[np.int64],
     single: NDArray[np.int32],
-    chunks: list[Chunk],
+    chunks: NDArray[np.int64],
     saves: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
-    """Return a buffer [`buffer_size(shape)`] with the inputs of a step, padded to a shape. saves: [2, seqs] int32,
-    see `StateCache.saves`."""
+    """Return a buffer [`buffer_size(shape)`] with the inputs of a step, padded to a shape. chunks: [n, 4], from
+    `split_rows`. saves: [2, seqs] int32, see `StateCache.saves`."""
     buffer = empty_step(shape).copy()
     columns = StepColumns.of(buffer, shape, np.int64)
     tokens, seqs = len(positions), len(slots)
@@ -143,7 +143,7 @@ def pad_step(
     columns.single[: len(single)] = single
     if saves is not None:
         columns.save_at[:seqs], columns.save_slots[:seqs] = saves
-    if chunks:
+    if len(chunks):
         tiles = row_tiles(chunks, shape.tile_rows)
         columns.tiles[: tiles.size] = tiles.reshape(-1)
     return buffer

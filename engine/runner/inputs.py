@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.device import Device, StagedCopy
-from engine.model.batch import Batch, KVGroup, split
+from engine.model.batch import Batch, KVGroup, chunks_of, split_rows
 from engine.model.config import ModelConfig
 from engine.model.low_rank import row_table
 from engine.model.ops.sampling import sorts_candidates
@@ -203,11 +203,11 @@ class InputBuilder:
         if not has_images and rotary.ndim == 1:
             shape = self._shape_for(len(layout.positions), len(sequences.slots), int(sequences.counts.max()))
         verifies = shape is not None and shape.verified > 0
-        single, chunks = split(sequences.counts, sequences.ends, all_chunks=verifies)
+        single, chunks = split_rows(sequences.counts, sequences.ends, all_chunks=verifies)
         if shape is not None:
             columns = layout.token_index, rotary, layout.slot_mappings, sequences.slots, sequences.ends, first_rows
             saves = self._states.saves(sequences.slots, plan.saved) if plan.saved and self._states else None
-            graph = shape, staged.add(pad_step(shape, *columns, single.numpy(), chunks, saves))
+            graph = shape, staged.add(pad_step(shape, *columns, single, chunks, saves))
             if not self._drafts:
                 return None, graph
         first, *others = [
@@ -228,8 +228,8 @@ class InputBuilder:
             kv_len=staged.add(sequences.ends.astype(np.int32)),
             block_table=first.block_table,
             kv_cache=first.kv_cache,
-            single=staged.add(single.numpy()),
-            chunks=chunks,
+            single=staged.add(single),
+            chunks=chunks_of(chunks),
             kv_scales=first.kv_scales,
             other_groups=tuple(others),
             states=None if self._states is None else self._states.batch(sequences.slots, staged, plan.saved),

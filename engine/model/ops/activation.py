@@ -19,9 +19,9 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute the sigmoid by exp. On a CPU, torch's own sigmoid, silu and softplus give other bits for the last
+    """Compute the sigmoid, on a CPU by exp: there torch's own sigmoid, silu and softplus give other bits for the last
     elements of a tensor, so a row's bits would depend on how many rows follow."""
-    return 1 / (1 + (-x).exp())
+    return 1 / (1 + (-x).exp()) if x.device.type == "cpu" else x.sigmoid()
 
 
 def silu(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from engine.core.engine import EngineCore
 from engine.core.step_cost import StepTimes
 from engine.device import PinnedCopy
 from engine.errors import StartupError
-from engine.model.batch import Batch, split
+from engine.model.batch import Batch, split_rows
 from engine.model.ops.sampling_plain import mark_non_finite
 from engine.runner.cuda_graphs import (
     MAX_DECODE_SIZE,
@@ -342,11 +342,11 @@ def test_every_step_that_a_shape_is_for_fits_into_it_and_is_there_again(data):
     sizes = st.integers(tokens, 80), st.integers(seqs, 9), st.integers(1, 5)
     shape = StepShape(*map(data.draw, sizes), kv_groups=groups)
     query_start = np.cumsum([0, *counts])
-    single, chunks = split(counts, counts)
+    single, chunks = split_rows(counts, counts)
     column = np.arange(tokens) + 5
     mappings = [column + 2 + i for i in range(groups)]
     buffer = pad_step(
-        shape, column, column + 1, mappings, column[:seqs], query_start[1:], query_start, single.numpy(),
+        shape, column, column + 1, mappings, column[:seqs], query_start[1:], query_start, single,
         chunks, np.stack([query_start[1:], column[:seqs]]).astype(np.int32),
     )  # fmt: skip
     for columns in (
@@ -369,7 +369,7 @@ def test_every_step_that_a_shape_is_for_fits_into_it_and_is_there_again(data):
         tiles = [tuple(tile) for tile in columns.tiles.reshape(-1, 4).tolist()]
         rows = [row for _, first, count, _ in tiles for row in range(first, first + count)]
         assert sorted(rows) == [
-            row for chunk in chunks for row in range(chunk.first_row, chunk.first_row + chunk.count)
+            row for _, first_row, count, _ in chunks.tolist() for row in range(first_row, first_row + count)
         ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.device import Device
-from engine.model.batch import Chunk, row_tiles
+from engine.model.batch import row_tiles
 from engine.runner import inputs
 from engine.runner.cuda_graphs import StepColumns, StepShape
 from engine.runner.inputs import InputBuilder
@@ -91,7 +91,7 @@ def test_a_gpu_reads_the_keys_of_a_sequence_once_for_all_its_drafts():
 def test_tiles_hold_the_rows_of_each_chunk_once_the_last_ones_first(chunks, rows):
     tiles, first, expected = [], 0, []
     for seq, (count, gap) in enumerate(chunks):
-        tiles.append(Chunk(seq, first, count, count))
+        tiles.append((seq, first, count, count))
         for row in range((count - 1) // rows * rows, -1, -rows):
             here = min(rows, count - row)
             expected.append([seq, first + row, here, count - row - here])

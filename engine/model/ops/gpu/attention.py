@@ -325,7 +325,8 @@ def chunk_tiles(batch: Batch, rows: int) -> Tensor:
         return batch.tiles
     key = "tiles", rows
     if key not in batch.plans:
-        batch.plans[key] = copy_to(row_tiles(batch.chunks, rows), batch.kv_len.device)
+        chunk_fields = [(chunk.seq, chunk.first_row, chunk.count, chunk.kv_len) for chunk in batch.chunks]
+        batch.plans[key] = copy_to(row_tiles(chunk_fields, rows), batch.kv_len.device)
     return batch.plans[key]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.batch import Batch, Chunk, KVGroup
+from engine.model.batch import Batch, Chunk, KVGroup, split_rows
 from engine.model.ops import attention_plain
 from engine.model.ops.gpu import attention, rope
 from engine.runner.cuda_graphs import StepColumns, StepShape, pad_step
@@ -137,27 +138,39 @@ def test_a_batch_that_is_replayed_with_other_lengths_gives_their_results():
     torch.testing.assert_close(attention.paged_attention(q, batch, 0, 0.1), expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("name", ["rows and chunks", "keys of chunks in four splits", "rows that decode"])
-def test_a_step_that_is_padded_to_the_shape_of_a_graph_gives_what_it_gives_alone(name):
-    case = CASES[name]
+DRAFTS = Case([(1300, 4), (40, 1), (300, 3), (7, 2)], kv_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "verified"),
+    [
+        *((CASES[name], 0) for name in ("rows and chunks", "keys of chunks in four splits", "rows that decode")),
+        (DRAFTS, 4),
+    ],
+    ids=["rows and chunks", "keys of chunks in four splits", "rows that decode", "drafts"],
+)
+def test_a_step_that_is_padded_to_the_shape_of_a_graph_gives_what_it_gives_alone(case, verified):
     q, k, v, batch = case.inputs()
     attention_plain.write_kv(k, v, batch, 1)
     expected = attention_plain.paged_attention(q, batch, 1, 0.1)
-    rows = attention.tile_rows(96, case.heads, case.kv_heads, case.head_dim, case.dtype, DEVICE)
-    shape, columns = StepShape(96, 9, rows), [batch.positions, batch.positions, batch.slot_mapping]
-    others = [torch.arange(len(batch.block_table)), batch.kv_len, batch.query_start, batch.single]
+    rows = attention.tile_rows(verified or 96, case.heads, case.kv_heads, case.head_dim, case.dtype, DEVICE)
+    shape, columns = StepShape(96, 9, rows, verified=verified), [batch.positions, batch.positions, batch.slot_mapping]
+    others = [torch.arange(len(batch.block_table)), batch.kv_len, batch.query_start]
     (*columns, mapping), others = ([column.cpu().numpy() for column in part] for part in (columns, others))
-    buffer = pad_step(shape, *columns, [mapping], *others, batch.chunks)
+    split = split_rows(np.diff(others[2]), others[1], all_chunks=bool(verified))
+    buffer = pad_step(shape, *columns, [mapping], *others, *split)
     padded = StepColumns.of(torch.from_numpy(buffer).to(DEVICE), shape, torch.int64)
     table = torch.cat(
         [batch.block_table, batch.block_table.new_zeros(9 - len(batch.kv_len), batch.block_table.shape[1])]
     )
     given = Batch(
         positions=padded.positions, slot_mapping=padded.slot_mappings[0], query_start=padded.query_start,
-        kv_len=padded.kv_len, block_table=table, kv_cache=batch.kv_cache, single=padded.single,
-        chunks=[Chunk(0, 0, 96, 0)], tiles=padded.tiles.view(-1, 4),
+        kv_len=padded.kv_len, block_table=table, kv_cache=batch.kv_cache,
+        single=padded.single[: 0 if verified else 9], chunks=[Chunk(0, 0, shape.longest, 0)],
+        tiles=padded.tiles.view(-1, 4),
     )  # fmt: skip
-    found = attention.paged_attention(torch.cat([q, q.new_full((96 - len(q), *q.shape[1:]), torch.nan)]), given, 1, 0.1)
+    padding = q.new_full((96 - len(q), *q.shape[1:]), torch.nan)
+    found = attention.paged_attention(torch.cat([q, padding]), given, 1, 0.1)
     torch.testing.assert_close(found[: len(q)], expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
 
 
