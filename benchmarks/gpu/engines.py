@@ -12,14 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from cluster.cli.bench.prompts import FIRST_ID
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.model.config import ModelConfig
+from engine.model.transformers_backend.example_image import example_image
 from engine.wire.messages import GenerateRequest
+from engine.wire.multimodal import MM_HASH_BYTES
 from engine.wire.sampling_params import SamplingParams
+
+RESERVED = 500  # ids at the end of a vocabulary, some of which stand for images
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "head_dim": 128,
@@ -66,6 +71,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25, "max_position_embeddings": 262144, "rope_theta": 10000000.0,
         "tie_word_embeddings": False,
     },
+    "Qwen2.5-VL 7B": {
+        **QWEN, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128000,
+        "tie_word_embeddings": False, "image_token_id": 151655,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {
+            "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+            "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+            "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2,
+        },
+    },
     "DeepSeek V2 Lite": {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400,
         "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
@@ -83,6 +100,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
     },
 }  # fmt: skip
+
+
+# a part of the layers, which fits one GPU
+SHAPES["Qwen3-Next, 8 layers"] = {**SHAPES["Qwen3-Next 80B-A3B"], "num_hidden_layers": 8}
 
 
 def shape_config(shape: str, quantization: str | None = None, **changes: Any) -> ModelConfig:
@@ -119,12 +140,20 @@ class Decoding:
 
         self.core.runner.collect = timed  # type: ignore[method-assign]
 
-    def add(self, name: str, prompt_len: int, max_tokens: int, **sampling: Any) -> None:
+    def add(self, name: str, prompt_len: int, max_tokens: int, image_embeds: int = 0, **sampling: Any) -> None:
+        """image_embeds: size of a black image before the prompt's text."""
         rng = random.Random(name)
-        prompt = [rng.randrange(FIRST_ID, self.config.vocab_size) for _ in range(prompt_len)]
+        prompt = [rng.randrange(FIRST_ID, self.config.vocab_size - RESERVED) for _ in range(prompt_len)]
+        images = []
+        if image_embeds:
+            assert self.config.vision is not None
+            image = example_image(self.config.vision, image_embeds)
+            # with its own hash, so that each is encoded
+            images.append(msgspec.structs.replace(image, mm_hash=name.encode().ljust(MM_HASH_BYTES)[:MM_HASH_BYTES]))
+            prompt = [self.config.vision.image_token_id] * image.num_embeds + prompt
         settings = {"temperature": 0.0, "ignore_eos": True, "seed": rng.randrange(2**31), **sampling}
         params = SamplingParams(max_tokens=max_tokens, **settings)
-        self.core.add(GenerateRequest(request_id=name, prompt=prompt, params=params))
+        self.core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, mm_features=images))
 
     def until(self, done: Callable[[], bool]) -> None:
         while self.core.has_work and not done():

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -33,9 +33,13 @@ from benchmarks.gpu.card import (
 from benchmarks.gpu.engines import Decoding, engine, shape_config
 from benchmarks.gpu.meta_steps import MetaModel
 from benchmarks.memory_floor import kv_bytes
+from cluster.cli.bench.prompts import FIRST_ID
 from engine.model.batch import Batch, split
 from engine.model.ops import attention
+from engine.model.ops.gpu import attention_libraries
 from engine.model.quantization.weight import FP8 as FLOAT8
+from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
+from engine.spec_decode.ngram import NgramSequence
 
 DEVICE = "cuda"
 FP8: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
@@ -50,7 +54,10 @@ ATTENTION_CONSTANTS = (  # names and values in engine/model/ops/gpu/attention.py
     {}, {"NUM_STAGES": 3}, {"NUM_STAGES": 4}, {"NUM_STAGES": 6}, {"KEY_TILE_BYTES": 8192}, {"KEY_TILE_BYTES": 32768},
     {"PROGRAMS_PER_PROCESSOR": 2}, {"PROGRAMS_PER_PROCESSOR": 8},
 )  # fmt: skip
-LINEAR_ROWS = (1, 64, 1024)
+LINEAR_ROWS = (1, 16, 64, 256, 1024)
+IMAGE_EMBEDS, IMAGES = 1024, 12  # a megapixel has 1,300
+DRAFTS = 3
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 8, "max_lora_rank": 16}
 NANO_SEQS, NANO_LENGTHS = 256, (100, 1024)
 
 Numbers = dict[str, float]
@@ -196,6 +203,73 @@ def arrivals(card: Card) -> Numbers:
     return {f"p{percent} ms": gaps[len(gaps) * percent // 100] for percent in (50, 95, 99)}
 
 
+def images(card: Card) -> Numbers:
+    """STREAMS streams, to which a prompt with an image comes every few steps: how long their steps are then."""
+    options = {"max_num_seqs": STREAMS + IMAGES, "max_num_batched_tokens": PROMPT, "max_model_len": PROMPT}
+    with decoding(STREAMS, "Qwen2.5-VL 7B", 0, None, **options) as run:
+        run.step_ends.clear()
+        for i in range(IMAGES):
+            run.add(f"image {i}", 16, 2, image_embeds=IMAGE_EMBEDS)
+            steps = run.steps + EVERY_STEPS
+            run.until(lambda: run.steps >= steps)  # noqa: B023 - called here
+        ends = run.step_ends
+    gaps = sorted(1e3 * (end - begin) for begin, end in pairwise(ends))
+    return {"p50 ms": gaps[len(gaps) // 2], "longest ms": gaps[-1]}
+
+
+def drafts(card: Card, batch_size: int) -> Numbers:
+    """Steps that verify DRAFTS drafts of every sequence, however they fare; see the same part without drafts."""
+    options = {"speculative": {"method": "ngram", "num_speculative_tokens": DRAFTS}, "max_num_seqs": batch_size}
+    with drafting_always(), decoding(batch_size, "8B", 0, None, **options) as run:
+        before, started = run.steps, time.perf_counter()
+        drafted = num_drafts(run)
+        run.until(lambda: run.steps >= before + STEPS)
+        seconds = (time.perf_counter() - started) / STEPS
+        drafted = num_drafts(run) - drafted
+    return {"ms/step": 1e3 * seconds, "drafts/step": drafted / STEPS}
+
+
+def num_drafts(run: Decoding) -> int:
+    stats = run.core.stats().spec_decode
+    return 0 if stats is None else stats.num_draft_tokens
+
+
+@contextmanager
+def drafting_always() -> Iterator[None]:
+    """Propose as many tokens as there may be, all the same, whatever they cost."""
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (NgramSequence, "propose", lambda sequence, limit: [FIRST_ID] * limit),
+            (StepDrafts, "_least", lambda step: -1.0),
+            (StepDrafts, "length", lambda step, acceptance, limit: limit),
+            (StepDrafts, "proposals", lambda step, acceptances, limit: limit),
+            (SequenceDrafts, "untried", False),
+            (SequenceDrafts, "pause", lambda drafts, length: None),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+def without_libraries(card: Card) -> Numbers:
+    with mock.patch.object(attention_libraries, "LIBRARIES", ()):
+        return decode(card, 64)
+
+
+def libraries(card: Card) -> Numbers:
+    """us of one layer's attention by each library that is installed, and by ours, for the batches of its trial."""
+    device = torch.device(DEVICE)
+    shape = attention_libraries.Shape(torch.bfloat16, HEADS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, None)
+    candidates = {library.name: attention_libraries.load(library, device) for library in attention_libraries.LIBRARIES}
+    candidates["ours"] = attention_libraries.attention.paged_attention
+    names = [f"{len(lengths)} of {lengths[-1]}, longest {lengths[0]}" for lengths in attention_libraries.TIMED]
+    return {
+        f"us {name}, {batch}": 1e6 * seconds
+        for name, attend in candidates.items()
+        if attend is not None
+        for batch, seconds in zip(names, attention_libraries.seconds(attend, shape, device), strict=True)
+    }
+
+
 def sweep_attention(card: Card) -> Numbers:
     """GB/s of the attention of decode steps by our kernel, by length, as it is and with other constants."""
     from engine.model.ops.gpu import attention as triton_attention
@@ -305,8 +379,20 @@ PARTS = (
     Part("decode 8B, batch 64, top_k", 90, lambda card: decode(card, 64, sampling={"temperature": 1.0, "top_k": 20})),
     # what follows is worth having once the parts above have decided that it all works
     Part(SANITIZER, 150),
-    Part("attention, GB/s", 120, sweep_attention),
+    Part("attention libraries", 90, libraries),
+    Part("decode 8B, batch 64, our attention", 90, without_libraries),
     Part("decode 8B, one of 100k among 63 of 1k", 120, lambda card: decode(card, 64, longest=LONG)),
+    Part("decode 8B, batch 1, drafts", 90, lambda card: drafts(card, 1)),
+    Part("decode 8B, batch 64, drafts", 90, lambda card: drafts(card, 64)),
+    Part("64 streams and arriving images, 7B", 120, images),
+    Part("decode 8B, batch 64, adapters enabled and none in the batch", 90, lambda card: decode(card, 64, **LORA)),
+    Part("decode Qwen3-Next, 8 layers, batch 64", 120, lambda card: decode(
+        card, 64, "Qwen3-Next, 8 layers", max_model_len=PROMPT
+    )),
+    Part("decode DeepSeek V2 Lite, batch 64", 120, lambda card: decode(
+        card, 64, "DeepSeek V2 Lite", max_model_len=PROMPT
+    )),
+    Part("attention, GB/s", 120, sweep_attention),
     Part("decode 8B, batch 1, fp8", 90, lambda card: decode(card, 1, **FP8)),
     Part("decode 8B, batch 64, fp8", 90, lambda card: decode(card, 64, **FP8)),
     Part("prefill 8B, 8192 tokens, fp8", 90, lambda card: prefill(card, **FP8)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,11 @@ from torch._dynamo import config as dynamo_config
 
 from engine import pocket
 from engine.core.engine import EngineCore
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
 from tests.gpu.engines import Answer, check_same, generate, make_core, requests, run
 from tests.models import FAMILIES, made_once
+from tests.vision_models import Prompt, make_vision_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -50,6 +52,42 @@ def test_the_bundled_model_in_bfloat16_says_what_it_says_in_float32_on_the_cpu()
     wanted = requests(8, 400, logprobs=2)
     expected = generate(pocket.PATH, "cpu", wanted)
     check_same(generate(pocket.PATH, "cuda", wanted, dtype="bfloat16"), expected, ROUNDED)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_answers_about_images_are_the_cpus_and_the_host_does_not_wait_for_them(name, tmp_path):
+    folder = make_vision_model(tmp_path, name)
+
+    def wanted(first_seed: int) -> list[GenerateRequest]:
+        prompts = [Prompt(name).text(5, 6).image(first_seed + i, 2 + i, 3).text(7, 8, 9) for i in range(3)]
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
+        return [
+            GenerateRequest(request_id=str(i), prompt=prompt.tokens, mm_features=prompt.images, params=params)
+            for i, prompt in enumerate(prompts)
+        ]
+
+    check_same(generate(folder, "cuda", wanted(1)), generate(folder, "cpu", wanted(1)), EXACT)
+    core = make_core(folder, "cuda")
+    run_strictly(core, wanted(1), wanted(11))
+    core.close()
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_change_no_token(method, folder_of, tmp_path):
+    folder, wanted = folder_of("llama"), requests(8, VOCAB, logprobs=2)
+    options = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":  # the model itself, which always guesses right
+        options["model"] = str(folder)
+    expected = generate(folder, "cpu", wanted)
+    check_same(generate(folder, "cuda", wanted, speculative=options), expected, EXACT)
+
+
+def test_a_cache_in_float8_is_close_to_one_in_bfloat16(folder_of):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this card has no float8")
+    wanted = requests(8, VOCAB, logprobs=2)
+    expected = generate(folder_of("qwen3"), "cpu", wanted, kv_cache_dtype="fp8")
+    check_same(generate(folder_of("qwen3"), "cuda", wanted, kv_cache_dtype="fp8"), expected, ROUNDED)
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 256])
@@ -118,19 +156,21 @@ def test_sequences_that_are_preempted_and_resumed_say_the_same(folder_of):
     ids=str,
 )
 def test_the_host_never_waits_for_the_card_between_launch_and_collect(sampling, core):
-    run_strictly(core, sampling)
+    wanted = requests(8, VOCAB, **sampling)
+    run_strictly(core, wanted, wanted)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_host_never_waits_for_experts_either(dtype, folder_of):
     core = make_core(folder_of("qwen3_moe"), "cuda", dtype=dtype)
-    run_strictly(core, {})
+    wanted = requests(8, VOCAB)
+    run_strictly(core, wanted, wanted)
     core.close()
 
 
-def run_strictly(core: EngineCore, sampling: dict[str, Any]) -> None:
+def run_strictly(core: EngineCore, first: list[GenerateRequest], then: list[GenerateRequest]) -> None:
     """Once graphs are captured and kernels compiled, whatever makes the host wait raises."""
-    run(core, requests(8, VOCAB, **sampling))
+    run(core, first)
     launch, prepare = core.runner.launch, core.runner.prepare
     steps = 0
 
@@ -147,8 +187,8 @@ def run_strictly(core: EngineCore, sampling: dict[str, Any]) -> None:
         return strict
 
     core.runner.launch, core.runner.prepare = strictly(launch), strictly(prepare)
-    run(core, requests(8, VOCAB, **sampling))
-    assert steps > 20
+    run(core, then)
+    assert steps > 10
 
 
 def test_graphs_stay_within_their_budget(folder_of):
