@@ -378,7 +378,7 @@ class Harness:
             self.prepared.append(self.runner.prepare(plan))
         elif not self.prepared:
             elsewhere = self.scheduler.handoffs.receiving or self.scheduler.handoffs.leased
-            elsewhere = elsewhere or self.scheduler.offloading.loading
+            elsewhere = elsewhere or self.scheduler.offloading.loading or self.scheduler.offloading.moving
             assert elsewhere or not self.scheduler.has_work, "nothing is computed, and nothing is waited for"
         return plan
 

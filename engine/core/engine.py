@@ -301,7 +301,7 @@ class EngineCore:
         if (
             self._compiling
             or self._adapter_loader.loading
-            or self.scheduler.offloading.loading
+            or self.scheduler.offloading.moving
             or any(r.grammar.constrains for r in [*self.scheduler.queue.running, *self.scheduler.queue.waiting])
         ):
             self._grammar_compiled.wait(GRAMMAR_POLL_S)

@@ -38,6 +38,7 @@ class NoOffloading:
     stats: KVOffloadStats | None = None
     loading: list[Request] = []  # noqa: RUF012 - never changed
     hashes = NoHashes()
+    moving = False
 
     def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
         return False
@@ -144,6 +145,11 @@ class KVOffloading:
         """Live requests that wait for blocks."""
         waiting = [*self._loaded, *(request for load in self._loads.values() for request in load.requests)]
         return [request for request in waiting if request.state is State.LOADING_KV]
+
+    @property
+    def moving(self) -> bool:
+        """Whether blocks are pinned, which a waiting request may need."""
+        return bool(self._loads) or any(not store.is_copied for store in self._stores.values())
 
     # -- up ------------------------------------------------------------------------------------------------
 
@@ -282,20 +288,23 @@ class KVOffloading:
         if not request.tables:
             return
         for group, manager in enumerate(self._kv_cache.groups):
+            if isinstance(error, EngineError):
+                self._forget(group, request)
+                continue
             for block_hash in reversed(manager.worth_storing(request)):
-                if isinstance(error, EngineError):  # its numbers may not be finite
-                    self._forget(group, self._name_of(group, block_hash))
-                else:
-                    self._to_store.pop((group, block_hash), None)
-                    self._to_store[group, block_hash] = None
+                self._to_store.pop((group, block_hash), None)
+                self._to_store[group, block_hash] = None
         while len(self._to_store) > sum(manager.pool.num_blocks for manager in self._kv_cache.groups):
             del self._to_store[next(iter(self._to_store))]  # evicted by now: the disk is too slow
             self._not_stored += 1
 
-    def _forget(self, group: int, name: bytes) -> None:
+    def _forget(self, group: int, request: Request) -> None:
+        """Delete all blocks of a request, whose numbers may not be finite. The device has them no longer."""
+        size = self._kv_cache.pool.block_size
+        hashes = request.hashes(min(request.computed, len(request.tokens)) // size, size)
         for tier in self._tiers:
-            if tier.index(group).drop(name) and tier.name == "disk":
-                self._drop([name])
+            names = [name for each in hashes if tier.index(group).drop(name := self._name_of(group, each))]
+            self._drop(names if tier.name == "disk" else [])
 
     def _next_store(self, now: float) -> None:
         """Begin to copy waiting blocks, unless a command still copies or two still write."""

@@ -9,6 +9,7 @@ from hypothesis.stateful import precondition, rule
 
 from engine.core.features.tier import REST_S
 from engine.core.request import State
+from engine.errors import EngineError
 from tests.engine.core.test_scheduler_machine import SchedulerMachine
 from tests.examples import examples
 from tests.fake_tiers import TIMEOUT_S, TierHarness
@@ -168,6 +169,17 @@ def test_another_salt_and_another_adapter_find_nothing():
     harness.add("salted", [*PROMPT, 7], max_tokens=1, cache_salt="mine")
     harness.run()
     assert harness.offloading.stats.hit_tokens == 0
+
+
+def test_blocks_that_a_failed_request_has_read_are_forgotten():
+    harness = make()
+    stored(harness)
+    harness.add("fails", [*PROMPT, 7])
+    harness.step()
+    harness.scheduler.kv_cache.invalidate(harness.scheduler.queue.live["fails"])
+    harness.scheduler.abort("fails", 0.0, EngineError("fails", "its numbers are not finite"))
+    harness.drain()
+    assert len(harness.disk) == harness.offloading.stats.tiers["disk"].blocks == 0
 
 
 def test_what_was_cleared_is_nowhere():
