@@ -21,7 +21,8 @@ BY_TRANSFORMERS = ("SmolLM3ForCausalLM", "VaultGemmaForCausalLM", "Llama4ForCaus
 NATIVE = ("gpt_oss", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_moe", "mixtral", "qwen3_moe", "phi3", "glm4_moe")
 QUICK = {"gpt_oss", "gemma3", "gemma4", "qwen3_moe", "VaultGemmaForCausalLM", "Llama4ForCausalLM"}
 RECURRENT = ("qwen3_5", "nemotron_h", "lfm2", "kimi_linear")
-KEPT_APART = ("qwen3_5", "gemma3", *RECURRENT[1:], "gemma4", "gpt_oss")  # states, or KV behind windows
+# States, KV behind windows, or latents.
+KEPT_APART = ("qwen3_5", "gemma3", *RECURRENT[1:], "gemma4", "gpt_oss", "deepseek_v3")
 BORDERS = (200, 129, 128, 64, 20)  # tokens behind borders of states, and none before one
 LENGTHS = (33, 8, 1)  # more than the windows of 8 tokens, as many, and too few for a block
 
