@@ -385,17 +385,22 @@ def make_model(folder: Path, family: str, *, tokenizer: bool = False, seed: int 
     return Path(folder)
 
 
+BUFFERS = ("e_score_correction_bias", "layer_scalar", "std_bias", "std_scale", "put_min", "put_max")
+
+
 @torch.no_grad()
 def randomise(model: torch.nn.Module, *, tied: bool, seed: int) -> None:
     """Unit-gain layers, peaky attention and uneven norms, so that greedy output is not one repeated token."""
     generator = torch.Generator().manual_seed(seed)
-    learned = [pair for pair in model.named_buffers() if pair[0].endswith(("e_score_correction_bias", "layer_scalar"))]
+    learned = [pair for pair in model.named_buffers() if pair[0].endswith(BUFFERS)]
     for name, p in (*model.named_parameters(), *learned):
         noise = torch.randn(p.shape, generator=generator)
-        if name == "model.norm.weight" and tied:
+        if name in ("model.norm.weight", "model.language_model.norm.weight") and tied:
             p.copy_(noise - p.abs().max().eq(0).float())  # mixed signs: a tied head then does not favour its own input
         elif "norm" in name or "layer_scalar" in name:
             p.add_(0.2 * noise + ("q_norm" in name))  # around 1, or around 0 where the model scales by 1 + weight
+        elif not p.dim():
+            p.fill_(1.5 if name.endswith("max") else -1.5)
         elif p.dim() == 1:
             p.copy_(0.3 * noise)
         elif "embed_tokens" in name:

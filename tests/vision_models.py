@@ -37,6 +37,17 @@ IMAGE_CHAT_TEMPLATE = (
     "{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+GEMMA4_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": PATCH,
+    "pooling_kernel_size": MERGE,
+    "position_embedding_size": 16,
+}
 MROPE = {"rope_type": "default", "rope_theta": 1e4}
 # class, configuration of its text, fields of the text, fields of the tower, and other fields
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -53,6 +64,21 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]
             "patch_size": PATCH,
         },
         {"mm_tokens_per_image": 9},
+    ),
+    # as E2B, and as 31B, where a token of an image also sees later ones
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        "Gemma4TextConfig",
+        FAMILIES["gemma4"][1],
+        GEMMA4_TOWER,
+        {"audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}},
+    ),
+    "gemma4_moe": (
+        "Gemma4ForConditionalGeneration",
+        "Gemma4TextConfig",
+        FAMILIES["gemma4_moe"][1],
+        {**GEMMA4_TOWER, "use_clipped_linears": True, "standardize": True},
+        {"audio_config": None, "vision_soft_tokens_per_image": 9},
     ),
     "internvl": (
         "InternVLForConditionalGeneration",
@@ -121,6 +147,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]
     ),
 }
 
+WHOLE_IMAGES = ("gemma3", "gemma4_moe")  # models of which a step computes whole images
 RECURRENT = ("qwen3_5", "qwen3_5_moe")  # whose prompts here are too short for a snapshot of their states
 
 
@@ -137,9 +164,12 @@ class Prompt:
         return self
 
     def image(self, seed: int, height: int = 2, width: int = 3) -> Prompt:
-        """height, width: in embeddings. Gemma's images have 3 each, one more than its window, and InternVL's have
+        """height, width: in embeddings. Images of Gemma 3 and the larger Gemma 4 have 3
+        each, one more than the window, and InternVL's have
         `height` tiles of 4."""
-        height, width = {"gemma3": (3, 3), "internvl": (height, 4)}.get(self.name, (height, width))
+        height, width = {"gemma3": (3, 3), "gemma4_moe": (3, 3), "internvl": (height, 4)}.get(
+            self.name, (height, width)
+        )
         row, mistral = [IMAGE] * width, self.name == "mistral3"
         ids = [*([*row, BREAK] * (height - 1)), *row, END] if mistral else row * height
         self.tokens += [] if mistral else [BREAK]  # without which transformers takes two images for one
@@ -154,6 +184,12 @@ class Prompt:
 def pixels(name: str, seed: int, height: int, width: int) -> dict[str, TensorData]:
     """What an image processor makes of an image of so many patches."""
     random = np.random.default_rng(seed)
+    if name.startswith("gemma4"):  # as many patches in all images, of which some are padding
+        count = max(10 * MERGE**2, height * width)
+        values, places = np.zeros((1, count, 3 * PATCH**2), np.float32), np.full((1, count, 2), -1)
+        values[0, : height * width] = random.random((height * width, 3 * PATCH**2))
+        places[0, : height * width] = [(x, y) for y in range(height) for x in range(width)]
+        return {"pixel_values": TensorData.of(values), "image_position_ids": TensorData.of(places)}
     if name == "mistral3":
         shape, key, size = (1, 3, height * PATCH, width * PATCH), "image_sizes", [[height * PATCH, width * PATCH]]
     else:
@@ -179,7 +215,7 @@ def make_vision_model(folder: Path, name: str, image_token_id: int = IMAGE, **ov
         **others,
     )
     model = cls(config).eval()
-    randomise(model, tied=False, seed=1)
+    randomise(model, tied=config.tie_word_embeddings, seed=1)
     model.generation_config = transformers.GenerationConfig(eos_token_id=EOS, pad_token_id=0)
     model.save_pretrained(folder)
     return Path(folder)
@@ -215,14 +251,10 @@ def encoder_arguments(image: MultiModalFeatureSpec) -> dict[str, np.ndarray]:
     return arrays
 
 
-def expected_tokens(folder: Path, prompt: Prompt, max_tokens: int) -> list[int]:
-    """The greedy continuation by transformers; it ends where the model does.
-
-    Qwen's prompts have to end with text: behind an image, `generate` goes on from the last position of each axis, where
-    the model's own `get_rope_index` (and the engine) goes on from the highest one.
-    """
+def model_inputs(prompt: Prompt) -> dict[str, torch.Tensor]:
+    """What transformers' model takes for a prompt."""
     ids = torch.tensor([prompt.tokens])
-    inputs: dict[str, Any] = {}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if prompt.images:
         arrays = [encoder_arguments(image) for image in prompt.images]
         if prompt.name == "mistral3":
@@ -234,7 +266,20 @@ def expected_tokens(folder: Path, prompt: Prompt, max_tokens: int) -> list[int]:
             types = "token_type_ids" if prompt.name == "gemma3" else "mm_token_type_ids"
             inputs[types] = (ids == IMAGE).int()
         inputs |= {name: torch.from_numpy(np.concatenate([a[name] for a in arrays])) for name in arrays[0]}
-    out = transformers_model(folder).generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, **inputs
-    )
+    return inputs
+
+
+@torch.no_grad()
+def expected_logprobs(folder: Path, prompt: Prompt) -> torch.Tensor:
+    """[vocab_size], of the token after the prompt."""
+    return transformers_model(folder)(**model_inputs(prompt)).logits[0, -1].log_softmax(-1)
+
+
+def expected_tokens(folder: Path, prompt: Prompt, max_tokens: int) -> list[int]:
+    """The greedy continuation by transformers; it ends where the model does.
+
+    Qwen's prompts have to end with text: behind an image, `generate` goes on from the last position of each axis, where
+    the model's own `get_rope_index` (and the engine) goes on from the highest one.
+    """
+    out = transformers_model(folder).generate(**model_inputs(prompt), max_new_tokens=max_tokens, do_sample=False)
     return out[0, len(prompt.tokens) :].tolist()

@@ -95,7 +95,7 @@ class Batch:
     """The states of a model with recurrent layers; None for other models."""
     other_groups: tuple[KVGroup, ...] = ()
     """KV cache groups after the first."""
-    views: dict[int, Batch] = field(default_factory=dict)
+    views: dict[tuple[int, bool], Batch] = field(default_factory=dict)
     """Batches from `of_group`, made once for all layers."""
 
     def set_block_tables(self, tables: Sequence[Tensor]) -> None:
@@ -105,22 +105,25 @@ class Batch:
             replace(kv, block_table=table) for kv, table in zip(self.other_groups, others, strict=True)
         )
 
-    def of_group(self, group: int) -> Batch:
-        """Return this batch with the KV of one KV cache group."""
-        if group == 0:
+    def of_group(self, group: int, causal: bool = False) -> Batch:
+        """Return this batch with the KV of one KV cache group. causal: whether no token sees later ones, even of its
+        image."""
+        causal = causal and self.image_ends is not None
+        if group == 0 and not causal:
             return self
-        if group not in self.views:
-            kv = self.other_groups[group - 1]
-            self.views[group] = replace(
+        if (group, causal) not in self.views:
+            kv = self.other_groups[group - 1] if group else self
+            self.views[group, causal] = replace(
                 self,
                 slot_mapping=kv.slot_mapping,
                 block_table=kv.block_table,
                 kv_cache=kv.kv_cache,
                 kv_scales=kv.kv_scales,
+                image_ends=None if causal else self.image_ends,
                 plans={},
                 views={},
             )
-        return self.views[group]
+        return self.views[group, causal]
 
 
 def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:

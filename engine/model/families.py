@@ -76,6 +76,7 @@ TEXT_PARTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
 # axis (Qwen2-VL, arXiv:2409.12191), interleaved (Qwen3-VL, arXiv:2511.21631), or None if positions have one axis.
 VISION: dict[str, Literal["sections", "interleaved"] | None] = {
     "Gemma3ForConditionalGeneration": None,
+    "Gemma4ForConditionalGeneration": None,
     "InternVLForConditionalGeneration": None,
     "Mistral3ForConditionalGeneration": None,
     "Qwen2_5_VLForConditionalGeneration": "sections",

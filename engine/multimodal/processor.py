@@ -171,6 +171,10 @@ def _gemma3(config: Fields, found: Fields, token: str) -> str:
     return f"\n\n<start_of_image>{token * config.get('mm_tokens_per_image', 256)}<end_of_image>\n\n"
 
 
+def _gemma4(config: Fields, found: Fields, token: str) -> str:
+    return f"<|image>{token * int(found['num_soft_tokens_per_image'][0])}<image|>"
+
+
 def _internvl(config: Fields, found: Fields, token: str) -> str:
     return f"<img>{token * (config.get('image_seq_length', 256) * found['num_patches'][0])}</img>"
 
@@ -207,6 +211,14 @@ FAMILIES = {
         max_pixels=_tile,
         options=lambda config: {"do_pan_and_scan": False},  # pan and scan would add crops as further images
     ),
+    "gemma4": ImageFamily(
+        marker="<|image|>",
+        placeholders=_gemma4,
+        arguments=("image_position_ids",),
+        max_pixels=lambda processor: (
+            processor.max_soft_tokens * (processor.pooling_kernel_size * processor.patch_size) ** 2
+        ),
+    ),
     "internvl": ImageFamily(
         marker="<IMG_CONTEXT>",
         placeholders=_internvl,
@@ -215,4 +227,5 @@ FAMILIES = {
         options=lambda config: {"crop_to_patches": True},
     ),
 }
-"""The processors by `model_type` of config.json. Llama 4 is missing, since its image processor needs torchvision."""
+"""The processors by `model_type` of config.json. Llama 4 and Gemma 4 12B are missing: their image processors need
+torchvision."""

@@ -230,7 +230,9 @@ class ModelRunner:
         as_text = batch.rope_table is None and batch.deepstack is None and batch.image_ends is None
         if self._step_graph is not None and as_text:
             return self._step_graph.run(self.model.embed(ids) if x is None else x, batch)
-        return self.model(ids, batch) if x is None else self.model.run_layers(x, batch)
+        if x is None:
+            return self.model(ids, batch)
+        return self.model.run_layers(x, batch, self.model.layer_inputs(ids, x))
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its result."""

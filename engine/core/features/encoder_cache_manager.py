@@ -202,8 +202,9 @@ class EncoderCacheManager:
                 limit = f"behind the image before, in a prompt of {len(prompt)} tokens"
                 raise InvalidParameter(f"{name}.mm_position", [span.offset, span.end], limit)
             end = span.end
-            if self.whole_images and span.length != self._mm_tokens_per_image:
-                raise InvalidParameter(f"{name}.mm_position.length", span.length, f"{self._mm_tokens_per_image}")
+            if self.whole_images and span.length > self._mm_tokens_per_image:
+                limit = f"at most {self._mm_tokens_per_image}, the tokens that the model has for an image"
+                raise InvalidParameter(f"{name}.mm_position.length", span.length, limit)
             found = prompt[span.offset : span.end].count(self._image_token_id)
             if not found == image.num_embeds <= self._size:
                 limit = f"the number of its placeholders ({found}), and at most encoder_cache_size ({self._size})"

@@ -60,7 +60,7 @@ def gemma_names(raw: Fields) -> Fields:
         first = layers - raw["num_kv_shared_layers"]
         sizes = [size if i < first else 2 * size for i, size in enumerate(sizes)]
     own = {"mlp_sizes": tuple(sizes), "intermediate_size": max(sizes)}
-    if raw.get("use_bidirectional_attention") == "vision":  # applies to image tokens only, which are not supported
+    if raw.get("use_bidirectional_attention") == "vision":  # for tokens of images only: see VisionConfig
         own["use_bidirectional_attention"] = None
     pattern = raw["sliding_window_pattern"]
     types = raw.get("layer_types") or [

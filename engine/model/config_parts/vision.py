@@ -22,7 +22,9 @@ class VisionConfig:
     merge_size: int = 1
     """Number of patches in height, and in width, that become one embedding."""
     mm_tokens_per_image: int = 0
-    """Number of tokens of every image, in a model where they see each other both ways; 0 if they are causal."""
+    """Most tokens of an image, in a model where they see each other both ways; 0 if they are causal."""
+    causal_without_window: bool = False
+    """Whether they see each other in layers with a window only."""
     rope_axes: tuple[int, ...] = ()
     """The axis of each rotary frequency: 0 for time, 1 for height in the image, 2 for width. For a text token, all
     three are its position. Empty if image tokens have positions like text."""
@@ -34,16 +36,21 @@ class VisionConfig:
         architecture, vision = (raw.get("architectures") or ["none"])[0], raw.get("vision_config")
         if architecture not in VISION or not vision:
             return None
+        size, text, gemma4 = 0, {**raw, **(raw.get("text_config") or {})}, raw.get("model_type") == "gemma4"
+        if raw.get("model_type") == "gemma3":
+            size = raw.get("mm_tokens_per_image", 256)
+        elif gemma4 and text.get("use_bidirectional_attention") == "vision":
+            size = raw.get("vision_soft_tokens_per_image", 280)
         found = cls(
             transformers=json.dumps(raw, sort_keys=True),
             image_token_id=raw["image_token_id"] if "image_token_id" in raw else raw["image_token_index"],
             deepstack=len(vision.get("deepstack_visual_indexes") or ()),
-            mm_tokens_per_image=raw.get("mm_tokens_per_image", 256) if raw.get("model_type") == "gemma3" else 0,
+            mm_tokens_per_image=size,
+            causal_without_window=gemma4,
         )
         order = VISION[architecture]
         if order is None:
             return found
-        text = {**raw, **(raw.get("text_config") or {})}
         sections = (text.get("rope_parameters") or text.get("rope_scaling") or {})["mrope_section"]
         if sum(sections) != rotary_dim // 2:
             raise Unsupported("mrope_section", sections)

@@ -25,6 +25,7 @@ class Attention(nn.Module):
         self.group, self.layer = (0, layer) if cfg.bidirectional else cfg.kv_place(layer)
         self.scale = cfg.attention_scale
         self.window = cfg.window[layer]
+        self.causal = cfg.vision is not None and cfg.vision.causal_without_window and self.window is None
         self.softcap = cfg.attn_logit_softcapping
         self.sinks: Tensor | None = None
         """[heads], set by layers with attention sinks."""
@@ -44,13 +45,13 @@ class Attention(nn.Module):
             q, k = (self.rotate(x, self.table, batch.positions) for x in (q, k))
             return self.encoder_attention(q, k, v, batch, self.scale, self.window).flatten(1)
         table = self.table if batch.rope_table is None else batch.rope_table
-        batch = batch.of_group(self.group)
+        batch = batch.of_group(self.group, self.causal)
         return self.attended(self.ops.rotate_and_write(q, k, v, table, batch, self.layer, norms), batch)
 
     def read(self, q: Tensor, batch: Batch) -> Tensor:
         """Attend to K and V that another layer has written: the one that `kv_place` names. q: already normed, not
         rotated."""
-        return self.attended(self.rotate(q, self.table, batch.positions), batch.of_group(self.group))
+        return self.attended(self.rotate(q, self.table, batch.positions), batch.of_group(self.group, self.causal))
 
     def attended(self, q: Tensor, batch: Batch) -> Tensor:
         """Attend with a rotated q [tokens, heads, head_dim]; return [tokens, heads * head_dim]. batch: with the KV of

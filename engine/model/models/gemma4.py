@@ -1,4 +1,4 @@
-"""Gemma 4, text only: Gemma 3 with an embedding of each token for each layer; with layers that read the KV of others,
+"""Gemma 4: Gemma 3 with an embedding of each token for each layer; with layers that read the KV of others,
 and layers without a window that have heads of another size and use keys as values; in some models with experts beside
 the MLP.
 
@@ -7,6 +7,7 @@ https://ai.google.dev/gemma/docs/core; formulas follow transformers' modeling_ge
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -28,6 +29,8 @@ from engine.model.models.gemma3 import Gemma3Layer
 from engine.model.models.llama import LlamaAttention
 from engine.model.ops import activation
 from engine.model.shard import Sharded, Shards, replicated
+
+PADDING = 0
 
 
 def of_layer(cfg: ModelConfig, layer: int) -> ModelConfig:
@@ -187,11 +190,17 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
             for name in ("k_", "v_")
         )
 
-    def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
-        x = self.embed(input_ids)
-        if self.layer_embeddings is None:
-            return self.run_layers(x, batch)
-        return self.run_layers(x, batch, self.layer_embeddings(input_ids, x).unbind(1))
+        self.image_token_id = -1 if cfg.vision is None else cfg.vision.image_token_id
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return super().embed(self.text_ids(input_ids))
+
+    def layer_inputs(self, input_ids: Tensor, x: Tensor) -> Sequence[Tensor]:
+        return () if self.layer_embeddings is None else self.layer_embeddings(self.text_ids(input_ids), x).unbind(1)
+
+    def text_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the ids with padding for the tokens of images, which have padding's embedding for each layer."""
+        return input_ids.masked_fill(input_ids == self.image_token_id, PADDING)
 
     def checkpoint_name(self, path: str) -> str:
         for part in ("layer_embeddings.", ".layer_input", ".moe"):  # modules that the checkpoint does not have

@@ -7,6 +7,7 @@ cache finds images by their hash. This has not run on a GPU yet.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,10 @@ class ImageEncoder(NativeNames, nn.Module):
     def embed(self, input_ids: Tensor) -> Tensor:
         return torch.zeros(len(input_ids), self._hidden_size, dtype=self._dtype, device=input_ids.device)
 
-    def run_layers(self, x: Tensor, batch: Batch) -> Tensor:
+    def layer_inputs(self, input_ids: Tensor, x: Tensor) -> Sequence[Tensor]:
+        return ()
+
+    def run_layers(self, x: Tensor, batch: Batch, inputs: Sequence[Tensor] = ()) -> Tensor:
         """Write a step's embeddings [tokens, hidden] and deepstack features to the KV cache."""
         self._keep(x, 0, batch.slot_mapping, batch)
         if batch.deepstack is not None:

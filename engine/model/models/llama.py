@@ -110,7 +110,8 @@ class LlamaForCausalLM(NativeNames, nn.Module):
             self.score = ReplicatedLinear(cfg.hidden_size, 1, bias=False)
 
     def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
-        return self.run_layers(self.embed(input_ids), batch)
+        x = self.embed(input_ids)
+        return self.run_layers(x, batch, self.layer_inputs(input_ids, x))
 
     def run_layers(self, x: Tensor, batch: Batch, inputs: Sequence[Tensor] = ()) -> Tensor:
         """Return hidden [tokens, hidden], followed by the inputs of `aux_layers`. x: [tokens, hidden], embedded tokens.
@@ -127,6 +128,10 @@ class LlamaForCausalLM(NativeNames, nn.Module):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens(input_ids)
+
+    def layer_inputs(self, input_ids: Tensor, x: Tensor) -> Sequence[Tensor]:
+        """Return the `inputs` of `run_layers`. x: [tokens, hidden], embedded tokens, with embeddings of images."""
+        return ()
 
     def canonical_name(self, name: str) -> str | None:
         if self.vision is None or is_of_text(name):

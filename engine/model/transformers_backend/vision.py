@@ -24,6 +24,7 @@ from engine.model.transformers_backend.model import EmptyOnMeta, materialize, wh
 from engine.wire.multimodal import TensorData
 
 PIXELS = {"pixel_values", "pixel_table"}
+AUDIO = ("audio_tower.", "embed_audio.")
 
 
 def look_up(pixels: Tensor, table: Tensor) -> Tensor:
@@ -91,7 +92,9 @@ class VisionEncoder(Sharded):
         super().__init__()
         raw = json.loads(cfg.transformers)
         config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
-        config.get_text_config().num_hidden_layers = 1  # the language model here is dropped below
+        text = config.get_text_config()  # of the language model, which is dropped below
+        text.num_hidden_layers, text.num_kv_shared_layers = 1, 0
+        config.audio_config = None
         with EmptyOnMeta(), no_init_weights():
             model = MODEL_MAPPING[type(config)]._from_config(config, dtype=self.dtype)
         self._renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
@@ -130,12 +133,13 @@ class VisionEncoder(Sharded):
             if isinstance(layer, TowerLinear):
                 layer.pack()
 
-    def canonical_name(self, name: str) -> str:
+    def canonical_name(self, name: str) -> str | None:
         """Return `vision.model.vision_tower.ln_pre.weight` for `vision_tower.ln_pre.weight`, as transformers 4 saved
-        it, and for `model.vision_tower.ln_pre.weight`."""
+        it, and for `model.vision_tower.ln_pre.weight`; None for a tensor of the model's audio input."""
         for renaming in self._renamings:
             name, _ = renaming.rename_source_key(name)
-        return f"vision.model.{name.removeprefix('model.')}"
+        name = name.removeprefix("model.")
+        return None if name.startswith(AUDIO) else f"vision.model.{name}"
 
     def shards(self) -> Shards:
-        return {name: whole(tensor.data) for name, tensor in self.state_dict(keep_vars=True).items()}
+        return {name: whole(torch.atleast_1d(tensor.data)) for name, tensor in self.state_dict(keep_vars=True).items()}

@@ -30,10 +30,20 @@ from tests.fake_drafter import WildDrafter, draft_always
 from tests.late_engine import generate
 from tests.models import make_model, make_tokenizer, with_slow
 from tests.tape import TapedDevice
-from tests.vision_models import MODELS, MROPE, RECURRENT, Prompt, expected_tokens, make_vision_model
+from tests.vision_models import (
+    IMAGE,
+    MODELS,
+    MROPE,
+    RECURRENT,
+    WHOLE_IMAGES,
+    Prompt,
+    expected_logprobs,
+    expected_tokens,
+    make_vision_model,
+)
 
 MAX_TOKENS = 8
-IN_PARTS = [name for name in MODELS if name != "gemma3"]  # models of which a step may compute a part of an image
+IN_PARTS = [name for name in MODELS if name not in WHOLE_IMAGES]  # of which a step may compute a part of an image
 QUICK = {"mistral3", "qwen3_vl", "qwen3_5"}  # plain, with vectors for deeper layers, and recurrent
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
@@ -79,6 +89,18 @@ def test_answers_about_images_are_those_of_transformers(folder, name):
     core.close()
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_behind_an_image_are_those_of_transformers(folder, name):
+    core, prompt = engine(folder(name)), Prompt(name).text(5, 6).image(1).text(7)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+    core.add(GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=prompt.images, params=params))
+    (found,) = [event.delta.logprobs for event in core.step() if event.delta.token_ids]
+    expected = expected_logprobs(folder(name), prompt)
+    assert found is not None
+    assert dict(found[0].top) == pytest.approx({i: expected[i].item() for i, _ in found[0].top}, abs=1e-4)
+    core.close()
+
+
 @pytest.mark.parametrize("name", with_slow(IN_PARTS, set(IN_PARTS) - QUICK))
 def test_a_chunk_may_end_inside_an_image(folder, name):
     core, wanted = engine(folder(name), max_num_batched_tokens=5), prompts(name)
@@ -86,15 +108,16 @@ def test_a_chunk_may_end_inside_an_image(folder, name):
     core.close()
 
 
+@pytest.mark.parametrize("name", WHOLE_IMAGES)
 @pytest.mark.parametrize("sequences", [1, 4])
-def test_no_chunk_ends_inside_an_image_whose_tokens_see_each_other(folder, sequences):
-    core = engine(folder("gemma3"), max_num_batched_tokens=8 + sequences, max_num_seqs=sequences)
+def test_no_chunk_ends_inside_an_image_whose_tokens_see_each_other(folder, sequences, name):
+    core = engine(folder(name), max_num_batched_tokens=8 + sequences, max_num_seqs=sequences)
     # where an answer follows at once, what its tokens see shows in it the most
-    wanted = [*prompts("gemma3"), *[Prompt("gemma3").text(5, 6).image(seed) for seed in range(5, 9)]]
-    assert run(core, *wanted) == [expected_tokens(folder("gemma3"), prompt, MAX_TOKENS) for prompt in wanted]
+    wanted = [*prompts(name), *[Prompt(name).text(5, 6).image(seed) for seed in range(5, 9)]]
+    assert run(core, *wanted) == [expected_tokens(folder(name), prompt, MAX_TOKENS) for prompt in wanted]
     core.close()
     with pytest.raises(ConfigError, match="max_num_batched_tokens must be at least 12: a step computes all 9 tokens"):
-        engine(folder("gemma3"), max_num_batched_tokens=11)
+        engine(folder(name), max_num_batched_tokens=11)
 
 
 def test_a_cached_prefix_that_ends_in_such_an_image_is_left_before_it(folder):
@@ -109,11 +132,11 @@ def test_a_cached_prefix_that_ends_in_such_an_image_is_left_before_it(folder):
     core.close()
 
 
-def test_an_image_of_another_size_is_refused_where_all_have_one(folder):
-    core, prompt = engine(folder("gemma3")), Prompt("gemma3").image(1).text(5)
-    place = PlaceholderRange(prompt.images[0].mm_position.offset, 8)
-    images = [msgspec.structs.replace(prompt.images[0], mm_position=place, num_embeds=8)]
-    with pytest.raises(InvalidParameter, match=r"mm_features\[0\].mm_position.length must be 9, got 8"):
+def test_an_image_too_large_for_one_step_is_refused_where_it_has_to_be_in_one(folder):
+    core, prompt = engine(folder("gemma3")), Prompt("gemma3").image(1).text(IMAGE)
+    place = PlaceholderRange(prompt.images[0].mm_position.offset, 10)
+    images = [msgspec.structs.replace(prompt.images[0], mm_position=place, num_embeds=10)]
+    with pytest.raises(InvalidParameter, match=r"mm_features\[0\].mm_position.length must be at most 9"):
         core.add(GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=images))
     core.close()
 
@@ -153,7 +176,7 @@ def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
     core.close()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3", "qwen3_vl"])
 def test_a_request_with_images_goes_on_after_preemption(folder, name):
     core = engine(folder(name), num_blocks=9, max_model_len=36, encoder_cache_size=9)
     wanted = [Prompt(name).text(5, 6).image(seed).text(7, 8, 9) for seed in (1, 2, 3)]
@@ -186,7 +209,7 @@ def test_only_steps_with_positions_in_an_image_run_without_the_recorded_graph(tm
     core, steps = engine(path, **options), []
     assert core.runner._step_graph is not None
     run_layers = core.runner.model.run_layers
-    monkeypatch.setattr(core.runner.model, "run_layers", lambda x, batch: steps.append(1) or run_layers(x, batch))
+    monkeypatch.setattr(core.runner.model, "run_layers", lambda *args: steps.append(1) or run_layers(*args))
     assert run(core, *wanted) == expected
     assert len(steps) == eager
     core.close()

@@ -18,7 +18,7 @@ from engine.text.tokenizer import Tokenizer
 
 SPECIAL = [
     "<|image_pad|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<image_soft_token>", "<end_of_image>",
-    "<img>", "<IMG_CONTEXT>", "</img>",
+    "<|image>", "<|image|>", "<image|>", "<img>", "<IMG_CONTEXT>", "</img>",
 ]  # fmt: skip
 QWEN: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -39,6 +39,16 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "<image_soft_token>",
         {"mm_tokens_per_image": 4},
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
+    ),
+    "gemma4": (
+        "<|image|>",
+        {},
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 2,
+            "pooling_kernel_size": 2,
+            "max_soft_tokens": 70,
+        },
     ),
     "internvl": (
         "<IMG_CONTEXT>",

@@ -40,6 +40,7 @@ PROCESSORS = {
     "qwen3_vl": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
     "mistral3": "pixtral.processing_pixtral.PixtralProcessor",
     "gemma3": "gemma3.processing_gemma3.Gemma3Processor",
+    "gemma4": "gemma4.processing_gemma4.Gemma4Processor",
     "internvl": "internvl.processing_internvl.InternVLProcessor",
 }
 
@@ -59,7 +60,8 @@ def test_placeholders_are_those_of_transformers(tmp_path, monkeypatch, model_typ
     whole = SimpleNamespace(
         image_processor=inner, image_token=token, patch_size=4, spatial_merge_size=2, image_seq_length=4,
         image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]", start_image_token="<img>",
-        end_image_token="</img>", full_image_sequence=f"\n\n<start_of_image>{token * 4}<end_of_image>\n\n",
+        end_image_token="</img>", boi_token="<|image>", eoi_token="<image|>",
+        full_image_sequence=f"\n\n<start_of_image>{token * 4}<end_of_image>\n\n",
     )  # fmt: skip
     outputs = inner(images=[picture(*size)], **images._options)
     assert found.placeholders == oracle.replace_image_token(whole, outputs, 0)
