@@ -77,6 +77,15 @@ LATENT: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
 }
+SPARSE: dict[str, Any] = {
+    **LATENT,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "index_topk": 12,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+}
 GATED_DELTA_NET: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -321,6 +330,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": DEEPSEEK_ROPE,
         },
     ),
+    "deepseek_v32": ("DeepseekV32", {**SPARSE, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE}),
+    "glm_moe_dsa": ("GlmMoeDsa", {**SPARSE, "indexer_types": ["full", "shared", "full"]}),
     "minicpm3": ("MiniCPM3", {**LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 24}),
     "gpt_oss": (
         "GptOss",
@@ -341,6 +352,7 @@ SLOW_ENGINES = (
     "glm4_moe",
     "gpt_oss",
     "deepseek_v2",
+    "glm_moe_dsa",
     "minicpm3",
 )
 

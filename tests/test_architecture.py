@@ -148,7 +148,8 @@ def test_what_stands_side_by_side_in_a_folder_imports_in_one_direction():
 
 # left out of the path, as models are that differ from the first two: docs/reading_path.md says so
 OTHER_MODELS = """
-    model/layers/latent_attention.py model/layers/mamba2.py model/layers/gated_delta_net.py model/layers/causal_conv.py
+    model/layers/latent_attention.py model/layers/sparse_attention.py model/layers/mamba2.py
+    model/layers/gated_delta_net.py model/layers/causal_conv.py
     model/layers/kimi_delta_attention.py model/layers/short_conv.py model/state.py
     core/features/state_cache_manager.py
     model/config_parts/latent.py model/config_parts/recurrent.py model/config_parts/multipliers.py

@@ -294,7 +294,7 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
     latent = LatentConfig.read(raw)
     head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
     if latent is not None:
-        head_dim = latent.rank + latent.rope_dim
+        head_dim = latent.cached_dim
     windows = _windows(raw, num_layers)
     ropes = read_ropes(raw, windows, max_model_len or raw["max_position_embeddings"])
     check_factors(ropes, head_dim)

@@ -276,6 +276,15 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": Family(
         "deepseek.DeepseekForCausalLM", LATENT_EXPERTS, DEEPSEEK_V3 | {"first_k_dense_replace": 1, "n_group": 1},
     ),
+    # DeepSeek V3.2 and GLM 5: each token sees those that an indexer selects
+    "DeepseekV32ForCausalLM": Family(
+        "deepseek.DeepseekV32ForCausalLM", LATENT_EXPERTS, DEEPSEEK_V3 | {"index_interleaved": False},
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        "deepseek.DeepseekV32ForCausalLM",
+        LATENT_EXPERTS,
+        DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1, "index_interleaved": True, "rms_norm_eps": 1e-5},
+    ),
     "MiniCPM3ForCausalLM": Family(
         "deepseek.MiniCPM3ForCausalLM",
         ("attention_bias", "mlp_bias"),

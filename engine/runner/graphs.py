@@ -35,6 +35,8 @@ def can_capture(setup: RankSetup) -> bool:
         why = "states of its recurrent layers are found on the host"
     elif asynchronous and model.latent is not None and not dispatch.gpu_kernels(setup.dtype, setup.torch_device):
         why = "latent attention is plain torch"
+    elif model.latent is not None and model.latent.index is not None:
+        why = "tokens are selected in plain torch"
     elif model.bidirectional:
         why = "this model does not decode"
     elif setup.torch_device.type == "cuda" and not dispatch.triton_found():

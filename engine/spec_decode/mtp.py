@@ -108,7 +108,8 @@ def layer_class(target: Target) -> type[MTPLayer]:
     cfg = target.config
     if cfg.num_nextn_predict_layers and isinstance(target.model, Qwen3NextForCausalLM):
         return QwenMTPLayer
-    if cfg.num_nextn_predict_layers and isinstance(target.model, Glm4MoeForCausalLM) and cfg.recurrent is None:
+    other = cfg.recurrent is not None or (cfg.latent is not None and cfg.latent.index is not None)
+    if cfg.num_nextn_predict_layers and isinstance(target.model, Glm4MoeForCausalLM) and not other:
         return MTPLayer
     limit = f"a method other than mtp for {cfg.architecture}, of which no layer predicts further tokens"
     raise ConfigError("speculative.method", "mtp", limit)

@@ -5,7 +5,49 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.model.config_parts.fields import Fields
+from engine.model.config_parts.fields import Fields, Unsupported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """Options of the indexer that selects tokens: see layers/sparse_attention.py."""
+
+    heads: int
+    dim: int
+    topk: int
+    interleaved: bool
+    """As in LatentConfig, of the indexer's own queries and keys."""
+    layers: frozenset[int]
+    """The layers with an indexer. The others use the selection of the last layer before them that has one."""
+
+    @classmethod
+    def read(cls, raw: Fields) -> IndexConfig | None:
+        if not raw.get("index_topk"):
+            return None
+        if raw.get("q_lora_rank") is None:
+            raise Unsupported("q_lora_rank", None)
+        kinds = index_types(raw)
+        if kinds[0] != "full":
+            raise Unsupported("indexer_types", kinds)
+        return cls(
+            heads=raw["index_n_heads"],
+            dim=raw["index_head_dim"],
+            topk=raw["index_topk"],
+            interleaved=raw["index_interleaved"],
+            layers=frozenset(i for i, kind in enumerate(kinds) if kind == "full"),
+        )
+
+
+def index_types(raw: Fields) -> list[str]:
+    """Return for each layer `full` or `shared`, with transformers' rules for what config.json may leave out."""
+    layers, pattern = raw["num_hidden_layers"], raw.get("indexer_types") or raw.get("index_topk_pattern")
+    if pattern is None:
+        step, offset = max(raw.get("index_topk_freq", 1), 1), raw.get("index_skip_topk_offset", 2)
+        pattern = ["shared" if max(i - offset + 1, 0) % step else "full" for i in range(layers)]
+    kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    if len(kinds) != layers or set(kinds) - {"full", "shared"}:
+        raise Unsupported("indexer_types", kinds)
+    return kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +64,13 @@ class LatentConfig:
     value_dim: int
     interleaved: bool
     """Whether values that are rotated as a pair are neighbours; if not, they are half a head apart."""
+    index: IndexConfig | None = None
+    """The indexer; None if each token sees all before it."""
+
+    @property
+    def cached_dim(self) -> int:
+        """Number of values that the cache holds for a token."""
+        return self.rank + self.rope_dim + (0 if self.index is None else self.index.dim)
 
     @classmethod
     def read(cls, raw: Fields) -> LatentConfig | None:
@@ -34,6 +83,7 @@ class LatentConfig:
             rope_dim=raw["qk_rope_head_dim"],
             value_dim=raw["v_head_dim"],
             interleaved=raw.get("rope_interleave", True),
+            index=IndexConfig.read(raw),
         )
 
 

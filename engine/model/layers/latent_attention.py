@@ -66,29 +66,40 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         latent = self.cfg
-        q = self.queries(x).unflatten(-1, (self.heads, -1))
+        latents = self.query_latents(x)
+        q = self.queries(latents).unflatten(-1, (self.heads, -1))
         nope, rotated = q.split((latent.nope_dim, latent.rope_dim), dim=-1)
         c, k = self.kv_a_proj_with_mqa(x).split((latent.rank, latent.rope_dim), dim=-1)
         c, k = self.kv_a_layernorm(c.contiguous()), self.rotate(k[:, None], batch)
         batch = batch.of_group(self.group)
-        self.write(torch.cat((c, k[:, 0]), dim=-1), batch, self.layer)
         q = torch.cat((self.kv_b_proj.to_latent(nope), self.rotate(rotated, batch)), dim=-1)
-        out = self.attend(q, batch, self.layer, self.scale, latent.rank)
+        out = self.attended(q, torch.cat((c, k[:, 0]), dim=-1), x, latents, batch)
         return self.o_proj(self.kv_b_proj.from_latent(out).flatten(1))
 
-    def queries(self, x: Tensor) -> Tensor:
-        """Return the queries of this rank's heads: [tokens, hidden] -> [tokens, heads * (nope_dim + rope_dim)]."""
-        if self.q_proj is not None:
-            return self.q_proj(x)
-        assert self.q_a_proj is not None
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+    def attended(self, q: Tensor, vectors: Tensor, x: Tensor, latents: Tensor, batch: Batch) -> Tensor:
+        """Write this step's vectors [tokens, rank + rope_dim] to the cache, and attend with q [tokens, heads, rank +
+        rope_dim]; return [tokens, heads, rank]. x: the layer's input; latents: from `query_latents`."""
+        self.write(vectors, batch, self.layer)
+        return self.attend(q, batch, self.layer, self.scale, self.cfg.rank)
+
+    def query_latents(self, x: Tensor) -> Tensor:
+        """Return what queries are projected from, x itself in some models: [tokens, hidden] -> [tokens, q_rank]."""
+        return x if self.q_a_proj is None else self.q_a_layernorm(self.q_a_proj(x))
+
+    def queries(self, latents: Tensor) -> Tensor:
+        """Return the queries of this rank's heads: [tokens, heads * (nope_dim + rope_dim)]."""
+        return self.q_b_proj(latents) if self.q_proj is None else self.q_proj(latents)
 
     def rotate(self, x: Tensor, batch: Batch) -> Tensor:
-        """Rotate x [tokens, heads, rope_dim] by positions. If pairs are neighbours, they are first moved half a head
-        apart, in queries and keys alike."""
-        if self.cfg.interleaved:
-            x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
-        return rotate_plain(x, self.table, batch.positions)
+        return rotate(x, self.table, batch, self.cfg.interleaved)
+
+
+def rotate(x: Tensor, table: Tensor, batch: Batch, interleaved: bool) -> Tensor:
+    """Rotate x [tokens, heads, rope_dim] by positions. If pairs are neighbours, they are first moved half a head apart,
+    in queries and keys alike."""
+    if interleaved:
+        x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+    return rotate_plain(x, table, batch.positions)
 
 
 class HeadProjections(Linear):

@@ -427,11 +427,10 @@ def test_a_missing_field_is_named(read):
             r"code from a model's folder is never run \(trust_remote_code\)",
         ),
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "no causal language model"),
-        ({"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}, "sparse, with an indexer"),
-        ({"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}, "sparse, with an indexer"),
+        ({"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}, "sparse, with an indexer"),
         ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, "recurrent state"),
     ],
-    ids=["unknown", "remote code", "encoder-decoder", "DeepSeek V3.2", "GLM 5", "recurrent"],
+    ids=["unknown", "remote code", "encoder-decoder", "DeepSeek V4", "recurrent"],
 )
 def test_an_architecture_that_cannot_work_is_refused_with_the_reason(read, config, reason):
     with pytest.raises(UnsupportedArchitecture, match=reason):
