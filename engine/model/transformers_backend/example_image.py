@@ -11,6 +11,7 @@ from engine.model.config_parts.vision import VisionConfig
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 
 CHANNELS = 3
+MOST_TOKENS = 280  # of an image of Gemma 4, unless config.json says otherwise
 MOST_TILES = 13  # of InternVL's image processor by default: 12, and one of the whole image
 
 
@@ -26,6 +27,13 @@ def example_image(cfg: VisionConfig, num_embeds: int) -> MultiModalFeatureSpec:
         merge, frames = vision["spatial_merge_size"], vision.get("temporal_patch_size", 2)
         arrays["image_grid_thw"] = np.array([[1, merge * height, merge * width]])
         shape: tuple[int, ...] = (merge**2 * height * width, CHANNELS * frames * patch**2)
+    elif "pooling_kernel_size" in vision:  # Gemma 4: any size up to its most tokens, as a list of patches
+        pool, most = vision["pooling_kernel_size"], raw.get("vision_soft_tokens_per_image", MOST_TOKENS)
+        height = min(height, math.isqrt(most))
+        width = min(width, most // height)
+        shape = (1, pool**2 * height * width, CHANNELS * patch**2)
+        places = [(x, y) for y in range(pool * height) for x in range(pool * width)]
+        arrays["image_position_ids"] = np.array([places])
     elif "spatial_merge_size" in raw:  # Pixtral: any size up to that of its table of positions
         unit = patch * raw["spatial_merge_size"]
         height, width = (min(side, vision["image_size"] // unit) for side in (height, width))
