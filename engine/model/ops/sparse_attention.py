@@ -16,6 +16,7 @@ attend_selected(q, vectors, places, counts, scale, rank) -> [rows, heads, rank]
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 
 import torch
@@ -27,15 +28,14 @@ from engine.model.ops import dispatch
 SLICE = 64  # rows whose vectors are gathered at a time
 
 
-def select(dtype: torch.dtype, device: torch.device) -> ModuleType:
+def select(dtype: torch.dtype, device: torch.device, width: int) -> ModuleType:
     """Return the module with the fastest versions of both ops."""
-    import engine.model.ops.sparse_attention as plain
-
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import sparse_attention
 
-        return sparse_attention
-    return plain
+        if width % sparse_attention.LANES == 0:
+            return sparse_attention
+    return sys.modules[__name__]
 
 
 def vectors_of(cache: Tensor, layer: int) -> Tensor:

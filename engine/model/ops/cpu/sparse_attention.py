@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.ops import sparse_attention
 from engine.model.ops.cpu.attention import ATTEND, NO_WINDOW
 from engine.model.ops.cpu.kernel import (
     Kernel,
@@ -80,10 +79,9 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, places: Tensor, lengt
 
 
 def attend_selected(q: Tensor, vectors: Tensor, places: Tensor, counts: Tensor, scale: float, rank: int) -> Tensor:
-    """Attend. Uses the plain version if the width is no multiple of LANES."""
+    """Attend. The width must be a multiple of LANES."""
     rows, heads, width = q.shape
-    if width % LANES:
-        return sparse_attention.attend_selected(q, vectors, places, counts, scale, rank)
+    assert width % LANES == 0, "the kernel reads whole vectors"
     row = torch.arange(rows)
     tiles = torch.stack((row, row, torch.ones_like(row), torch.zeros_like(row)), dim=1)
     tiles = torch.cat((torch.tensor([[rows, 1, 0, 0]]), tiles))
