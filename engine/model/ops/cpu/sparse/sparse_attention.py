@@ -1,4 +1,4 @@
-"""Scores of an indexer, and attention to selected tokens, on a CPU. See ops/sparse_attention.py for names.
+"""Scores of an indexer, and attention to selected tokens, on a CPU. See ops/sparse/sparse_attention.py for names.
 
 An item of the first kernel is one row and BLOCK of the tokens that it sees. Attention to selected tokens is paged
 attention: each row is a sequence, and each block has one vector.

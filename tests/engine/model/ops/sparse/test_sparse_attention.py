@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.ops import sparse_attention
+from engine.model.ops.sparse import sparse_attention
 from tests.cpu_kernels import needs_linear_kernel
 
 TOPK, RANK, WIDTH, DIM = 12, 24, 32, 20
@@ -46,7 +46,7 @@ def attended(ops: ModuleType, x: dict[str, Any], chosen: slice = slice(None)) ->
 @needs_linear_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_equal_plain_torch_and_a_row_has_the_same_bits_alone(dtype):
-    from engine.model.ops.cpu import sparse_attention as kernels
+    from engine.model.ops.cpu.sparse import sparse_attention as kernels
 
     x = rows(dtype)
     found = attended(kernels, x)

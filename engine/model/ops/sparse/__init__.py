@@ -1,0 +1,1 @@
+"""Attention to tokens that each row selects."""
