@@ -31,7 +31,8 @@ def fingerprint(
     mismatch.
 
     dtype: type of activations. `config` already says how weights are quantized; the scales of an FP8 cache are weights.
-    tensor_parallel: number of ranks. It counts only with recurrent states, which go from a rank to the same rank.
+    tensor_parallel: number of ranks. It is part of the text only for models with recurrent layers, since rank i of an
+    engine reads the states of rank i of the other.
 
     Weights count by the names, sizes and headers of their files and a sample of their pages. That distinguishes models
     and versions in milliseconds, but does not detect deliberate changes of a few bytes. Raises ModelFolderError.

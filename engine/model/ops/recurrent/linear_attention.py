@@ -1,5 +1,5 @@
-"""Linear attention with a decaying state: Gated DeltaNet, arXiv:2412.06464, section 3.3, Kimi Delta Attention,
-arXiv:2510.26692, and, without the delta rule, Mamba-2, arXiv:2405.21060, section 6.
+"""Linear attention with a decaying state: Gated DeltaNet (arXiv:2412.06464, section 3.3), Kimi Delta Attention
+(arXiv:2510.26692) and Mamba-2 (arXiv:2405.21060, section 6), which lacks the delta rule.
 
 linear_attention(q, k, v, decay, beta, states, batch, scale, eps) -> [tokens, heads, d_v] of v's dtype, or float32
     q, k:  [tokens, k_heads, d_k]; head h of v reads head h // (heads / k_heads) of both
