@@ -15,14 +15,14 @@ Bytes = NDArray[np.uint8]
 
 
 class DeviceBlocks:
-    """The blocks of all KV cache groups on the device, all layers of a block side by side.
+    """The blocks of all KV cache groups on the device. All layers of a block lie side by side.
 
-    On a GPU, copies run on a stream of their own, through pinned memory, after all that was in the queue of the steps
-    when a copy began. That has not run on a GPU yet.
+    On a GPU, copies run on a stream of their own, through pinned memory. A copy waits for the work that the steps had
+    queued when it began. This class has not run on a GPU yet.
     """
 
     def __init__(self, caches: Sequence[Tensor]):
-        """caches: one per KV cache group, [num_blocks, ...], contiguous; that of recurrent states comes last."""
+        """caches: one per KV cache group, [num_blocks, ...], contiguous; the cache of recurrent states comes last."""
         self._rows = [cache.flatten(1).view(torch.uint8) for cache in caches]
         self.device = caches[0].device
         self._stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -40,7 +40,7 @@ class DeviceBlocks:
         return torch.empty(count, size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def read(self, group: int, block: int, into: Tensor) -> None:
-        """Copy a block to host memory; it is there after `finish`."""
+        """Start to copy a block to host memory. The copy is complete after `finish`."""
         if self._stream is None:
             into.numpy()[:] = self._arrays[group][block]
             return
@@ -49,7 +49,7 @@ class DeviceBlocks:
             into.copy_(self._rows[group][block], non_blocking=True)
 
     def write(self, group: int, block: int, source: Tensor | bytes) -> None:
-        """Copy a block from host memory, and wait until it is there."""
+        """Copy a block from host memory to the device, and wait until the copy is complete."""
         if self._stream is None:
             array = source.numpy() if isinstance(source, Tensor) else np.frombuffer(source, dtype=np.uint8)
             self._arrays[group][block] = array
@@ -64,10 +64,10 @@ class DeviceBlocks:
         self._stream.synchronize()
 
     def finish(self) -> None:
-        """Wait for all copies that were started."""
+        """Wait for all copies started by `read`."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def current(self) -> Any:
-        """Return a context in which the calling thread works on the blocks' device."""
+        """Return a context in which the blocks' device is the current device of the calling thread."""
         return nullcontext() if self._stream is None else torch.cuda.device(self.device)

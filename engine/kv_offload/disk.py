@@ -1,4 +1,4 @@
-"""Blocks as files of one folder, which one rank of one engine owns."""
+"""A folder of block files, owned by one rank of one engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPORARY_KEY = "temporary-"  # begins the name of a scope whose key is stored n
 
 @dataclass(frozen=True, slots=True)
 class FoundBlock:
-    """A block that an earlier start has left."""
+    """A block left on disk by an earlier start of the engine."""
 
     name: bytes
     size: int
@@ -32,12 +32,12 @@ class FoundBlock:
 
 
 class DiskFolder:
-    """Files `<root>/<scope>/<number>/<2 hex digits>/<name>`, each with one sealed block. All layers are in it, so that
-    a block is one read.
+    """Files `<root>/<scope>/<number>/<2 hex digits>/<name>`, each with one sealed block. A file has all layers of its
+    block, so one read fetches the block.
 
-    Only the owner can read files and folders. Each engine locks a folder of its own, the first that is free, so the
-    engines of one machine share `root`, and a restarted one finds what its predecessor wrote. A file is written under
-    another name and renamed. There is no fsync: what a power loss damages does not open, and counts as missing.
+    Only the owner can read files and folders. Engines of one machine share `root`: each locks the first folder that is
+    free, so a restarted engine finds what its predecessor wrote. A file is written under a temporary name, then
+    renamed. There is no fsync: a block damaged by a power loss does not open, and counts as missing.
 
     Methods may be called from several threads, for different names.
     """
@@ -52,7 +52,7 @@ class DiskFolder:
             raise StartupError(f"kv_offloading_dir: {root} cannot be written: {error}") from error
 
     def find(self) -> list[FoundBlock]:
-        """Return all blocks, oldest first; delete files that were never renamed."""
+        """Return all blocks, oldest first. Deletes temporary files that were never renamed."""
         found, now = [], time.time()
         for file in self.path.glob("??/*"):
             if file.suffix == TEMPORARY:
@@ -89,7 +89,7 @@ class DiskFolder:
             self._file(name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let another engine have the folder."""
+        """Unlock the folder, so that another engine can use it."""
         os.close(self._lock)
 
     def _file(self, name: bytes) -> Path:
@@ -98,20 +98,22 @@ class DiskFolder:
 
 
 def on_disk(size: int) -> int:
-    """Return the space that a file of some bytes takes."""
+    """Return the bytes of disk space that a file of `size` bytes takes."""
     return -(-size // PAGE) * PAGE
 
 
 def sealed_size(block_bytes: int) -> int:
-    """Return the space that a sealed block takes."""
+    """Return the bytes of disk space that a block takes once it is sealed."""
     return on_disk(block_bytes + OVERHEAD)
 
 
 def delete_stale(root: Path, own: Path, ttl_s: float | None) -> None:
-    """Delete what nobody will read, in folders that no engine has locked: all blocks of keys that have ended with a
-    cluster or an engine, and those that are older than `ttl_s`.
+    """Delete what nobody will read, from folders that no engine has locked: blocks older than `ttl_s`, and all blocks
+    whose key ended with its cluster or engine.
 
-    own: folder of this engine; others of its scope may belong to engines that are just starting again."""
+    own: folder of this engine. Folders beside it may belong to engines that are just restarting, so only `ttl_s` counts
+    there.
+    """
     for lock in root.glob("*/*/lock"):
         folder = lock.parent
         is_temporary = folder.parent.name.startswith(TEMPORARY_KEY) and folder.parent != own.parent
@@ -141,7 +143,7 @@ def _lock_folder(scope: Path) -> tuple[Path, int]:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder until the descriptor is closed or the process ends. Returns None if another process has."""
+    """Lock a folder until the descriptor is closed or the process ends. Returns None if another process holds the lock."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)

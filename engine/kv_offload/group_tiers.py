@@ -1,4 +1,4 @@
-"""The tiers of all ranks of an engine, as its rank 0 sees them."""
+"""The tiers of all ranks of an engine, combined for its rank 0."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class NoTiers:
 
 
 class GroupTiers:
-    """Sends commands to all ranks, each of which has its part of every block. A command has ended once all ranks have
-    answered, and a block that failed on any of them has failed on all."""
+    """Sends commands to the tiers of all ranks; each rank has a part of every block. A command ends once all ranks have
+    answered. A block that failed on any rank counts as failed."""
 
     def __init__(self, worker: TierWorker, ranks: int, broadcaster: PlanBroadcaster | None, wake: Callable[[], None]):
-        """worker: this rank's. wake: function called from a thread when this rank has answered."""
+        """worker: tiers of this rank. wake: function called from a thread when this rank has answered."""
         worker.wake = wake
         self._worker, self._ranks, self._broadcaster = worker, ranks, broadcaster
         self._answers: dict[tuple[int, bool], list[TierAnswer]] = {}  # by number and `copied`
@@ -42,7 +42,7 @@ class GroupTiers:
             self._worker.submit(command)
 
     def answers(self) -> list[TierAnswer]:
-        """Return what all ranks have answered since the last call, one answer for all of them."""
+        """Return the answers that all ranks have given since the last call, those of all ranks combined into one."""
         others = [] if self._broadcaster is None else self._broadcaster.take_answers(TierAnswer)
         done = []
         for answer in [*self._worker.answers(), *others]:

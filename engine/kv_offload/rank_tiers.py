@@ -40,10 +40,10 @@ class RankTiers:
 def open_tiers(
     config: EngineConfig, caches: Sequence[Tensor], tp: TPGroup, scope: str, opened: ExitStack
 ) -> RankTiers | None:
-    """Open this rank's tiers; None without any. Every rank has to call this within `group.starting()`.
+    """Open this rank's tiers; return None if the config has none. Every rank must call this within `group.starting()`.
 
-    caches: as for DeviceBlocks. scope: all that decides what a block of some hash holds, but for rank and device.
-    opened: stack whose exit closes the tiers. Raises StartupError.
+    caches: as for DeviceBlocks. scope: text of all that determines the content of a block with a given hash, apart from
+    rank and device. opened: stack that closes the tiers when it is left. Raises StartupError.
     """
     if not config.offloads_kv:
         return None
@@ -73,7 +73,7 @@ def open_tiers(
 
 
 def host_slots(config: EngineConfig, counts: list[int], block_bytes: list[int], ranks: int) -> list[int]:
-    """Return the number of blocks of each group in host memory, in the proportion that they have on the device."""
+    """Return how many blocks of each group host memory holds, in the same proportions as on the device."""
     size = config.kv_offloading_size
     if size is None:
         return []
@@ -85,7 +85,7 @@ def host_slots(config: EngineConfig, counts: list[int], block_bytes: list[int], 
 
 
 def on_all_ranks(disk: DiskFolder, tp: TPGroup) -> list[FoundBlock]:
-    """Return the blocks of which every rank has its part; delete parts of others."""
+    """Return the blocks of which every rank has its part. Deletes this rank's part of all other blocks."""
     found = disk.find()
     names = tp.exchange(json.dumps([block.name.hex() for block in found]))
     everywhere = set.intersection(*(set(json.loads(text)) for text in names))

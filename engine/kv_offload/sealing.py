@@ -1,4 +1,4 @@
-"""Encryption of blocks at rest, and the names under which they stand."""
+"""Encryption of blocks at rest, and the names of the encrypted blocks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ MIN_KEY_BYTES = 32
 
 
 class Unsealable(Exception):
-    """A sealed block is not what was sealed under its name with this key."""
+    """Raised for a sealed block whose content is not what was sealed under its name with this key."""
 
 
 class Sealer:
-    """Encrypts and authenticates blocks: MAGIC, nonce, AES-256-GCM (NIST SP 800-38D) of the block and its tag.
+    """Encrypts and authenticates blocks. A sealed block is MAGIC, nonce, and AES-256-GCM (NIST SP 800-38D) ciphertext
+    with its tag.
 
-    The tag covers the block's name too, so a file of another name, engine layout or rank is refused. It is the checksum
-    as well: a truncated or damaged file never opens.
+    The tag covers the block's name too, so a file from another name, engine layout or rank is refused. The tag is also
+    the checksum: a truncated or damaged file never opens.
     """
 
     def __init__(self, secret: bytes, scope: str):
-        """secret: 32 bytes or more. scope: all that decides what a block of some name holds on this rank."""
+        """secret: 32 bytes or more. scope: text of all that determines the content of a block with a given name on this
+        rank."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._cipher, self._scope = AESGCM(_derive(secret, "blocks")), hashlib.blake2b(scope.encode()).digest()
@@ -42,7 +44,7 @@ class Sealer:
         return MAGIC + nonce + self._cipher.encrypt(nonce, block, self._scope + name)
 
     def open(self, name: bytes, sealed: bytes) -> bytes:
-        """Return the block. Raises Unsealable."""
+        """Decrypt and return a block. Raises Unsealable."""
         from cryptography.exceptions import InvalidTag
 
         start = len(MAGIC) + NONCE_BYTES
@@ -55,7 +57,7 @@ class Sealer:
 
 
 class BlockNames:
-    """Names of blocks in the tiers. They are made with a key: hashes of a prompt would confirm a guess of its text."""
+    """Names of blocks in the tiers. Names depend on a key: plain hashes of a prompt would confirm a guess of its text."""
 
     def __init__(self, secret: bytes):
         self._key = _derive(secret, "names")
@@ -84,8 +86,8 @@ def read_key_file(path: str) -> bytes:
 
 
 def choose_secret(key_file: str | None, cluster_key: ClusterKey | None) -> bytes:
-    """Return the secret of this engine's tiers: that of a key file, else one that lives as long as the cluster's key,
-    else one that lives as long as this process."""
+    """Return the secret of this engine's tiers: the content of the key file if there is one, else a secret that lasts
+    as long as the cluster's key, else a secret that lasts as long as this process."""
     if key_file is not None:
         return read_key_file(key_file)
     return secrets.token_bytes(MIN_KEY_BYTES) if cluster_key is None else cluster_key.derive(b"kv offloading")

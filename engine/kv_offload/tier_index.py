@@ -1,4 +1,4 @@
-"""What one tier holds, and what makes room for more. Pure Python: no clock, no files."""
+"""Index of the blocks in one tier, which also decides what to evict. Pure Python: no clock, no files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Entry:
 
 
 class TierIndex:
-    """The blocks of one tier by name, least recently used first. They never take more than `capacity`.
+    """The blocks of one tier by name, least recently used first. Their sizes never add up to more than `capacity`.
 
     A block that is being written or read stays; all others may be evicted.
     """
 
     def __init__(self, capacity: int, ttl_s: float | None = None, slots: bool = False):
-        """capacity: sum of the sizes of all blocks. ttl_s: seconds after which a block is dropped, however often it is
-        used. slots: give each block a number below `capacity`; sizes are then 1."""
+        """capacity: largest sum of the blocks' sizes. ttl_s: seconds after which a block is dropped, however often it
+        is used. slots: whether each block gets a number below `capacity`; every size must then be 1."""
         self.capacity, self.used = capacity, 0
         self._ttl_s = math.inf if ttl_s is None else ttl_s
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
@@ -58,8 +58,8 @@ class TierIndex:
         return self._entries[name].slot
 
     def add(self, name: bytes, size: int, now: float) -> list[bytes] | None:
-        """Reserve the place of a block that is about to be written. Returns the names of the blocks evicted for it, or
-        None if there is no room."""
+        """Reserve room for a block that is about to be written. Returns the names of the blocks evicted for it, or None
+        if there is no room."""
         assert name not in self._entries
         evicted = self._make_room(size)
         if evicted is None:
@@ -81,13 +81,13 @@ class TierIndex:
             entry.readers -= 1
 
     def touch(self, names: Iterable[bytes]) -> None:
-        """Mark blocks as used. The last name becomes the most recent."""
+        """Mark blocks as used. The last name counts as used most recently."""
         for name in names:
             if name in self._entries:
                 self._entries.move_to_end(name)
 
     def remove(self, name: bytes) -> bool:
-        """Forget a block. Returns False if there is none of this name."""
+        """Forget a block. Returns False if no block has this name."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return False
@@ -99,7 +99,7 @@ class TierIndex:
         return True
 
     def drop(self, name: bytes) -> bool:
-        """Forget a block, unless it is being written or read. Returns False then, or if there is none."""
+        """Forget a block. Returns False, and changes nothing, if it is being written or read or no block has this name."""
         return name in self._entries and self._idle(name) and self.remove(name)
 
     def expire(self, now: float) -> list[bytes]:

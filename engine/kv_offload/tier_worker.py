@@ -1,4 +1,4 @@
-"""Moves blocks between the device and the tiers of one rank, in threads of its own."""
+"""Moves blocks between the device and the tiers of one rank, in threads."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Task = Callable[[], None]
 
 
 def num_answers(command: TierCommand) -> int:
-    """Return how many answers a command has."""
+    """Return how many answers a command gets."""
     return {StoreBlocks: 2, LoadBlocks: 1}.get(type(command), 0)
 
 
 class TaskThreads:
-    """Daemon threads that run tasks in order. One that hangs in a system call, as on a dead network disk, does not keep
-    the process from ending."""
+    """Daemon threads that run tasks in order. A thread that hangs in a system call, as on a dead network disk, does not
+    keep the process from ending."""
 
     def __init__(self, name: str, count: int = 1):
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -41,7 +41,7 @@ class TaskThreads:
         self._tasks.put(task)
 
     def close(self) -> None:
-        """Finish the tasks, as far as they take no longer than CLOSE_S."""
+        """Finish the queued tasks, for at most CLOSE_S."""
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
@@ -56,7 +56,7 @@ class TaskThreads:
 
 
 class Load:
-    """A LoadBlocks under way."""
+    """State of a LoadBlocks command that is under way."""
 
     def __init__(self, command: LoadBlocks):
         self.command = command
@@ -66,10 +66,10 @@ class Load:
 
 
 class TierWorker:
-    """One rank's tiers. Commands are carried out by threads: `submit` never waits.
+    """One rank's tiers. Threads carry out the commands, so `submit` never waits.
 
-    What is read from disk is checked and decrypted in memory of its own, and copied to the device only if the load was
-    not stopped meanwhile. So a disk that hangs never keeps a block.
+    A block from disk is checked and decrypted in host memory. It is copied to the device only if the load has not been
+    stopped meanwhile, so a disk that hangs never keeps a block of the device.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class TierWorker:
         disk: DiskFolder | None = None,
         wake: Callable[[], None] = lambda: None,
     ):
-        """caches: as for DeviceBlocks. host_slots: blocks of each group for which host memory has room; none without
-        this tier. wake: function called from a thread when `answers` has something new."""
+        """caches: as for DeviceBlocks. host_slots: number of blocks of each group that fit in host memory; empty
+        without this tier. wake: function called from a thread when `answers` has something new."""
         self._device, self._disk, self.wake = DeviceBlocks(caches), disk, wake
         self._host = [self._device.buffer(group, count) for group, count in enumerate(host_slots)]
         self._loads: dict[int, Load] = {}
@@ -111,7 +111,7 @@ class TierWorker:
         return [self._answers.get() for _ in range(self._answers.qsize())]
 
     def close(self) -> None:
-        """Write what was copied, and end the threads."""
+        """Write the blocks already copied from the device, and end the threads."""
         for threads in (self._copier, self._writer, self._readers):
             threads.close()
 

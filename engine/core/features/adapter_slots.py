@@ -1,4 +1,4 @@
-"""Slots for adapters: which ones are on the device, and which waiting requests may start for that. Pure Python."""
+"""Decides which adapters are in slots on the device, and which waiting requests may start. Pure Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.wire.lora import AdapterLoad, LoRARequest
 
 
 class NoAdapterSlots:
-    """Has no slots. Its methods are those of AdapterSlots that a scheduler calls."""
+    """Stand-in for AdapterSlots in an engine without slots. Has the methods that a scheduler calls."""
 
     max_loras = 0
     loading = False
@@ -72,11 +72,11 @@ class AdapterSlot:
 
 
 class AdapterSlots:
-    """Gives each adapter of running requests a slot, the one whose adapter was used longest ago.
+    """Gives each adapter of running requests a slot. A new adapter replaces the one that was used longest ago.
 
     A request whose adapter is not in a slot is passed over, so that others start meanwhile. If sequences run in all
-    slots, it marks the one with the fewest, and later requests with that slot's adapter wait behind it: so a popular
-    adapter does not keep another one out for ever.
+    slots, it marks the slot with the fewest, and later requests with that slot's adapter wait behind it. So a popular
+    adapter does not keep another adapter out for ever.
     """
 
     def __init__(self, max_loras: int):
@@ -99,7 +99,7 @@ class AdapterSlots:
 
     @property
     def digests(self) -> list[str]:
-        """Adapters that requests can start with."""
+        """Digests of the adapters that requests can start with now."""
         return [slot.digest for slot in self.slots if slot.lora is not None and not slot.load]
 
     def check(self, lora: LoRARequest | None) -> None:
@@ -107,8 +107,8 @@ class AdapterSlots:
             raise AdapterError(lora.lora_name, "digest", "", "the digest of the adapter's files")
 
     def may_start(self, request: Request) -> bool:
-        """Return whether a waiting request's adapter is in its slot. If not, it is brought there as soon as one is
-        free."""
+        """Return whether a waiting request may start: a slot has its adapter, and no earlier request waits for that
+        slot. If no slot has the adapter, it is loaded as soon as a slot is free."""
         if request.lora is None:
             return True
         slot = self._by_digest.get(request.lora.digest)
@@ -118,7 +118,7 @@ class AdapterSlots:
         return not slot.load and (slot.wanted_by is None or slot.wanted_by.order >= request.order)
 
     def start(self, request: Request) -> int:
-        """Return the slot of the adapter of a request that starts to run, -1 for none."""
+        """Record that a request starts to run. Returns the slot of its adapter, or -1 if it has none."""
         if request.lora is None:
             return -1
         slot = self._running[request] = self._by_digest[request.lora.digest]
@@ -146,8 +146,8 @@ class AdapterSlots:
         return loads
 
     def loaded(self, number: int, failed: bool) -> LoRARequest | None:
-        """Record that a command is done on all ranks, or has failed on one. Returns the adapter if it failed on its way
-        into a slot."""
+        """Record that a load command has succeeded on all ranks or failed on one. Returns the adapter if it was to fill
+        a slot and failed, else None."""
         slot = next((slot for slot in self.slots if slot.load == number), None)
         if slot is None:
             return None
@@ -182,7 +182,8 @@ class AdapterSlots:
             min(ready, key=used.__getitem__).wanted_by = request
 
     def _is_needed(self, slot: AdapterSlot) -> bool:
-        """Return whether a step that has not ended reads a slot, or the request that it was filled for still waits."""
+        """Return whether a slot must keep its adapter: a step that has not ended reads it, or the request for which it
+        was filled still waits."""
         return slot.last_step > self._committed or (slot.kept_for is not None and slot.kept_for.is_waiting)
 
     def _is_wanted_for(self, slot: AdapterSlot, lora: LoRARequest) -> bool:

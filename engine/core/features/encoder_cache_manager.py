@@ -58,7 +58,7 @@ class TextOnly:
 
 
 class EncoderCacheManager:
-    """Decides which images a step encodes, and which embeddings it evicts for them: the least recently used.
+    """Decides which images a step encodes, and which embeddings it evicts to make room: the least recently used.
 
     Embeddings are cached by the hash of their image, so an image is encoded once for all requests while it stays
     cached. A step never evicts embeddings that it needs itself. After vLLM's class of this name.

@@ -62,7 +62,7 @@ class HandoffManager:
 
     @property
     def decides(self) -> bool:
-        """Whether other engines may compute prompts."""
+        """Whether this engine may let other engines compute prompts."""
         return self._policy is not None
 
     def may_receive(self, request: Request) -> bool:
@@ -70,7 +70,8 @@ class HandoffManager:
         return self._policy is not None or request.remote.source is not None
 
     def decide(self, request: Request, cached: int, running: list[Request]) -> PrefillDecision:
-        """Decide where to compute the prompt of a waiting request. cached: leading tokens whose KV this engine has."""
+        """Decide where to compute the prompt of a waiting request. cached: number of leading tokens whose KV this
+        engine has."""
         if request.remote.source is not None:
             return PrefillDecision(True, MOVED)
         if self._policy is None or request.asked_by is not None:
@@ -113,7 +114,7 @@ class HandoffManager:
             self._policy.count(decision)
 
     def decisions(self) -> dict[str, dict[str, int]]:
-        """Return how many prompts were computed `local` and `remote`: counts by place, then by reason."""
+        """Return how many prompts were computed `local` and `remote`, as counts by place and then by reason."""
         found: dict[str, dict[str, int]] = {}
         if self._policy is not None:
             for (where, reason), count in self._policy.decisions.items():
@@ -121,8 +122,8 @@ class HandoffManager:
         return found
 
     def open(self, request: Request, cached: int, now: float, block_size: int) -> None:
-        """Ask another engine for the KV of a request, which already holds all blocks for it: the engine that holds it,
-        or one that shall compute it.
+        """Ask another engine for the KV of a request that already holds all blocks for it. The other engine either has
+        that KV, or computes it.
 
         cached: leading tokens whose KV those blocks already contain.
         """
@@ -192,7 +193,8 @@ class HandoffManager:
         return request
 
     def _moved_here(self, request: Request, outcome: str) -> bool:
-        """Return whether a handoff that has ended was to move a request. Its source is then forgotten."""
+        """Return whether an ended handoff was to move a request here. Counts the outcome, and forgets the request's
+        source."""
         moved, request.remote.source = request.remote.source is not None, None
         self.moves[outcome] += moved
         return moved
@@ -217,7 +219,7 @@ class HandoffManager:
             )
 
     def report(self, request: Request, computed: int, block_size: int) -> None:
-        """Report that the KV of `computed` tokens is complete; its full blocks are cached by then.
+        """Report that the KV of `computed` tokens is complete. The full blocks must be cached by then.
 
         A partly filled block is reported only at the end of the prompt. Earlier, caching may still replace it by
         another block of the same content.
@@ -251,14 +253,14 @@ class HandoffManager:
     def hold(
         self, request: Request, groups: list[HeldBlocks], token: int, logprob: TokenLogprob | None, block_size: int
     ) -> KVSource:
-        """Hold the KV of a stopped request, whose next token is known, for the engine that will go on with it."""
+        """Hold the KV of a stopped request for the engine that will go on with it. token: the request's next token."""
         assert self._peer is not None
         request.asked_by = self._request(request, self._new_id(request), NOBODY)
         self.actions.append(HoldRequest(request.asked_by, groups, self._first(request, token, logprob, block_size)))
         return KVSource(request.asked_by.handoff_id, self._peer)
 
     def closed(self, request: Request, event: Closed) -> FinishReason:
-        """Return how a request ends here whose blocks no other engine reads any more."""
+        """Record that no other engine reads a request's blocks any more. Returns how the request ends here."""
         assert request.asked_by is not None
         if request.asked_by.decode is NOBODY:
             self.moves[event.reason] += 1
@@ -267,8 +269,8 @@ class HandoffManager:
 
 
 def handed_over(request: Request, skip: int, block_size: int) -> list[list[int]]:
-    """Return the block ids to hand over, for each KV cache group: those of the known tokens from `skip` on that a later
-    token attends to. A model with recurrent layers adds a group of state snapshots."""
+    """Return the block ids to hand over, one list for each KV cache group: the blocks of known tokens from `skip` on,
+    as far as a later token attends to them. A model with recurrent layers adds a group of state snapshots."""
     first, stop = skip // block_size, -(-len(request.tokens) // block_size)
     blocks = [table.blocks[max(first, table.num_released) : stop] for table in request.tables]
     return blocks + request.states.handed_over

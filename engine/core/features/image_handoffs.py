@@ -77,8 +77,8 @@ class ImageHandoffs:
         return mm_hash in self._awaited or mm_hash in self._ready
 
     def take(self, image: MultiModalFeatureSpec, note: Note) -> ReceivedImage | None:
-        """Return an image that has arrived, or None if it is to be encoded here. The step owns its blocks until
-        `release`."""
+        """Return an image that has arrived, or None if this engine has to encode it. The step owns the image's blocks
+        until `release`."""
         if (reason := self._failed.pop(image.mm_hash, None)) is not None:
             note(f"an image is encoded here, since no encode engine has: {reason}")
         if (ready := self._ready.pop(image.mm_hash, None)) is None:

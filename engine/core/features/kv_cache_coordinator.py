@@ -23,7 +23,7 @@ def kv_cache_of(
     snapshots: BlockPool | None = None,
     snapshot_interval: int = 0,
 ) -> tuple[KVCacheManager, list[TokenLimit]]:
-    """Return the manager of a model's KV cache groups, and the limits that it puts on a step's tokens.
+    """Return the manager of a model's KV cache groups, and their limits on a step's tokens.
 
     step_tokens: prompt tokens per step, for which groups with a window reserve blocks when a request starts.
     least_chunk: tokens that one step must compute together, even if other requests are preempted for them.
@@ -52,8 +52,7 @@ class KVCacheCoordinator(KVCacheManager):
     """
 
     def __init__(self, managers: Sequence[KVCacheManager]):
-        """managers: one per group. A group that keeps all tokens comes first if there is one, that of recurrent states
-        last."""
+        """managers: one per group. A group that keeps all tokens comes first, the group of recurrent states last."""
         super().__init__(managers[0].pool)
         self._managers = managers
 

@@ -1,4 +1,5 @@
-"""Tiers below the KV cache: which blocks go down, and which requests wait for blocks to come up. Pure Python."""
+"""Decides which blocks are copied from the KV cache to the tiers below it, and which requests wait for blocks to be
+loaded from there. Pure Python."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ MIB = 2**20
 
 
 class NoOffloading:
-    """Has no tiers. Its methods are those of KVOffloading."""
+    """Stand-in for KVOffloading in an engine without tiers."""
 
     stats: KVOffloadStats | None = None
     loading: list[Request] = []  # noqa: RUF012 - never changed
@@ -67,7 +68,7 @@ class NoOffloading:
 
 @dataclass(slots=True, eq=False)
 class Store:
-    """A StoreBlocks under way. Its blocks are pinned until they are copied."""
+    """A StoreBlocks command under way. Its blocks are pinned until they are copied."""
 
     blocks: list[TierBlock]
     started_at: float
@@ -78,7 +79,8 @@ class Store:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A LoadBlocks under way. Its blocks are pinned until it ends, as are those that were there before."""
+    """A LoadBlocks command under way. Until it ends, the blocks that it loads are pinned, and so are the blocks of the
+    same hit that the device had already."""
 
     blocks: list[TierBlock]
     hashes: list[bytes]
@@ -93,17 +95,19 @@ class Load:
 
 
 class KVOffloading:
-    """Decides which blocks are copied to the tiers, and which requests wait for blocks from there.
+    """Decides which blocks are copied to the tiers, and which requests wait for blocks from the tiers.
 
-    Blocks go down when their request ends: then it is known that the tokens sampled from them are sound, and the next
-    turn of a conversation contains the answer too. Tails go before heads, since tails are evicted first both here and
-    there. A command copies a limited number of blocks, and the next one waits for it, so that few are pinned.
+    Blocks are stored when their request ends. Only then is it known that the tokens sampled from them are sound, and
+    the next turn of a conversation contains the answer too. The tail of a sequence is stored before its head, since
+    tails are evicted first on the device and in the tiers. A command copies a limited number of blocks, and the next
+    command waits for it, so that few blocks are pinned.
 
-    A request whose next blocks lie in a tier waits while they are loaded. It holds nothing: the blocks become ordinary
-    cached ones, whatever becomes of the request, and it is admitted as if they had always been there. After a deadline
-    it is computed; what still comes serves others. Each request looks into the tiers once.
+    A request whose next blocks lie in a tier waits while they are loaded, and holds no blocks meanwhile. The loaded
+    blocks become ordinary cached blocks, whatever becomes of the request, and the request is admitted as if they had
+    always been there. After a deadline the request is computed instead; blocks that arrive later serve other requests.
+    Each request is looked up in the tiers once.
 
-    All KV cache groups take part: `needed` of a group's manager says which blocks a hit takes.
+    All KV cache groups take part: the `needed` method of a group's manager returns the blocks that a hit requires.
     """
 
     def __init__(
@@ -118,8 +122,8 @@ class KVOffloading:
         ranks: int = 1,
         min_tokens: int = MIN_TOKENS,
     ):
-        """tiers: `host` and `disk`, the faster first. name_of: the name of a group's block by its hash. timeout_s:
-        seconds that a request waits for blocks. rank_bytes: bytes of a block of each group on one rank.
+        """tiers: `host` and `disk`, the faster first. name_of: returns the name of a block, given its group and hash.
+        timeout_s: seconds for which a request waits for blocks. rank_bytes: bytes of a block of each group on one rank.
         min_tokens: shortest hit that is loaded."""
         self._kv_cache, self._tiers, self._name_of, self._times = kv_cache, list(tiers), name_of, times
         self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, [size * ranks for size in rank_bytes]
@@ -134,7 +138,7 @@ class KVOffloading:
         self._loaded: list[Request] = []
 
     def restore(self, name: bytes, size: int, added_at: float) -> None:
-        """Enter a block that an earlier start has left on disk; the oldest comes first."""
+        """Enter a block left on disk by an earlier start. Call it for the oldest block first."""
         (index,) = self._tiers[-1].indexes
         evicted = index.add(name, size, added_at)
         index.written(name)
@@ -148,15 +152,17 @@ class KVOffloading:
 
     @property
     def moving(self) -> bool:
-        """Whether blocks are pinned, which a waiting request may need."""
+        """Whether any blocks are pinned that a waiting request may need."""
         return bool(self._loads) or any(not store.is_copied for store in self._stores.values())
 
     # -- up ------------------------------------------------------------------------------------------------
 
     def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
-        """Return whether a request, whose first `matched` blocks are cached, waits for more of them from a tier.
+        """Return whether a request has to wait for blocks from a tier, after starting to load them if that pays. The
+        first `matched` blocks of the request are cached.
 
-        watermark: blocks that must stay available."""
+        watermark: blocks that must stay available.
+        """
         size, whole = self._kv_cache.pool.block_size, len(request.tokens)
         if request.prefix.looked_below or not self._kv_cache.fits(request, matched, matched * size, whole, watermark):
             return False
@@ -191,8 +197,8 @@ class KVOffloading:
         return any(tier.has(group, name) for tier in self._tiers) or (group, block_hash) in self._coming
 
     def _pays(self, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
-        """Return whether loading the blocks is expected to be faster than computing these tokens. While a rate is
-        unknown it is tried."""
+        """Return whether loading the blocks is expected to be faster than computing these tokens. While either rate is
+        unknown, the answer is True."""
         sizes: Counter[str] = Counter()
         for group, hashes in enumerate(needed):
             missing = [each for each in hashes if not self._kv_cache.groups[group].pool.has(each)]
@@ -207,8 +213,8 @@ class KVOffloading:
         return pays
 
     def _pin(self, needed: Sequence[Sequence[bytes]], watermark: int, now: float) -> Load | None:
-        """Take the blocks that a load writes, and those that must not be evicted meanwhile. Returns None, and takes
-        nothing, if there are too few."""
+        """Take the blocks that a load writes, and pin those that must not be evicted meanwhile. Returns None, and takes
+        nothing, if too few blocks are available."""
         load = Load([], [], [], now, now + self._timeout_s)
         for group, (manager, hashes) in enumerate(zip(self._kv_cache.groups, needed, strict=True)):
             missing = [each for each in hashes if not manager.pool.has(each)]
@@ -262,7 +268,7 @@ class KVOffloading:
         self._release(load)
 
     def _measure(self, moved: Counter[str], seconds: float, complete: bool) -> None:
-        """Learn from a load. If several tiers took part, the slowest one took the time."""
+        """Learn the rate of a tier from a load. If several tiers took part, the time is attributed to the slowest."""
         for tier in self._tiers:
             tier.moved["read"] += moved[tier.name]
         slowest = next((tier for tier in reversed(self._tiers) if moved[tier.name]), None)
@@ -277,7 +283,7 @@ class KVOffloading:
         self._loaded += requests
 
     def take_loaded(self) -> list[Request]:
-        """Return the requests that wait no longer, since the last call."""
+        """Return the requests that stopped waiting since the last call."""
         loaded, self._loaded = [r for r in self._loaded if r.state is State.LOADING_KV], []
         return loaded
 
@@ -299,7 +305,8 @@ class KVOffloading:
             self._not_stored += 1
 
     def _forget(self, group: int, request: Request) -> None:
-        """Delete all blocks of a request, whose numbers may not be finite. The device has them no longer."""
+        """Delete all blocks of a request from the tiers, since they may hold non-finite numbers. The device has dropped
+        them already."""
         size = self._kv_cache.pool.block_size
         hashes = request.hashes(min(request.computed, len(request.tokens)) // size, size)
         for tier in self._tiers:
@@ -307,7 +314,7 @@ class KVOffloading:
             self._drop(names if tier.name == "disk" else [])
 
     def _next_store(self, now: float) -> None:
-        """Begin to copy waiting blocks, unless a command still copies or two still write."""
+        """Start to copy waiting blocks, unless a command is still copying or two are still writing."""
         if len(self._stores) >= 2 or not all(store.is_copied for store in self._stores.values()):
             return
         blocks: list[TierBlock] = []
@@ -327,7 +334,7 @@ class KVOffloading:
             self._commands.append(StoreBlocks(self._number, blocks))
 
     def _place(self, group: int, block_hash: bytes, now: float) -> TierBlock | None:
-        """Pin a block and make room for it in the tiers that lack it. Returns None if there is nothing to do."""
+        """Pin a block, and make room for it in the tiers that lack it. Returns None if no tier needs it."""
         name, pool = self._name_of(group, block_hash), self._kv_cache.groups[group].pool
         slot, on_disk = -1, False
         for tier in self._tiers:
@@ -351,7 +358,7 @@ class KVOffloading:
         return TierBlock(group, block, name, slot, on_disk)
 
     def _end_store(self, number: int, failed: set[int], now: float) -> None:
-        """Record what was written. A block that failed in one tier is in none."""
+        """Record which blocks were written. A block that failed in one tier is removed from all."""
         store = self._stores.pop(number)
         for tier in self._tiers:
             written = [b for b in enumerate(store.blocks) if (b[1].on_disk if tier.name == "disk" else b[1].slot >= 0)]
@@ -389,7 +396,8 @@ class KVOffloading:
             self._end_store(answer.number, set(answer.failed), now)
 
     def take_commands(self, now: float) -> list[TierCommand]:
-        """Return the commands since the last call. Blocks that they write must have no other writer by now."""
+        """Return the commands queued since the last call. By then no step in flight may write to the blocks that they
+        write."""
         for number, load in self._loads.items():
             if now >= load.deadline_at and not load.is_stopped:
                 load.is_stopped = True
@@ -410,7 +418,7 @@ class KVOffloading:
         return commands
 
     def flushed(self) -> bool:
-        """Return whether all blocks that were to go down have been written, as far as they can be."""
+        """Return whether all blocks waiting to be stored have been written, except those that cannot be."""
         return not (self._to_store or self._stores) or all(tier.rests for tier in self._tiers)
 
     def clear(self) -> None:

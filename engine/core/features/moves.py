@@ -1,8 +1,8 @@
 """Requests that stop here so that another engine goes on with them. Pure Python.
 
 A move is a handoff whose prompt is computed already (kv_transfer/protocol/protocol.py). The newest token is not sent to
-the client here: it travels with the KV, as the first token of a prompt does. So an engine that gets the KV goes on as
-after any handoff, and one that does not computes prompt and output again, with the same tokens.
+the client here: it travels with the KV, as the first token of a prompt does in any handoff. An engine that gets the KV
+goes on as after any handoff. An engine that does not get it computes prompt and output again, with the same tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Moves:
         self._kv_cache, self._handoffs = kv_cache, handoffs
 
     def choose(self, running: list[Request], count: int) -> None:
-        """Mark up to `count` running requests, the newest first: they stop after their next token."""
+        """Mark up to `count` running requests, the newest first, to stop after their next token."""
         for request in [r for r in reversed(running) if not (r.leaving or r.asked_by or r.pooling)][:count]:
             request.leaving = ATTEMPTS
             request.drafts.resume_at = NEVER  # a step that yields several tokens is no place to stop
@@ -36,7 +36,7 @@ class Moves:
     def stop(self, request: Request, delta: TokenDelta) -> TokenDelta | None:
         """Stop a marked request after a step. Returns its last delta here, or None if it has to go on for now.
 
-        delta: tokens of the step. The last delta has no source if the KV cannot be handed over.
+        delta: tokens of the step. The returned delta has no source if the KV cannot be handed over.
         """
         one_token = len(delta.token_ids) == 1 and request.computed == len(request.tokens) - 1
         if not one_token or request.num_output < 2 or request.state is not State.RUNNING:

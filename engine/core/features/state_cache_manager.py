@@ -13,16 +13,16 @@ from engine.wire.plan import StateRestore, StateSave
 
 
 class StateCacheManager(KVCacheManager):
-    """Decides which recurrent states are saved, and from which one a sequence resumes.
+    """Decides which recurrent states are saved, and from which of them a sequence resumes.
 
     A block of its pool is a snapshot: the states of all recurrent layers at a border, a position that is a multiple of
-    the pool's block size. It is named by the hash of the block chain up to there, so a prefix counts as cached up to
-    its last border that has a snapshot.
+    the pool's block size. A snapshot is named by the hash of the block chain up to its border, so a prefix counts as
+    cached up to its last border that has a snapshot.
 
     A state takes as much memory as the KV of thousands of tokens. So states are saved only where they are likely to be
     needed: at the last border of a prompt, where a prompt diverges from an earlier one, every `interval` tokens, and at
     the newest border of generated text. The last kind serves preempted sequences and the next turn of a conversation;
-    each replaces the one before.
+    each such snapshot replaces the one before.
 
     A request holds a snapshot only while it is written, read or handed over; all others may be evicted. If the pool has
     no room for a snapshot, it is not saved.
@@ -38,7 +38,8 @@ class StateCacheManager(KVCacheManager):
 
     @property
     def pools(self) -> list[BlockPool]:
-        """No pools: the fill of this one does not show how full the engine is, since most snapshots can be evicted."""
+        """Return no pools: most snapshots can be evicted, so the fill of this pool does not show how full the engine
+        is."""
         return []
 
     @property
@@ -56,8 +57,8 @@ class StateCacheManager(KVCacheManager):
         return hashes[-1:]
 
     def pin(self, needed: Sequence[bytes], watermark: int) -> tuple[list[int], list[int]] | None:
-        """Pin as the other groups do, but never a snapshot from which the step that is being planned restores: it has
-        been released, and is among the newest."""
+        """Pin as the other groups do, but never a snapshot from which the step being planned restores. Such snapshots
+        are released already, and are among the newest."""
         return super().pin(needed, len(self._restored))
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:
@@ -66,7 +67,7 @@ class StateCacheManager(KVCacheManager):
         return [each for each in borders if self.pool.has(each)]
 
     def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
-        """Return whether a running step will save the state at a border of this request after the `matched` blocks."""
+        """Return whether a running step will save the state at a border of this request after its `matched` blocks."""
         first, last = matched * self._kv_size, len(request.tokens) - 1
         return self._reads_cache(request) and any(
             first < position <= min(last, len(other.tokens))

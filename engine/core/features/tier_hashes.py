@@ -1,4 +1,4 @@
-"""Which blocks are in tiers below the KV cache, for routers. Pure Python."""
+"""Hashes of the blocks in tiers below the KV cache, for routers. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.core.features.tier import Tier
 
 
 class NoHashes:
-    """No tiers. Its methods are those of TierHashes that a publisher calls."""
+    """Stand-in for TierHashes in an engine without tiers. Has the methods that a publisher calls."""
 
     def track(self, enabled: bool) -> None:
         pass
@@ -22,11 +22,11 @@ class NoHashes:
 
 
 class TierHashes:
-    """Hashes of the first KV cache group's blocks that are in some tier, as far as they are known: of those that an
-    earlier start has left there are only names until they are used."""
+    """Hashes of the first KV cache group's blocks that are in some tier, as far as they are known. Of a block left by
+    an earlier start, only the name is known until the block is used."""
 
     def __init__(self, pool: BlockPool, tiers: Sequence[Tier], name_of: Callable[[int, bytes], bytes]):
-        """pool: of the group."""
+        """pool: block pool of the first KV cache group."""
         self._pool, self._tiers, self._name_of = pool, tiers, name_of
         self._hashes: dict[bytes, bytes] = {}  # by name
         self._gone: list[bytes] | None = None  # since the last call of `gone`
@@ -43,8 +43,8 @@ class TierHashes:
             self._hashes[name] = block_hash
 
     def gone(self, evicted: list[bytes]) -> list[bytes]:
-        """Return which blocks this engine does not have any more: of those evicted from the device, and of those that
-        have left the tiers since the last call."""
+        """Return the hashes of blocks that are neither on the device nor in a tier any more. Considers the hashes
+        `evicted` from the device, and those that have left the tiers since the last call."""
         left, self._gone = self._gone or [], []
         return [
             each

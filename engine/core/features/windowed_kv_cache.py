@@ -23,7 +23,7 @@ class WindowedKVCacheManager(KVCacheManager):
     """
 
     def __init__(self, pool: BlockPool, spec: KVCacheSpec, step_tokens: int, group: int = 0):
-        """step_tokens: prompt tokens for which a request is given blocks when it starts, besides its window."""
+        """step_tokens: prompt tokens, besides its window, for which a request gets blocks when it starts."""
         super().__init__(pool, group)
         self._spec, self._step_tokens = spec, step_tokens
 
@@ -47,7 +47,7 @@ class WindowedKVCacheManager(KVCacheManager):
         return hashes[self._first(len(hashes)) :]
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:
-        """Return the windows before the ends of prompt and answer: where later prompts diverge."""
+        """Return the hashes of the windows before the ends of prompt and answer, where later prompts diverge."""
         size = self.pool.block_size
         known = min(request.computed, len(request.tokens)) // size
         ends = min(known, request.num_prompt // size), known
