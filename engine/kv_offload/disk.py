@@ -143,7 +143,8 @@ def _lock_folder(scope: Path) -> tuple[Path, int]:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder until the descriptor is closed or the process ends. Returns None if another process holds the lock."""
+    """Lock a folder until the descriptor is closed or the process ends. Returns None if another process has locked
+    it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)

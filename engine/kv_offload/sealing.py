@@ -57,7 +57,8 @@ class Sealer:
 
 
 class BlockNames:
-    """Names of blocks in the tiers. Names depend on a key: plain hashes of a prompt would confirm a guess of its text."""
+    """Names of blocks in the tiers. They depend on a key, since plain hashes of a prompt would confirm a guess of its
+    text."""
 
     def __init__(self, secret: bytes):
         self._key = _derive(secret, "names")

@@ -99,7 +99,7 @@ class TierIndex:
         return True
 
     def drop(self, name: bytes) -> bool:
-        """Forget a block. Returns False, and changes nothing, if it is being written or read or no block has this name."""
+        """Forget a block that is not being written or read. Returns False if there is no such block."""
         return name in self._entries and self._idle(name) and self.remove(name)
 
     def expire(self, now: float) -> list[bytes]:

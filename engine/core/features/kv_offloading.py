@@ -197,8 +197,8 @@ class KVOffloading:
         return any(tier.has(group, name) for tier in self._tiers) or (group, block_hash) in self._coming
 
     def _pays(self, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
-        """Return whether loading the blocks is expected to be faster than computing these tokens. While either rate is
-        unknown, the answer is True."""
+        """Return whether loading the blocks is expected to be faster than computing these tokens. A rate that is still
+        unknown counts in favour of loading."""
         sizes: Counter[str] = Counter()
         for group, hashes in enumerate(needed):
             missing = [each for each in hashes if not self._kv_cache.groups[group].pool.has(each)]
@@ -334,7 +334,8 @@ class KVOffloading:
             self._commands.append(StoreBlocks(self._number, blocks))
 
     def _place(self, group: int, block_hash: bytes, now: float) -> TierBlock | None:
-        """Pin a block, and make room for it in the tiers that lack it. Returns None if no tier needs it."""
+        """Pin a block, and make room for it in the tiers that lack it. Returns None if it need not or cannot be
+        stored."""
         name, pool = self._name_of(group, block_hash), self._kv_cache.groups[group].pool
         slot, on_disk = -1, False
         for tier in self._tiers:
@@ -396,7 +397,7 @@ class KVOffloading:
             self._end_store(answer.number, set(answer.failed), now)
 
     def take_commands(self, now: float) -> list[TierCommand]:
-        """Return the commands queued since the last call. By then no step in flight may write to the blocks that they
+        """Return the commands queued since the last call. No other writer may still be using the blocks that they
         write."""
         for number, load in self._loads.items():
             if now >= load.deadline_at and not load.is_stopped:
