@@ -1,1 +1,1 @@
-"""Low-rank adapters: their files, and their weights in an engine."""
+"""Low-rank adapters: reading their files, and loading their weights into an engine."""

@@ -1,4 +1,4 @@
-"""adapter_config.json, as PEFT writes it: what decides, besides the tensors, what an adapter computes."""
+"""Reads adapter_config.json as PEFT writes it, as far as an adapter's arithmetic depends on it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of ini
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The keys, besides the tensors, that an adapter's arithmetic depends on. Names are PEFT's."""
+    """The keys of adapter_config.json on which an adapter's arithmetic depends, under PEFT's names."""
 
     lora_alpha: float = 8
     use_rslora: bool = False
@@ -49,7 +49,8 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, folder: Path, adapter: str) -> AdapterConfig:
-        """Raises AdapterError, naming `adapter`, for an adapter that is not computed here as it was trained."""
+        """Read the file in `folder`. Raises AdapterError, naming `adapter`, for an adapter that this engine would not
+        compute as it was trained."""
         raw = _read_object(folder / CONFIG_FILE, adapter)
         _check(raw, adapter)
         config = cls(
@@ -69,11 +70,11 @@ class AdapterConfig:
 
     @property
     def arithmetic(self) -> bytes:
-        """The keys that decide what the adapter computes, the same bytes for the same meaning."""
+        """The keys that affect what the adapter computes, encoded so that equal meaning gives equal bytes."""
         return json.dumps([self.lora_alpha, self.use_rslora, list(self.alpha_pattern.items())]).encode()
 
     def scale(self, module: str, rank: int) -> float:
-        """Return what the product of B and A is multiplied by in a module. Its rank is that of its tensors."""
+        """Return the factor by which a module multiplies the product of B and A. rank: rank of the module's tensors."""
         patterns = self.alpha_pattern.items()
         alpha = next((a for key, a in patterns if re.match(rf"(.*\.)?({key})$", module)), self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)

@@ -1,4 +1,4 @@
-"""An adapter's folder in PEFT's format, read and checked as far as that goes without the model. Without torch."""
+"""Reads an adapter's folder in PEFT's format, and checks all that can be checked without the model. Uses no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EMBEDDING = "adapters of embeddings are not supported; "
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of the file."""
+    """A tensor of a safetensors file."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ class TensorEntry(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """The factors that an adapter adds to one linear layer: (B A) x, to be scaled."""
+    """The factors A and B of one linear layer, to whose product an adapter adds B A x, scaled."""
 
     a: TensorEntry
     """[rank, inputs]"""
@@ -51,7 +51,7 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter as it lies in its folder."""
+    """An adapter as its folder holds it."""
 
     name: str
     """As errors name it."""
@@ -63,14 +63,16 @@ class AdapterFiles:
 
     @property
     def rank(self) -> int:
-        """The highest rank of its modules, without those of all experts at once, whose number is the model's."""
+        """The highest rank of the adapter's modules. Modules of all experts at once do not count, since their rank
+        depends on the model's number of experts."""
         return max((pair.rank for name, pair in self.modules.items() if not ALL_EXPERTS.fullmatch(name)), default=0)
 
 
 def open_adapter(path: str | Path, name: str = "") -> AdapterFiles:
     """Read an adapter from its folder, a bucket or the Hugging Face Hub. name: for errors, instead of the path.
 
-    It is read whole, and once: what was hashed is what is used, whatever becomes of the files. Raises AdapterError.
+    The files are read whole and only once, so what was hashed is what is used, whatever happens to the files later.
+    Raises AdapterError.
     """
     adapter = name or str(path)
     folder = _folder(path, adapter)
@@ -108,7 +110,7 @@ def _folder(path: str | Path, adapter: str) -> Path:
 
 
 def _tensors(content: bytes, adapter: str) -> list[TensorEntry]:
-    """Return the tensors of a safetensors file. Raises AdapterError if it is not whole."""
+    """Return the tensors of a safetensors file. Raises AdapterError if the file is incomplete."""
     try:
         found = deserialize(content)
     except SafetensorError as error:
@@ -121,7 +123,8 @@ def _tensors(content: bytes, adapter: str) -> list[TensorEntry]:
 
 
 def _modules(tensors: Iterable[TensorEntry], adapter: str) -> dict[str, LowRank]:
-    """Pair the factors of each module. Raises AdapterError for any other tensor, and for factors that do not fit."""
+    """Pair the factors of each module. Raises AdapterError for a tensor that is no factor, and for factors whose sizes
+    do not match."""
     factors: dict[str, dict[str, TensorEntry]] = {}
     for tensor in tensors:
         if (match := LOW_RANK.fullmatch(tensor.name)) is None:

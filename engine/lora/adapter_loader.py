@@ -1,4 +1,4 @@
-"""Brings adapters into one rank's memory, in a thread beside the steps."""
+"""Loads adapters into one rank's memory, in a thread beside the steps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NICE = 10  # of the thread, so that steps keep the cores
 
 
 class AdapterLoader:
-    """Keeps the adapters that were used last in host memory, and copies them into slots. What cannot be loaded is
-    answered by an error, and changes nothing."""
+    """Keeps the most recently used adapters in host memory, and copies them into slots. An adapter that cannot be
+    loaded is answered with an error, and changes nothing."""
 
     def __init__(self, adapters: ModelAdapters, capacity: int, device: Device):
-        """capacity: adapters in host memory."""
+        """capacity: number of adapters in host memory."""
         self.rows = adapters.rows
         self._adapters, self._capacity, self._device = adapters, capacity, device
         self._kept: OrderedDict[str, dict[int, Factors]] = OrderedDict()  # by digest, the last used one last
@@ -43,7 +43,7 @@ class AdapterLoader:
         return self._executor.submit(self._check, lora)
 
     def answers(self) -> list[AdapterAnswer]:
-        """Return those since the last call."""
+        """Return the answers since the last call."""
         found = []
         while not self._answers.empty():
             found.append(self._answers.get())
@@ -79,7 +79,7 @@ class AdapterLoader:
         self._factors(lora)
 
     def _factors(self, lora: LoRARequest) -> dict[int, Factors]:
-        """Return this rank's part of an adapter, from memory or its files."""
+        """Return this rank's part of an adapter, from host memory or from the adapter's files."""
         if lora.digest in self._kept:
             self._kept.move_to_end(lora.digest)
             return self._kept[lora.digest]

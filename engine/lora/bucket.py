@@ -1,4 +1,4 @@
-"""Adapters in a bucket: S3, Google Cloud Storage and Azure, by fsspec."""
+"""Adapters in a bucket of S3, Google Cloud Storage or Azure, read through fsspec."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def is_bucket(path: str) -> bool:
 
 
 class Bucket:
-    """A folder of a bucket with an adapter in each sub-folder. Its methods wait for the network."""
+    """A folder of a bucket, with an adapter in each sub-folder. Its methods wait for the network."""
 
     def __init__(self, url: str):
-        """Raises AdapterError if a package for such buckets is missing."""
+        """Raises AdapterError if the package for this kind of bucket is missing."""
         import fsspec  # slow to import, and not needed for local folders
 
         self.url = url.rstrip("/")
@@ -46,8 +46,8 @@ class Bucket:
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
     def version(self, name: str) -> tuple[str, ...] | None:
-        """Return what changes with the files of an adapter, or None if there is none of this name. name: "" for the
-        folder itself. Raises AdapterError."""
+        """Return a value that changes whenever an adapter's files change, or None if there is no adapter of this name.
+        name: "" if this folder itself is the adapter. Raises AdapterError."""
         with suppress(AdapterNotFound):
             return tuple(
                 str(_answered(self.url, partial(self._files.checksum, self._path(name, file))))
@@ -65,8 +65,8 @@ class Bucket:
 
 
 def local_copy(url: str, adapter: str) -> Path:
-    """Return a local folder with the files of an adapter as they are in its bucket now; they are copied if they have
-    changed. adapter: for errors. Raises AdapterError."""
+    """Return a local folder with the current files of an adapter in a bucket. Files are copied only if they have
+    changed. adapter: name for errors. Raises AdapterError."""
     bucket, copies = Bucket(url), user_folder(COPIES)
     copies.mkdir(parents=True, exist_ok=True)
     for _ in range(TRIES):
@@ -99,7 +99,8 @@ def _delete_old(copies: Path, keep: Path) -> None:
 
 
 def _answered(url: str, call: Callable[[], T]) -> T:
-    """Raises AdapterNotFound, and AdapterError for all that a bucket's library raises, which has no class in common."""
+    """Return the result of a call to a bucket's library. Raises AdapterNotFound for a missing file, and AdapterError
+    for all other exceptions, since those libraries share no exception class."""
     try:
         return call()
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""Adapters of all experts of a layer in two matrices, as PEFT writes them for models that hold the experts' weights in
-one parameter (`target_parameters`)."""
+"""Adapters that hold the factors of all experts of a layer in two matrices. PEFT writes them for models that hold the
+weights of all experts in one parameter (`target_parameters`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.errors import AdapterError, Described
 
 
 class ExpertSizes(NamedTuple):
-    """The experts of one layer."""
+    """Number and sizes of the experts of one layer."""
 
     experts: int
     hidden: int
@@ -23,13 +23,13 @@ class ExpertSizes(NamedTuple):
 def of_each_expert(
     adapter: str, module: str, a: Tensor, b: Tensor, sizes: ExpertSizes
 ) -> tuple[str, tuple[str, ...], Iterator[tuple[Tensor, Tensor]]]:
-    """Return the parameter that an adapter changes, the projections that it consists of, and A [rank, inputs] and B
-    [outputs, rank] of each expert.
+    """Return the parameter that an adapter changes, the projections that this parameter consists of, and each expert's
+    A [rank, inputs] and B [outputs, rank].
 
-    a: [experts * rank, inputs], the rows of an expert side by side. b: [outputs, rank * experts], where neighbours are
-    of different experts. The file does not name the parameter, so its sizes tell. Versions of PEFT before 0.19 took
-    inputs for outputs where a model stores [experts, outputs, inputs], and gave A and B each other's size. Raises
-    AdapterError for other sizes, and for those that tell nothing.
+    a: [experts * rank, inputs], the rows of one expert side by side. b: [outputs, rank * experts], neighbouring columns
+    of different experts. The file does not name the parameter, so it is found by its sizes. Versions of PEFT before
+    0.19 took inputs for outputs where a model stores [experts, outputs, inputs], and so gave A the size of B and B that
+    of A. Raises AdapterError for sizes that fit no parameter, and for sizes that fit more than one.
     """
     experts, hidden, inner, gated = sizes
     up = ("gate_up_proj", ("gate_proj", "up_proj")) if gated else ("up_proj", ("up_proj",))

@@ -1,4 +1,4 @@
-"""Brings adapters into the memory of all ranks of an engine, from rank 0."""
+"""Loads adapters into the memory of all ranks of an engine, as directed by rank 0."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CHECK_TIMEOUT_S = 60.0
 
 
 class GroupLoader:
-    """An adapter is there once each rank has it. One that any rank cannot load is there on none: its requests end, and
-    no others do."""
+    """Loads adapters on all ranks. An adapter is available once every rank has it. If any rank cannot load it, it
+    counts as missing on all; the requests for that adapter end, and no others do."""
 
     def __init__(self, loader: AdapterLoader | None, ranks: int, broadcaster: PlanBroadcaster | None):
-        """loader: this rank's; None in an engine without adapters."""
+        """loader: loader of this rank; None in an engine without adapters."""
         self._loader, self._ranks, self._broadcaster = loader, ranks, broadcaster
         self._answers: dict[int, list[AdapterAnswer]] = {}  # by the command's number
 
@@ -35,7 +35,8 @@ class GroupLoader:
         self._loader.load(command)
 
     def finished(self) -> list[tuple[int, RequestError | None]]:
-        """Return the commands that all ranks have answered since the last call, each with an error of one of them."""
+        """Return the commands that all ranks have answered since the last call, as (number, error). If several ranks
+        failed, the error is that of one of them."""
         if not self._answers or self._loader is None:
             return []
         others = [] if self._broadcaster is None else self._broadcaster.take_answers(AdapterAnswer)
@@ -45,7 +46,7 @@ class GroupLoader:
         return [(number, error_of(self._answers.pop(number))) for number in done]
 
     def check(self, lora: LoRARequest) -> None:
-        """Raise AdapterError if this rank cannot use an adapter; waits until it is read."""
+        """Wait until this rank has read an adapter. Raises AdapterError if the rank cannot use it."""
         if self._loader is not None:
             self._loader.check(lora).result(CHECK_TIMEOUT_S)
 

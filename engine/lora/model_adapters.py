@@ -32,7 +32,7 @@ REASONS = {
 
 @dataclass(slots=True)
 class Place:
-    """One slice of a product of ours."""
+    """One slice of a product, to which an adapter adds."""
 
     layer: LinearAdapters | GroupedAdapters
     product: int
@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(slots=True)
 class Change:
-    """What an adapter adds to a layer of the checkpoint."""
+    """What an adapter adds to one layer of the checkpoint."""
 
     name: str
     """As the adapter names the layer."""
@@ -57,10 +57,10 @@ class Change:
 
 
 class ModelAdapters:
-    """The layers of a model with room for adapters, and which rows of a step have one."""
+    """The layers of a model that adapters can change, and the adapter of each row of a step."""
 
     def __init__(self, model: Model, slots: int, rank: int, max_tokens: int, device: torch.device):
-        """rank: the highest of an adapter. Gives each linear layer of the model its slots."""
+        """Give each linear layer of the model its slots. rank: the highest rank that an adapter may have."""
         self._model, self._max_rank = model, rank
         self.rows = AdapterRows(max_tokens, device)
         self._layers: list[LinearAdapters | GroupedAdapters] = []
@@ -81,13 +81,14 @@ class ModelAdapters:
 
     @property
     def slot_bytes(self) -> int:
-        """Memory of all slots together. Adapters of experts and heads have none, and take memory as they are loaded."""
+        """Bytes of all slots together. Adapters of experts and heads have no slots, and take memory when they are
+        loaded."""
         some = [layer.weights for layer in self._layers if isinstance(layer, LinearAdapters)]
         return sum(weights.a.nbytes + weights.b.nbytes for weights in some)
 
     def factors(self, files: AdapterFiles) -> dict[int, Factors]:
-        """Return this rank's part of an adapter, by the number of the layer. Raises AdapterError if it does not fit
-        the model, above all if it changes a layer that the model does not have: without that part it would be another
+        """Return this rank's part of an adapter, by layer number. Raises AdapterError if the adapter does not fit the
+        model, above all if it changes a layer that the model lacks: without that layer's part it would be another
         adapter."""
         changes = list(self._changes(files))
         rank = max(len(change.a) for change in changes)
@@ -106,7 +107,7 @@ class ModelAdapters:
         return factors
 
     def write(self, slot: int, factors: dict[int, Factors]) -> None:
-        """Copy an adapter into a slot, which no row of a step that runs has."""
+        """Copy an adapter into a slot, which no row of a running step may use."""
         for i, layer in enumerate(self._layers):
             layer.write(slot, factors.get(i))
 
@@ -145,7 +146,7 @@ class ModelAdapters:
         self._heads[self._model.checkpoint_name(f"{path}.weight")] = shard, list(zip(*places, strict=True))
 
     def _changes(self, files: AdapterFiles) -> Iterator[Change]:
-        """Return what an adapter adds, expert by expert and head by head."""
+        """Yield what an adapter adds to each layer, one expert and one head at a time."""
         for module, pair in files.modules.items():
             a, b, name = tensor_of(pair.a), tensor_of(pair.b), self._name(module)
             match = ALL_EXPERTS.fullmatch(module)
@@ -159,7 +160,7 @@ class ModelAdapters:
                 yield change
 
     def _of_experts(self, files: AdapterFiles, change: Change, experts: str) -> Iterator[Change]:
-        """experts: canonical name of the module."""
+        """Yield what an adapter adds to each expert of a layer. experts: canonical name of the experts' module."""
         parameter, projections, each = of_each_expert(
             files.name, change.name, change.a, change.b, self._experts[experts]
         )
@@ -171,7 +172,8 @@ class ModelAdapters:
     def _of_heads(
         self, files: AdapterFiles, change: Change, shard: Shard, heads: list[tuple[Place, Place]]
     ) -> Iterator[Change]:
-        """shard: this rank's outputs of the projections to keys and values."""
+        """Yield what an adapter adds to each head's projections to keys and values. shard: this rank's outputs of
+        both."""
         check_sizes(files, change, *shard.shape)
         own = change.b[shard.start : shard.start + shard.size].unflatten(0, (len(heads), -1))
         for b, (to_keys, to_values) in zip(own, heads, strict=True):
@@ -180,7 +182,7 @@ class ModelAdapters:
             yield replace(change, b=values, places=[to_values])
 
     def _name(self, module: str) -> str:
-        """Return the canonical name of a module of an adapter; empty if it is none of the text model."""
+        """Return the canonical name of an adapter's module; empty if the text model has no such module."""
         return (self._model.canonical_name(f"{module}.weight") or "").removesuffix(".weight")
 
 
@@ -199,8 +201,9 @@ def tensor_of(stored: TensorEntry) -> Tensor:
 
 
 def starts_of(files: AdapterFiles, change: Change) -> list[int]:
-    """Return where the outputs of each place begin in B. An adapter of a layer that the checkpoint holds in one tensor,
-    of which we make several slices, has all of them. Raises AdapterError for factors of another layer's sizes."""
+    """Return the index in B at which the outputs of each place begin. If the checkpoint holds a layer in one tensor and
+    the model computes it in several slices, B has the outputs of all slices. Raises AdapterError if the factors have
+    the sizes of another layer."""
     places, outputs = change.places, len(change.b)
     sizes = [place.shard.shape[OUTPUTS] for place in places]
     whole = sum(sizes) if len(set(sizes)) > 1 or sizes[0] != outputs else outputs
@@ -215,7 +218,8 @@ def check_sizes(files: AdapterFiles, change: Change, outputs: int, inputs: int) 
 
 
 def copy_slice(own: Factors, place: Place, a: Tensor, b: Tensor, start: int) -> None:
-    """Copy this rank's part of A [rank, inputs] and of B [outputs, rank], whose outputs begin at `start`."""
+    """Copy this rank's part of A [rank, inputs] and B [outputs, rank]. start: index in B of the place's first
+    output."""
     shard, rank = place.shard, len(a)
     outputs = shard if shard.dim == OUTPUTS else replace(shard, dim=OUTPUTS, start=0, size=shard.shape[OUTPUTS])
     if shard.dim == INPUTS:

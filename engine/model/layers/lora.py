@@ -1,4 +1,4 @@
-"""What low-rank adapters add to the products of layers."""
+"""Adds low-rank adapters to the products of layers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from engine.model.shard import Shard, Sharded
 
 
 class LinearAdapters:
-    """The adapters of one linear layer on this rank: their factors in every slot, and the rows of the step that have
-    one."""
+    """The adapters of one linear layer on this rank: the factors in every slot, and the slot of each row of a step."""
 
     def __init__(
         self,
@@ -26,14 +25,15 @@ class LinearAdapters:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """shards: of the layer's weights, whose outputs lie side by side. rank: the highest of an adapter."""
+        """shards: shards of the layer's weights, stacked along the outputs. rank: the highest rank of an adapter."""
         sizes = [shard.local_shape[0] for shard in shards]
         self.shards, self.rows = shards, rows
         self.weights = LowRankWeights.allocate(slots, shards[0].local_shape[1], sizes, rank, dtype, device)
         self._add = low_rank.select(dtype, device)
 
     def add(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        """outs: [tokens, outputs or more], products of that many parts of the inputs x [tokens, inputs]."""
+        """Add each row's adapter to `outs`, the products of parts of the inputs x [tokens, inputs]: each is
+        [tokens, outputs or more]."""
         self._add(outs, x, self.weights, self.rows)
 
     def empty_factors(self, rank: int) -> Factors:
@@ -44,13 +44,13 @@ class LinearAdapters:
 
 
 class GroupedAdapters:
-    """The adapters of many products of the same sizes, one for each expert or each head, on a CPU. Only adapters that
-    change them take memory, which is that of the host's copy."""
+    """The adapters of many products of equal sizes, one per expert or per head, on a CPU. Only adapters that change
+    these products take memory, and they share the host's copy of the factors."""
 
     def __init__(
         self, shards: Sequence[Shard], products: int, rows: AdapterRows, dtype: torch.dtype, device: torch.device
     ):
-        """shards: of each product's weights, whose outputs lie side by side."""
+        """shards: shards of each product's weights, stacked along the outputs."""
         sizes = [shard.local_shape[0] for shard in shards]
         self.shards, self.rows, self._products = shards, rows, products
         self._sizes = LowRankWeights.allocate(0, shards[0].local_shape[1], sizes, 0, dtype, device)
@@ -58,13 +58,14 @@ class GroupedAdapters:
         self._add = low_rank.select(dtype, device)
 
     def add_each(self, out: Tensor, x: Tensor) -> None:
-        """out [tokens, products, outputs], contiguous, x [tokens, products, inputs]."""
+        """Add each token's adapter to all products. out: [tokens, products, outputs], contiguous; x: [tokens, products,
+        inputs]."""
         if self.rows.any:
             tokens, products = torch.meshgrid(torch.arange(len(x)), torch.arange(self._products), indexing="ij")
             self.add(out.flatten(0, 1), x.flatten(0, 1), products.flatten(), tokens.flatten())
 
     def add(self, out: Tensor, x: Tensor, products: Tensor, tokens: Tensor) -> None:
-        """out [pairs, outputs], x [pairs, inputs]: of pairs of a token and a product."""
+        """Add adapters to pairs of a token and a product. out: [pairs, outputs]; x: [pairs, inputs]."""
         if not self.rows.any:
             return
         slots, chosen = self.rows.slots()[tokens.numpy()], products.numpy()
@@ -85,7 +86,7 @@ class GroupedAdapters:
 
 
 class NoAdapters:
-    """Adds nothing."""
+    """Stand-in for a layer's adapters in an engine without adapters. Adds nothing."""
 
     def add(self, *_: object) -> None:
         pass
@@ -97,9 +98,9 @@ NO_ADAPTERS = NoAdapters()
 
 
 class Adapted(Sharded):
-    """A layer to whose product adapters may add.
+    """A layer whose product adapters may change.
 
-    weights: this rank's shards, which are stacked along the outputs, by their names in the checkpoint.
+    weights: this rank's shards by name in the checkpoint, stacked along the outputs.
     """
 
     takes_adapters = True  #: the layer calls `adapters.add` with all of its products
