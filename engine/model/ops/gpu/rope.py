@@ -25,7 +25,7 @@ def normed(x, scale, weight, inside, shift, SHIFTED: tl.constexpr):
 
 @triton.jit
 def rotated(
-    x, cos_sin, head, weight, eps, shift,
+    x, head_stride, cos_sin, head, weight, eps, shift,
     NORMED: tl.constexpr, SHIFTED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr, HALF_PAD: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,7 @@ def rotated(
     half: tl.constexpr = ROTARY_DIM // 2
     inside = (head < HEADS) & (i < half)
     rest_inside = (head < HEADS) & (d >= ROTARY_DIM) & (d < HEAD_DIM)
-    x += head * HEAD_DIM
+    x += head * head_stride
     cos = tl.load(cos_sin + i, mask=i < half).to(tl.float32)
     sin = tl.load(cos_sin + half + i, mask=i < half).to(tl.float32)
     a = tl.load(x + i, mask=inside, other=0.0)
@@ -68,7 +68,7 @@ def to_cache(x, scale, QUANTIZED: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def rotate_and_write_kernel(
     q, k, v, out, table, positions, cache, slots, kv_scales, q_weight, k_weight, eps, shift,
-    q_stride, k_stride, v_stride, block_stride,
+    q_stride, q_head_stride, k_stride, v_stride, block_stride,
     NORMED: tl.constexpr, SHIFTED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, QUANTIZED: tl.constexpr, HEADS_PAD: tl.constexpr,
     KV_HEADS_PAD: tl.constexpr, HALF_PAD: tl.constexpr, HEAD_PAD: tl.constexpr,
@@ -81,7 +81,7 @@ def rotate_and_write_kernel(
     head, d = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, HEAD_PAD)[None, :]
     i = tl.arange(0, HALF_PAD)[None, :]
     low, high, inside, rest, rest_inside = rotated(
-        q + token * q_stride, cos_sin, head, q_weight, eps, shift,
+        q + token * q_stride, q_head_stride, cos_sin, head, q_weight, eps, shift,
         NORMED, SHIFTED, HEADS, HEAD_DIM, ROTARY_DIM, HALF_PAD, HEAD_PAD,
     )  # fmt: skip
     target = out + (token * HEADS + head) * HEAD_DIM
@@ -98,7 +98,7 @@ def rotate_and_write_kernel(
     dtype: tl.constexpr = cache.dtype.element_ty
     kv_head = tl.arange(0, KV_HEADS_PAD)[:, None]
     low, high, inside, rest, rest_inside = rotated(
-        k + token * k_stride, cos_sin, kv_head, k_weight, eps, shift,
+        k + token * k_stride, HEAD_DIM, cos_sin, kv_head, k_weight, eps, shift,
         NORMED, SHIFTED, KV_HEADS, HEAD_DIM, ROTARY_DIM, HALF_PAD, HEAD_PAD,
     )  # fmt: skip
     heads = cache + slot // PAGE * block_stride + slot % PAGE * HEAD_DIM + kv_head * (PAGE * HEAD_DIM)
@@ -116,7 +116,8 @@ def rotate_and_write(
 ) -> Tensor:
     """Rotate q and k, and write K and V to the cache. Return q rotated and contiguous, as libraries need it.
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; table: [positions, rotary_dim].
+    q: [tokens, heads, head_dim], the last dimension contiguous; k, v: [tokens, kv_heads, head_dim], each token's values
+    contiguous; table: [positions, rotary_dim].
     """
     cache = batch.kv_cache
     _, _, _, kv_heads, page, head_dim = cache.shape
@@ -126,7 +127,7 @@ def rotate_and_write(
     q_weight, k_weight, eps, shift = norms or HeadNorms(q, q, 0.0, 0.0)
     rotate_and_write_kernel[len(k),](
         q, k, v, out, table, batch.positions, cache[0, layer], batch.slot_mapping, kv_scales,
-        q_weight, k_weight, eps, shift, q.stride(0), k.stride(0), v.stride(0), cache.stride(0),
+        q_weight, k_weight, eps, shift, q.stride(0), q.stride(1), k.stride(0), v.stride(0), cache.stride(0),
         NORMED=norms is not None, SHIFTED=shift != 0.0, HEADS=q.shape[1], KV_HEADS=kv_heads, PAGE=page,
         HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, QUANTIZED=batch.kv_scales is not None,
         HEADS_PAD=triton.next_power_of_2(q.shape[1]), KV_HEADS_PAD=triton.next_power_of_2(kv_heads),

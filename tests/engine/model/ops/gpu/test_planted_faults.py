@@ -15,9 +15,9 @@ from engine.device import CudaEvent
 from engine.kv_transfer.transport.memory import BlockMemory
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.ops.gpu import norm
+from engine.model.ops.sampling_plain import mark_non_finite
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.model_runner import ModelRunner
-from engine.runner.sampler import mark_non_finite
 from tests.late_device import LateDevice
 from tests.late_engine import generate, requests
 from tests.models import made_once
@@ -50,9 +50,9 @@ def test_a_host_read_in_a_step_raises_on_the_late_device(folder, monkeypatch):
 def test_an_integer_that_a_graph_has_frozen_changes_tokens_when_its_tape_is_replayed(folder, monkeypatch):
     run_layers, wanted = LlamaForCausalLM.run_layers, requests(2)
 
-    def counting(model, x, batch):
+    def counting(model, x, batch, *inputs):
         rows = sum(chunk.count for chunk in batch.chunks)  # a number of the host's
-        return run_layers(model, x.roll(rows, 1), batch)
+        return run_layers(model, x.roll(rows, 1), batch, *inputs)
 
     monkeypatch.setattr(LlamaForCausalLM, "run_layers", counting)
     expected = generate(folder, wanted, None)
