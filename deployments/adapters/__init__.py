@@ -1,1 +1,1 @@
-"""The LoRA adapters of a model, each of which is served under a name of its own."""
+"""The LoRA adapters of a model, each served under its own name."""

@@ -26,7 +26,7 @@ class Adapter(msgspec.Struct, frozen=True):
 
     @classmethod
     def open(cls, name: str, path: str, parent: str, max_rank: int) -> Adapter:
-        """Read its files, which takes about a second for each GB. Raises AdapterError, and AdapterNotFound."""
+        """Read an adapter's files, which takes about a second for each GB. Raises AdapterError and AdapterNotFound."""
         files = open_adapter(path, name)
         if files.rank > max_rank:
             raise AdapterError(name, "rank", files.rank, f"at most max_lora_rank ({max_rank})")
@@ -34,11 +34,11 @@ class Adapter(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, lora: LoRARequest, parent: str) -> Adapter:
-        """Return the adapter of a request. parent: name of the model."""
+        """Return the adapter that a request names. parent: name of the model."""
         return cls(lora.lora_name, lora.lora_path, lora.digest, parent, int(time.time()))
 
     def is_unchanged(self) -> bool:
-        """Read its files again, and return whether they are there and have its digest."""
+        """Read the adapter's files again, and return whether they still exist and still have its digest."""
         try:
             return open_adapter(self.path, self.name).digest == self.digest
         except AdapterError:
@@ -46,5 +46,5 @@ class Adapter(msgspec.Struct, frozen=True):
 
     @property
     def lora(self) -> LoRARequest:
-        """The record that requests for it bring to engines."""
+        """The record by which requests name this adapter to engines."""
         return LoRARequest(self.name, self.path, self.digest)

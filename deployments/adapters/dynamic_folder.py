@@ -1,4 +1,4 @@
-"""Adapters that are found by their names, each in a sub-folder of one folder."""
+"""Adapters found by name, each in a sub-folder of one folder."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ _Found = tuple[float, Version, Adapter]  # with when its version was looked at
 
 
 class DynamicFolder:
-    """Looks up names that clients send, so it never leaves its folder.
+    """Finds adapters by the names that clients send, so no name may lead out of the folder.
 
-    What a sub-folder has is looked at with each request, or in a bucket every few seconds: other weights make another
-    adapter.
+    The files of a sub-folder are checked for changes with each request, or in a bucket every few seconds. Changed
+    weights count as another adapter.
     """
 
     def __init__(self, folder: str | None, parent: str, max_rank: int):
-        """folder: on a disk or in a bucket; None for one without adapters. parent, max_rank: see Adapter.open."""
+        """folder: on a disk or in a bucket; None if the model has no dynamic folder. parent, max_rank: see
+        Adapter.open."""
         self._place, self._parent, self._max_rank = place_of(folder), parent, max_rank
         self._found: OrderedDict[str, _Found] = OrderedDict()
         self._missing: OrderedDict[str, tuple[float, AdapterError | None]] = OrderedDict()  # with the end of MISSING_S
 
     async def find(self, name: str) -> Adapter | None:
-        """Raises AdapterError for an adapter that cannot be used."""
+        """Return the adapter of this name, or None. Raises AdapterError if it cannot be used."""
         until, error = self._missing.get(name, (0.0, None))
         if time.monotonic() < until:
             if error is not None:
@@ -52,15 +53,15 @@ class DynamicFolder:
         return adapter
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there is an adapter of this name; in a bucket, as of the last `read`."""
+        """Return whether there is an adapter of this name. For a bucket, the answer dates from the last `read`."""
         return name in self._place
 
     async def read(self) -> None:
-        """Learn of names, for `in`. Raises AdapterError."""
+        """Update the names that `in` finds. Raises AdapterError."""
         await asyncio.to_thread(self._place.read)
 
     async def names(self) -> list[str]:
-        """Return the first MAX_LISTED names in their order. Raises AdapterError."""
+        """Return the first MAX_LISTED names in alphabetical order. Raises AdapterError."""
         return (await asyncio.to_thread(self._place.names))[:MAX_LISTED]
 
     def path_of(self, name: str) -> str:

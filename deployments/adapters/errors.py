@@ -1,4 +1,4 @@
-"""Errors of loading and unloading adapters, with vLLM's texts."""
+"""Errors of loading and unloading adapters, with vLLM's messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An AdapterTable in the store of Ray's GCS, which lives as long as the cluster: ingresses and replicas may die."""
+"""An AdapterTable in the store of Ray's GCS. It lasts as long as the cluster, even if ingresses and replicas die."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TIMEOUT_S = 5.0  # of each call; the GCS may be away for a while
 
 
 class GcsTable:
-    """One value for each adapter, one for each of the configuration that was unloaded, and one that is another after
-    each change, which is all that is read otherwise. An adapter counts more than its unload, so that of two ingresses
-    that load one name again, the store lets one win."""
+    """Stores a value for each loaded adapter, a mark for each configured adapter that was unloaded, and a version. The
+    version changes with every change, and nothing else is read while it stays the same. A loaded adapter overrides the
+    mark of the same name, so if two ingresses load that name again, the store lets only one of them win."""
 
     def __init__(self, scope: str, tell_others: Callable[[], Awaitable[object]]):
-        """scope: names the model, and its weights, which adapters fit. tell_others: called after each change; has the
-        other ingresses count it in `num_heard`."""
+        """scope: identifies the model and its weights, which the adapters must fit. tell_others: function called after
+        each change, which makes the other ingresses count it in `num_heard`."""
         self.num_heard = 0
         self._entries, self._unloaded = f"adapters/{scope}/entry/", f"adapters/{scope}/unloaded/"
         self._version = f"adapters/{scope}/version"
@@ -67,7 +67,7 @@ class GcsTable:
 
 
 async def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Raises EngineUnavailable if the GCS does not answer."""
+    """Call a function of the GCS in a thread. Raises EngineUnavailable if the GCS does not answer within TIMEOUT_S."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
             return await asyncio.to_thread(function, *args, **kwargs)

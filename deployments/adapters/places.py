@@ -1,4 +1,4 @@
-"""Where the sub-folders of a dynamic folder are: on a disk, or in a bucket."""
+"""Places of the sub-folders of a dynamic folder: on a disk, or in a bucket."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ class Place(Protocol):
     """How long a version is taken for true."""
 
     def version(self, name: str) -> Version | None:
-        """Return the version of an adapter; None if there is none of this name. Raises AdapterError."""
+        """Return the version of an adapter, or None if there is no adapter of this name. Raises AdapterError."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def read(self) -> None:
-        """Learn of names, for `in`. Raises AdapterError."""
+        """Update the names that `in` finds. Raises AdapterError."""
 
     def names(self) -> list[str]:
-        """Return all names in their order. Raises AdapterError."""
+        """Return all names in alphabetical order. Raises AdapterError."""
 
     def path_of(self, name: str) -> str: ...
 
 
 def place_of(folder: str | None) -> Place:
-    """folder: None for no adapters. Raises AdapterError for a bucket whose library is missing."""
+    """Return the place of a folder; None means no adapters. Raises AdapterError for a bucket whose library is
+    missing."""
     if folder is None:
         return NoPlace()
     return BucketPlace(folder) if is_bucket(folder) else LocalPlace(folder)
@@ -66,7 +67,7 @@ class NoPlace:
 
 
 class LocalPlace:
-    """A folder that nothing leads out of, neither a name nor a link."""
+    """A folder on a disk. Neither a name nor a link leads out of it."""
 
     fresh_s = 0.0
 
@@ -98,7 +99,7 @@ class LocalPlace:
 
 
 class BucketPlace:
-    """A folder of a bucket. What is `in` it is so by the last list, since looking takes long."""
+    """A folder of a bucket. `in` answers from the last list of names, since a look into the bucket takes long."""
 
     fresh_s = BUCKET_S
 

@@ -1,4 +1,4 @@
-"""The adapters of one model, as one ingress knows them."""
+"""The adapters of one model, as far as one ingress knows them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ READ_AGAIN_S = 0.1  # the same for a name that is not in it
 
 
 class AdapterRegistry:
-    """Adapters of the configuration, with what was loaded and unloaded since then, and of the dynamic folder."""
+    """Finds adapters in the configuration, among those loaded at run time, and in the dynamic folder."""
 
     def __init__(
         self, model: str, names: Collection[str], config: AdapterSources, table: AdapterTable, pool: EnginePool
     ):
-        """names: of the model, which may also stand before an adapter's, with `:` between. pool: its replicas."""
+        """names: names of the model, which clients may also put before an adapter's name, as `model:adapter`. pool:
+        replicas of the model."""
         self.model = model
         self._names, self._config, self._table, self._pool = names, config, table, pool
         self._folder = DynamicFolder(config.dynamic_folder, model, config.max_rank)
@@ -40,7 +41,8 @@ class AdapterRegistry:
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by name
 
     async def find(self, name: str) -> Adapter | None:
-        """name: may be `model:adapter`. Raises AdapterError for one in the dynamic folder that cannot be used."""
+        """Return the adapter of a name, which may be `model:adapter`; None if there is none. Raises AdapterError for an
+        adapter of the dynamic folder that cannot be used."""
         for short in self._short(name):
             await self._read(READ_S if short in self._known else READ_AGAIN_S)
             if (adapter := self._known.get(short) or await self._folder.find(short)) is not None:
@@ -53,15 +55,15 @@ class AdapterRegistry:
         )
 
     async def listed(self) -> list[tuple[str, str]]:
-        """Return name and path of all adapters."""
+        """Return (name, path) of all adapters."""
         await self._read(READ_AGAIN_S)
         known = [(name, adapter.path) for name, adapter in self._known.items()]
         names = await self._folder.names()
         return known + [(name, self._folder.path_of(name)) for name in names if name not in self._known]
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """Return once every ingress that answers knows the adapter, and an engine has read it. Raises RequestError,
-        AdapterError, ReportedError, EngineUnavailable."""
+        """Load an adapter. Returns once an engine has read it and every ingress that answers knows it. Raises
+        RequestError, AdapterError, ReportedError, EngineUnavailable."""
         if name in self._names or not name.isprintable():
             raise InvalidParameter("lora_name", name, "printable, and not the name of a model that is served")
         async with self._lock(name):
@@ -79,8 +81,8 @@ class AdapterRegistry:
         logger.info("adapter loaded model=%s adapter=%s digest=%s path=%s", self.model, name, adapter.digest, path)
 
     async def unload(self, name: str) -> bool:
-        """Serve no new requests with an adapter; those that have begun continue. Returns False if there is none of that
-        name; those of the dynamic folder cannot be unloaded."""
+        """Stop serving new requests with an adapter; requests that have begun continue. Returns False if the name is
+        unknown, or is found only in the dynamic folder, whose adapters cannot be unloaded."""
         async with self._lock(name):
             await self._read(0.0)
             if name not in self._known:
@@ -91,12 +93,12 @@ class AdapterRegistry:
         return True
 
     async def read(self) -> None:
-        """Learn of changes, for `in`."""
+        """Update the names that `in` finds."""
         await self._read(READ_S)
         await self._folder.read()
 
     def _short(self, name: str) -> list[str]:
-        """Return the names of adapters that a request may mean."""
+        """Return the names of adapters that a client may mean by `name`."""
         model, colon, adapter = name.rpartition(":")
         return [name, adapter] if colon and model in self._names else [name]
 
@@ -104,7 +106,8 @@ class AdapterRegistry:
         return self._changing.setdefault(name, asyncio.Lock())
 
     async def _read(self, max_age_s: float) -> None:
-        """Read the table, unless it was read lately. If it cannot be read, what is known stays."""
+        """Read the table, unless it was read within `max_age_s` and has not changed since. If it cannot be read, keep
+        what is known."""
         asked_at = time.monotonic()
         async with self._reading:
             if asked_at - self._read_at < max_age_s and self._num_heard == self._table.num_heard:

@@ -1,4 +1,4 @@
-"""Which adapters a model has before any is loaded."""
+"""The adapters that a model has before any is loaded at run time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deployments.adapters.adapter import Adapter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSources:
-    """The adapters of one model, and where others may come from."""
+    """The configured adapters of one model, and the folder of others."""
 
     modules: tuple[Adapter, ...] = ()
     """Adapters that the configuration lists."""

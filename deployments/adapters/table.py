@@ -1,4 +1,4 @@
-"""The adapters that were loaded and unloaded at run time, for all ingresses of an application."""
+"""The adapters loaded and unloaded at run time, shared by all ingresses of an application."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Changes = dict[str, Adapter | None]
 
 
 class AdapterTable(Protocol):
-    """Every method raises ServingError if the table cannot be reached."""
+    """Table of adapters by name. Every method raises ServingError if the table cannot be reached."""
 
     num_heard: int
     """Changes that other ingresses have told of."""
@@ -19,17 +19,17 @@ class AdapterTable(Protocol):
     async def changes(self) -> Changes: ...
 
     async def add(self, adapter: Adapter) -> bool:
-        """Add an adapter, unless another ingress has just added one of its name. Returns whether it was added."""
+        """Add an adapter, unless another ingress has just added one of the same name. Returns whether it was added."""
 
     async def replace(self, adapter: Adapter) -> None:
-        """Put an adapter in the place of any other of its name."""
+        """Add an adapter, replacing any other of the same name."""
 
     async def delete(self, name: str, *, configured: bool) -> None:
         """Unload the adapter of this name. configured: whether the configuration lists it."""
 
 
 class MemoryTable:
-    """An AdapterTable of a single ingress."""
+    """An AdapterTable for a single ingress."""
 
     def __init__(self) -> None:
         self.num_heard = 0

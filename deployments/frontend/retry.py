@@ -21,7 +21,8 @@ MIN_TIMEOUT_S = 0.001  # timeout of an attempt that begins at the deadline
 
 
 class TokensLost(EngineError):
-    """Tokens of a request did not arrive, although it has ended in the engine or later tokens have arrived."""
+    """Raised when tokens of a request are missing although the request has ended in its engine, or later tokens have
+    arrived."""
 
     def __init__(self, request_id: str):
         Exception.__init__(self, request_id)
@@ -39,7 +40,7 @@ class RetryState:
     """One request, with its output so far."""
 
     def __init__(self, request: GenerateRequest, max_replays: int, now: float):
-        """now: seconds on the clock of all calls; the deadline counts from here."""
+        """now: seconds, on the same clock as in all other calls. The deadline counts from here."""
         self.num_replays = 0  #: attempts after an engine was lost
         self.num_moves = 0  #: attempts that go on with the KV of the attempt before
         self.source: KVSource | None = None  #: engine that holds the KV for the current attempt
@@ -61,8 +62,8 @@ class RetryState:
         return self.num_replays + self.num_moves
 
     def back_off_s(self, now: float) -> float:
-        """Return how long to wait before the current attempt, at most until the deadline. A request that moves does not
-        wait."""
+        """Return the seconds to wait before the current attempt, at most until the deadline. A request that moves does
+        not wait."""
         waits = self.num_replays and self.source is None
         back_off_s = min(BACK_OFF_S * 2 ** (self.num_replays - 1), MAX_BACK_OFF_S) if waits else 0.0
         left_s = self.left_s(now)
@@ -93,8 +94,8 @@ class RetryState:
 
     def adopt(self, model: ModelIdentity) -> bool:
         """Send the current attempt to the model that has replaced the requested one. Returns False if that is
-        impossible, because there is output of the old model or because the prompt's token ids mean something else to
-        the new one."""
+        impossible: the old model has produced output already, or the prompt's token ids mean something else to the new
+        model."""
         if self._model is None or self._model != self.request.model:  # at most once per attempt
             return False
         if self.output or self._model.vocabulary != model.vocabulary:
@@ -115,9 +116,9 @@ class RetryState:
     def replay(self, error: BaseException, source: KVSource | None = None, engine: str = "") -> str | None:
         """Begin another attempt after this error. Returns the reason, or None if another attempt is no use.
 
-        A full queue ends a new request, but not one that was already running. source: engine that holds the KV, if the
-        request moves: nobody has failed, so such attempts are not limited. engine: the engine of the attempt before, if
-        it is known.
+        A full queue ends a new request, but not a request that was already running. source: engine that holds the KV,
+        if the request moves. No engine has failed then, so such attempts are not limited. engine: engine of the
+        previous attempt, if it is known.
         """
         self.source, self.avoid = source, [engine] if isinstance(error, ServingError) and error.code == "moved" else []
         if source is not None:
@@ -134,7 +135,8 @@ class RetryState:
         return reason
 
     def failure(self, error: BaseException) -> BaseException:
-        """Return the error for the client after the last attempt has failed. How an engine was lost is only logged."""
+        """Return the error to send to the client after the last attempt has failed. How the engine was lost is only
+        logged."""
         match error:
             case ServingError(code="request_timeout"):
                 return self.timeout()
@@ -144,7 +146,8 @@ class RetryState:
                 return error
 
     def timeout(self) -> RequestTimeout:
-        """Return a timeout that states the client's own limit; an attempt has only the rest of it."""
+        """Return a timeout error with the client's own limit. The engine's error would state only what was left for its
+        attempt."""
         return RequestTimeout(self.request.request_id, self.request.timeout_s or 0.0)
 
 

@@ -1,8 +1,8 @@
 """Detects silent data corruption: another replica recomputes a sample of the answers (docs/sdc_check.md).
 
-Where an answer has the same bits in any batch, it is generated again, and must be equal. Elsewhere the other replica
-computes the log-probabilities of its tokens, given those before them, and must find about the same. So a token that is
-sampled differently, since two were almost equally likely, does not make everything after it different.
+If answers have the same bits in any batch, an answer is generated again, and must be equal. Otherwise the other
+replica computes the log-probability of each token of the answer, given the tokens before it, and must find about the
+same. So where two tokens were almost equally likely, a different choice does not make all later tokens differ.
 """
 
 from __future__ import annotations
@@ -76,14 +76,13 @@ class SampledAnswer:
         return self._quietly(reply_to, params=again)
 
     def given(self, reply_to: str) -> GenerateRequest:
-        """Return a request that computes the log-probabilities of the tokens but the last, each given those before
-        it."""
+        """Return a request that computes the log-probability of each token but the last, given the tokens before it."""
         prompt = [*self.request.prompt, *(token for token, _ in self.tokens[:-1])]
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, prompt_logprobs=1, ignore_eos=True)
         return self._quietly(reply_to, params=params, prompt=prompt)
 
     def _quietly(self, reply_to: str, **changes: Any) -> GenerateRequest:
-        """Return the request with changes, without cached prefixes and for an idle engine."""
+        """Return the request with `changes`. It uses no cached prefixes, and runs only in an idle engine."""
         return msgspec.structs.replace(
             self.request,
             request_id=f"sdc-check-{secrets.token_hex(8)}",
@@ -106,7 +105,7 @@ def first_difference(answer: SampledAnswer, again: SampledAnswer) -> tuple[int, 
 def far_difference(answer: SampledAnswer, given: SampledAnswer) -> tuple[int, Found, Found] | None:
     """Return the position of the largest difference, as in `first_difference`; None if all are small.
 
-    given: the answer of `SampledAnswer.given`. A token that was the most likely one must also be almost that there.
+    given: the answer of `SampledAnswer.given`. A token that was the most likely one must be almost as likely there.
     """
     found, there = [], []
     entries = given.prompt_logprobs[len(answer.request.prompt) :]
@@ -179,8 +178,8 @@ class SdcCheck:
         return not any(status.stats.running or status.stats.waiting for status in statuses)
 
     async def _compute(self, answer: SampledAnswer) -> SampledAnswer | None:
-        """Return the answer of another engine, or of the same one if it is the only one; None if a request interrupted
-        it.
+        """Return the answer of another engine, or of the same engine if there is no other. Returns None if a request
+        interrupted it.
 
         Raises ServingError, TimeoutError.
         """

@@ -228,7 +228,7 @@ class Sequence:
 
     @property
     def lost(self) -> BaseException | None:
-        """Reason why the current attempt will have no final delta; None while it may still have one."""
+        """Reason why the current attempt will not get its final delta; None while it still may."""
         return None if self._attempt is None else self._attempt.error
 
     def go_on(self, error: BaseException, inbox: Inbox) -> None:

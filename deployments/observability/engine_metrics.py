@@ -115,7 +115,8 @@ def _adapters_resident(stats: EngineStats) -> int | None:
 
 
 def _lora_requests(stats: EngineStats) -> dict[int, dict[str, dict[str, float]]]:
-    """Return the time now, as vLLM does, for an engine with adapters: what matters are the labels."""
+    """Return the current time, labelled with the names of running and waiting adapters, as vLLM does. Only the labels
+    matter. Empty for an engine without adapters."""
     if not stats.max_loras:
         return {}
     running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)

@@ -97,8 +97,7 @@ INGRESSES: list[Row] = [
 
 
 def _status_classes(route: RouteStats) -> dict[str, int]:
-    """Return counts of all status classes, even empty ones: a series that begins with its first error hides that
-    error."""
+    """Return counts of all status classes, including zeros: a rate cannot show the error with which a series begins."""
     return {f"{kind}xx": sum(n for status, n in route.statuses.items() if status // 100 == kind) for kind in (2, 4, 5)}
 
 

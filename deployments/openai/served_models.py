@@ -25,7 +25,7 @@ class ServedModels(Mapping[str, ServedModel]):
     def __init__(
         self, models: Mapping[str, ServedModel], tables: Callable[[ModelInfo], AdapterTable] = lambda _: MemoryTable()
     ):
-        """tables: gives the table of a model's adapters."""
+        """tables: function that returns the table of a model's adapters."""
         self._models = models
         self._aliases = {alias: model for model in models.values() for alias in model.info.aliases}
         self.registries = {
@@ -44,21 +44,21 @@ class ServedModels(Mapping[str, ServedModel]):
         return len(self._models)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether requests may name it: aliases and adapters, too, as of the last `read`. It may look into a
-        folder."""
+        """Return whether requests may use this name, which may also be an alias or an adapter known since the last
+        `read`. May look into a folder."""
         known = name in self._models or name in self._aliases
         return known or any(name in registry for registry in self.registries.values())
 
     async def read(self) -> None:
-        """Learn of adapters that other ingresses have loaded and unloaded, for `in`."""
+        """Update the adapters that `in` finds with those that other ingresses have loaded and unloaded."""
         for registry in self.registries.values():
             await registry.read()
 
     async def find(self, name: str | None, request: Request) -> ServedModel:
         """Return the model that a request names, or the model with the adapter that it names.
 
-        Raises ModelNotFound, also for one that the request's API key may not have, RequestError if it has to name one,
-        and AdapterError for an adapter that cannot be used.
+        Raises ModelNotFound if there is no such model or the request's API key may not use it, RequestError if the
+        request has to name a model, and AdapterError for an adapter that cannot be used.
         """
         allowed = allowed_models(request)
         if not name:
@@ -74,8 +74,9 @@ class ServedModels(Mapping[str, ServedModel]):
         raise ModelNotFound(name, self._known(allowed))
 
     async def _adapted(self, name: str, source: GenerationSource) -> ServedModel | None:
-        """Return the model with the adapter of a name. An answer that has begun keeps its adapter, which may have been
-        unloaded or replaced since then; what is missing of it can be computed only while the files are the same."""
+        """Return the model with the adapter of this name. An answer that has begun keeps its adapter, which may have
+        been unloaded or replaced since. The rest of that answer can be computed only while the adapter's files are
+        unchanged."""
         begun = source.adapter
         if begun is not None and (source.started or await asyncio.to_thread(begun.is_unchanged)):
             base = self._models.get(begun.parent)
@@ -86,8 +87,8 @@ class ServedModels(Mapping[str, ServedModel]):
         return None
 
     async def listed(self, request: Request) -> AsyncIterator[tuple[str, ServedModel, str, str | None]]:
-        """Yield what the request may have: its name, the model that computes it, its files, and for an adapter the
-        name of its model."""
+        """Yield the models and adapters that a request may use: name, model that computes it, path of its files, and
+        for an adapter the name of its model."""
         allowed = allowed_models(request)
         for model in self.values():
             for name in (model.info.name, *model.info.aliases):
