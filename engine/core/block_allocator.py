@@ -14,21 +14,23 @@ logger = logging.getLogger(__name__)
 
 
 class BlockAllocator:
-    """Gives requests their blocks. To do so it may preempt other requests, but only those behind them in the order."""
+    """Gives requests their blocks. When blocks run out, it preempts other requests, but only those later in the
+    order."""
 
     def __init__(self, kv_cache: KVCacheManager, queue: RequestQueue, handoffs: HandoffManager, totals: SchedulerStats):
         self._kv_cache, self._queue, self._handoffs, self._totals = kv_cache, queue, handoffs, totals
 
     @property
     def watermark(self) -> int:
-        """Blocks to keep, one for each request that will grow: starting another only to preempt it wastes work."""
+        """Blocks to keep available, one for each running request that will grow. Starting another request only to
+        preempt it soon would waste work."""
         growing = sum(not r.asked_by for r in self._queue.running)
         return growing + len(self._queue.waiting_with_kv) + len(self._handoffs.receiving)
 
     def reserve(self, request: Request, matched: int, start: int, tokens: int) -> bool:
-        """Give a waiting request its blocks, with the arguments of KVCacheManager.reserve. Requests behind it that hold
-        blocks and only wait for a slot may lose them. Returns False, and reserves nothing, if there are still too few.
-        """
+        """Give a waiting request its blocks, with the arguments of KVCacheManager.reserve. May take blocks from later
+        requests that hold some and only wait for a slot. Returns False, and reserves nothing, if there are still too
+        few."""
         while True:
             with_kv = self._queue.waiting_with_kv
             if self._kv_cache.reserve(request, matched, start, tokens, self.watermark):
@@ -38,7 +40,8 @@ class BlockAllocator:
             self._preempt(with_kv[-1])
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Give a running request blocks for `tokens` tokens in all. Returns False if it was preempted itself."""
+        """Give a running request blocks for `tokens` tokens in all. Returns False if the request itself was
+        preempted."""
         while not self._kv_cache.grow(request, tokens):
             victim = self._victim(request)
             self._preempt(victim)
@@ -47,7 +50,7 @@ class BlockAllocator:
         return True
 
     def _victim(self, request: Request) -> Request:
-        """Return the request to preempt among those behind `request`, or `request` itself if there is none.
+        """Return the request to preempt among those later than `request`, or `request` itself if there is none.
 
         Requests that only wait for a slot come first, then those with the fewest unshared blocks, then the newest. A
         prompt computed for another engine is never chosen, since that engine reads its blocks.

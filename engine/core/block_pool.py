@@ -26,8 +26,9 @@ class BlockPool:
         null_block: bool = False,
         block_bytes: int = 0,
     ):
-        """null_block: reserve block 0, besides the `num_blocks`, as a block of zeros that is never handed out. Block
-        tables name it for positions that are never read. block_bytes: of a block on one rank, for statistics."""
+        """null_block: whether to reserve block 0, besides the `num_blocks`, as a block of zeros that is never handed
+        out. Block tables name it for positions that are never read. block_bytes: bytes of a block on one rank, for
+        statistics."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = block_bytes
@@ -58,7 +59,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could give: free ones, and cached ones by eviction."""
+        """Number of blocks that `allocate` could return: the free ones, and the cached ones, which it would evict."""
         return len(self._free) + len(self._cached)
 
     def blocks_for(self, tokens: int) -> int:
@@ -69,7 +70,7 @@ class BlockPool:
         return list(self._ref_counts)
 
     def num_unshared(self, *tables: list[int]) -> int:
-        """Return how many blocks only the owners of these tables hold: releasing them all would free that many."""
+        """Return how many blocks are held only by the owners of these tables. Releasing all tables frees that many."""
         held = Counter(block for blocks in tables for block in blocks)
         return sum(self._ref_counts[block] == count for block, count in held.items())
 
@@ -98,7 +99,7 @@ class BlockPool:
         return blocks
 
     def unpin(self, block: int, loaded_hash: bytes | None = None) -> None:
-        """Release a pinned block. loaded_hash: hash of what a tier has written to it, under which it is then cached."""
+        """Release a pinned block. loaded_hash: hash under which to cache the block, if a tier has filled it."""
         self.pinned.subtract([block])
         self.pinned += Counter()  # drops zeros
         self.release([block if loaded_hash is None else self.cache_block(block, loaded_hash)])

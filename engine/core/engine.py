@@ -154,7 +154,7 @@ class EngineCore:
             self._grammars.finish(compilation)
 
     def _check_task(self, message: GenerateRequest) -> None:
-        """Raise RequestError unless the model can do what is asked of it."""
+        """Raise RequestError unless the model supports the kind of request."""
         pooling, supported = message.pooling, self.model_config.supported_tasks
         task = "generate" if pooling is None else pooling.task
         supported.check(task, None if pooling is None else pooling.dimensions)
@@ -164,15 +164,17 @@ class EngineCore:
                 raise InvalidParameter("score_token_ids", ids, f"two token ids below {vocab_size}")
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Event | None:
-        """End a request if it is live. reason: "stop" if its text has reached a stop string."""
+        """End a request if it is live. reason: "stop" if the request's text has reached a stop string."""
         return self.scheduler.abort(request_id, time.monotonic(), reason=reason)
 
     def move(self, count: int) -> list[Event]:
-        """Let other engines go on with up to `count` requests. Returns the ends of those that did not run."""
+        """Let other engines go on with up to `count` requests. Returns the final events of those that were not
+        running."""
         return self.scheduler.move(count, time.monotonic())
 
     def _admit(self, request: Request, now: float, client: str = "") -> None:
-        """Start a newly added request's deadline and grammar compilation. client: whose turn the compilation uses."""
+        """Start the deadline of a new request, and the compilation of its grammar. client: client in whose turn the
+        grammar is compiled."""
         if self.idle:
             self.idle, self.last_step_at = False, now
         if request.params.structured_outputs is not None:
@@ -296,8 +298,8 @@ class EngineCore:
             time.sleep(RANK_POLL_S)
 
     def _wait_for_grammars(self) -> None:
-        """Wait briefly for a grammar or mask if a request needs one; otherwise become idle. Called when no step can be
-        planned."""
+        """Wait briefly if a request needs a grammar, a mask, an adapter or pinned blocks; otherwise become idle. Called
+        when no step can be planned."""
         if (
             self._compiling
             or self._adapter_loader.loading
@@ -355,7 +357,7 @@ class EngineCore:
             self.scheduler.queue.wait(request)
 
     def _flush_tiers(self) -> None:
-        """Write to disk what was computed, as far as it takes no longer than FLUSH_S."""
+        """Write blocks that wait to be stored to the tiers, for at most FLUSH_S."""
         deadline = time.monotonic() + FLUSH_S
         while self._broken is None and not self._in_flight and time.monotonic() < deadline:
             if self.scheduler.offloading.flushed():
@@ -384,17 +386,18 @@ class EngineCore:
     # -- adapters ------------------------------------------------------------------------------------------
 
     def load_adapter(self, lora: LoRARequest, call_id: str) -> None:
-        """Read an adapter into host memory on all ranks; the answer is a notice. Raises AdapterError."""
+        """Start to read an adapter into host memory on all ranks. A later notice has the outcome. Raises
+        AdapterError."""
         self._adapter_calls[self.scheduler.adapters.new_load(lora)] = call_id
         self.idle = False
 
     def check_adapter(self, lora: LoRARequest) -> None:
-        """Raise AdapterError if no request can be computed with an adapter; waits until rank 0 has read it."""
+        """Wait until rank 0 has read an adapter. Raises AdapterError if no request can be computed with it."""
         self.scheduler.adapters.check(lora)
         self._adapter_loader.check(lora)
 
     def _take_adapters(self) -> list[Event]:
-        """Let requests run whose adapter has come, and end those whose adapter cannot be loaded."""
+        """Release requests whose adapter has been loaded, and end those whose adapter cannot be loaded."""
         events = []
         for number, error in self._adapter_loader.finished():
             lora = self.scheduler.adapters.loaded(number, failed=error is not None)

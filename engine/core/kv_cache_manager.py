@@ -28,7 +28,7 @@ NO_STATES = StateChanges([], [])
 
 
 def nowhere(group: int, block_hash: bytes) -> bool:
-    """Return that there are no tiers."""
+    """Return False: the stand-in for tiers in an engine without tiers."""
     return False
 
 
@@ -55,17 +55,17 @@ class KVCacheManager:
 
     @property
     def window_blocks(self) -> int:
-        """Last blocks of a prefix that are enough of it to go on from there; 0 if all are needed."""
+        """Number of last blocks of a prefix that suffice to go on after it; 0 if all blocks are needed."""
         return 0
 
     @property
     def pools_by_name(self) -> dict[str, BlockPool]:
-        """Those of all KV cache groups, by number, and that of states, for statistics."""
+        """Block pools for statistics: those of the KV cache groups by number, and the pool of recurrent states."""
         return {str(self._group): self.pool}
 
     def match(self, request: Request, shorten: Shorten, below: Below = nowhere) -> int:
-        """Return how many leading blocks of a request are cached, not counting its last token's, which is always
-        computed. shorten: function that may lower this number. below: tiers whose blocks count too."""
+        """Return how many leading blocks of a request are cached. The last token's block never counts, since that token
+        is always computed. shorten: function that may lower this number. below: tiers whose blocks count too."""
         if not self._reads_cache(request):
             return 0
         size = self.pool.block_size
@@ -73,19 +73,19 @@ class KVCacheManager:
         return shorten(request, self.longest_hit(request.hashes(full, size), below), size)
 
     def longest_hit(self, hashes: Sequence[bytes], below: Below = nowhere) -> int:
-        """Return how many leading hashes of this list the prefix cache has without a gap."""
+        """Return how many leading hashes of this list the prefix cache has, up to the first gap."""
         count = len(self.pool.match(hashes))
         while count < len(hashes) and self._has(hashes[count], below):
             count += 1
         return count
 
     def needed(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """Return which of the blocks of these hashes a sequence needs to go on after them."""
+        """Return those of these hashes whose blocks a sequence needs in order to go on after the last one."""
         return hashes
 
     def pin(self, needed: Sequence[bytes], watermark: int) -> tuple[list[int], list[int]] | None:
-        """Pin the blocks of these hashes, and new ones for those that the pool lacks. Returns both kinds, or None if
-        fewer than `watermark` blocks would be left."""
+        """Pin the blocks of these hashes, and a new block for each hash that the pool lacks. Returns both lists, or
+        None if fewer than `watermark` blocks would be left."""
         there = [block for each in needed for block in self.pool.match([each])]
         num_new = len(needed) - len(there)
         if not self.pool.can_reserve(there, num_new, watermark):
@@ -95,14 +95,14 @@ class KVCacheManager:
         return there, blocks[len(there) :]
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:
-        """Return the hashes of blocks of a request that later ones may need, as far as this group has them."""
+        """Return the hashes of a request's blocks in this group that later requests may need."""
         size = self.pool.block_size
         known = min(request.computed, len(request.tokens)) // size
         return [each for each in request.hashes(known, size) if self.pool.has(each)]
 
     def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
-        """Return whether a running request is computing the block after the `matched` ones: it will be cached a step
-        later."""
+        """Return whether a running request is computing the block after the `matched` ones, which will then be cached a
+        step later."""
         count, size = matched + 1, self.pool.block_size
         if not self._reads_cache(request) or count * size >= len(request.tokens):
             return False
@@ -132,7 +132,7 @@ class KVCacheManager:
         return all(group.can_reserve(table, missing, watermark) for group, table, missing in plans)
 
     def can_reserve(self, table: BlockTable, missing: int, watermark: int) -> bool:
-        """Return whether the pool has the blocks of a `plan`."""
+        """Return whether the pool has enough blocks for a `plan`."""
         return self.pool.can_reserve(table.held, missing, watermark)
 
     def plan(self, request: Request, matched: int, start: int, tokens: int) -> tuple[BlockTable, int]:
@@ -201,8 +201,8 @@ class KVCacheManager:
         self.pool.invalidate(table.blocks[max(first, table.num_released) :])
 
     def hold(self, request: Request) -> list[HeldBlocks]:
-        """Return the blocks that another engine needs to go on after the known tokens, which are all computed; one
-        entry for each KV cache group. Returns an empty list if it could not go on from here."""
+        """Return the blocks that another engine needs to go on after the known tokens, one entry for each KV cache
+        group. All known tokens must be computed. Returns an empty list if no engine could go on from here."""
         table = request.tables[self._group]
         last = self.pool.blocks_for(len(request.tokens))
         return [HeldBlocks(table.num_released, table.blocks[table.num_released : last])]

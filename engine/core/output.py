@@ -21,8 +21,8 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 def tokens_delta(
     request: Request, position: int, logprobs: list[TokenLogprob] | None, now: float, *, first: bool
 ) -> TokenDelta:
-    """Return the output of a request from output token `position` on. logprobs: of these tokens, possibly of further
-    ones. first: True if the output starts with the first token that this engine sampled."""
+    """Return a request's output from output token `position` on. logprobs: those of the returned tokens, possibly
+    followed by more. first: True if the output starts with the first token that this engine sampled."""
     tokens = request.tokens[request.num_prompt + position :]
     if not (first or logprobs or request.timeline or request.drafts.prediction):
         return TokenDelta(request_id=request.request_id, position=position, token_ids=tokens)
@@ -42,7 +42,7 @@ def tokens_delta(
 def last_delta(
     request: Request, delta: TokenDelta | None, reason: FinishReason, now: float, error: ServingError | None
 ) -> TokenDelta:
-    """Return the final delta of a request. delta: its last tokens, or None if it ends without new ones."""
+    """Return the final delta of a request. delta: its last tokens, or None if it ends without new tokens."""
     delta = delta or TokenDelta(request_id=request.request_id, position=request.num_output)
     return msgspec.structs.replace(
         delta,
@@ -70,8 +70,8 @@ class StopConditions:
         self._eos_token_ids = eos_token_ids
 
     def reason(self, request: Request, token: int, num_output: int) -> FinishReason | None:
-        """Return the reason for which `token`, the newest of a request, ends it; None if it does not. num_output:
-        output tokens so far, `token` included."""
+        """Return why `token`, the newest token of a request, ends the request; None if it does not. num_output: number
+        of output tokens so far, including `token`."""
         params = request.params
         if token in self._eos_token_ids and not params.ignore_eos:
             return "stop"
@@ -80,7 +80,7 @@ class StopConditions:
         return "length" if num_output >= request.max_tokens else None
 
     def named(self, request: Request, delta: TokenDelta) -> TokenDelta:
-        """Return the final delta with the stop token that ended it; unchanged if that is an end-of-sequence token."""
+        """Return the final delta, with the stop token that ended the request. An end-of-sequence token is not named."""
         token = delta.token_ids[-1]
         if token in self._eos_token_ids and not request.params.ignore_eos:
             return delta

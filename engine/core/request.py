@@ -146,7 +146,8 @@ class RequestClock:
 
 @dataclass(slots=True, eq=False)  # compared by identity
 class Request:
-    """One sequence; mutable, owned by one scheduler. State that only one feature needs is in that feature's record."""
+    """One sequence; mutable, owned by one scheduler. State needed by only one feature is in that feature's own
+    record."""
 
     request_id: str
     tokens: list[int]
@@ -242,13 +243,13 @@ class Request:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens to compute before the one from which the next token is sampled."""
+        """Tokens to compute before the token from which the next one is sampled."""
         return max(0, self.pending - 1)
 
     @property
     def is_undecided(self) -> bool:
-        """Whether no step can be planned yet, because it is unknown how many tokens the step in flight will yield or
-        which tokens the grammar allows next, or the request will stop at the token in flight."""
+        """Whether no step can be planned for the request yet: it is unknown how many tokens the step in flight will
+        yield or which tokens the grammar allows next, or the request will stop at the token in flight."""
         undecided = self.drafts.in_flight > 0 or self.grammar.waits(self.in_flight)
         return undecided or (self.leaving > 0 and self.in_flight > 0)
 

@@ -10,8 +10,9 @@ from engine.core.request import Request, State
 class RequestQueue:
     """Keeps every live request in the collection for its state, and gives each running request a slot.
 
-    The scheduler decides which request moves; the queue only moves it. Requests whose KV another engine computes or
-    reads are also live here, but the HandoffManager keeps them, and KVOffloading those whose KV a tier brings.
+    The scheduler decides which request moves; the queue only moves it. Live requests also include those whose KV
+    another engine computes or reads, which the HandoffManager keeps, and those whose KV a tier loads, which
+    KVOffloading keeps.
     """
 
     def __init__(self, max_num_seqs: int):
@@ -35,7 +36,7 @@ class RequestQueue:
 
     @property
     def waiting_with_kv(self) -> list[Request]:
-        """Waiting requests whose KV came from another engine: all they need is a slot."""
+        """Waiting requests whose KV has come from another engine, so that they need only a slot."""
         return [request for request in self.waiting if request.tables]
 
     @property
@@ -76,8 +77,8 @@ class RequestQueue:
             request.slot = -1
 
     def check(self, receiving: list[Request], leased: list[Request], loading: list[Request]) -> None:
-        """Raise AssertionError if a request or a slot is lost. receiving, leased, loading: live requests that others
-        keep."""
+        """Raise AssertionError if a request or a slot is lost. receiving, leased, loading: live requests kept
+        elsewhere."""
         by_state = {
             State.RUNNING: self.running,
             State.WAITING: self.waiting,

@@ -147,8 +147,7 @@ class Scheduler:
     def abort(
         self, request_id: str, now: float, error: ServingError | None = None, *, reason: FinishReason = "abort"
     ) -> Event | None:
-        """End a request now and free what it holds. Returns None if the request is not live (it may just have
-        finished).
+        """End a request now and free what it holds. Returns None if the request is not live; it may just have finished.
 
         Also returns None for a prompt computed for another engine: that engine is notified, and the request ends once
         the other engine stops reading its blocks.
@@ -164,8 +163,8 @@ class Scheduler:
         return self._finish(request, "error" if error else reason, now, error=error)
 
     def move(self, count: int, now: float) -> list[Event]:
-        """Let other engines go on with up to `count` requests: running ones after their next token, with their KV, and
-        then those that wait, at once."""
+        """Let other engines go on with up to `count` requests. Running requests leave after their next token, with
+        their KV. If `count` is not reached, waiting requests leave at once."""
         self.moves.choose(self.queue.running, count)
         waiting = [*self.queue.waiting, *self.queue.waiting_for_grammar, *self.handoffs.receiving.values()]
         others = [r for r in waiting if not r.asked_by and r.state is not State.FINISHED]
@@ -242,11 +241,11 @@ class Scheduler:
                 budget -= self._start(request, budget)
 
     def _reserve(self, request: Request, startable: bool, now: float) -> bool:
-        """Decide where a prompt is computed, and give the request its blocks; it then waits for a slot, or for KV from
-        another engine.
+        """Decide where a prompt is computed, and give the request its blocks. The request then waits for a slot, or for
+        KV from another engine.
 
-        Returns False if the request, and with it everyone behind it, has to wait: for blocks, for a slot, or for a
-        prefix that a running request is computing.
+        Returns False if the request, and with it every later one, has to wait for blocks, for a slot, or for a prefix
+        that a running request is computing.
         """
         if not startable and not self.handoffs.may_receive(request):
             return False
@@ -353,7 +352,8 @@ class Scheduler:
         return Event(request, delta)
 
     def _let_go(self, request: Request, last: TokenDelta, now: float) -> Event:
-        """End a request here, so that another engine goes on with it. last: its last delta here."""
+        """End a request here, so that another engine goes on with it. last: the request's last delta from this
+        engine."""
         self.totals.generation_tokens -= 1  # the other engine counts the token that the client has not got
         error = Moved(request.request_id)
         if last.kv_source is None:
@@ -441,8 +441,8 @@ class Scheduler:
         return events
 
     def _report(self, request: Request, computed: int, tokens: list[int], logprobs: list[TokenLogprob] | None) -> None:
-        """Report the computed tokens of a prompt to the engine that asked for it. `tokens` is not empty once all are
-        computed."""
+        """Report the computed tokens of a prompt to the engine that asked for it. `tokens` holds the first sampled
+        token once the whole prompt is computed, and is empty before."""
         self.handoffs.report(request, computed, self.block_size)
         if not tokens:
             return

@@ -37,7 +37,7 @@ class LinearCost:
 
     @property
     def coefficients(self) -> tuple[float, float]:
-        """(fixed, slope)"""
+        """Fitted (fixed, slope)."""
         if self._n < 0.5:
             return self._prior_s, 0.0
         mean_x, mean_y = self._x / self._w, self._y / self._w
@@ -60,8 +60,8 @@ class LinearCost:
 
 
 class StepCost(LinearCost):
-    """Cost of a step by its number of tokens, which is also the weight of an observation: one long prompt chunk says
-    more about the cost per token than many small decode steps."""
+    """Cost of a step by its number of tokens. That number is also the weight of an observation: one long prompt chunk
+    says more about the cost per token than many small decode steps."""
 
     def __init__(self) -> None:
         super().__init__(STEP_MEMORY)

@@ -81,15 +81,16 @@ class HandoffChannel:
         self._thread.start()
 
     def submit(self, *actions: HandoffAction) -> None:
-        """Queue actions for the protocol to apply in order. What one call sends to a peer goes in one message."""
+        """Queue actions for the protocol to apply in order. Messages to one peer that result from one call travel
+        together."""
         self._actions.extend(actions)
         self._waker.wake()
 
     def events(self) -> list[HandoffEvent]:
         """Return the events since the last call.
 
-        Raises EngineUnavailable if this engine must end: either a rank did not stop writing into blocks, which can then
-        never be used again, or the channel's thread has died.
+        Raises EngineUnavailable if this engine must end, because the channel's thread has died, or because a rank did
+        not stop writing into blocks, which can then never be used again.
         """
         if self._broken is not None:
             raise EngineUnavailable(self._broken)

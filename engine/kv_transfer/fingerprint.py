@@ -31,11 +31,12 @@ def fingerprint(
     mismatch.
 
     dtype: type of activations. `config` already says how weights are quantized; the scales of an FP8 cache are weights.
-    tensor_parallel: number of ranks. It is part of the text only for models with recurrent layers, since rank i of an
-    engine reads the states of rank i of the other.
+    tensor_parallel: number of ranks. It is part of the text only for models with recurrent layers, since each rank
+    reads the states of the other engine's rank of the same number.
 
-    Weights count by the names, sizes and headers of their files and a sample of their pages. That distinguishes models
-    and versions in milliseconds, but does not detect deliberate changes of a few bytes. Raises ModelFolderError.
+    The text covers weights by the names, sizes and headers of their files and a sample of their pages. That
+    distinguishes models and versions in milliseconds, but does not detect deliberate changes of a few bytes. Raises
+    ModelFolderError.
     """
     fields = {
         "kv": LAYOUT_VERSION,
@@ -55,7 +56,7 @@ def fingerprint(
 
 
 def _describe(group: KVCacheGroup) -> str:
-    """Return layers x parts x KV heads x head_dim of a group, and its window if it has one."""
+    """Return "<layers>x<parts>x<KV heads>x<head_dim>" of a group, followed by "w<window>" if the group has a window."""
     spec = group.spec
     shape = f"{len(group.layers)}x{spec.parts}x{spec.num_kv_heads}x{spec.head_dim}"
     return shape if spec.window is None else f"{shape}w{spec.window}"

@@ -22,7 +22,8 @@ class TierBlock(NamedTuple):
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks each rank to copy blocks into its tiers. They stay as they are until every rank has answered `copied`."""
+    """Asks each rank to copy blocks into its tiers. The blocks stay unchanged until every rank has answered
+    `copied`."""
 
     number: int
     """Counts from 1 over all commands; answers name it."""
@@ -30,14 +31,15 @@ class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks each rank to fill blocks from its tiers. Nothing else reads or writes them until every rank has ended."""
+    """Asks each rank to fill blocks from its tiers. Nothing else reads or writes these blocks until every rank has
+    answered."""
 
     number: int
     blocks: list[TierBlock]
 
 
 class StopLoad(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks each rank to end a LoadBlocks now, and to write none of its blocks after the answer."""
+    """Asks each rank to end a LoadBlocks at once, and to write none of its blocks after the answer."""
 
     number: int
 
@@ -52,7 +54,8 @@ TierCommand = StoreBlocks | LoadBlocks | StopLoad | DropBlocks
 
 
 class TierAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One rank's answer to a command. A StoreBlocks has two: its blocks are copied, and all is written."""
+    """One rank's answer to a command. A StoreBlocks gets two answers: when its blocks are copied, and when all is
+    written."""
 
     number: int
     copied: bool = False

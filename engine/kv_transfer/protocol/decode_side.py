@@ -88,7 +88,7 @@ class DecodeHandoff:
         out: Effects,
         now: float,
     ):
-        """groups: blocks of each KV cache group, as in OpenHandoff. claimed: `source` there."""
+        """groups: blocks of each KV cache group, as in OpenHandoff. claimed: `source` of OpenHandoff."""
         self.remote_request, self.receive_state = remote_request, ReceiveState(remote_request, groups, block_size)
         self.state = DecodeHandoffState.WAITING
         self.source: Peer | None = None
@@ -110,7 +110,7 @@ class DecodeHandoff:
     # -- from the step loop --------------------------------------------------------------------------------
 
     def fail(self, reason: str, now: float, detail: str = "", retry: bool | None = None) -> None:
-        """Give the handoff up. Failed follows once nothing is being read. Only the first reason counts."""
+        """Give the handoff up. `Failed` follows once nothing is being read. Only the first reason counts."""
         if self.state in (DecodeHandoffState.STOPPING, DecodeHandoffState.OVER):
             return
         self.failure = (reason, detail, FAILURES[reason] if retry is None else retry)
@@ -236,7 +236,7 @@ class DecodeHandoff:
     # -- parts ---------------------------------------------------------------------------------------------
 
     def _claim(self) -> None:
-        """Ask the engine that holds the request for its KV, if it moves."""
+        """If the request moves here, ask the engine that holds it for its KV."""
         if self._claimed is not None:
             request = self.remote_request
             claim = Claim(request.handoff_id, request.skip, request.fingerprint)

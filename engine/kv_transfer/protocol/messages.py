@@ -32,7 +32,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Prefill cannot compute the prompt, or does not know it any more."""
+    """Says that prefill cannot compute the prompt, or does not know it any more."""
 
     handoff_id: str
     lease: int  #: 0 if the request was never accepted, or the claim came too late
@@ -67,14 +67,14 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Decode has read all blocks. Repeated until answered."""
+    """Says that decode has read all blocks. Repeated until answered."""
 
     handoff_id: str
     lease: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Decode needs nothing more of the handoff, and reads nothing more."""
+    """Says that decode needs nothing more of the handoff, and reads nothing more."""
 
     handoff_id: str
     lease: int
@@ -112,19 +112,19 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class StopRead(msgspec.Struct, frozen=True, tag=True):
-    """Stop writing for this read. Answered by ReadEnded, like every read."""
+    """Command to stop writing for a read. Answered by ReadEnded, like every read."""
 
     read_id: int
 
 
 class DropSource(msgspec.Struct, frozen=True, tag=True):
-    """Forget this engine and close all connections to it."""
+    """Command to forget an engine, and to close all connections to it."""
 
     source_epoch: int
 
 
 class ReadEnded(msgspec.Struct, frozen=True, tag=True):
-    """A rank has ended a read and writes nothing more for it. Sent exactly once per Read."""
+    """Says that a rank has ended a read and writes nothing more for it. Sent exactly once per Read."""
 
     read_id: int
     rank: int
@@ -136,7 +136,8 @@ class ReadEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankRefusals(msgspec.Struct, frozen=True, tag=True):
-    """Totals of messages that a rank's sockets have refused since its start. Ranks above 0 send it when they change."""
+    """Totals of the messages that a rank's sockets have refused since its start. Ranks above 0 send them when they
+    change."""
 
     rank: int
     counts: dict[str, dict[str, int]]  #: by socket and reason (engine/distributed/refusals.py)

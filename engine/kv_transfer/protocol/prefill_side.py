@@ -60,8 +60,8 @@ class PrefillHandoff:
         self._tell(now)
 
     def refuse(self, reason: str, now: float) -> None:
-        """Notify decode that the prompt will not be completed. The blocks are held until decode cancels, since it may
-        still be reading, but the lease is not extended any more."""
+        """Notify decode that the prompt will not be completed. Decode may still be reading, so the blocks are held
+        until it cancels, but the lease is not extended any more."""
         self._refused = reason
         self._tell(now)
 
@@ -121,8 +121,8 @@ class PrefillHandoff:
 
 
 class HeldRequest(PrefillHandoff):
-    """A request that moves: its KV is complete, and waits for the engine that will claim it. From then on it is like a
-    prompt that this engine has computed for that one."""
+    """A request that moves. Its KV is complete, and waits for another engine to claim it. Once claimed, the request is
+    like a prompt that this engine has computed for the other."""
 
     def __init__(
         self,
@@ -144,7 +144,8 @@ class HeldRequest(PrefillHandoff):
         return "held" if self.decode is NOBODY else super().state
 
     def claim(self, sender: Peer, message: Claim, now: float) -> str | None:
-        """Bind the request to the engine that claims it first. Returns why it cannot have it, or None."""
+        """Bind the request to the first engine that claims it. Returns None, or the reason why the sender cannot have
+        it."""
         if self.decode is NOBODY:
             request = self.remote_request
             if message.fingerprint != request.fingerprint:

@@ -103,7 +103,7 @@ class HandoffProtocol:
 
     @property
     def broken(self) -> str | None:
-        """The reason why this engine must end, or None."""
+        """Reason why this engine must end, or None."""
         for handoff in self.decode_handoffs.values():
             if handoff.unstoppable:
                 assert handoff.reading is not None

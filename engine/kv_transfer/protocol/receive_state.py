@@ -33,7 +33,7 @@ class ReceiveState:
         self._unvalidated: deque[tuple[int, int]] = deque()  # (heartbeat, blocks that its echo validates)
 
     def update(self, message: Progress) -> str | None:
-        """Take in a message. Returns what is wrong with it, or None."""
+        """Take in a message. Returns a description of what is wrong with it, or None."""
         if message.upto < self._upto:
             return None  # an older message that arrives late
         if problem := self._problem(message):

@@ -67,8 +67,8 @@ class TcpTransport:
     name = "tcp"
 
     def __init__(self, memory: BlockMemory, host: str, progress_s: float, key: ClusterKey | None = None):
-        """host: an IP address of this machine; else OSError is raised. key: cluster key, which readers and sources
-        share."""
+        """host: IP address of this machine; OSError is raised for any other. key: cluster key, which readers and
+        sources share."""
         self._memory, self._progress_s, self._key = memory, progress_s, key
         own = secrets.token_bytes(16)
         self._source = TcpSource(memory, host, shared_secret(key, own), progress_s)
@@ -121,8 +121,8 @@ class TcpTransport:
         size: int,
         reads: BlockReads,
     ) -> None:
-        """Receive one frame into the cache. If the frame is damaged, parts may already be in the cache; the read
-        fails."""
+        """Receive one frame into the cache. If the frame is damaged, the read fails, but a part of the frame may be in
+        the cache already."""
         got, num_bytes, checksum = receive_header(connection, progress)
         if (got, num_bytes) != (number, size * len(blocks)):
             raise TransportError(f"checksum: frame {number} of {size * len(blocks)} bytes came as {got} of {num_bytes}")
