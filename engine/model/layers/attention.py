@@ -1,4 +1,4 @@
-"""Attention of one layer, with rotary positions, over the paged KV cache or, without one, over whole sequences."""
+"""Attention of one layer, with rotary positions: over the paged KV cache, or over whole sequences without a cache."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class Attention(nn.Module):
         return self.attended(self.ops.rotate_and_write(q, k, v, table, batch, self.layer, norms), batch)
 
     def read(self, q: Tensor, batch: Batch) -> Tensor:
-        """Attend to K and V that another layer has written: the one that `kv_place` names. q: already normed, not
+        """Attend to the K and V that another layer has written, the layer that `kv_place` names. q: normed, but not yet
         rotated."""
         return self.attended(self.rotate(q, self.table, batch.positions), batch.of_group(self.group, self.causal))
 
     def attended(self, q: Tensor, batch: Batch) -> Tensor:
-        """Attend with a rotated q [tokens, heads, head_dim]; return [tokens, heads * head_dim]. batch: with the KV of
-        this layer's group."""
+        """Attend with a rotated q [tokens, heads, head_dim]; return [tokens, heads * head_dim]. batch: contains the KV
+        cache of this layer's group."""
         attended = self.ops.paged_attention(
             q, batch, self.layer, self.scale, self.window, softcap=self.softcap, sinks=self.sinks
         )

@@ -62,7 +62,7 @@ class LMHead(VocabParallel):
         return logits[:, : self.vocab_size].float().contiguous()  # softmax would sum strided rows in another order
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's largest logit, [rows] float32, and its id, [rows] int64, the lowest if logits are equal.
+        """Return each row's largest logit, [rows] float32, and its id, [rows] int64; among equal logits, the lowest id.
         Equals `forward(hidden).max(-1)`, but the ranks exchange two numbers per row instead of logits."""
         own = self.multiply(hidden)[:, : self.stop - self.start]
         if self.tp.size == 1:

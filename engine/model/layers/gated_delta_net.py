@@ -21,9 +21,9 @@ NORM_EPS = 1e-6  # for the L2 norm of queries and keys
 class GatedDeltaNet(Sharded):
     """Gated DeltaNet over this rank's heads: [tokens, hidden] -> [tokens, hidden].
 
-    Queries, keys and values pass a convolution. For each token, a value head decays its state, moves what the state
-    returns for the key towards the value, and reads the state by the query. The checkpoint holds the input projections
-    as `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`.
+    Queries, keys and values pass a convolution. For each token, a value head decays its state, moves the value that the
+    state returns for the key towards the token's value, and reads the state by the query. The checkpoint holds the
+    input projections as `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`.
     """
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
@@ -51,7 +51,7 @@ class GatedDeltaNet(Sharded):
         self.gate_proj = PaddedLinear(cfg.hidden_size, {"b": self.gates, "a": self.gates})
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return for x [tokens, hidden]: q, k and v side by side [tokens, channels], the output gate z
+        """Project x [tokens, hidden]. Returns q, k and v side by side [tokens, channels], the output gate z
         [tokens, heads, value_dim], and b and a [tokens, heads], from which update strengths and decays are computed."""
         channels = self.conv1d.weight.shape[0]
         projected, gates = self.in_proj(x), self.gate_proj(x)
@@ -76,8 +76,8 @@ class GatedDeltaNet(Sharded):
 
 
 class GroupedGatedDeltaNet(GatedDeltaNet):
-    """Gated DeltaNet of a checkpoint with `in_proj_qkvz` and `in_proj_ba`, whose outputs are grouped by key head: a
-    query, a key, and the values and gates of the value heads that use them."""
+    """Gated DeltaNet of a checkpoint with `in_proj_qkvz` and `in_proj_ba`. Their outputs are grouped by key head: each
+    group has a query, a key, and the values and gates of the value heads that use them."""
 
     def make_projections(self, cfg: ModelConfig, tp: TPGroup, prefix: str) -> None:
         r = self.cfg

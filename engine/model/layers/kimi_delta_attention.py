@@ -27,8 +27,9 @@ class SigmoidGatedRMSNorm(GatedRMSNorm):
 
 
 class KimiDeltaAttention(Sharded):
-    """Kimi Delta Attention over this rank's heads: [tokens, hidden] -> [tokens, hidden]. Gated DeltaNet with one decay
-    for each channel of a key. Decays and the output's gate are projected from small latents."""
+    """Kimi Delta Attention over this rank's heads: [tokens, hidden] -> [tokens, hidden]. It is Gated DeltaNet with one
+    decay per channel of a key instead of one per head. Decays and the output's gate are projected from small latents.
+    """
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()

@@ -1,10 +1,10 @@
 """Multi-head latent attention: DeepSeek V2, arXiv:2405.04434, section 2.1.
 
-The cache holds one vector per token for all heads: the latent from which keys and values are made, and the part of the
-key that is rotated. The projections from latents to keys and values are absorbed into queries and outputs, for prompts
-as in decode, so that a token has the same bits in both. For prompts this costs more products, since scores and sums run
-over latents instead of a head's keys and values: 576 + 512 per pair of tokens and head instead of 192 + 128
-(DeepSeek V3). In exchange, cached latents are never expanded.
+The cache holds one vector per token for all heads. The vector consists of the latent from which keys and values are
+made, and the rotated part of the key. The projections from latents to keys and values are absorbed into queries and
+outputs, for prompts as in decode, so that a token has the same bits in both. This makes the products of a prompt
+larger, since scores and sums run over latents instead of a head's keys and values: 576 + 512 multiplications per pair
+of tokens and head instead of 192 + 128 (DeepSeek V3). In exchange, cached latents are never expanded.
 """
 
 from __future__ import annotations
@@ -78,12 +78,13 @@ class LatentAttention(nn.Module):
 
     def attended(self, q: Tensor, vectors: Tensor, x: Tensor, latents: Tensor, batch: Batch) -> Tensor:
         """Write this step's vectors [tokens, rank + rope_dim] to the cache, and attend with q [tokens, heads, rank +
-        rope_dim]; return [tokens, heads, rank]. x: the layer's input; latents: from `query_latents`."""
+        rope_dim]. Returns [tokens, heads, rank]. x: input of the layer. latents: result of `query_latents`."""
         self.write(vectors, batch, self.layer)
         return self.attend(q, batch, self.layer, self.scale, self.cfg.rank)
 
     def query_latents(self, x: Tensor) -> Tensor:
-        """Return what queries are projected from, x itself in some models: [tokens, hidden] -> [tokens, q_rank]."""
+        """Return the vectors from which queries are projected: [tokens, hidden] -> [tokens, q_rank]. In some models
+        this is x itself."""
         return x if self.q_a_proj is None else self.q_a_layernorm(self.q_a_proj(x))
 
     def queries(self, latents: Tensor) -> Tensor:
@@ -95,8 +96,8 @@ class LatentAttention(nn.Module):
 
 
 def rotate(x: Tensor, table: Tensor, batch: Batch, interleaved: bool) -> Tensor:
-    """Rotate x [tokens, heads, rope_dim] by positions. If pairs are neighbours, they are first moved half a head apart,
-    in queries and keys alike."""
+    """Rotate x [tokens, heads, rope_dim] by positions. If `interleaved`, the two values of a pair are neighbours; they
+    are first moved half a head apart, in queries and keys alike."""
     if interleaved:
         x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
     return rotate_plain(x, table, batch.positions)
@@ -105,8 +106,9 @@ def rotate(x: Tensor, table: Tensor, batch: Batch, interleaved: bool) -> Tensor:
 class HeadProjections(Linear):
     """Each head's projections from latents to keys and to values: `kv_b_proj`, [heads * (nope_dim + value_dim), rank].
 
-    `pack` dequantizes and splits it: each head gets to_keys [rank, nope_dim] and to_values [value_dim, rank]. So an
-    adapter's B A is split too: B's rows of a head's keys are what it adds between a query and A, transposed.
+    `pack` dequantizes the weight and splits it, so that each head gets to_keys [rank, nope_dim] and to_values
+    [value_dim, rank]. An adapter's product B A is split likewise: to_keys gets A transposed times B transposed, with
+    B's rows for the keys of that head; to_values gets B A, with B's rows for its values.
     """
 
     takes_adapters = False
@@ -148,15 +150,15 @@ class HeadProjections(Linear):
 
 
 def packed_heads(weights: Tensor) -> Tensor | list[Tensor]:
-    """weights [heads, outputs, inputs], as `of_heads` takes them."""
+    """Return weights [heads, outputs, inputs] in the form that `of_heads` takes."""
     if weights.device.type == "cpu":
         return [linear.pack(head.contiguous()) for head in weights]
     return weights.contiguous()
 
 
 def of_heads(x: Tensor, weights: Tensor | list[Tensor]) -> Tensor:
-    """Multiply each head [tokens, heads, inputs] by its weight, on a CPU with a layer's kernel: a row has the same bits
-    with any others."""
+    """Multiply each head [tokens, heads, inputs] by its weight. On a CPU, this uses the kernel of linear layers, so a
+    row has the same bits in any batch."""
     heads = x.transpose(0, 1).contiguous()
     if isinstance(weights, Tensor):
         return torch.bmm(heads, weights.mT).transpose(0, 1)

@@ -19,10 +19,10 @@ from engine.model.shard import INPUTS, OUTPUTS, Shard, Shards, replicated
 
 
 class Linear(Adapted):
-    """A product with this rank's shards of `weights`, which are stacked along the outputs.
+    """A product with this rank's shards of `weights`, stacked along the outputs.
 
-    format: how the checkpoint stores them; None for ordinary weights. Quantized weights stay in `stored` until `pack`
-    converts them to what multiplies them fastest: a `kernel`, or an ordinary `weight`.
+    format: format in which the checkpoint stores the weights; None for ordinary weights. Quantized weights stay in
+    `stored` until `pack` converts them to the fastest form: a `kernel`, or an ordinary `weight`.
     """
 
     def __init__(self, weights: dict[str, Shard], format: WeightFormat | None):
@@ -107,8 +107,8 @@ class ColumnParallelLinear(Linear):
 
 
 class PaddedLinear(ColumnParallelLinear):
-    """A column-parallel layer with a number of outputs that our CPU kernel may not support, so that it is padded for
-    it. Returns a part of the product, in which each token's values are contiguous."""
+    """A column-parallel layer whose outputs are padded, since our CPU kernel may not support their number. Returns the
+    outputs without padding, as a view in which each token's values are contiguous."""
 
     def __init__(self, inputs: int, outputs: dict[str, Shard], bias: bool = False, format: WeightFormat | None = None):
         super().__init__(inputs, outputs, bias, format)
@@ -119,7 +119,7 @@ class PaddedLinear(ColumnParallelLinear):
 
 
 class ReplicatedLinear(ColumnParallelLinear):
-    """Linear layers with the same input, merged into one, which every rank computes whole: [tokens, inputs] ->
+    """Linear layers with the same input, merged into one. Every rank computes all of it: [tokens, inputs] ->
     [tokens, all outputs].
 
     outputs: number of outputs of the only layer, or of each layer by its name in the checkpoint.
@@ -160,7 +160,8 @@ class RowParallelLinear(Linear):
     """A linear layer whose inputs are split over the ranks: [tokens, inputs / ranks] -> [tokens, outputs], summed over
     ranks.
 
-    pieces: weights of the parts of this rank's inputs whose products are summed in a fixed order (fixed_order.py).
+    pieces: weights of the parts into which this rank's inputs are cut, if their products are summed in a fixed order
+    (fixed_order.py).
     """
 
     def __init__(self, inputs: int, outputs: int, tp: TPGroup, bias: bool = False, format: WeightFormat | None = None):

@@ -94,7 +94,7 @@ class Mamba2Norm(Sharded):
 
     @property
     def whole(self) -> bool:
-        """Whether each group is normed by one rank, and its squares are summed up at once."""
+        """Whether each group lies on one rank, and its squares are summed up at once."""
         return self.parts * self.tp.size == self.groups
 
     def of_groups(self) -> GroupNorm:
@@ -102,8 +102,8 @@ class Mamba2Norm(Sharded):
         return GroupNorm(self.weight, self.eps, groups, self.gate_last, self.factors)
 
     def factors(self, x: Tensor) -> Tensor:
-        """Return the factor that norms each group's values: [tokens, this rank's groups]. Squares are summed part by
-        part."""
+        """Return the factor that normalises each group's values: [tokens, this rank's groups]. Squares are summed part
+        by part."""
         squares = x.square().unflatten(-1, (self.parts, -1)).sum(-1)
         if self.groups < self.tp.size:
             squares = self.tp.all_gather(squares).unflatten(-1, (self.groups, -1)).sum(-1)

@@ -1,5 +1,5 @@
-"""Mixture of experts. Every rank holds a slice of every expert, so all ranks have equal work whatever the router
-chooses, and the layer ends with one all-reduce, as an ordinary MLP does."""
+"""Mixture of experts. Every rank holds a slice of every expert, so ranks have equal work whatever the router chooses.
+The layer ends with one all-reduce, as an ordinary MLP does."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Router(RouterProduct):
 class BiasedRouter(RouterProduct):
     """The router of DeepSeek V3, arXiv:2412.19437, sections 2.1.2 and 2.1.3 (`noaux_tc`), in float32.
 
-    An expert's score is a sigmoid. Experts are chosen by score plus a correction, which balances their load. They must
-    be in the groups whose two best experts have the largest sum. Weights are scores without the correction.
+    An expert's score is a sigmoid. Experts are chosen by score plus a correction, which balances their load, and only
+    from the groups whose two best experts have the largest sum. Weights are scores without the correction.
     """
 
     def __init__(self, hidden_size: int, moe: MoEConfig):
@@ -161,15 +161,15 @@ class Experts(Sharded):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether adapters may change the experts: with `kernels` that are not cut into parts, or in a model without
-        weights."""
+        """Whether adapters may change the experts. True if they have `kernels` that are not cut into parts, or if the
+        model has no weights."""
         return len(self.kernels) == 1 or self.device.type == "meta"
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         return self.tp.sum(self.partials(x, experts, weights))
 
     def partials(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
-        """Return this rank's summands of the result, which is the sum of all ranks' summands."""
+        """Return this rank's summands of the result. The result is the sum of all ranks' summands."""
         if self.kernels:
             add = [adapters.add for adapters in self.adapters]
             return [
@@ -244,8 +244,8 @@ class Experts(Sharded):
         return [None] * self.tp.parts
 
     def quantized(self) -> list[Iterator[QuantizedWeight]]:
-        """Return iterators over the experts' `gate_up` and over their `down` weights, decoded one at a time; empty if
-        not quantized."""
+        """Return iterators over the experts' `gate_up` and `down` weights, each weight decoded when it is reached.
+        Empty if the weights are not quantized."""
         if self.stored:
             return [(weight.decode() for weight in weights) for weights in zip(*self.stored, strict=True)]
         if self.online is None or self.gate_up is None or self.down is None:
@@ -257,8 +257,8 @@ class Experts(Sharded):
 
 
 class MixtureOfExperts(nn.Module):
-    """A sparse layer: [tokens, hidden] -> [tokens, hidden]. As in Qwen 3, arXiv:2505.09388, optionally with an expert
-    that every token shares (DeepSeekMoE, arXiv:2401.06066), optionally behind a gate (Qwen 2 MoE)."""
+    """A sparse layer: [tokens, hidden] -> [tokens, hidden]. As in Qwen 3, arXiv:2505.09388. It may have an expert
+    shared by all tokens (DeepSeekMoE, arXiv:2401.06066), which may have a gate (Qwen 2 MoE)."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = ""):
         super().__init__()

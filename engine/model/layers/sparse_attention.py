@@ -1,9 +1,10 @@
 """DeepSeek Sparse Attention: latent attention to the tokens that an indexer selects. DeepSeek V3.2, arXiv:2512.02556,
-section 2.1; GLM 5, some of whose layers use the selection of the layer before (arXiv:2603.12201).
+section 2.1. In GLM 5, some layers reuse the selection of the layer before (arXiv:2603.12201).
 
 A token's key for the indexer is cached behind its latent, so a token has one vector in the cache, as without an
-indexer. Selection depends on the row alone, so a token has the same bits in any batch and chunk. As in transformers,
-the indexer's queries and keys are neither rotated by a Hadamard matrix, which changes no product, nor rounded to FP8.
+indexer. A row's selection does not depend on other rows, so a token has the same bits in any batch and chunk. As in
+transformers, the indexer's queries and keys are not rotated by a Hadamard matrix, which would change no product, and
+not rounded to FP8.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engine.model.shard import Shard
 
 
 class Indexer(nn.Module):
-    """Scores the tokens that each row sees. Every rank computes all of it, and so selects the same tokens."""
+    """Scores the tokens that each row sees. Every rank computes all scores, so all ranks select the same tokens."""
 
     def __init__(self, cfg: ModelConfig, layer: int, table: Tensor):
         super().__init__()
@@ -41,8 +42,8 @@ class Indexer(nn.Module):
         return self.rotated(self.k_norm(self.wk(x))[:, None], batch)[:, 0]
 
     def select(self, x: Tensor, latents: Tensor, keys: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the places of the tokens that each row selects, and their number. latents: [tokens, q_rank]; keys:
-        [vectors, dim], of all tokens, a view of the cache."""
+        """Return the places in the cache of the tokens that each row selects, and the number of these tokens. latents:
+        [tokens, q_rank]; keys: [vectors, dim], the keys of all cached tokens, a view of the cache."""
         places, lengths = sparse_attention.row_places(batch)
         if places.shape[1] <= self.cfg.topk:
             return places, lengths
@@ -52,13 +53,13 @@ class Indexer(nn.Module):
         return sparse_attention.select_tokens(scores, places, lengths, self.cfg.topk)
 
     def rotated(self, x: Tensor, batch: Batch) -> Tensor:
-        """Rotate the first values of x [tokens, heads, dim] by positions."""
+        """Rotate the first values of each head of x [tokens, heads, dim] by positions."""
         first = rotate(x[..., : self.rope_dim], self.table, batch, self.cfg.interleaved)
         return torch.cat((first, x[..., self.rope_dim :]), dim=-1)
 
 
 class SparseLatentAttention(LatentAttention):
-    """Latent attention to selected tokens: [tokens, hidden] -> [tokens, hidden]."""
+    """Latent attention to the tokens that an indexer selects: [tokens, hidden] -> [tokens, hidden]."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__(cfg, tp, layer)

@@ -138,8 +138,8 @@ def relu2_f32(args: Any) -> None:
 
 @device_function
 def product_rows(cast: Any, args: Any) -> None:
-    """Multiply x by y, or by the sigmoid of y. args: x, y, out, tokens, heads, size, strides from token to token of x
-    and y and from head to head of y, whether sigmoids are taken."""
+    """Multiply x by y, or by the sigmoid of y. args: x, y, out, tokens, heads, size, stride from token to token of x,
+    strides from token to token and from head to head of y, 1 if sigmoids are taken."""
     x, y, out = cast(args[1]), cast(args[2]), cast(args[3])
     tokens, heads, size, x_stride, y_stride, y_head = args[4], args[5], args[6], args[7], args[8], args[9]
     one = np.float32(1.0)
@@ -214,7 +214,8 @@ def open_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def product(x: Tensor, y: Tensor, by_sigmoid: int) -> Tensor:
-    """x: [tokens, n], each token's values contiguous; y: [tokens, heads, n / heads], each head's values contiguous."""
+    """Multiply x by y, or by the sigmoid of y. x: [tokens, n], each token's values contiguous; y: [tokens, heads, n /
+    heads], each head's values contiguous."""
     tokens, heads, size = y.shape
     out = empty(x.shape, x.dtype)
     PRODUCT.launch(

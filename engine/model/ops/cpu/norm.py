@@ -92,8 +92,8 @@ def add_rms_norm_f32(args: Any) -> None:
 
 @device_function
 def gated_rms_norm_rows(cast: Any, args: Any) -> None:
-    """args: x, gate, weight, out, `eps`, tokens, heads, size, the gate's strides from token to token and from head to
-    head, whether the gate is opened by a sigmoid."""
+    """Norm each head and multiply it by its gate. args: x, gate, weight, out, `eps`, tokens, heads, size, the gate's
+    strides from token to token and from head to head, 1 if the gate passes a sigmoid instead of SiLU."""
     x, gate, weight, out, eps = as_f32(args[1]), cast(args[2]), cast(args[3]), cast(args[4]), as_f32(args[5])[0]
     tokens, heads, size, stride, head_stride, by_sigmoid = args[6], args[7], args[8], args[9], args[10], args[11]
     one = np.float32(1.0)

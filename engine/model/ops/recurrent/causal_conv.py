@@ -43,10 +43,10 @@ def select(dtype: torch.dtype, device: torch.device) -> CausalConv:
 
 @dataclass(frozen=True, slots=True)
 class Begins:
-    """The rows of a step that share inputs with other steps. All tensors are [n] int64 but `back`.
+    """The rows of a step that share inputs with other steps. All tensors are [n] int64 except `back`.
 
-    `rows` are the first rows of each sequence, up to kernel - 1, which read inputs of earlier steps; `last_rows` are
-    its last rows, which later steps read.
+    `rows` are the first rows of each sequence, at most kernel - 1, which read inputs of earlier steps. `last_rows` are
+    the last rows of each sequence, which later steps read.
     """
 
     rows: Tensor
@@ -107,8 +107,8 @@ def causal_conv_plain(
 
 
 def save(x: Tensor, ring: Tensor, seq: StateRows, kernel: int) -> None:
-    """Write the inputs before a border that this step reaches to a snapshot's slot. They are in x or, if older, in the
-    ring."""
+    """Write the inputs before a border that this step reaches to a snapshot's slot. They come from x, or from the ring
+    if they are older."""
     for position in range(seq.save_at - kernel + 1, seq.save_at):
         row = seq.first + position - seq.start
         ring[seq.save_slot, position % RING] = x[row] if position >= seq.start else ring[seq.slot, position % RING]

@@ -79,7 +79,8 @@ def linear_attention_plain(
 
 
 def attend_row(q: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, own: States, position: int) -> Tensor:
-    """Return o [heads, d_v] of a row, and write its u and its decay to `own`, which must hold its key already."""
+    """Return o [heads, d_v] of a row, and write the row's u and decay to `own`, which must already hold the row's
+    key."""
     row = position % CHUNK
     own["decays"][:, row] = decay if row == 0 else own["decays"][:, row - 1] + decay
     past, keys = own["decays"][:, row].exp(), decayed_keys(own, row)
@@ -92,7 +93,7 @@ def attend_row(q: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, own: St
 
 
 def move_state(own: States, position: int) -> None:
-    """Put the rows of a full chunk, which ends at `position`, into the state."""
+    """Decay the state over a full chunk, which ends at `position`, and add the chunk's rows."""
     added = decayed_keys(own, CHUNK - 1).transpose(1, 2).contiguous() @ own["values"].clone()
     if position >= CHUNK:
         added += own["state"] * own["decays"][:, -1].exp()[..., None]

@@ -1,4 +1,4 @@
-"""What surrounds the linear attention of Mamba-2, arXiv:2405.21060, section 7.
+"""The steps before and after the linear attention of Mamba-2, arXiv:2405.21060, section 7.
 
 steps(x, dt, log_rate, bias, limit) -> decay [tokens, heads, 1] float32, values [tokens, heads, d_v] float32
     With s = softplus(dt + bias), clamped to `limit`: decay = -exp(log_rate) * s; values = x * s.
@@ -6,7 +6,7 @@ steps(x, dt, log_rate, bias, limit) -> decay [tokens, heads, 1] float32, values 
 gated(y, x, z, skip, norm) -> [tokens, heads * d_v] of x's dtype
     (y + skip * x) * SiLU(z), and RMSNorm of each group of `norm` before or after the product, in float32.
     y: [tokens, heads, d_v] float32, which may be overwritten; x, z: [tokens, heads * d_v], each token's values
-    contiguous; skip: [heads] float32; norm: None for none
+    contiguous; skip: [heads] float32; norm: None for no norm
 """
 
 from __future__ import annotations

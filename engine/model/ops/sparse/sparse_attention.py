@@ -1,9 +1,9 @@
 """Attention of each row to tokens of its own choice: DeepSeek Sparse Attention, arXiv:2512.02556, section 2.1.
 
 An indexer scores the tokens that a row sees, by small keys that are cached behind the latents; latent attention then
-reads the best `topk` of them. `places` says where the cache holds each token's vector, in vectors from the first of a
-layer, so that it is the same for all layers. This file has the plain versions, which a GPU runs too; a CPU has kernels
-for scores and attention.
+reads the best `topk` tokens. `places` gives the position of each token's vector in the cache, counted in vectors from
+the first vector of a layer, so it is the same for all layers. This file has the plain versions, which a GPU runs too; a
+CPU has kernels for scores and attention.
 
 index_scores(q, weights, keys, places, lengths) -> [rows, max_len] float32
     q: [rows, heads, dim]; weights: [rows, heads] float32; keys: [vectors, dim], a view; places: [rows, max_len] int32;
@@ -11,7 +11,7 @@ index_scores(q, weights, keys, places, lengths) -> [rows, max_len] float32
     scores of tokens that a row does not see may be anything.
 attend_selected(q, vectors, places, counts, scale, rank) -> [rows, heads, rank]
     q: [rows, heads, width]; vectors: [vectors, width], a view, whose first `rank` values are the value; counts: [rows]
-    int32. Row i sees its first counts[i] places; one that sees none gets 0.
+    int32. Row i sees its first counts[i] places; a row that sees none gets 0.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ def select(dtype: torch.dtype, device: torch.device, width: int) -> ModuleType:
 
 def vectors_of(cache: Tensor, layer: int) -> Tensor:
     """Return a layer's vectors [vectors, head_dim] as a view of the cache [num_blocks, layers, 1, 1, block_size,
-    head_dim]. Places count from the first."""
+    head_dim]. Places are indices of this view."""
     return cache.view(-1, cache.shape[5])[layer * cache.shape[4] :]
 
 
 def row_places(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return where the tokens that each row sees are: places [rows, max_len] int32, and lengths [rows] int32."""
+    """Return the places of the tokens that each row sees, [rows, max_len] int32, and their number, lengths [rows]
+    int32."""
     lengths = torch.where(batch.slot_mapping >= 0, batch.positions + 1, 0).int()
     max_len, size, step = int(lengths.max()), batch.kv_cache.shape[4], batch.kv_cache[0].numel()
     rows = torch.arange(len(lengths), device=lengths.device, dtype=torch.int32)
@@ -56,8 +57,8 @@ def row_places(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def select_tokens(scores: Tensor, places: Tensor, lengths: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Return the places of each row's `topk` best tokens in token order [rows, topk], and their number [rows] int32.
-    Of equal scores the earlier token is better."""
+    """Return the places of each row's `topk` best tokens, in token order [rows, topk], and their number [rows] int32.
+    Of tokens with equal scores, the earlier is better."""
     seen = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]
     scores = scores.masked_fill(~seen, -torch.inf)
     least = scores.topk(topk, dim=-1).values[:, -1:]

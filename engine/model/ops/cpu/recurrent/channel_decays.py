@@ -1,13 +1,14 @@
 """Linear attention whose decays differ between the channels of a key, on a CPU: Kimi Delta Attention.
 
-See ops/recurrent/linear_attention.py, whose names are used here, and linear_attention.py beside this for heads with one
-decay, whose sums these are. Products of rows with keys have their decays inside. A tile of up to ROWS rows begins at a
-multiple of ROWS in its chunk, and sees the rows before through the decays there: with B their sum before the tile,
+Names are those of ops/recurrent/linear_attention.py. Sums are those of linear_attention.py in this folder, which
+computes heads with one decay; here the products of rows with keys also contain the decays. A tile of up to ROWS rows
+begins at a multiple of ROWS in its chunk, and sees earlier rows through the decays at its start. With B the sum of
+decays before the tile,
 
     k_i . k_ij = (k_i * exp(G_i - B)) . (k_j * exp(B - G_j))        for j before the tile
 
-is a product of matrices without an exponent above 0 (arXiv:2510.26692, section 3.2). Among rows of a tile each pair is
-summed up by itself.
+is a product of matrices without an exponent above 0 (arXiv:2510.26692, section 3.2). Within a tile, each pair of rows
+is summed up separately.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from engine.model.state import CHUNK, States
 def multiply_rows(
     out: int, rows: int, a: int, decayed_at: int, keys: int, key_dim: int, end: int, packed: bool
 ) -> None:
-    """out[r, j] = a[r] . the decayed key j < end, and others up to a multiple of COLUMNS; rows of `out` have CHUNK."""
+    """Compute out[r, j] = a[r] . decayed key j, for j < end rounded up to a multiple of COLUMNS. A row of `out` has
+    CHUNK numbers."""
     for c in range(0, end, COLUMNS):
         row = 0
         while row < rows:
@@ -64,7 +66,7 @@ def multiply_rows(
 
 @device_function
 def decay_keys(decayed: int, key_at: int, decays: int, last: int, count: int, key_dim: int) -> None:
-    """decayed[j] = k_j * exp(G_last - G_j) for j < count."""
+    """Compute decayed[j] = k_j * exp(G_last - G_j) for j < count."""
     now = as_f32(decays + 4 * last * key_dim)
     for j in range(count):
         target, source = as_f32(decayed + 4 * j * key_dim), as_f32(as_i64(key_at)[j])
@@ -95,8 +97,9 @@ def multiply_pairs(space: Space, first: int, count: int, q: int, stride: int, de
 @device_function
 def multiply_tile(space: Space, decayed: int, decayed_at: int, tile: int, first: int, count: int, q: int, stride: int,
                   decays: int, row: int, rows: int, key_dim: int) -> None:  # fmt: skip
-    """Fill `inner` for the `rows` rows of a tile that begins at `row` in its chunk, and is `first` of the `count` of
-    its portion. decayed: memory for CHUNK keys, `decayed_at` their addresses; tile: for twice ROWS rows."""
+    """Fill `inner` for the `rows` rows of a tile. The tile begins at `row` of its chunk and at `first` of the `count`
+    rows of its portion. decayed: memory for CHUNK keys; decayed_at: addresses of these keys; tile: memory for 2 * ROWS
+    rows."""
     base, key_at = row // ROWS * ROWS, as_i64(space.key_at)
     if base:
         decay_keys(decayed, space.key_at, decays, base - 1, base, key_dim)
@@ -124,7 +127,7 @@ def multiply_tile(space: Space, decayed: int, decayed_at: int, tile: int, first:
 @device_function
 def move_state(space: Space, decayed: int, decayed_at: int, decays: int, state: int, values: int, key_dim: int,
                value_dim: int, begun: bool) -> None:  # fmt: skip
-    """Let the rows of a whole chunk move the state."""
+    """Decay the state over a whole chunk, and add the chunk's rows."""
     decay_keys(decayed, space.key_at, decays, CHUNK - 1, CHUNK, key_dim)
     for t in range(0, CHUNK, LANES):
         pack_columns(as_f32(space.keys + 4 * t), CHUNK, as_i64(decayed_at + 8 * t), 0, key_dim)
@@ -139,7 +142,8 @@ def move_state(space: Space, decayed: int, decayed_at: int, decays: int, state: 
 
 @device_function
 def add_decays(decays: int, steps: int, stride: int, row: int, end: int, key_dim: int) -> None:
-    """Sum up the decays of rows `row` to `end` of a chunk, where those before stand. steps: address of the first."""
+    """Sum up the decays of rows `row` to `end` of a chunk; those of earlier rows are summed up already. steps: address
+    of the first row's decays."""
     for j in range(row, end):
         now, step = as_f32(decays + 4 * j * key_dim), as_f32(steps + 4 * (j - row) * stride)
         before = as_f32(decays + 4 * max(j - 1, 0) * key_dim)
@@ -166,7 +170,7 @@ def read_state(space: Space, q: int, stride: int, decays: int, state: int, row: 
 
 @device_function
 def channel_decay_rows(args: Any) -> None:
-    """args: as those of `linear_attention_rows`, with decays of each channel."""
+    """Attend, item by item. args: as for `linear_attention_rows`, with one decay per channel."""
     seqs, longest = as_i64(args[11])[0], min(as_i64(args[11])[1], CHUNK)
     heads, key_heads, key_dim, value_dim = args[12], args[13], args[14], args[15]
     group, q_stride, v_stride = heads // key_heads, key_heads * key_dim, heads * value_dim
@@ -234,6 +238,6 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, states: States, batch: Batch, scale: float,
     eps: float | None,
 ) -> Tensor:  # fmt: skip
-    """q, k: [tokens, k_heads, d_k]; v: [tokens, heads, d_v]; decay: [tokens, heads, d_k]; beta: [tokens, heads].
-    Returns [tokens, heads, d_v] float32."""
+    """Attend. q, k: [tokens, k_heads, d_k]; v: [tokens, heads, d_v]; decay: [tokens, heads, d_k]; beta: [tokens,
+    heads]. Returns [tokens, heads, d_v] float32."""
     return launch(CHANNEL_DECAYS, q, k, v, decay, beta, states, batch, scale, eps)

@@ -53,7 +53,8 @@ def softplus(x: Any) -> Any:
 
 @device_function
 def gate_rows(as_x: Any, args: Any) -> None:
-    """args: a, b, log_rate, bias, decay, share, tokens, strides of a and b from token to token, heads, channels."""
+    """Compute decays and shares. args: a, b, log_rate, bias, decay, share, tokens, strides of a and b from token to
+    token, heads, channels."""
     a, b, log_rate, bias = as_x(args[1]), as_x(args[2]), as_f32(args[3]), as_f32(args[4])
     decay, share, tokens, a_stride, b_stride = as_f32(args[5]), as_f32(args[6]), args[7], args[8], args[9]
     heads, channels = args[10], args[11]
@@ -85,7 +86,7 @@ GATES = Kernel({torch.bfloat16: gates_bf16, torch.float32: gates_f32})
 
 
 def gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """a: [tokens, heads * channels], b: [tokens, heads], each token's values contiguous."""
+    """Return decays and shares. a: [tokens, heads * channels], b: [tokens, heads], each token's values contiguous."""
     (tokens, heads), channels = b.shape, a.shape[1] // b.shape[1]
     decay, share = empty((tokens, heads, channels), torch.float32), empty(b.shape, torch.float32)
     GATES.launch(

@@ -1,8 +1,8 @@
 """Linear attention on a CPU. See ops/recurrent/linear_attention.py for names.
 
-An item of work is one head of one sequence. Sums run over keys' channels or over rows, in order, in tiles of up to 8
-rows by 32 columns whose sums never depend on the number of rows (tile_product.py). So what a prompt computes in tiles
-has the bits of a row that is decoded alone. A decoded row reads the state once, for its key and its query together.
+An item of work is one head of one sequence. Sums run over the channels of keys or over rows, in order, in tiles of up
+to 8 rows by 32 columns, and never depend on the number of rows (tile_product.py). So a row of a prompt, computed in a
+tile, has the bits of a row decoded alone. A decoded row reads the state once, for its key and its query together.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def save_state(state: int, to: int, numbers: int) -> None:
 
 @device_function
 def move_state(space: Space, state: int, values: int, key_dim: int, value_dim: int, begun: bool) -> None:
-    """Put the rows of a full chunk into the state. `keys` holds their keys, which are decayed in place."""
+    """Decay the state over a full chunk, and add the chunk's rows. `keys` holds their keys, which are decayed in
+    place."""
     decays, last = as_f32(space.decays), as_f32(space.decays)[CHUNK - 1]
     for i in range(key_dim):
         keys = as_f32(space.keys + 4 * i * CHUNK)
@@ -211,7 +212,8 @@ def move_state(space: Space, state: int, values: int, key_dim: int, value_dim: i
 
 @device_function
 def find_keys(space: Space, kept: int, new: int, stride: int, row: int, end: int, key_dim: int) -> None:
-    """Set the addresses of a chunk's keys: kept ones before `row`, new ones up to `end`, then the last one again."""
+    """Set the addresses of a chunk's keys: kept keys before `row`, new keys up to `end`, and after these the last key
+    again."""
     key_at = as_i64(space.key_at)
     for j in range(row):
         key_at[j] = kept + 4 * j * key_dim
@@ -386,7 +388,7 @@ def launch(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, states: States, batch: Batch,
     scale: float, eps: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attend by a kernel, the one for heads with one decay or the one for decays of channels."""
+    """Attend by `kernel`: the kernel for heads with one decay, or the kernel for decays of channels."""
     q, k, v = widen(q, k, v, scale, eps)
     (_, heads, value_dim), (key_heads, key_dim) = v.shape, k.shape[1:]
     table, out = sequence_table(batch), empty(v.shape, torch.float32)

@@ -1,4 +1,4 @@
-"""What surrounds the linear attention of Mamba-2 on a CPU. See ops/recurrent/mamba2.py."""
+"""The steps before and after the linear attention of Mamba-2 on a CPU. See ops/recurrent/mamba2.py."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LARGEST = 3e38  # in place of infinity, which kernels are compiled without
 
 @device_function
 def step_rows(as_x: Any, args: Any) -> None:
-    """args: x, dt, log_rate, bias, limits, decay, values, tokens, heads, d_v, strides of x and dt from token to
-    token."""
+    """Compute decays and values. args: x, dt, log_rate, bias, limits, decay, values, tokens, heads, d_v, strides of x
+    and dt from token to token."""
     x, dt, log_rate, bias, limits = as_x(args[1]), as_x(args[2]), as_f32(args[3]), as_f32(args[4]), as_f32(args[5])
     decay, values, tokens, heads, size = as_f32(args[6]), as_f32(args[7]), args[8], args[9], args[10]
     while True:
@@ -62,8 +62,8 @@ def steps_f32(args: Any) -> None:
 
 @device_function
 def gated_rows(as_x: Any, args: Any) -> None:
-    """args: y, x, z, skip, weight or 0 for no norm, `eps`, out, tokens, heads, d_v, groups, whether the gate is last,
-    strides of x and z from token to token. Overwrites y."""
+    """Gate and norm the outputs, overwriting y. args: y, x, z, skip, weight or 0 for no norm, `eps`, out, tokens,
+    heads, d_v, groups, 1 if the gate is applied after the norm, strides of x and z from token to token."""
     x, z, skip, out, eps = as_x(args[2]), as_x(args[3]), as_f32(args[4]), as_x(args[7]), as_f32(args[6])[0]
     tokens, heads, size, gate_last = args[8], args[9], args[10], args[12]
     width, group, one = heads * size, heads * size // args[11], np.float32(1.0)

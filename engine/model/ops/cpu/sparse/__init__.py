@@ -1,1 +1,1 @@
-"""Attention to tokens that each row selects."""
+"""CPU kernels for attention in which each row selects the tokens that it attends to."""

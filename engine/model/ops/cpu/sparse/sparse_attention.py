@@ -79,7 +79,7 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, places: Tensor, lengt
 
 
 def attend_selected(q: Tensor, vectors: Tensor, places: Tensor, counts: Tensor, scale: float, rank: int) -> Tensor:
-    """Attend. The width must be a multiple of LANES."""
+    """Attend to the selected tokens. The width of a vector must be a multiple of LANES."""
     rows, heads, width = q.shape
     assert width % LANES == 0, "the kernel reads whole vectors"
     row = torch.arange(rows)
