@@ -1,7 +1,7 @@
 """Keeps ranks in step: rank 0 broadcasts every plan once, and the others execute it without replying.
 
-All ranks get the same logits and draw the same random numbers, so each knows the sampled tokens itself. A later plan
-carries a checksum of the tokens that rank 0 sampled: a rank that sampled others stops. For the cost see
+All ranks get the same logits and draw the same random numbers, so each rank finds the sampled tokens by itself. A later
+plan carries a checksum of the tokens that rank 0 sampled, and a rank that sampled others stops. For the cost see
 docs/measurements/performance.md.
 """
 
@@ -78,7 +78,7 @@ class PlanBroadcaster:
             raise
 
     def send(self, plan: StepPlan | None) -> None:
-        """Send a plan without waiting; None ends the other ranks. `check` notices a rank that has gone."""
+        """Send a plan without waiting; None ends the other ranks. A lost rank is noticed by `check`, not here."""
         self._number += 1
         self._socket.send(self._encode(PlanMessage(self._number, plan, self._checked, self._checksum)), zmq.NOBLOCK)
 
@@ -88,14 +88,14 @@ class PlanBroadcaster:
         self._socket.send(self._encode(PlanMessage(self._number, None, 0, 0, command)), zmq.NOBLOCK)
 
     def take_answers(self, kind: type[A]) -> list[A]:
-        """Return the answers of this kind to `command` since the last call. Raises as `check`."""
+        """Return the answers of this kind to `command` since the last call. Raises like `check`."""
         self.check()
         answers = [answer for answer in self._answers if isinstance(answer, kind)]
         self._answers = [answer for answer in self._answers if not isinstance(answer, kind)]
         return answers
 
     def committed(self, result: StepResult) -> None:
-        """Record a step's tokens, for the other ranks to compare with theirs."""
+        """Record a step's tokens, so that the other ranks can compare them with their own."""
         self._checked, self._checksum = result.step, checksum(result)
 
     def check(self) -> None:
@@ -197,8 +197,8 @@ class PlanReceiver:
         return None
 
     def answer(self, answer: RankAnswer) -> None:
-        """Tell rank 0 what became of a command. What a socket subscribes to is all that it can send; the topic has the
-        rank in it, since equal ones of several ranks arrive as one."""
+        """Send rank 0 the outcome of a command. A subscription is the only message that this socket can send, so the
+        answer is its topic. The topic contains the rank, since equal topics of several ranks would arrive as one."""
         topic = ANSWER + msgspec.msgpack.encode((self._rank, answer))
         self._socket.subscribe(topic)
         self._socket.unsubscribe(topic)

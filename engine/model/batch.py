@@ -36,7 +36,7 @@ class DeepStack:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """The KV of a batch in one KV cache group: see the fields of Batch with these names."""
+    """The KV of a batch in one KV cache group. The fields of Batch with the same names explain them."""
 
     slot_mapping: Tensor
     block_table: Tensor
@@ -106,8 +106,8 @@ class Batch:
         )
 
     def of_group(self, group: int, causal: bool = False) -> Batch:
-        """Return this batch with the KV of one KV cache group. causal: whether no token sees later ones, even of its
-        image."""
+        """Return this batch with the KV of one KV cache group. causal: whether no token sees later tokens, even of its
+        own image."""
         causal = causal and self.image_ends is not None
         if group == 0 and not causal:
             return self
@@ -128,7 +128,7 @@ class Batch:
 
 def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
     """Return `single`, on the host, and `chunks` of a Batch. counts: [seqs], tokens of each sequence in this step.
-    kv_lens: [seqs], its tokens including this step's."""
+    kv_lens: [seqs], tokens of each sequence in all, including this step's."""
     single, chunks = split_rows(counts, kv_lens)
     return torch.from_numpy(single), chunks_of(chunks)
 

@@ -1,4 +1,4 @@
-"""The factors of low-rank adapters in the slots of a linear layer, and the rows of a step that have them."""
+"""The factors of low-rank adapters in the slots of a linear layer, and the slot of each row of a step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TILE_ROWS = {"cpu": 4, "cuda": 16, "meta": 1}  # rows of one adapter that a kern
 
 
 class AdapterRows:
-    """Which rows of the current step have an adapter, in memory whose address stays.
+    """The rows of the current step that have an adapter, in memory whose address never changes.
 
-    table: int32; the number of tiles, then slot, first row and number of rows of each tile, then the rows, sorted by
-    slot: a tile's rows are some of those.
+    table: int32; the number of tiles; then slot, first index and number of rows of each tile; then the rows sorted by
+    slot, to which the tiles' indices refer.
     """
 
     def __init__(self, max_tokens: int, device: torch.device):
@@ -29,7 +29,7 @@ class AdapterRows:
         """Whether a row has one, as the host knows."""
 
     def begin(self, table: Tensor | None) -> None:
-        """Take the table of a step, from `row_table`; None if no row has an adapter."""
+        """Take the table of a step, as returned by `row_table`; None if no row has an adapter."""
         if table is not None:
             self.table[: len(table)] = table
         elif self.any:
@@ -37,14 +37,14 @@ class AdapterRows:
         self.any = table is not None
 
     def slots(self) -> NDArray[np.int32]:
-        """Return each row's slot, -1 for none, from the device."""
+        """Read each row's slot from the device; -1 for none."""
         found = np.full(len(self.table) // 4, -1, dtype=np.int32)
         for slot, rows in self.tiles():
             found[rows] = slot
         return found
 
     def tiles(self) -> list[tuple[int, list[int]]]:
-        """Return each tile's slot and rows, from the device."""
+        """Read each tile's slot and rows from the device."""
         count = int(self.table[0])
         tiles = self.table[1 : 1 + 3 * count].view(count, 3).tolist()
         rows = self.table[1 + 3 * count :]
@@ -52,7 +52,7 @@ class AdapterRows:
 
 
 def row_table(slots: NDArray[np.int32], tile_rows: int) -> NDArray[np.int32]:
-    """Return the table of AdapterRows. slots: [tokens], of each row's adapter; -1 for none."""
+    """Return the table of AdapterRows. slots: [tokens], slot of each row's adapter; -1 for none."""
     rows = np.flatnonzero(slots >= 0)
     rows = rows[np.argsort(slots[rows], kind="stable")]
     found, starts, counts = np.unique(slots[rows], return_index=True, return_counts=True)
@@ -70,7 +70,7 @@ def filled(size: int) -> int:
 
 @dataclass(slots=True)
 class Factors:
-    """One adapter's factors of the products that have the same sizes: one, or one for each expert."""
+    """One adapter's factors for products of equal sizes: a single product, or one for each expert or head."""
 
     a: Tensor
     """[products, inputs, slices, rank]; see LowRankWeights."""
@@ -82,8 +82,8 @@ class Factors:
 
 @dataclass(slots=True)
 class LowRankWeights:
-    """The factors of one linear layer in all slots. Its outputs are slices that lie side by side, each with an A of its
-    own."""
+    """The factors of one linear layer in all slots. The layer's outputs consist of slices that lie side by side, and
+    each slice has its own A."""
 
     a: Tensor
     """[slots, inputs, slices * rank]: A of all slices, transposed."""
@@ -101,7 +101,7 @@ class LowRankWeights:
     def allocate(
         cls, slots: int, inputs: int, slices: Sequence[int], rank: int, dtype: torch.dtype, device: torch.device
     ) -> LowRankWeights:
-        """slices: number of outputs of each."""
+        """Allocate empty slots. slices: number of outputs of each slice."""
         rank, blocks, start, column = filled(rank), [], 0, 0
         for i, size in enumerate(slices):
             blocks += [(start + o, min(BLOCK, size - o), i, column + o) for o in range(0, size, BLOCK)]
@@ -116,12 +116,12 @@ class LowRankWeights:
         )
 
     def empty_factors(self, rank: int, products: int = 1) -> Factors:
-        """rank: a multiple of LANES."""
+        """Return zeroed factors to fill in. rank: a multiple of LANES."""
         a = torch.zeros(products, self.a.shape[1], self.slices, rank, dtype=self.a.dtype)
         return Factors(a, torch.zeros(products, rank, self.b.shape[2], dtype=self.b.dtype), [False] * products)
 
     def write(self, slot: int, factors: Factors | None) -> None:
-        """Copy the factors of one product into a slot; None for an adapter that leaves it alone."""
+        """Copy the factors of one product into a slot; None for an adapter that does not change this layer."""
         if factors is None:
             self.ranks[slot] = 0
             return
@@ -131,7 +131,7 @@ class LowRankWeights:
         self.ranks[slot] = rank
 
     def of_products(self, factors: Factors) -> LowRankWeights:
-        """Return the factors of many products of these sizes, each in a slot of its own."""
+        """Return the factors of many products of these sizes. Each product gets its own slot."""
         rank = factors.a.shape[3]
         ranks = torch.tensor([rank * used for used in factors.used], dtype=torch.int32)
         return replace(self, a=factors.a.flatten(2), b=factors.b, ranks=ranks, rank=rank)

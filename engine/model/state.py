@@ -1,8 +1,8 @@
-"""The states of recurrent layers: what is kept for each sequence, and where a step finds it.
+"""The states of recurrent layers: the tensors kept for each sequence, and where a step finds them.
 
-A state stands at a border, a position that is a multiple of CHUNK. Tokens after it are kept as rows until the next
-border, where all of them are put into the state at once. So a token has the same bits whether it belongs to a prompt
-or is decoded; a prefix cache needs nothing but a copy of the state at a border; and refused drafts leave nothing
+A state stands at a border, a position that is a multiple of CHUNK. Tokens after the border are kept as rows until the
+next border, where all of them are put into the state at once. So a token has the same bits whether it belongs to a
+prompt or is decoded; a prefix cache needs nothing but a copy of the state at a border; and refused drafts leave nothing
 behind, since their rows are overwritten.
 """
 

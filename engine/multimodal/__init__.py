@@ -1,1 +1,1 @@
-"""Images: from a file of unknown origin to what a vision encoder takes, and to the tokens that stand for it."""
+"""Images: turns files of unknown origin into inputs of a vision encoder and placeholder tokens of a prompt."""

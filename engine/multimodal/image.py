@@ -18,8 +18,8 @@ READABLE = f"an image ({', '.join(FORMATS)})"
 def decode(file: bytes, field: str, max_pixels: int, low_detail: bool = False) -> Image.Image:
     """Return the first frame of an image file, upright and in RGB; transparent pixels become white, as in vLLM.
 
-    field: the image's name in errors. low_detail: whether to shrink it to fit into LOW_DETAIL.
-    Raises InvalidImage if the file cannot be read, or has too many pixels, which is found before they are decoded.
+    field: the image's name in errors. low_detail: whether to shrink it to fit into LOW_DETAIL. Raises InvalidImage if
+    the file cannot be read or has too many pixels, which are counted before they are decoded.
     """
     small_enough = f"an image of at most {max_pixels} pixels (ingress.images.max_pixels)"
     try:

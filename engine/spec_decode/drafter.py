@@ -40,8 +40,8 @@ class DraftInputs:
     """Tensors of a step of the target model after its tokens were sampled, on the device.
 
     Rows are those of `batch`: all tokens that the step computed, sequence after sequence. An entry that verified drafts
-    computed its last known token and the drafts; its rows after `last_rows` hold rejected tokens, and so do their KV
-    cells until the sequence overwrites them.
+    computed its last known token and the drafts. Its rows after `last_rows` hold rejected tokens. So do the KV cells of
+    these rows, until the sequence overwrites them.
     """
 
     plan: StepPlan
@@ -78,7 +78,7 @@ class ModelDrafter(Protocol):
     """Whether it computes something for every token of the target, and so runs even after steps without proposals."""
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate its KV cache, with as many blocks as the target's."""
+        """Allocate the drafter's KV cache, with as many blocks as the target's cache."""
 
     def follow(self, plan: StepPlan) -> None:
         """Record a step of the target. Called for every step, in order."""

@@ -30,7 +30,7 @@ from engine.spec_decode.target import Target, Vocabulary
 
 
 class SharedHead(nn.Module):
-    """The norm before the output layer; the output layer itself is the target's."""
+    """The norm before the output layer. The output layer itself is shared with the target."""
 
     def __init__(self, norm: RMSNorm):
         super().__init__()
@@ -65,7 +65,8 @@ class MTPLayer(NativeNames, nn.Module):
         return normed, self.chained(hidden, normed)
 
     def chained(self, hidden: Tensor, normed: Tensor) -> Tensor:
-        """Return which of the two replaces the target's hidden states for the next token."""
+        """Return `hidden` or `normed`: the one that replaces the target's hidden states when drafting the next
+        token."""
         return hidden
 
     def best(self, hidden: Tensor) -> Tensor:
@@ -75,8 +76,8 @@ class MTPLayer(NativeNames, nn.Module):
         return super().checkpoint_name(f".{path.removeprefix('block.')}").removeprefix("model..")
 
     def canonical_name(self, name: str) -> str | None:
-        """Return our name of a tensor; None for copies of embedding and output layer, for which the target's are
-        used."""
+        """Return our name of a tensor. Returns None for copies of the embedding and the output layer, since the
+        target's are used."""
         own = super().canonical_name(name) or ""
         if not own.startswith(self.prefix) or own.endswith(("embed_tokens.weight", "shared_head.head.weight")):
             return None
@@ -104,7 +105,8 @@ class QwenMTPLayer(MTPLayer):
 
 
 def layer_class(target: Target) -> type[MTPLayer]:
-    """Return the class of the target's layer for multi-token prediction. Raises ConfigError if it has none."""
+    """Return the class of the target's layer for multi-token prediction. Raises ConfigError if the target has no such
+    layer."""
     cfg = target.config
     if cfg.num_nextn_predict_layers and isinstance(target.model, Qwen3NextForCausalLM):
         return QwenMTPLayer
@@ -116,7 +118,8 @@ def layer_class(target: Target) -> type[MTPLayer]:
 
 
 def mtp_drafter(target: Target) -> HeadDrafter:
-    """Return a drafter with the target's layer for multi-token prediction. Raises ConfigError if it has none."""
+    """Return a drafter with the target's layer for multi-token prediction. Raises ConfigError if the target has no such
+    layer."""
     cfg, number, kind = target.config, target.config.num_layers, layer_class(target)
     layer_type = target.model.layer_type
     cfg = replace(

@@ -52,8 +52,8 @@ class OpenHandoff:
 class CancelHandoff:
     """Gives up a prompt that is not needed any more.
 
-    Once nothing is being read, Failed follows (reason `cancelled`, unless it had failed already), or Received if that
-    was on its way.
+    Failed follows once nothing is being read, with the reason `cancelled` unless the handoff had failed already.
+    Received follows instead if it was on its way.
     """
 
     handoff_id: str
@@ -66,8 +66,8 @@ class CancelHandoff:
 class AcceptPrefill:
     """Accepts a prefill request, once.
 
-    Closed follows, at the latest one lease after decode's last sign of life. If the prompt is still being computed at
-    that time, its KV is not needed any more.
+    Closed follows, at the latest one lease after decode's last sign of life. If the prompt is still being computed by
+    then, its KV is not needed any more.
     """
 
     remote_request: RemoteRequest
@@ -77,8 +77,8 @@ class AcceptPrefill:
 class ReportProgress:
     """Reports that the KV of all tokens from `skip` up to `upto` is complete, and stays until Closed.
 
-    Reports are cumulative: each repeats the blocks of earlier ones. All name blocks of the first KV cache group; the
-    last also names those of the other groups, as in OpenHandoff.
+    Reports are cumulative: each repeats the blocks of earlier reports. Every report names blocks of the first KV cache
+    group; the last report also names those of the other groups, as in OpenHandoff.
     """
 
     handoff_id: str
@@ -116,8 +116,8 @@ class HeldBlocks(NamedTuple):
 class HoldRequest:
     """Keeps the KV of a request that has stopped, for the first engine that claims it.
 
-    Closed follows, at the latest one lease after the last sign of life of that engine, or one lease after this action
-    if none claims it.
+    Closed follows at the latest one lease after the last sign of life of the claiming engine, or one lease after this
+    action if no engine claims the KV.
     """
 
     remote_request: RemoteRequest  #: its tokens all have KV; `decode` is NOBODY, and `skip` is 0

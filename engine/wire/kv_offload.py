@@ -1,4 +1,5 @@
-"""Moves of KV blocks between the device and the tiers below it: what rank 0 asks of every rank, and what it answers."""
+"""Messages about moving KV blocks between the device and the tiers below it: commands of rank 0 to every rank, and
+their answers."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import msgspec
 
 
 class LoRARequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A low-rank adapter (LoRA, arXiv:2106.09685) in PEFT's format. Two adapters are the same if their digests are."""
+    """A low-rank adapter (LoRA, arXiv:2106.09685) in PEFT's format. Two adapters are the same if their digests are
+    equal."""
 
     lora_name: str
     """What clients call it; for people, and without effect on what is computed."""

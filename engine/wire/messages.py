@@ -1,8 +1,8 @@
 """Messages between an engine and the processes that use it (msgspec over ZMQ).
 
 To the engine:      Add, Abort, MoveRequests, Subscribe, ResetPrefixCache, LoadAdapter;
-                    Prefill, CancelPrefill (to one that computes prompts for others);
-                    RemoteRequestFailed, PrefillReplicas (to one whose prompts others compute)          (`Command`)
+                    Prefill, CancelPrefill (to an engine that computes prompts for others);
+                    RemoteRequestFailed, PrefillReplicas (to an engine whose prompts others compute)    (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
                     EngineUpdate to each router that subscribes;
                     to the replica's control actor (`Notice`) EngineStatus, at least once a second, AdapterLoaded, and
@@ -249,8 +249,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_usage(self) -> float:
-        """Used fraction of the KV blocks, in the group where it is largest. Snapshots of states do not count: all but a
-        few may be evicted at any time."""
+        """Used fraction of the KV blocks, in the group where it is largest. Snapshots of recurrent states do not count,
+        since nearly all of them may be evicted at any time."""
         groups = [blocks for name, blocks in self.group_blocks.items() if name != "states"]
         used = [blocks["used"] / max(1, sum(blocks.values())) for blocks in groups]
         return max([self.blocks_used / self.blocks_total, *used])
@@ -279,7 +279,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Numbers of messages that its ranks' sockets refused, by socket and reason (engine/distributed/refusals.py)."""
 
     def with_pool(self, pool: PeerPool) -> tuple[str, HandoffStats | None]:
-        """Return the fingerprint of the engines in a pool that can compute for this one, and the handoffs with them."""
+        """Return the fingerprint by which engines of a pool can compute for this engine, and statistics of the handoffs
+        with that pool."""
         return (self.encode_fingerprint, self.image_handoffs) if pool == "encode" else (self.fingerprint, self.handoffs)
 
 
@@ -336,7 +337,7 @@ class CancelDispatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Answers LoadAdapter."""
+    """Says that a LoadAdapter command has ended."""
 
     call_id: str
     error: ErrorInfo | None = None
@@ -367,8 +368,8 @@ class MoveRequests(msgspec.Struct, frozen=True, tag=True):
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=True):
-    """Send every EngineUpdate to `address` for the next SUBSCRIPTION_S. The first is a snapshot unless one was sent
-    before."""
+    """Send every EngineUpdate to `address` for the next SUBSCRIPTION_S. The first update is a snapshot, unless this
+    address has had one already."""
 
     address: str
     resync: bool = False
@@ -388,7 +389,7 @@ class CancelPrefill(msgspec.Struct, frozen=True, tag=True):
 
 
 class RemoteRequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """No prefill engine has accepted the prefill request. retry: whether another attempt may succeed."""
+    """Says that no prefill engine has accepted a prefill request. retry: whether another attempt may succeed."""
 
     handoff_id: str
     reason: str

@@ -1,6 +1,5 @@
-"""Gemma 4: Gemma 3 with an embedding of each token for each layer; with layers that read the KV of others,
-and layers without a window that have heads of another size and use keys as values; in some models with experts beside
-the MLP.
+"""Gemma 4: Gemma 3 with an embedding of each token for each layer. Some layers read the KV of others. Layers without a
+window have heads of another size, and use keys as values. Some models have experts beside the MLP.
 
 https://ai.google.dev/gemma/docs/core; formulas follow transformers' modeling_gemma4.py.
 """
@@ -44,7 +43,7 @@ def of_layer(cfg: ModelConfig, layer: int) -> ModelConfig:
 
 
 class Gemma4Attention(LlamaAttention):
-    """Attention with norms of each head's query, key and value. If it reads another layer's KV, it has queries only.
+    """Attention with norms of each head's query, key and value. A layer that reads another layer's KV has only queries.
 
     cfg: from `of_layer`.
     """
@@ -199,7 +198,8 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         return () if self.layer_embeddings is None else self.layer_embeddings(self.text_ids(input_ids), x).unbind(1)
 
     def text_ids(self, input_ids: Tensor) -> Tensor:
-        """Return the ids with padding for the tokens of images, which have padding's embedding for each layer."""
+        """Return the ids, with the padding token in place of image tokens. Image tokens have the layer embeddings of
+        padding."""
         return input_ids.masked_fill(input_ids == self.image_token_id, PADDING)
 
     def checkpoint_name(self, path: str) -> str:

@@ -1,4 +1,4 @@
-"""The model of an encode pool: no language model, only a vision encoder, whose embeddings are kept as KV.
+"""The model of an encode pool: a vision encoder without a language model. Its embeddings are kept as KV.
 
 Its engine is like any other. A prompt consists of one image's placeholders; a step encodes the image and writes its
 embeddings where the KV of these tokens would be. So blocks, leases and transports work as for prompts, and the prefix
@@ -83,5 +83,6 @@ class ImageEncoder(NativeNames, nn.Module):
         return None if is_of_text(name) else self.vision.canonical_name(name)
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for hidden [rows, hidden] a number that is finite if the embedding is, and token 0."""
+        """Return a number for each row of hidden [rows, hidden], which is finite if the embedding is finite, and token
+        0."""
         return hidden.sum(-1), torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)

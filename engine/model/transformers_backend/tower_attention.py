@@ -1,8 +1,8 @@
 """Attention of vision towers whose images have any size, in a few calls and without reading lengths from the device.
 
-transformers' towers attend window by window, and first read on the host how long each window is. Towers with an
-attention whose name contains "flash" hand over the lengths of all windows instead. So one is registered under such a
-name, and everything that depends on an image's size is computed on the host.
+transformers' towers attend window by window, and first read on the host how long each window is. If the name of a
+tower's attention contains "flash", the tower hands over the lengths of all windows instead. So an attention is
+registered under such a name, and everything that depends on an image's size is computed on the host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def attend_windows(
     """Attend within each window: [1, heads, tokens, head_dim] each -> [1, tokens, heads, head_dim].
 
     cu_seq_lens_q: [windows + 1] int32 on the host, the first token of each window. Adjacent windows of equal length are
-    one call of torch.
+    computed by one call of torch.
     """
     lengths = np.diff(cu_seq_lens_q.numpy())
     runs = np.split(lengths, np.flatnonzero(np.diff(lengths)) + 1)
@@ -47,7 +47,7 @@ AttentionInterface.register(NAME, attend_windows)
 
 
 def grid_inputs(tower: Any, grid: Tensor, device: torch.device) -> dict[str, Any]:
-    """Return what a tower of Qwen's family derives from the size of an image, for its keyword arguments.
+    """Return the keyword arguments that a tower of Qwen's family would otherwise derive from the size of an image.
 
     grid: [1, 3] int64 on the host: time, height and width in patches. Lengths of windows stay on the host.
     """
@@ -74,10 +74,10 @@ def grid_inputs(tower: Any, grid: Tensor, device: torch.device) -> dict[str, Any
 
 
 def by_length(index: Tensor, ends: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-    """Put windows of equal length next to each other: those at the edges of an image are smaller.
+    """Put windows of equal length next to each other. Windows at the edges of an image are smaller than the others.
 
-    index: [embeddings], the embeddings in the order of windows. ends: [windows + 1], where windows begin, in patches.
-    unit: patches of an embedding. Returns both in the new order.
+    index: [embeddings], the embeddings in the order of windows. ends: [windows + 1], the borders of windows, in
+    patches. unit: patches of an embedding. Returns both in the new order.
     """
     lengths = ends.diff()
     order = lengths.argsort(descending=True, stable=True)
