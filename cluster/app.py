@@ -101,7 +101,8 @@ def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:
 def ingress(
     config: AppConfig, infos: list[ModelInfo], pools: list[tuple[Application, dict[PeerPool, Application]]]
 ) -> Application:
-    """Return the ingress application. pools: each model's decode replicas, and its pools that compute for them."""
+    """Return the ingress application. pools: for each model, its decode replicas, and the pools that compute for
+    these."""
     num = config.ingress.num_replicas
     scaling: dict[str, Any] = {"num_replicas": num}
     if config.autoscales:  # requests waiting in ingresses count as load of the pools

@@ -192,7 +192,7 @@ class LoraModule(Section):
 
 
 class LoraSection(Section):
-    """Where LoRA adapters come from that the configuration does not list (docs/lora.md)."""
+    """Source of LoRA adapters that the configuration does not list (docs/lora.md)."""
 
     dynamic_folder: str | None = Field(default=None, min_length=1)
     """Folder with an adapter in each sub-folder, served under its name. Every ingress and replica has it, or reads it
@@ -253,7 +253,7 @@ class ModelSection(Section):
 
     @property
     def has_adapters(self) -> bool:
-        """True if there are adapters, or a folder that may have some."""
+        """Whether there are adapters, or a folder that may have some."""
         return bool(self.lora_modules or self.lora.dynamic_folder)
 
     @property
@@ -358,7 +358,8 @@ class ModelSection(Section):
         return PoolSettings(self.name, role, Slo(**dict(self.slo)), limits)
 
     def shown(self) -> dict[str, Any]:
-        """Return all keys with the values in force. Those of `engine` are given per pool, since they may differ."""
+        """Return all keys with the values in force. Keys of `engine` are given per pool, since their values may
+        differ."""
         shown: dict[str, Any] = self.model_dump(mode="json", exclude={"engine", "handoff"})
         for role in self.pools:
             shown[role]["engine"] = msgspec.to_builtins(self.engine_config(role))

@@ -30,7 +30,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
-    """Refuse a path that cannot be written, before the measurement that it is to report."""
+    """Return the path of a report. Raises BadParameter, before anything is measured, if its folder does not exist."""
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"{path.parent} is not a folder")
     return path
@@ -110,7 +110,7 @@ def _parameter(name: str, hint: Any, default: Any, *names: str, **details: Any) 
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Return the options that are not None."""
+    """Return those of the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 

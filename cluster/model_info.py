@@ -83,7 +83,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
 
 
 def _adapters(model: ModelSection) -> AdapterSources:
-    """Read the adapters that are listed. Raises StartupError for one that cannot be used."""
+    """Read the listed adapters. Raises StartupError for an adapter that cannot be used."""
     max_rank, folder = model.engine_config().max_lora_rank, model.lora.dynamic_folder
     if folder is not None and not is_bucket(folder) and not Path(folder).expanduser().is_dir():
         limit = f"a folder that is there, or the URL of one in a bucket ({', '.join(SCHEMES)})"

@@ -61,8 +61,8 @@ def environment() -> dict[str, str]:
 
 
 def proxy_threads(cores: int) -> int:
-    """Return the number of HAProxy's threads. On a small machine Ray's four threads compete, which costs CPU: a
-    streamed token takes 23 us with one thread, and 29 us with four on two cores."""
+    """Return the number of HAProxy's threads. On a small machine the four threads that Ray starts compete, which costs
+    CPU: with two cores, a streamed token takes 23 us with one thread, and 29 us with four."""
     return min(max(1, cores // CORES_PER_PROXY_THREAD), MAX_PROXY_THREADS)
 
 
@@ -73,8 +73,8 @@ def tls_environment(http_options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def own_environment() -> dict[str, str]:
-    """Return the further variables of a Ray that this process starts: what two Rays on one machine would share, each
-    gets for itself (docs/operations.md). Raises StartupError."""
+    """Return the further variables of a Ray that this process starts. They separate all that two Rays on one machine
+    would otherwise share (docs/operations.md). Raises StartupError."""
     return ON_LOOPBACK | server_ports() | server_folder() | _token() | {SERVER_VARIABLE: secrets.token_hex(8)}
 
 

@@ -163,8 +163,8 @@ def _loading(given: Any, path: str) -> tuple[str, str, Keys]:
 
 
 def _lora(given: Mapping[str, Any], path: str, kwargs: Keys) -> Keys:
-    """Return where adapters come from, as keys of a model's section, and add to `kwargs` how many an engine has. Their
-    names, `model:adapter`, need nothing: requests may always have them."""
+    """Return the source of adapters, as keys of a model's section, and add to `kwargs` the number of adapters per
+    engine. Adapters' names have the form `model:adapter`, which requests may always use."""
     known = ("dynamic_lora_loading_path", "max_num_adapters_per_replica", "download_timeout_s", "max_download_tries")
     _check_keys(given, known, f"{path}.")
     if (count := given.get("max_num_adapters_per_replica")) is not None:

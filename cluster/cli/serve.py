@@ -117,7 +117,7 @@ def written_configuration(file: Path, server: ServerFlags, *, flags: bool) -> di
 
 
 def say_what_the_default_is(serve_config: Mapping[str, Any]) -> None:
-    """Print one line about which model answers if the default model has not been fetched."""
+    """If the default model has not been fetched, print one line about which model answers instead."""
     sections = [application.get("args") or {} for application in serve_config.get("applications") or ()]
     models = [model for given in sections for model in given.get("models") or ()]
     asked = any(isinstance(model, dict) and model.get("model") == smollm2.DEFAULT for model in models)

@@ -76,8 +76,9 @@ class Layers:
         return pairs, context
 
     def handed_over(self, start: int, stop: int, skip: int, end: int) -> float:
-        """Return how much KV, in that of tokens in all layers, a handoff of the tokens from `skip` to `end` reads once
-        those from `start` to `stop` are ready. What windows see of the prompt, and states, are read at its end."""
+        """Return how much KV a handoff of the tokens from `skip` to `end` reads once the tokens from `start` to `stop`
+        are ready. The unit is the KV of one token in all layers. States, and the part of the prompt that windows see,
+        are read at its end."""
         total = 0.0
         for kind in self.kinds:
             if kind.window is None:
@@ -110,12 +111,12 @@ class Work(NamedTuple):
 
 
 def differs(cfg: ModelConfig) -> bool:
-    """Return whether layers keep anything but the KV of all tokens."""
+    """Return whether any layer keeps something other than the KV of all tokens."""
     return cfg.recurrent is not None or any(group.spec.window is not None for group in cfg.kv_groups)
 
 
 def layers_reading(cfg: ModelConfig) -> list[int]:
-    """Return how many layers read the KV of each group; some read that of another layer."""
+    """Return how many layers read the KV of each group. Some layers read the KV of another layer."""
     specs = cfg.kv_specs
     owners = [spec if isinstance(spec, int) else layer for layer, spec in enumerate(specs) if spec is not None]
     return [sum(owner in group.layers for owner in owners) for group in cfg.kv_groups]

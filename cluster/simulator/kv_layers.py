@@ -1,4 +1,5 @@
-"""What a replica keeps of sequences, in a model whose layers differ in that: windows, and recurrent states."""
+"""KV and states that a replica keeps, in a model with windows or recurrent states, whose layers keep different
+tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class KVLayers:
     snapshot_interval: int = 0  #: tokens from one snapshot inside a long prompt to the next
 
     def manager(self, config: EngineConfig) -> tuple[KVCacheManager, list[TokenLimit]]:
-        """Return what an engine builds of these sizes."""
+        """Return the manager and limits that an engine with these sizes builds."""
         size, caching = config.known_block_size, config.enable_prefix_caching
         pools = [
             BlockPool(count, size, caching, null_block=spec.window is not None)
@@ -39,7 +40,7 @@ class KVLayers:
 
 
 def divide(model: ModelShape, card: Card, ranks: int, engine: EngineConfig) -> tuple[KVLayers, int]:
-    """Divide the memory that weights leave as an engine does when it starts. Returns the sizes, and the tokens of the
+    """Divide the memory besides the weights as an engine does when it starts. Returns the sizes, and the tokens of the
     longest sequence. Raises ServingError if not even a short sequence fits."""
     import torch  # takes seconds, and models whose layers are alike do not need it
 

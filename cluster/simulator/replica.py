@@ -29,8 +29,8 @@ MAX_FAST_FORWARD_STEPS = 64  # limited, because the next arrival may cut it shor
 
 
 class Replica:
-    """An engine, simulated as its step loop (engine/core/engine.py) runs without overlap: what arrives during a step is
-    planned for in the next one."""
+    """A simulated engine. Its step loop (engine/core/engine.py) runs without overlap: what arrives during a step is
+    planned for in the next step."""
 
     def __init__(
         self, name: str, role: Role, spec: ClusterSpec, handoffs: HandoffManager, times: StepTimes | None, at_once: int

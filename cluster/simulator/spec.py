@@ -80,8 +80,8 @@ class ClusterSpec:
         return self.prefill_engine or self.engine if role == "prefill" else self.engine
 
     def with_request(self, request_s: float) -> ClusterSpec:
-        """Return the spec with the measured time to the first token outside of steps, divided evenly over both
-        directions."""
+        """Return the spec with `request_s`, the measured time to the first token outside of steps, divided evenly over
+        both directions."""
         return replace(self, call_s=request_s / 2, token_s=request_s / 2)
 
 

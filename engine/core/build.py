@@ -138,7 +138,7 @@ def load(config: EngineConfig, group: TPGroup) -> Loaded:
 
 
 def start_kv_ranks(loaded: Loaded, host: str, opened: ExitStack) -> tuple[list[KVWorkerInfo], list[KVWorkerInfo]]:
-    """Start this rank's KV workers. Returns the workers of all ranks: for KV, and for image embeddings."""
+    """Start this rank's KV workers. Returns the workers of all ranks for KV, and those for image embeddings."""
     if loaded.config.handoff is None and loaded.config.encode is None:
         return [], []
     from engine.runner.worker import start_kv_workers
@@ -147,7 +147,7 @@ def start_kv_ranks(loaded: Loaded, host: str, opened: ExitStack) -> tuple[list[K
 
 
 def start_tiers(loaded: Loaded, opened: ExitStack) -> RankTiers | None:
-    """Open this rank's tiers below the KV cache; None without any."""
+    """Open this rank's tiers below the KV cache; return None if the config has none."""
     if not loaded.config.offloads_kv:
         return None
     from engine.runner import worker

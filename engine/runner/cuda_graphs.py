@@ -1,18 +1,18 @@
 """Runs steps as CUDA graphs: a step replays a graph that was captured for as many tokens or a few more.
 
 A step is hundreds of short kernels, which the host cannot launch as fast as a GPU runs them; a replay is one launch. A
-graph repeats the same kernels on the same memory, so there is one graph for each of a few shapes; its inputs lie in
-buffers that never move, and a step that is smaller than its shape is padded. There are graphs of steps that only
-decode, as in vLLM and nano-vLLM, of steps that verify drafts, and of steps that also compute chunks of prompts. The
-tiles into which attention cuts drafts and chunks are one more input.
+graph repeats the same kernels on the same memory, so there is one graph for each of a few shapes. Inputs lie in buffers
+that never move, and a step smaller than its shape is padded. Some graphs are for steps that only decode, as in vLLM and
+nano-vLLM, some for steps that verify drafts, and some for steps that also compute chunks of prompts. The tiles into
+which attention cuts drafts and chunks are one more input.
 
 Padding consists of tokens that belong to no sequence and have no slot for their KV (-1); of sequences without tokens
 (kv_len 0); of entries of `Batch.single` that name no sequence (-1); and of tiles without rows. Padding reads and writes
 no KV, and its rows of the output are never read. Rows are independent, so real rows do not depend on padding.
 
 All graphs are captured as the engine starts, the largest first. They share one memory pool, in which a capture reuses
-what a larger one before it has freed, so all together take little more than the largest. A graph that does not fit into
-the budget is left out, and steps of its size use the next larger one. None of this has run on a GPU yet.
+what a larger graph before it has freed, so all together take little more than the largest. A graph that does not fit
+into the budget is left out, and steps of its size use the next larger graph. None of this has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ class StepShape:
 
     @property
     def tiles(self) -> int:
-        """The most tiles that the chunks of such a step can need: the full ones, and a last one for each chunk."""
+        """The largest number of tiles that the chunks of such a step can need: all full tiles, and a last tile for each
+        chunk."""
         if self.verified:
             return self.seqs * -(-self.verified // self.tile_rows)
         return self.tokens // self.tile_rows + min(self.seqs, self.tokens // 2) if self.tile_rows else 0
 
     def holds(self, tokens: int, seqs: int, longest: int) -> bool:
-        """Return whether a step of (tokens, sequences, tokens of the longest one) fits."""
+        """Return whether a step fits. longest: tokens of its longest sequence."""
         return tokens <= self.tokens and seqs <= self.seqs and longest <= self.longest
 
 
@@ -239,8 +240,8 @@ class CudaGraphs:
         )  # fmt: skip
 
     def shape_for(self, tokens: int, seqs: int, longest: int) -> StepShape | None:
-        """Return the smallest captured shape that holds a step of (tokens, sequences, tokens of the longest one); None
-        if there is none."""
+        """Return the smallest captured shape that a step fits; None if there is none. longest: tokens of the longest
+        sequence."""
         first = bisect_left(self.captured, tokens, key=lambda shape: shape.tokens)
         return next((shape for shape in self.captured[first:] if shape.holds(tokens, seqs, longest)), None)
 
@@ -296,7 +297,8 @@ class CudaGraphs:
         return ""
 
     def _destroy(self, *shapes: StepShape) -> None:
-        """Destroy the graphs of these shapes, or all. References are not just dropped, since an error may hold some."""
+        """Destroy the graphs of these shapes, or all. Dropping the references is not enough, since an error may hold
+        some."""
         for shape in shapes or list(self._graphs):
             if shape in self._graphs:
                 self._graphs.pop(shape).destroy()

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def can_capture(setup: RankSetup) -> bool:
-    """Return whether steps can run as graphs, which needs kernels that read nothing on the host; log why not."""
+    """Return whether steps can run as graphs, and log why if not. Graphs need kernels that read nothing on the host."""
     config, model, asynchronous, why = setup.config, setup.model, setup.device.asynchronous, None
     if config.enforce_eager:
         why = "enforce_eager"

@@ -82,7 +82,7 @@ def rotary_positions(images: list[MultiModalFeatureSpec], merge_size: int) -> np
 
 
 class SlotImages:
-    """The images of the sequence in each slot, until the last of its images is computed."""
+    """The images of the sequence in each slot. They are kept until the sequence's last image is computed."""
 
     def __init__(self, cfg: VisionConfig, slots: int):
         self._cfg = cfg
@@ -147,8 +147,8 @@ class EncoderCache:
 
     def update(self, plan: StepPlan, inbox: Tensor | None, blocks: list[Tensor]) -> None:
         """Drop, receive and compute embeddings as the plan says. inbox: [blocks, layers, 2, 1, block_size, hidden / 2],
-        memory into which encode engines' embeddings are read. blocks: [n] int64 for each
-        received image, its blocks there."""
+        memory into which embeddings from encode engines are read. blocks: for each received image, [n] int64, its
+        blocks in `inbox`."""
         for mm_hash in plan.forgotten:
             del self._embeddings[mm_hash]
         for received, index in zip(plan.received, blocks, strict=True):

@@ -53,7 +53,7 @@ class PromptLogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class BlockTableRows:
-    """The rows that a batch takes from the device's block tables, and the changes to make in the tables before."""
+    """The rows that a batch takes from the device's block tables, and the changes to apply to the tables first."""
 
     rows: Tensor  #: [seqs] int64
     width: int  #: entries of each row that the batch needs
@@ -111,8 +111,8 @@ class InputBuilder:
         adapter_tile_rows: int = 1,
     ):
         """kv_caches, kv_scales: one per KV cache group. shape_for: returns the graph's shape for a step of (tokens,
-        sequences, tokens of the longest one), or None if no graph fits. drafts: whether a drafter with weights runs
-        after each step. A batch is then built also for steps that run as a graph."""
+        sequences, tokens of the longest sequence), or None if no graph fits. drafts: whether a drafter with weights
+        runs after each step; if so, a batch is built even for steps that run as a graph."""
         self._device, self._shape_for, self._drafts, self._states = device, shape_for, drafts, states
         self._kv_caches, self._kv_scales = kv_caches, kv_scales
         self._block_size, self._max_model_len = kv_caches[0].shape[4], max_model_len

@@ -50,7 +50,7 @@ class GroupNeed:
 
     def most(self, length: int, seqs: int) -> int:
         """Return the most blocks that `seqs` concurrent sequences can make use of. In a group with a window, that is
-        more than they hold: the prefix cache keeps another window for each."""
+        more than the sequences hold, since the prefix cache keeps another window for each."""
         window = self.group.spec.window
         return self.of(length, seqs) + (0 if window is None else seqs * self.held(length))
 
@@ -80,8 +80,8 @@ def group_needs(
 
 
 def window_step_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """Return how many tokens of one prompt every step has room for in a group with a window. A step computes more of
-    them if blocks are to spare."""
+    """Return how many tokens of one prompt every step has room for in a group with a window. A step computes more
+    tokens if blocks are to spare."""
     image = 0 if model.vision is None else model.vision.mm_tokens_per_image
     return max(min(config.max_num_batched_tokens, WINDOW_STEP_TOKENS), image)
 
@@ -149,7 +149,7 @@ def total_bytes(needs: list[GroupNeed], blocks: list[int]) -> int:
 
 
 def longest_that_fits(needs: list[GroupNeed], longest: int, blocks: list[int]) -> int:
-    """Return the length in tokens of the longest sequence, in whole blocks up to `longest`, that fits if it runs alone.
+    """Return the length in tokens of the longest sequence that fits if it runs alone: whole blocks, at most `longest`.
     blocks: the number in each group."""
     size = needs[0].block_size
     return size * most(
@@ -163,11 +163,11 @@ def most(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def divide(budget: int, needs: list[GroupNeed], longest: int, max_num_seqs: int) -> list[int]:
-    """Return how many blocks each group gets of `budget` bytes, at most as many as `max_num_seqs` sequences can use.
+    """Return how many blocks of each group `budget` bytes pay for, at most as many as `max_num_seqs` sequences can use.
 
     The right proportion between groups depends on the length of sequences, which is unknown. So each group first gets
-    what one sequence of `longest` tokens needs, or the longest that fits. The rest is divided in proportion to the most
-    blocks that each group would hold if memory were full of sequences of equal length, over all lengths.
+    the blocks of one sequence of `longest` tokens, or of the longest that fits. The rest is divided in proportion to
+    the most blocks that each group would hold if memory were full of sequences of equal length, over all lengths.
     """
     desired = [need.most(longest, max_num_seqs) for need in needs]
     if total_bytes(needs, desired) <= budget:
@@ -201,7 +201,7 @@ def log_size(needs: list[GroupNeed], blocks: list[int], limit: str, max_model_le
 
 
 def describe_groups(needs: list[GroupNeed], blocks: list[int]) -> list[str]:
-    """Return what each of several groups keeps, and its size; nothing for one group."""
+    """Return a text for each group that says what the group keeps, and its size; empty if there is only one group."""
     kept = ["all" if (window := need.group.spec.window) is None else f"the newest {window:,}" for need in needs]
     return [
         f"{len(need.group.layers)} layers that keep {tokens} tokens: {count:,} blocks, "
@@ -235,7 +235,7 @@ def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tu
 
 
 def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the KV cache. dtype: that of activations. Raises ConfigError if the GPU lacks float8."""
+    """Return the dtype of the KV cache. dtype: dtype of activations. Raises ConfigError if the GPU lacks float8."""
     if config.kv_cache_dtype == "auto":
         return dtype
     if device.type == "cpu":

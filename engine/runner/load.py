@@ -55,7 +55,8 @@ def load_model(setup: RankSetup) -> Model:
 
 
 def load_adapters(setup: RankSetup, model: Model) -> AdapterLoader | None:
-    """Give the model's linear layers slots for adapters, and return what fills these; None without `enable_lora`."""
+    """Give the model's linear layers slots for adapters, and return the loader that fills them; None without
+    `enable_lora`."""
     config = setup.config
     if not config.enable_lora:
         return None
@@ -76,7 +77,8 @@ def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int],
 
 
 def load_drafter(setup: RankSetup, model: Model) -> ModelDrafter | None:
-    """Return the configured drafter with weights, or None. Only rank 0 has one; others get drafts with plans."""
+    """Return the configured drafter with weights, or None. Only rank 0 has a drafter; other ranks get drafts with
+    plans."""
     if setup.tp.rank != 0:
         return None
     target = Target(
@@ -96,8 +98,8 @@ def load_drafter(setup: RankSetup, model: Model) -> ModelDrafter | None:
 
 
 def allocate_inbox(setup: RankSetup) -> Tensor | None:
-    """Return memory for embeddings from encode engines, or None if this engine uses none. Each rank has room for as
-    many as the encoder cache holds.
+    """Return memory for embeddings from encode engines, or None if this engine uses no encode engines. Each rank has
+    room for as many embeddings as the encoder cache holds.
 
     Raises ConfigError for a model that reads text only.
     """

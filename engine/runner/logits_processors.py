@@ -124,7 +124,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingEnds:
-    """Rows whose reasoning must end now, if it has not."""
+    """Rows whose reasoning must end now, unless it has ended already."""
 
     where: Tensor  #: [6, rows] int64: row, slot, start of the output, its length, tags that begin and end the reasoning
     total: int  #: tokens of all outputs

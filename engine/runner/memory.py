@@ -137,9 +137,9 @@ def choose_num_snapshots(
 ) -> int:
     """Return the number of snapshots of recurrent states.
 
-    They get 1 / SHARE of the KV cache's memory, but no more than all sequences at full length could use. With a
-    configured `num_blocks`, they get 1 / (SHARE - 1) of these blocks' memory in addition.
-    dtype: the KV cache's dtype. Raises OutOfMemory as `kv_budget` does.
+    They get 1 / SHARE of the KV cache's memory, but no more than all sequences at full length could use. If
+    `num_blocks` is configured, they get 1 / (SHARE - 1) of the memory of these blocks in addition. dtype: the KV
+    cache's dtype. Raises OutOfMemory as `kv_budget` does.
     """
     if not specs or not (config.enable_prefix_caching or config.handoff):
         return 0

@@ -1,8 +1,7 @@
 """Runs step plans on one rank: builds the inputs, computes the model, samples.
 
-On a GPU nothing here waits for the device before `collect`. Inputs are copied to the device once per step; sampled
-tokens stay there for the next step, and are also copied to the host. So step n+1 is in the device's queue before step n
-has ended.
+On a GPU, only `collect` waits for the device. Inputs are copied to the device once per step; sampled tokens stay there
+for the next step, and are also copied to the host. So step n+1 is in the device's queue before step n has ended.
 """
 
 from __future__ import annotations
@@ -122,8 +121,8 @@ class ModelRunner:
         self._warm_up()
 
     def _open_graphs(self) -> None:
-        """Create what replays steps, if possible: CUDA graphs and block tables on a GPU, a graph of kernels on a
-        CPU."""
+        """Create the graphs that replay steps, if possible: CUDA graphs and block tables on a GPU, a graph of kernels
+        on a CPU."""
         setup, config = self.setup, self.config
         # the device keeps block tables and is sent changes only: with long contexts, a batch's rows are megabytes
         self._tables: Tensor | None = None

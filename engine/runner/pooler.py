@@ -1,5 +1,5 @@
-"""Makes embeddings and scores from hidden states. A prompt may be computed in several chunks: the pooler keeps what it
-needs of earlier chunks until the last one."""
+"""Makes embeddings and scores from hidden states. If a prompt is computed in several chunks, the pooler keeps what it
+needs of earlier chunks until the last chunk."""
 
 from __future__ import annotations
 

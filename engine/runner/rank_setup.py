@@ -1,4 +1,4 @@
-"""The setup of one rank: its options, and all that follows from them before weights are loaded."""
+"""The setup of one rank: its options, and everything derived from them before weights are loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.runner import kv_cache
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The options of one rank, and what is derived from them."""
+    """The options of one rank, and everything derived from them."""
 
     config: EngineConfig
     model: ModelConfig
@@ -57,7 +57,7 @@ class RankSetup:
 
     @property
     def state_specs(self) -> list[StateSpec]:
-        """What each recurrent layer keeps for a sequence."""
+        """The tensors that each recurrent layer keeps for a sequence."""
         return state_specs(self.model.recurrent, str(self.dtype).removeprefix("torch."), self.tp.size)
 
     @property
@@ -78,8 +78,8 @@ def check_layers(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def without_idle_moves(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the options of an engine that only moves requests, without `handoff` if those of this model cannot move;
-    other options unchanged."""
+    """Return the options without `handoff` if it serves only to move requests and this model's requests cannot move;
+    else the options unchanged."""
     if config.handoff is None or config.handoff.role != "replica":
         return config
     windowed = any(group.spec.window is not None for group in model.kv_groups)

@@ -77,7 +77,7 @@ class LogprobRows:
 
 @dataclass(slots=True)
 class SamplingInputs:
-    """What sampling needs for each row of logits, prepared on the host. Greedy rows need nothing."""
+    """Inputs of sampling for each row of logits, prepared on the host. Greedy rows need none."""
 
     random: list[RandomRows]
     edits: BatchEdits | None

@@ -33,7 +33,7 @@ SAMPLINGS = (
 
 
 def warm_up_plans(config: EngineConfig, max_model_len: int, vision: VisionConfig | None) -> list[StepPlan]:
-    """Return plans of one decoding sequence, alone and with a chunk of another one, and of a prompt with an image.
+    """Return plans of one decoding sequence, alone and together with a chunk of another, and of a prompt with an image.
     Their KV goes to block 0."""
     plans, num_drafts = [], 2 if config.speculative else 0
     for i, params in enumerate(SAMPLINGS):
@@ -50,7 +50,8 @@ def warm_up_plans(config: EngineConfig, max_model_len: int, vision: VisionConfig
 def image_plans(
     image: MultiModalFeatureSpec, token_id: int, config: EngineConfig, max_model_len: int
 ) -> list[StepPlan]:
-    """Return a plan of a prompt that is one image, and one that forgets the image; none if it is too long."""
+    """Return a plan of a prompt that is one image, and a plan that forgets the image; no plans if the image is too
+    long."""
     count = image.num_embeds
     if count > min(config.max_num_batched_tokens, config.encoder_cache_size, max_model_len - 1):
         return []
@@ -146,7 +147,7 @@ def dummy_samplings(setup: RankSetup, seqs: int, staged: StagedCopy) -> list[Sam
 
 
 def run_dummy_drafts(setup: RankSetup, drafter: ModelDrafter, batch: Batch, counts: list[int], out: Tensor) -> None:
-    """Propose for every sequence, in one KV block that all of them have in all places. counts: of their tokens."""
+    """Propose for every sequence. All block tables name one KV block in all places. counts: tokens of each sequence."""
     assert setup.config.speculative is not None
     drafter.allocate(1)
     table, size = batch.block_table, setup.model.hidden_size

@@ -137,7 +137,8 @@ class Worker:
 def start_kv_workers(
     runner: ModelRunner, host: str, opened: ExitStack
 ) -> tuple[list[KVWorkerInfo], list[KVWorkerInfo]]:
-    """Start this rank's workers for KV and for image embeddings. Return those of all ranks: for KV, and for embeddings.
+    """Start this rank's workers for KV and for image embeddings. Returns the workers of all ranks for KV, and those for
+    embeddings.
 
     Every rank has to call this within `group.starting()`. opened: stack whose exit closes the workers.
     Raises StartupError.
@@ -159,7 +160,7 @@ def start_kv_workers(
 
 
 def start_tiers(runner: ModelRunner, folder: Path, opened: ExitStack) -> RankTiers | None:
-    """Open this rank's tiers below the KV cache; None without any. Every rank has to call this within
+    """Open this rank's tiers below the KV cache; return None if the config has none. Every rank has to call this within
     `group.starting()`. Raises StartupError."""
     config, tp = runner.config, runner.tp
     dtypes = runner.dtype, runner.kv_dtype

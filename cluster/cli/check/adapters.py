@@ -1,4 +1,4 @@
-"""Checks whether the LoRA adapters of a configuration fit their models, and what their slots take."""
+"""Checks whether the LoRA adapters of a configuration fit their models, and how much memory their slots take."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from engine.model.models.registry import build_model
 
 
 def check_listed(serve_config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield warnings of adapters that a Serve configuration lists. Reads no weights of the models. Raises StartupError
-    for an adapter that does not fit its model."""
+    """Yield warnings about the adapters that a Serve configuration lists. Reads no weights of the models. Raises
+    StartupError for an adapter that does not fit its model."""
     for _, application in ours(serve_config):
         for model in AppConfig.of(application).models:
             for finding in check_adapters(model, layers_of(model, "decode")) if model.lora_modules else ():
@@ -34,8 +34,8 @@ def check_listed(serve_config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def layers_of(model: ModelSection, role: Role) -> ModelAdapters:
-    """Return what adapters can change in an engine of a pool, without memory for it. Experts and `kv_b_proj` are as on
-    a CPU: a GPU refuses their adapters when it loads them."""
+    """Return the layers that adapters can change in an engine of a pool, without memory for them. Experts and
+    `kv_b_proj` count as on a CPU; a GPU refuses their adapters when it loads them."""
     engine = model.engine_config(role)
     shape = ModelConfig.from_folder(engine_folder(engine), engine.quantization)
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
@@ -62,7 +62,7 @@ def check_adapters(model: ModelSection, layers: ModelAdapters) -> Iterator[Findi
 
 
 def is_other(base: str, model: str) -> bool:
-    """Return whether two paths or Hub ids are of different models. Names of which one begins with the other, as those
-    of quantized variants do, count as one model's."""
+    """Return whether two paths or Hub ids name different models. If one name begins with the other, as with quantized
+    variants, they count as one model."""
     one, other = (Path(name).name.casefold() for name in (base, model))
     return not (one.startswith(other) or other.startswith(one))

@@ -87,7 +87,7 @@ def check_kv_cache(
     topic: str, engine: EngineConfig, shape: ModelConfig, dtype: torch.dtype, weights: int, *, on_gpu: bool
 ) -> Finding:
     """Size a KV cache as a rank does at its start, as if nothing else ran on this machine. weights: bytes per rank,
-    with those of slots for adapters."""
+    including slots for adapters."""
     if on_gpu:
         _, total = torch.cuda.mem_get_info()
         free, less = int(total * engine.gpu_memory_utilization) - weights, ", less what a step's activations take"

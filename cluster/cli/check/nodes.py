@@ -44,8 +44,8 @@ def find_nodes(address: str | None) -> list[Node] | None:
 
 
 def _answer(answer: Connection, named: str | None) -> None:
-    """Send the nodes, or None if no cluster was named and none is found, or else a line that says why there are
-    none."""
+    """Send the nodes; None if no cluster was named and none is found; otherwise a line that says why there are no
+    nodes."""
     try:
         ray.init(address=named or "auto", logging_level=logging.ERROR, log_to_driver=False)
         answer.send(cluster_nodes())
