@@ -1,4 +1,4 @@
-"""The routes that load and unload LoRA adapters while the server runs, as vLLM has them."""
+"""Routes that load and unload LoRA adapters while the server runs, as in vLLM."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def http_app(
 ) -> FastAPI:
     """Build the application. Raises ConfigError for an invalid file of API keys.
 
-    models: served models by name. tables: gives the table of a model's adapters.
+    models: served models by name. tables: function that returns the table of a model's adapters.
     """
     app = FastAPI(title="Manta", docs_url=None, redoc_url=None, redirect_slashes=False)
     api_keys = auth.keys()

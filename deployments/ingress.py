@@ -70,7 +70,7 @@ class IngressPeers:
         return [] if found is None else msgspec.msgpack.decode(found, type=list[ScalingChange])
 
     async def adapters_changed(self) -> None:
-        """Tell them that an adapter was loaded, or unloaded."""
+        """Tell the other ingresses that an adapter was loaded or unloaded."""
         await self._ask("adapters_changed")
 
     async def _ask(self, method: str, *args: Any) -> list[bytes]:
@@ -98,7 +98,8 @@ class Ingress:
         console: ConsoleConfig,
         images: ImageConfig,
     ):
-        """pools: handles of each model's decode replicas, and of those that compute for them."""
+        """pools: for each model, the handle of its decode replicas, and the handles of the replicas that compute for
+        these."""
         started = time.monotonic()
         ingress_id = serve.get_replica_context().replica_id.unique_id
         log_to_console(f"ingress-{ingress_id}", log)
@@ -161,7 +162,7 @@ class Ingress:
         return msgspec.msgpack.encode(self._telemetry.own_overview())
 
     async def adapters_changed(self) -> bytes:
-        """Another ingress has loaded an adapter, or unloaded one."""
+        """Note that another ingress has loaded or unloaded an adapter."""
         for table in self._adapter_tables:
             table.num_heard += 1
         return b""
@@ -182,7 +183,8 @@ class Ingress:
         return ServedModel(info, tokenizer, pool, self._channel, self._telemetry, loader)
 
     async def _log_state(self) -> None:
-        """Log `ready` once a request would be answered, which `serve run` never reports, and then totals."""
+        """Log `ready` once a request would be answered, since `serve run` never reports that. From then on, log
+        totals."""
         while (endpoint := await self._ready_endpoint()) is None:
             await asyncio.sleep(READY_INTERVAL_S)
         seconds = time.time() - endpoint.deployed_at

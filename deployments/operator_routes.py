@@ -60,8 +60,8 @@ class OperatorRoutes:
         return Response(await render_metrics(self._models.pools(), self._telemetry), media_type=CONTENT_TYPE)
 
     async def node_metrics(self, request: Request) -> Response:
-        """Return the metrics of one node: that of the proxy, which names it in a header, or without a proxy that of the
-        ingress."""
+        """Return the metrics of one node. Behind a proxy, this is the proxy's node, which the proxy names in a header;
+        otherwise it is the ingress's node."""
         node = request.headers.get(NODE_HEADER, self._telemetry.stats.node)
         return Response(await render_metrics(self._models.pools(), self._telemetry, node), media_type=CONTENT_TYPE)
 

@@ -1,5 +1,5 @@
-"""Prefill and encode deployments: replicas that compute prompts or images for others. KV goes from rank to rank, not
-through here."""
+"""Prefill and encode deployments: replicas that compute prompts or images for others. KV goes directly from rank to
+rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""All private names of Ray that we use, except those in ray_driver.py. Ray is pinned to a minor version; look here
-first when that changes."""
+"""All private names of Ray that we use, except those in ray_driver.py. Ray is pinned to a minor version; whoever raises
+the pin should look here first."""
 
 from __future__ import annotations
 
@@ -75,10 +75,11 @@ class HttpEndpoint:
 def end_serve_run(reason: str) -> None:
     """Print why the application cannot start, and end the `serve run` or `manta serve` that deploys it.
 
-    Returns if there is no such process on this node, or if some model has been up: it must keep running, and a failed
-    change can be reverted. Ray 2.60 builds an application of a YAML file in a worker process; when that fails, `serve
-    run` prints a traceback and then sleeps forever. On SIGTERM it ends, with all its Ray processes and a nonzero
-    status. `serve deploy` and KubeRay have no such process; they show the error in the application's status.
+    Returns if there is no such process on this node. Also returns if some model has been up, since a running
+    application must keep running, and a failed change can be reverted. Ray 2.60 builds an application of a YAML file in
+    a worker process; when that fails, `serve run` prints a traceback and then sleeps forever. On SIGTERM it ends, with
+    all its Ray processes and a nonzero status. `serve deploy` and KubeRay have no such process; they show the error in
+    the application's status.
     """
     pid = _serve_run_pid()
     if pid is None or _a_model_was_up():
@@ -157,17 +158,18 @@ def shared(name: str) -> bytes | None:
 
 
 def share_first(name: str, value: bytes) -> bool:
-    """Store a value as `share` does, unless there is one of that name. Returns whether it was stored."""
+    """Store a value as `share` does, unless this name has a value already. Returns whether the value was stored."""
     return not internal_kv._internal_kv_put(name, value, overwrite=False, namespace=NAMESPACE)
 
 
 def unshare(name: str) -> None:
-    """Delete what `share` has stored, if anything. Blocks for a call to the GCS."""
+    """Delete the value that `share` has stored under this name, if any. Blocks for a call to the GCS."""
     internal_kv._internal_kv_del(name, namespace=NAMESPACE)
 
 
 def shared_below(prefix: str) -> dict[str, bytes]:
-    """Return what `share` has stored under names with this prefix, which is cut off. Blocks for a call for each."""
+    """Return the values that `share` has stored under names with this prefix, by the rest of the name. Blocks for a
+    call to the GCS, and one more for each value."""
     names = [key.decode() for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE)]
     found = {name.removeprefix(prefix): shared(name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
@@ -219,8 +221,9 @@ def pipe_of_sigterm() -> int:
     """Return the file descriptor of a pipe that becomes readable when this process gets a SIGTERM, which then has no
     other effect.
 
-    Ray's handler would end the process at once. Python lets only the main thread set another, and a replica's code runs
-    in a thread; faulthandler does not mind, and writes where the threads are into the pipe.
+    Ray's handler would end the process at once. Python lets only the main thread set another handler, and a replica's
+    code runs in another thread. faulthandler has no such restriction; on SIGTERM it writes a thread's stack into the
+    pipe.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -1,7 +1,7 @@
-"""Ray as `manta serve` runs it: starts it, deploys, and ends both on Ctrl-C.
+"""Runs Ray for `manta serve`: starts Ray, deploys the application, and ends both on Ctrl-C.
 
-Like ray_compat.py it uses private names of Ray. Those of Serve are imported in functions, since this process has time
-for that while Ray starts.
+Like ray_compat.py, this module uses private names of Ray. Those of Serve are imported in functions, since this process
+has time for that while Ray starts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ STARTING = ("NOT_STARTED", "DEPLOYING")  # of Serve's ApplicationStatus
 
 
 class ServeViewer(Protocol):
-    """What shows a server's log lines and its shutdown to the user."""
+    """Interface of a display that shows a server's log lines and its shutdown to the user."""
 
     def line(self, text: str) -> None:
         """Take a line that a process of the cluster has written. May be called from any thread."""
@@ -126,7 +126,8 @@ def _end_if_the_start_failed() -> None:
 
 
 def patience() -> float:
-    """Return by what factor things take longer than on an idle machine: the number of runnable processes per CPU."""
+    """Return the factor by which things take longer than on an idle machine: the number of runnable processes per
+    CPU."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -152,10 +153,11 @@ def _start_ray(address: str | None, *, configure_logging: bool) -> None:
 def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None]]:
     """Change how `ray.init` starts a node, inside the block.
 
-    It leaves out the monitor of Ray's autoscaler, and Ray's dashboard, which it would start before anything that models
-    need. It gives Ray's agents fixed ports, and announces them where the raylet looks, which would end without them
-    after 15 s. It waits for the node as long as the load requires, not half a minute, but not for a node that has
-    ended. Yields a function that starts later what was left out; it does nothing if Ray was already running.
+    It leaves out the monitor of Ray's autoscaler and Ray's dashboard, which would otherwise start before anything that
+    models need. It gives Ray's agents fixed ports, and announces the ports where the raylet looks for them; otherwise
+    the raylet would end after 15 s. It waits for the node as long as the load requires instead of half a minute, but
+    not for a node that has ended. Yields a function that later starts what was left out; it does nothing if Ray was
+    already running.
     """
     left_out: list[Callable[[], None]] = []
     nodes: list[Node] = []
@@ -290,8 +292,8 @@ def _tell_what_stops(viewer: ServeViewer) -> None:
 
 
 def _shutdown() -> None:
-    """End the applications once their running requests have ended, then Serve. Serve's own shutdown would end the
-    proxies first, through which those requests are answered."""
+    """End the applications once their running requests have ended, then Serve. Serve's own shutdown would first end the
+    proxies through which those requests are answered."""
     from ray import serve
 
     if not ray.is_initialized():  # else Serve would start another Ray
@@ -306,7 +308,7 @@ def _shutdown() -> None:
 
 
 def _drain_limit(client: ServeControllerClient) -> float:
-    """Return the seconds after which Serve has killed every replica that does not end by itself."""
+    """Return the seconds after which Serve kills every replica that has not ended by itself."""
     applications = client.get_serve_details()["applications"].values()
     drains = [
         deployment["deployment_config"]["graceful_shutdown_timeout_s"]

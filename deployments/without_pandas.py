@@ -1,8 +1,8 @@
-"""Has Ray Serve start without pandas, whose import takes half a second in each of a server's seven processes.
+"""Makes Ray Serve start without pandas, whose import takes half a second in each of a server's seven processes.
 
-Serve imports it where it is installed, to show data frames in its REST API, and does without where it is not. Ray
-imports this module in each worker before the first task (cluster/ray_environment.py). For all other importers pandas
-is as it was.
+Where pandas is installed, Serve imports it to show data frames in its REST API; elsewhere, Serve does without. Ray
+imports this module in each worker before the first task (cluster/ray_environment.py). All other code imports pandas as
+before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class PandasRefusal(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Leave all else to the finders after it."""
+        """Raise ModuleNotFoundError for pandas while `IMPORTER` is being imported; else return None, so that later
+        finders look."""
         spec = getattr(sys.modules.get(IMPORTER), "__spec__", None)
         if fullname == "pandas" and getattr(spec, "_initializing", False):
             raise ModuleNotFoundError(f"{IMPORTER} does without pandas", name=fullname)

@@ -1,9 +1,9 @@
 """Queue of one model in one ingress, before the engines' own queues.
 
-Engines get only as many sequences as they can run and a few more, so that they never idle. Which request is next is
-decided here, where clients are known, by engine/fairness/fair_queue.py. With several ingresses, each gets a fraction of
-the engines' capacity and is fair among the clients that it serves: a client that reaches only one of them is limited to
-that one's fraction.
+Engines get only as many sequences as they can run and a few more, so that they never idle. The next request is chosen
+here, where clients are known, by engine/fairness/fair_queue.py. With several ingresses, each gets a fraction of the
+engines' capacity and is fair among the clients that it serves. So a client that reaches only one ingress is limited to
+the fraction of that ingress.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MAX_RETRY_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """Limits on the sequences that one ingress sends to a model's engines, and on those that wait in it."""
+    """Limits on the sequences that one ingress sends to a model's engines, and on the sequences that wait in the
+    ingress."""
 
     max_num_seqs: int
     """Maximum number of sequences that one engine runs."""
@@ -155,8 +156,8 @@ async def _wait(started: asyncio.Future[None], request_id: str, timeout_s: float
 def window(statuses: Sequence[EngineStatus], limits: AdmissionLimits) -> int:
     """Return how many sequences one ingress may have in the engines.
 
-    That is, for each engine, the maximum it runs and a few more to continue with. An engine whose requests wait for KV
-    blocks counts only with the sequences that it actually runs, and the same few more.
+    Each engine contributes the maximum that it runs, and a few more to continue with. An engine whose requests wait for
+    KV blocks contributes only the sequences that it actually runs, and the same few more.
     """
     headroom, total = _headroom(limits), 0
     for stats in (status.stats for status in statuses):

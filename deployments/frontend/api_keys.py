@@ -36,13 +36,14 @@ def hash_key(key: str) -> str:
 
 
 def key_line(name: str, key: str, models: str = "") -> str:
-    """models: names of those that the key is limited to, with commas between them."""
+    """Return the line of a key for the file. models: names of the models that the key is limited to, with commas
+    between them."""
     return ":".join(filter(None, (name, hash_key(key), models)))
 
 
 class ApiKeys:
-    """Keys from a file, one per line, where empty lines and comments (`#`) are ignored, and further keys that never
-    change.
+    """Keys from a file, one per line, and further keys that never change. Empty lines and comments (`#`) of the file
+    are ignored.
 
     A change of the file is noticed within a second. If the file cannot be read then, the old keys stay valid and the
     failure is logged. An empty file admits no client.
@@ -77,7 +78,8 @@ class ApiKeys:
         return matches[0]
 
     def models_of(self, name: str) -> frozenset[str] | None:
-        """Return what the keys of this name are limited to, of which there may be several; None for all models."""
+        """Return the models to which the keys of this name are limited; None for all models. Several keys may have this
+        name."""
         self._reload_if_changed()
         limits = [key.models for key in (*self._fixed.values(), *self._keys.values()) if key.name == name]
         return None if None in limits or not limits else frozenset().union(*filter(None, limits))

@@ -91,8 +91,8 @@ class ReportedError(ServingError):
 
 
 class Aborted(EngineError):
-    """The request's call was cancelled. Serve does so when the client has left, sometimes before the ingress
-    notices."""
+    """Raised when the request's call was cancelled. Serve cancels it when the client has left, sometimes before the
+    ingress notices."""
 
     def __init__(self, request_id: str):
         super().__init__(request_id, "it was aborted")
@@ -192,7 +192,7 @@ class Sequence:
         self.metrics.sent(request_id)
 
     def add(self, delta: TokenDelta) -> TextChunk | None:
-        """Take a delta of the current attempt. Returns None if it has neither tokens nor an end.
+        """Take a delta of the current attempt. Returns None if the delta has neither tokens nor an end.
 
         Raises one of AttemptError if the attempt has failed.
         """

@@ -97,14 +97,14 @@ class TokenChannel:
         self._working.pop(old, None)
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> None:
-        """End the request in its engine, if that is known, which it is after the first delta."""
+        """End the request in its engine, if that engine is known. It is known from the first delta on."""
         if request_id in self._working:
             _, address = self._working[request_id]
             self._engines.forget_unused()
             self._engines.send(address, msgspec.msgpack.encode(Abort(request_id, reason)))
 
     def engine_of(self, request_id: str) -> str:
-        """Return the id of the engine that works on a request, which must have had a delta."""
+        """Return the id of the engine that works on a request. A delta of the request must have arrived."""
         return self._working[request_id][0]
 
     async def run(self) -> None:

@@ -69,7 +69,7 @@ class RequestContext:
 
 
 def source_of(request: Request) -> GenerationSource:
-    """Return what the tokens of the answer to a request come from."""
+    """Return the source of the tokens that answer a request."""
     source: GenerationSource | None = getattr(request.state, SOURCE, None)
     return source or LiveSource()
 
@@ -81,14 +81,15 @@ def key_name(request: Request) -> str | None:
 
 
 def allowed_models(request: Request) -> frozenset[str] | None:
-    """Return the names of models that the request may have; None for all."""
+    """Return the names of the models that the request may use; None for all."""
     allowed: frozenset[str] | None = getattr(request.state, ALLOWED_MODELS, None)
     return allowed
 
 
 def _client(request: Request, body: EngineBody) -> str:
-    """Return the client by which fairness counts: the API key's name, or without keys the user in the body, else the
-    client's address. With keys the body is not trusted, or one client could take the shares of many."""
+    """Return the client for which fairness counts: the API key's name or, on a server without keys, the user in the
+    body or else the client's address. With keys the body is not trusted, or one client could take the shares of many.
+    """
     if (background := getattr(request.state, BACKGROUND_CLIENT, None)) is not None:
         return str(background)
     if (name := key_name(request)) is not None:

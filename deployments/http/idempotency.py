@@ -30,7 +30,7 @@ FIXED_HEADERS = ("x-request-id", SESSION_HEADER, TIMEOUT_HEADER, "content-type")
 
 
 class IdempotentRoutes:
-    """Routes whose answers are kept if a request asks for it."""
+    """Routes whose answers are kept if the request asks for that."""
 
     def __init__(self, jobs: Jobs):
         self.jobs = jobs
@@ -65,7 +65,7 @@ class IdempotentRoutes:
         return decorate
 
     async def begin(self, request: Request, route: str) -> Response:
-        """Handle a request of a route as if it had a key, one that only the server knows."""
+        """Handle a request of a route as if it had a key, which only the server knows."""
         owner, body = key_name(request) or "", await read_json(request)
         new = JobRecord.new(owner, route, body, _fixed_headers(request))
         return await self._respond(request, secrets.token_hex(16), owner, None, new, None)
@@ -95,7 +95,8 @@ class IdempotentRoutes:
         new: JobRecord | None,
         sent: tuple[str, bytes] | None,
     ) -> Response:
-        """Answer from the job with this id. sent: route and body of this request; None to use those of the job."""
+        """Answer from the job with id `stream_id`. sent: route and body of this request; None to use those of the
+        job."""
         while True:
             job = await self.jobs.open(stream_id, owner, new)
             record = job.record

@@ -1,5 +1,5 @@
-"""Requests that the server sends to itself, or that other deployments send by a handle: with all checks, without
-sockets."""
+"""Requests that the server sends to itself, or that other deployments send by a handle. They pass all checks, but no
+socket."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ async def post(
 
 
 class RefusedInProcess(Exception):
-    """A request of another deployment was answered with an error: HTTP status and body, as clients see them."""
+    """Raised when a request of another deployment is answered with an error. Has the HTTP status and body that clients
+    see."""
 
     def __init__(self, status: int, body: str):
         super().__init__(status, body)

@@ -72,7 +72,7 @@ async def stream(
     ids: NoEventIds = NO_IDS,
 ) -> EventStream:
     """Return a stream, once the first event that the client lacks is known. So a refused request gets its own HTTP
-    status, as does one that resumes a stream from a position that it never had."""
+    status. So does a request that resumes a stream from a position that the stream never had."""
     events = _encoded(chunks, event_format, ids)
     try:
         first = await anext(events, b"")
@@ -87,8 +87,8 @@ async def stream(
 async def _encoded(
     chunks: AsyncGenerator[msgspec.Struct | msgspec.Raw], event_format: EventFormat, ids: NoEventIds
 ) -> AsyncGenerator[bytes]:
-    """Yield the events that the client lacks, with their ids if they have ids. An error after the first of them becomes
-    the last event before the end."""
+    """Yield the events that the client lacks, with their ids if they have ids. If an error occurs after the first of
+    these events, it becomes the last event before the end."""
     begun = False
     try:
         async with aclosing(chunks):

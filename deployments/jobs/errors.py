@@ -6,7 +6,7 @@ from engine.errors import RequestError, ServingError
 
 
 class IdempotencyKeyReused(RequestError):
-    """The key belongs to another request (draft-ietf-httpapi-idempotency-key-header, 2.7)."""
+    """Raised when the key belongs to another request (draft-ietf-httpapi-idempotency-key-header, 2.7)."""
 
     status = 422
 
@@ -20,7 +20,7 @@ class IdempotencyKeyInUse(Exception):
 
 
 class StreamNotFound(RequestError):
-    """No answer with this id is stored, or this ingress cannot access its store."""
+    """Raised when no answer with this id is stored, or this ingress cannot access its store."""
 
     status, type = 404, "not_found_error"
 

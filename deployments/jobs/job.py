@@ -52,7 +52,7 @@ class Job:
 
     @property
     def started(self) -> bool:
-        """Whether its computation has begun, here or, if the answer is complete, anywhere."""
+        """Whether the computation of the answer has begun, here or, if the answer is complete, anywhere."""
         return self._task is not None or self._log.ended
 
     async def read(
@@ -63,7 +63,7 @@ class Job:
         fingerprint: str | None,
         ids: NoEventIds,
     ) -> LoggedGeneration:
-        """Return the answer from its start, and begin to compute it if that has not begun.
+        """Return the answer from its start, and begin to compute it unless that has begun already.
 
         fingerprint: fingerprint of the model that would compute it. ids: event ids of the reader's stream. Raises
         StoreUnavailable, IdempotencyKeyInUse, AnswerNotReproducible.
@@ -170,6 +170,6 @@ class Job:
 
 
 def _adapter(frontend: SequenceContext, prompts: list[list[GenerateRequest]]) -> Adapter | None:
-    """Return the adapter of requests, which all have the same one."""
+    """Return the adapter of the requests, which all have the same one; None if they have none."""
     lora = prompts[0][0].lora
     return None if lora is None else Adapter.of(lora, frontend.model)

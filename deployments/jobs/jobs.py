@@ -1,4 +1,4 @@
-"""Jobs of an application, of which this ingress computes some."""
+"""Jobs of an application. This ingress computes some of them."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ Statuses = Callable[[], Awaitable[Sequence[EngineStatus]]]
 
 
 async def depart(engine: EngineReplica, statuses: Statuses, slots: int) -> None:
-    """Move the engine's requests as far as other replicas have room for them, until none is left.
+    """Move the engine's requests to other replicas as far as these have room, until none is left.
 
-    Without another replica that can go on with them, they continue here. statuses: function that returns the statuses
-    of the pool's replicas. slots: sequences that one replica runs at a time.
+    Without another replica that can go on with the requests, they continue here. statuses: function that returns the
+    statuses of the pool's replicas. slots: sequences that one replica runs at a time.
     """
     began = engine.num_calls
     logger.info("replica departs requests=%d", began)

@@ -1,4 +1,4 @@
-"""A request for an engine, encoded once: no process on its way decodes it."""
+"""A request for an engine, encoded once, so that no process on its way has to decode it."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class EngineDeployment:
         return msgspec.msgpack.encode(self._engine.status())
 
     async def load_adapter(self, lora: LoRARequest, call: RoutingContext) -> ErrorInfo | None:
-        """Have the engine read an adapter. Returns why it cannot. Raises EngineUnavailable."""
+        """Make the engine read an adapter. Returns the error if it cannot, else None. Raises EngineUnavailable."""
         return await self._engine.load_adapter(lora)
 
     async def reset_prefix_cache(self) -> None:
@@ -113,7 +113,7 @@ class EngineDeployment:
     async def _exit_with_engine(self, ranks: RankGroup) -> None:
         """End this process when a rank dies or the engine hangs.
 
-        An orderly stop by Serve would in vain give the requests of a hanging replica `drain_s` to end.
+        An orderly stop by Serve would give the requests of a hanging replica `drain_s` to end, in vain.
         """
         ends = [asyncio.create_task(ranks.run()), asyncio.create_task(self._engine.until_unhealthy())]
         try:
@@ -129,8 +129,8 @@ class EngineDeployment:
         asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 
     async def _depart(self, slots: int) -> None:
-        """Move requests to other replicas when Serve or a SIGTERM tells this one to stop. Serve waits until they have
-        left; a SIGTERM ends the process then, or after TERM_S."""
+        """Move requests to other replicas when Serve or a SIGTERM tells this replica to stop. Serve waits until the
+        requests have left. After a SIGTERM, the process ends once they have left, or after TERM_S."""
         loop, signalled, pipe = asyncio.get_running_loop(), asyncio.Event(), ray_compat.pipe_of_sigterm()
 
         def on_sigterm() -> None:

@@ -93,10 +93,10 @@ class EngineReplica:
             self._context.destroy(linger=0)
 
     async def run_request(self, request: EncodedRequest) -> None:
-        """Start a request in the engine, and return when it has ended there, for any reason; for a RemoteRequest, when
-        its handoff has ended.
+        """Start a request in the engine, and return when it has ended there, for any reason. A RemoteRequest has ended
+        when its handoff has.
 
-        Tokens and KV do not come here. If this is cancelled, the engine drops the request at once. Raises
+        Tokens and KV do not come here. If this call is cancelled, the engine drops the request at once. Raises
         EngineUnavailable if the engine breaks.
         """
         name, timeout_s = request.request_id, request.timeout_s
@@ -133,7 +133,8 @@ class EngineReplica:
             raise group.exceptions[0] from None
 
     async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
-        """Return once the engine has read an adapter, with the reason if it cannot. Raises EngineUnavailable."""
+        """Make the engine read an adapter, and wait until it has. Returns the error if it cannot, else None. Raises
+        EngineUnavailable."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
         call_id = secrets.token_hex(8)

@@ -16,7 +16,7 @@ from engine.wire.messages import EngineStatus, ErrorInfo, GenerateRequest, PeerP
 
 
 class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__struct_config__.tag):
-    """An engine's newest status, with what its replica adds.
+    """An engine's newest status, with fields added by its replica.
 
     Its tag is that of EngineStatus, so that each of the two can be decoded as the other.
     """
@@ -34,7 +34,7 @@ class EnginePool(Protocol):
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         """Run requests in one engine, and return when all have ended there. Cancelling the call aborts them.
 
-        avoid: ids of engines that should not get them if there are others.
+        avoid: ids of engines that should not get the requests if there are other engines.
         Waits for a replica if there is none. Raises ServingError; EngineUnavailable if the replica is lost meanwhile.
         """
 
@@ -45,15 +45,16 @@ class EnginePool(Protocol):
         """Return whether there are no replicas because none is needed; the next request starts one."""
 
     async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
-        """Have one replica read an adapter. Returns why it cannot. Raises ServingError if none answers."""
+        """Make one replica read an adapter. Returns the error if it cannot, else None. Raises ServingError if no
+        replica answers."""
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix caches of all replicas in all pools. Raises EngineUnavailable if a replica does not
         answer."""
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
-        """Return one status per healthy replica that computes prompts or images for this pool, by the replica's
-        pool."""
+        """Return one status per healthy replica that computes prompts or images for this pool, by pool of the
+        replica."""
 
 
 class ModelReplicas(msgspec.Struct, frozen=True):

@@ -26,10 +26,10 @@ class RemotePool(Protocol):
     routing: RoutingStats  #: totals of the routing of prefill requests
 
     async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:
-        """Have a replica compute the prompt. Returns when the handoff has ended there, for any reason.
+        """Make a replica compute the prompt. Returns when the handoff has ended there, for any reason.
 
         Cancelling the call cancels the request there. avoid: ids of engines that should not get the request if there
-        are others. Raises ServingError.
+        are other engines. Raises ServingError.
         """
 
     async def statuses(self) -> Sequence[EngineStatus]:
@@ -44,8 +44,8 @@ class RemoteDispatcher:
     for it."""
 
     def __init__(self, pool: RemotePool, send: Callable[[Command], None], kind: PeerPool = "prefill"):
-        """send: function that sends a command to this replica's engine. kind: kind of the pool, which says what it
-        computes."""
+        """send: function that sends a command to this replica's engine. kind: kind of the pool, which determines
+        whether it computes prompts or images."""
         self.pool, self._kind = pool, kind
         self._send = send
         self._calls: dict[str, asyncio.Task[None]] = {}
@@ -62,8 +62,8 @@ class RemoteDispatcher:
             call.cancel()
 
     def start(self, own: Callable[[], EngineStatus]) -> None:
-        """Start to tell the engine periodically which prefill engines are up. own: returns the engine's newest
-        status."""
+        """Start to tell the engine periodically which prefill engines are up. own: function that returns the engine's
+        newest status."""
         self._watching = asyncio.create_task(self._watch(own))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Replicas of one model on Serve. All calls of ingresses and decode replicas to them are made here."""
+"""Replicas of one model on Serve. All calls from ingresses and decode replicas to these replicas are made here."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class ServePool:
         may_sleep: bool = False,
         note: Callable[[str, str], None] | None = None,
     ):
-        """peers: handles of the deployments that compute for it.
+        """peers: handles of the deployments that compute for this pool.
         block_size: tokens per KV block of the replicas; None if they share no prefixes.
         may_sleep: whether the pool may have no replicas while none is needed.
-        note: function called with each request id and where the request is sent; from any thread."""
+        note: function called with each request id and the place to which the request is sent; from any thread."""
         self._may_sleep = may_sleep
         self.routing = RoutingStats()
         self._handle, self._peers, self._prompts = handle, peers or {}, PromptDigester(block_size)
@@ -140,7 +140,7 @@ class ServeRemotePool:
 
 
 async def _answer(response: DeploymentResponse, call: RoutingContext) -> Any:
-    """Return the answer, and tell the router how the call has ended. Cancelling this cancels the call. Raises
+    """Return the answer, and tell the router how the call has ended. Cancelling this coroutine cancels the call. Raises
     ServingError."""
     outcome: CallOutcome = "ended"
     try:
