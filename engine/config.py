@@ -41,7 +41,7 @@ def option(default: T, help: str, **flag: Any) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffConfig:
-    """Options of an engine in one of several pools, of which some compute prompts or images for others
+    """Options of an engine in one of several pools. Some of the pools compute prompts or images for others
     (docs/handoff.md)."""
 
     role: Literal["prefill", "decode", "encode", "replica"] = field(

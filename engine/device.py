@@ -75,8 +75,9 @@ class Device:
         return DeviceEvent()
 
     def capture(self, run: Run) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
-        """Capture `run` as a graph; it must have run before on the same tensors. Returns the graph's output, which has
-        no defined values before the first replay, a function that replays the graph, and one that destroys it."""
+        """Capture `run` as a graph; it must have run before on the same tensors. Returns the graph's output, a function
+        that replays the graph, and a function that destroys it. The output has no defined values before the first
+        replay."""
         raise NotImplementedError("a CPU has no graphs")
 
     def timed(self, run: Run) -> tuple[Tensor, Callable[[], float]]:
@@ -202,7 +203,7 @@ class CudaDevice(Device):
 
 
 def copy_to(values: ArrayLike, torch_device: torch.device) -> Tensor:
-    """Copy values to a device, through pinned memory: the host would have to wait for copies of any other memory."""
+    """Copy values to a device, through pinned memory. For copies of any other memory the host would have to wait."""
     host = torch.from_numpy(np.asarray(values))
     if torch_device.type == "cuda":
         host = host.pin_memory()  # torch keeps it until the copy has ended

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def user_folder(path: str) -> Path:
-    """Return a folder. If it is below `~` and cannot be written, it is replaced by one below `private_folder`, with a
+    """Return a folder. A folder below `~` that cannot be written is replaced by one below `private_folder`, with a
     warning."""
     expanded = Path(os.path.expanduser(path))  # Path.expanduser would raise where there is no home at all
     if not path.startswith("~/") or can_write(expanded) or (private := private_folder()) is None:

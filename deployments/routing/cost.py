@@ -42,8 +42,8 @@ class RoutingCost:
         return own if candidate.holds_adapter else own + self.adapter_weight
 
     def uncached(self, prompt: PromptDigest, candidate: EngineCandidate) -> float:
-        """Return the blocks to compute, as a fraction where the last is not full. An embedding to make counts as one
-        token."""
+        """Return the number of blocks to compute. A last block that is not full counts as a fraction. An embedding to
+        make counts as one token."""
         tokens = self.uncached_tokens(prompt, candidate) + self.uncached_embeds(prompt, candidate)
         return tokens / self.block_size
 
@@ -78,11 +78,11 @@ class RoutingCost:
         return no_slot or 0 < load.blocks_total < load.blocks_used + self.new_blocks(prompt, candidate)
 
     def overloaded(self, prompt: PromptDigest, candidate: EngineCandidate, others: Sequence[EngineCandidate]) -> bool:
-        """Return whether the request is better off elsewhere, even with its whole prompt cached here and none there,
-        nor its adapter.
+        """Return whether the request is better off on one of `others`, even if its whole prompt were cached here, and
+        neither the prompt nor its adapter were there.
 
-        That is so if it would have to wait here but not there, or if this engine has more work queued than another
-        would have with the whole prompt added.
+        That is so if the request would have to wait here but not there, or if this engine has more work queued than
+        another would have with the whole prompt added.
         """
         with_capacity = [other for other in others if not self.would_wait(prompt, other)]
         if self.would_wait(prompt, candidate) and with_capacity:

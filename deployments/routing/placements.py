@@ -37,7 +37,7 @@ class EngineRecord:
     last_update: int | None = None  #: number of the newest update whose block changes were applied
 
     def holds(self, adapter: str) -> bool:
-        """Return whether the engine has an adapter or will have it. No adapter is always there."""
+        """Return whether the engine has an adapter or will have it. True for a request without an adapter."""
         return not adapter or adapter in self.reported.adapters or adapter in self.expected_adapters
 
     def total_load(self) -> EngineLoad:
@@ -147,7 +147,7 @@ class Placements:
         assert self._ended <= self._placements.keys()
 
     def _settle_load(self, request_id: str) -> None:
-        """The placement is in a report now, or is over."""
+        """Record that a placement is contained in a report now, or is over."""
         if (placement := self._placements.get(request_id)) is not None:
             record = self.records[placement.engine]
             if record.pending.pop(request_id, None) is not None:

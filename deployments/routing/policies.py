@@ -47,7 +47,7 @@ class PrefixAware:
 
 
 class PowerOfTwo:
-    """Prefers the one of two random engines that has fewer sequences; then the other one, then the rest.
+    """Prefers, of two random engines, the engine with fewer sequences. The other of the two comes next, then the rest.
 
     M. Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001.
     """
@@ -92,9 +92,9 @@ def make_policy(name: PolicyName, cost: RoutingCost, rng: random.Random) -> Poli
 def rendezvous_order(key: str, engines: Iterable[str]) -> list[str]:
     """Return the engines in an order that depends only on the key and their names, so it is the same in every process.
 
-    When an engine goes, only the keys that preferred it move, evenly to all others. When one comes, it takes an even
-    share of each engine's keys. Highest random weight hashing: Thaler and Ravishankar, A Name-Based Mapping Scheme for
-    Rendezvous, 1996.
+    When an engine goes, only the keys that preferred it move, evenly to all others. When an engine comes, it takes an
+    even share of each other engine's keys. Highest random weight hashing: Thaler and Ravishankar, A Name-Based Mapping
+    Scheme for Rendezvous, 1996.
     """
     seed = hashlib.blake2b(key.encode(), digest_size=16).digest()  # hashed, since blake2b limits the length of its key
     return sorted(engines, key=lambda engine: (hashlib.blake2b(engine.encode(), key=seed).digest(), engine))

@@ -24,9 +24,9 @@ def block_keys(hashes: bytes) -> list[int]:
 class PrefixIndex:
     """Blocks that an engine reports, and blocks that it will have because a prompt was sent there.
 
-    An engine never has a block without the previous one in the chain (`BlockPool` evicts a chain from its end), so a
-    binary search finds how much of a prompt it has. If all layers of its model have a window, it gives up the first
-    blocks first: then the blocks of a window are looked for, from the end of the prompt.
+    An engine never has a block without the previous block of the chain (`BlockPool` evicts a chain from its end), so a
+    binary search finds how much of a prompt the engine has. If all layers of the engine's model have a window, the
+    engine gives up the first blocks first. Then the blocks of a window are looked for, from the end of the prompt.
 
     Memory: 8 bytes per reported block, and about 150 per block of a prompt that was sent. Both are bounded by the
     engine's own cache and queue, so nothing is ever dropped to save memory.
@@ -63,7 +63,7 @@ class PrefixIndex:
     def match(self, keys: Sequence[int], guess: int = 0) -> int:
         """Return how many leading blocks of a prompt the engine has or will have.
 
-        guess: a result to try first, from 0 to the number of keys: many engines have the same part of a prompt.
+        guess: a result to try first, from 0 to the number of keys, since many engines have the same part of a prompt.
         """
         stored, expected = self.stored, self._expected
         if not keys:

@@ -63,8 +63,8 @@ def _write(_: Any, counters: Any, index: Any, value: Any) -> Any:
 
 @njit("int64(int64[::1], int64, int64, int64)", nogil=True, cache=True)  # nogil: other threads go on meanwhile
 def _barrier(counters: Any, rank: int, number: int, nap_us: int) -> int:
-    """Announce that `rank` has reached `number`, and wait for the others. Returns -1 once all have reached it, or after
-    a while a rank that has not, so that the caller can check what is wrong and call again."""
+    """Announce that `rank` has reached `number`, and wait for the others. Returns -1 once all have reached it. After a
+    while, returns a rank that has not, so that the caller can check what is wrong and call again."""
     step = CACHE_LINE_BYTES // 8
     _write(counters, rank * step, number)
     for other in range(len(counters) // step):

@@ -43,7 +43,7 @@ class HandshakeMonitor:
         self._events.connect(address)
 
     def look(self) -> None:
-        """Count the peers turned away since the last call. Does nothing within LOOK_S of that."""
+        """Count the peers turned away since the last call. Does nothing if the last call was less than LOOK_S ago."""
         now = time.monotonic()
         if now < self._look_at:
             return

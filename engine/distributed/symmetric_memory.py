@@ -56,7 +56,7 @@ class SymmetricMemory:
 
     def check(self, rank: int) -> str:
         """Compare some sums with those of `plain`. Returns which of them torch refuses or gets wrong, or "". Every rank
-        must compute all of them, since the others wait for it: forever if it dies."""
+        must compute all sums, since the other ranks wait for it, and would wait forever for a dead rank."""
         if self._buffer.is_cuda:
             torch.cuda.set_device(self._buffer.device)  # each thread has its own
         wrong = []
@@ -89,8 +89,8 @@ class SymmetricMemory:
 def open_symmetric_memory(
     plain: Collectives, nccl: Any, store: Any, rank: int, size: int, name: Any
 ) -> SymmetricMemory:
-    """Map the buffers of all ranks, which must call this together. Raises RuntimeError, on all ranks or on some. nccl:
-    the ProcessGroupNCCL behind `plain`. name: unique name of this group in the process."""
+    """Map the buffers of all ranks, which must call this together. Raises RuntimeError, on all ranks or only on some.
+    nccl: the ProcessGroupNCCL behind `plain`. name: unique name of this group in the process."""
     device = torch.device("cuda", torch.cuda.current_device())
     group = c10d.ProcessGroup(store, rank, size)
     group._set_default_backend(c10d.ProcessGroup.BackendType.NCCL)

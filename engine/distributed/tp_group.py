@@ -108,7 +108,7 @@ class TPGroup:
         return x
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of all parts of all ranks; each has `self.parts` of them. May overwrite them."""
+        """Return the sum of all parts of all ranks. Each rank has `self.parts` parts. May overwrite them."""
         (part,) = parts
         return self.all_reduce(part)
 
@@ -125,7 +125,7 @@ class TPGroup:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Make an error inside end the start of all ranks, not only of this one."""
+        """Make an error inside the block end the start of all ranks, not only of this rank."""
         yield
 
     def before_close(self, release: Callable[[], None]) -> None:

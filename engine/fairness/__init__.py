@@ -1,1 +1,1 @@
-"""Turns between clients: whose request runs next, and whose grammar is compiled next."""
+"""Fairness between clients: chooses whose request runs next, and whose grammar is compiled next."""

@@ -1,5 +1,5 @@
-"""Chooses the next request when clients want more than can run: requests for engines in an ingress, or grammars to
-compile in an engine, whose cost is counted in characters. Pure: no clock, no tasks.
+"""Chooses the next request when clients want more than can run. A request is one for an engine, in an ingress, or a
+grammar to compile, in an engine; the cost of a grammar is counted in characters. Pure: no clock, no tasks.
 
 Fairness is the Virtual Token Counter of arXiv:2401.00588: every client has a counter of the tokens served to it, and
 the client with the smallest counter is next. A client that returns starts no lower than those that kept waiting, so
@@ -44,12 +44,12 @@ class _Client:
 class FairQueue:
     """Waiting and running requests of all clients. As many run as fit the window.
 
-    A request starts as a whole as soon as the window is not full, so the last one may exceed it.
+    A request starts as a whole as soon as the window is not full, so the last request to start may exceed the window.
     """
 
     def __init__(self, window: int, max_waiting: int, max_waiting_tokens: int):
-        """max_waiting, max_waiting_tokens: sequences that may wait, and their prompt tokens. A single request may
-        exceed both."""
+        """max_waiting, max_waiting_tokens: most sequences that may wait, and most prompt tokens of these. A single
+        request may exceed both."""
         self.window = window  #: sequences that may run at once; may be changed at any time
         self.num_waiting = self.num_running = self.waiting_tokens = 0  # sequences, sequences, tokens
         self._max_waiting, self._max_tokens = max_waiting, max_waiting_tokens
@@ -142,5 +142,5 @@ class FairQueue:
         return sequences > self._max_waiting or tokens > self._max_tokens
 
     def _fraction(self, sequences: int, tokens: int) -> float:
-        """Return the fraction of the queue that this fills, by the scarcer of sequences and tokens."""
+        """Return the fraction of the queue that these sequences and tokens fill, by whichever of the two is scarcer."""
         return max(sequences / self._max_waiting, tokens / self._max_tokens)

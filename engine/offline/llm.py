@@ -398,8 +398,8 @@ class LLM:
     def _feed(
         self, queue: Iterator[tuple[RequestOutput, SamplingParams]], live: dict[str, _Sequence]
     ) -> Iterator[RequestOutput]:
-        """Keep up to twice `max_num_seqs` requests in the engine: those that run, and as many waiting. Yields those
-        that it refuses."""
+        """Keep up to twice `max_num_seqs` requests in the engine: those that run, and as many waiting. Yields the
+        requests that the engine refuses."""
         while len(live) < 2 * self.config.max_num_seqs:
             job = next(queue, None)
             if job is None:

@@ -49,8 +49,8 @@ class PoolingPrompts:
     ) -> list[PoolingPrompt]:
         """Return one prompt for each text or list of token ids.
 
-        prompt_name: which of the model's prompts to put in front of each text; if None, the first of `usual_prompts`
-        that the model has, else its default. Raises InvalidParameter for a name that it does not have.
+        prompt_name: name of the model's prompt to put in front of each text; if None, the first of `usual_prompts` that
+        the model has, else the model's default. Raises InvalidParameter for a name that the model does not have.
         """
         kept, before = self._kept(params), self._prompt(prompt_name, usual_prompts)
         texts = [before + prompt for prompt in prompts if isinstance(prompt, str)]

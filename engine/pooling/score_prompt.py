@@ -1,4 +1,4 @@
-"""Writes the prompt of a generative reranker, which answers yes or no to whether a document fits a query."""
+"""Writes the prompt of a generative reranker, which says by yes or no whether a document fits a query."""
 
 from __future__ import annotations
 

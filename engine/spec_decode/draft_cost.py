@@ -1,5 +1,4 @@
-"""Cost of drafts, learned from an engine's steps: of verifying them, and of proposing them with weights. Pure
-Python."""
+"""Cost of verifying drafts, and of proposing drafts with weights, learned from an engine's steps. Pure Python."""
 
 from __future__ import annotations
 

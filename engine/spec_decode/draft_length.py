@@ -40,8 +40,9 @@ class SequenceDrafts:
     _retries: bool = False
 
     def acceptance(self, length: int) -> float:
-        """Return the probability that a drafted token is accepted if those before it are. length: length of the
-        sequence. 0 during a pause. After a pause the sequence is tried again as if nothing were known about it."""
+        """Return the probability that a drafted token is accepted if all drafts before it are accepted. Returns 0
+        during a pause. After a pause the sequence is tried again as if nothing were known about it. length: length of
+        the sequence."""
         if length < self.resume_at:
             return 0.0
         if self._retries:
@@ -114,8 +115,8 @@ class StepDrafts:
         return count
 
     def num_proposals(self, sequences: list[tuple[SequenceDrafts, int]], limit: int) -> int:
-        """Return how many tokens a drafter with weights should propose per sequence, given the sequences with their
-        lengths.
+        """Return how many tokens a drafter with weights should propose per sequence. sequences: drafts and length of
+        each.
 
         If the answer is none because of the sequences' acceptance rates, and not because of the load, they pause.
         """

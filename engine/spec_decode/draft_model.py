@@ -21,8 +21,9 @@ from engine.wire.plan import StepPlan
 
 
 class DraftModel:
-    """A drafter that computes every sequence from its first token on, whether or not the target had to. It computes
-    cached or received prompts in steps of `max_num_batched_tokens` tokens, and drafts once it has caught up."""
+    """A drafter that computes every sequence from its first token on, even tokens that the target did not have to
+    compute. It computes cached or received prompts in steps of `max_num_batched_tokens` tokens, and drafts once it has
+    caught up."""
 
     aux_layers: tuple[int, ...] = ()
     reads_all = False

@@ -1,4 +1,5 @@
-"""Adapts JSON schemas to llguidance, which refuses a `format` that it does not know; pydantic writes many of them."""
+"""Adapts JSON schemas to llguidance, which refuses any `format` that it does not know. pydantic writes many such
+formats."""
 
 from __future__ import annotations
 

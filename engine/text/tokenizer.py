@@ -72,13 +72,13 @@ class Tokenizer:
     def encode_truncated(
         self, text: str, max_tokens: int, side: Literal["left", "right"], add_special_tokens: bool = True
     ) -> list[int]:
-        """Return the last `max_tokens` tokens of a text, or its first ones for side `right`. With a known
-        `max_token_bytes` the time depends on `max_tokens`, not on the length of the text."""
+        """Return the last `max_tokens` tokens of a text, or the first for side `right`. With a known `max_token_bytes`
+        the time depends on `max_tokens`, not on the length of the text."""
         token_ids = self.encode(self._cut(text, max_tokens, side), add_special_tokens)
         return token_ids[:max_tokens] if side == "right" else token_ids[-max_tokens:]
 
     def check_length(self, text: str, max_model_len: int, *, answer: bool = True, field: str = "prompt") -> None:
-        """Raise PromptTooLong for a text that would be too long even if every token of it were the longest one.
+        """Raise PromptTooLong for a text that would be too long even if all of its tokens were the longest token.
 
         answer: whether output tokens will follow the text. field: the text's name in the error.
         """
@@ -271,7 +271,7 @@ class Tokenizer:
 
     @cached_property
     def _between(self) -> tuple[Callable[[list[str]], str], str, str]:
-        """The decoding function, and the text of the token `a` as the first and as the last token."""
+        """The decoding function, and the text that the token `a` has as the first token and as the last."""
         decode = " ".join if self._backend.decoder is None else self._backend.decoder.decode
         before = decode(["a"])
         return decode, before, decode(["a", "a"]).removeprefix(before)

@@ -100,8 +100,8 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the chat template, the one named `default` if there are several. Raises ModelFolderError if it is not
-    text."""
+    """Return the chat template; if there are several, the template named `default`. Raises ModelFolderError if it is
+    not text."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

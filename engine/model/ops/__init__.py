@@ -1,1 +1,2 @@
-"""Ops, whose versions for CPU and GPU may differ. Each has one signature; its plain torch version is the oracle."""
+"""Ops with versions for CPU and GPU. All versions of an op have the same signature; the plain torch version is the
+oracle."""

@@ -19,8 +19,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute the sigmoid, on a CPU by exp: there torch's own sigmoid, silu and softplus give other bits for the last
-    elements of a tensor, so a row's bits would depend on how many rows follow."""
+    """Compute the sigmoid. On a CPU it is computed by exp, since torch's own sigmoid, silu and softplus give other bits
+    for the last elements of a tensor, so that a row's bits would depend on how many rows follow."""
     return 1 / (1 + (-x).exp()) if x.device.type == "cpu" else x.sigmoid()
 
 

@@ -1,7 +1,7 @@
 """The most likely token of each row.
 
-argmax(logits) -> the largest logit of each row, [rows] float32, and its index, [rows] int64, the lowest if logits are
-    equal; if a row has NaN, NaN and its index
+argmax(logits) -> the largest logit of each row, [rows] float32, and its index, [rows] int64; among equal logits the
+    lowest index; for a row with NaN, NaN and the index of the NaN
     logits: [rows, size], each row's values contiguous
 """
 

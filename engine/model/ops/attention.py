@@ -63,8 +63,8 @@ def select_latent(dtype: torch.dtype, device: torch.device) -> tuple[WriteLatent
 
 
 def tile_rows(longest: int, heads: int, spec: KVCacheSpec, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the most rows that a tile of `Batch.tiles` may have in layers with this KV, for chunks of up to `longest`
-    rows."""
+    """Return the most rows that a tile of `Batch.tiles` may have in layers with KV of this `spec`, for chunks of up to
+    `longest` rows."""
     if not dispatch.gpu_kernels(dtype, device):
         return longest  # tiles are not used
     from engine.model.ops.gpu import attention, latent_attention

@@ -66,7 +66,7 @@ def paged_attention(
 
 
 def write_latent(latent: Tensor, batch: Batch, layer: int) -> None:
-    """latent: [tokens, head_dim]"""
+    """Write latents to the cache. latent: [tokens, head_dim]."""
     real, size = batch.slot_mapping >= 0, batch.kv_cache.shape[4]
     slots = batch.slot_mapping[real]
     batch.kv_cache[slots // size, layer, 0, 0, slots % size] = latent[real]

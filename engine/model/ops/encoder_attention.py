@@ -32,7 +32,7 @@ def select(dtype: torch.dtype, device: torch.device) -> EncoderAttentionOp:
 
 def encoder_attention_plain(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
     """Attend: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]. Adjacent
-    sequences of equal length are one call of torch: [sequences, heads, length, head_dim]."""
+    sequences of equal length are computed by one call of torch: [sequences, heads, length, head_dim]."""
     groups = q.shape[1] // k.shape[1]
     out: Tensor | None = None
     for first, count, length in equal_lengths(batch):

@@ -22,7 +22,7 @@ BLOCK_INPUTS = 1024  # oneDNN sums this many inputs at a time, but a single row 
 
 @cache
 def cpu_kernels() -> Any:
-    """Return the module of our CPU kernel; None if it cannot run here."""
+    """Return the module of our CPU kernel; None if the kernel cannot run here."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512") or not numba_found():
         return None
     from engine.model.ops.cpu import linear as cpu
@@ -31,14 +31,14 @@ def cpu_kernels() -> Any:
 
 
 def outputs_multiple(dtype: torch.dtype, device: torch.device) -> int:
-    """Return what our CPU kernel needs the number of outputs to be a multiple of; 1 where it is not used."""
+    """Return the number of which the outputs must be a multiple for our CPU kernel; 1 if the kernel is not used."""
     kernels = cpu_kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
     return 1 if kernels is None else int(kernels.COLUMN)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply. On a CPU with a packed weight, a row has the same bits in any batch; for oneDNN a single row is doubled
-    to ensure it."""
+    """Multiply. On a CPU with a packed weight, a row has the same bits in any batch; to ensure that for oneDNN, a
+    single row is computed as two equal rows."""
     if is_ours(weight):
         return cpu_kernels().multiply(x, weight, bias)
     if x.device.type == "cpu" and len(x) == 1 and x.shape[1] > BLOCK_INPUTS:
@@ -67,7 +67,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
-    """Return rows of a weight, [len(ids), inputs], also if `pack` has rearranged it for our own kernel."""
+    """Return rows of a weight, [len(ids), inputs], even if `pack` has rearranged it for our own kernel."""
     if is_ours(weight):
         return cpu_kernels().packed_rows(weight, ids)
     return F.embedding(ids, weight)
@@ -91,8 +91,8 @@ def is_packed(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Rearrange a weight for our own kernel, else for oneDNN, so that no call has to. Return it unchanged if neither
-    supports it."""
+    """Rearrange a weight once, for our own kernel or else for oneDNN, so that no call has to. Return it unchanged if
+    neither supports it."""
     if weight.device.type != "cpu" or weight.dtype not in CPU_DTYPES:
         return weight
     if weight.dtype == torch.bfloat16 and (cpu := cpu_kernels()) is not None and cpu.supports(weight):

@@ -117,9 +117,9 @@ def top_k_sigmoid_plain(
 
 
 def top_k_of_groups_plain(logits: Tensor, groups: tuple[int, int], k: int) -> tuple[Tensor, Tensor]:
-    """Choose experts by probability, best first, from the groups whose best expert is best: logits [tokens,
-    num_experts] float32, (num_groups, topk_groups) -> experts [tokens, k] int64, weights [tokens, k] float32, their
-    probabilities."""
+    """Choose experts by probability, best first, from the groups with the most probable experts: logits [tokens,
+    num_experts] float32, (num_groups, topk_groups) -> experts [tokens, k] int64, and their probabilities as weights
+    [tokens, k] float32."""
     scores, (num_groups, topk_groups) = logits.softmax(-1), groups
     if num_groups > 1:
         scores = left_in(scores, scores.unflatten(1, (num_groups, -1)).amax(-1), topk_groups, 0.0)
@@ -128,8 +128,8 @@ def top_k_of_groups_plain(logits: Tensor, groups: tuple[int, int], k: int) -> tu
 
 
 def left_in(scores: Tensor, of_groups: Tensor, topk_groups: int, rest: float) -> Tensor:
-    """Return scores [tokens, num_experts], with `rest` for experts outside of the best groups. of_groups: [tokens,
-    groups], scores of groups."""
+    """Return scores [tokens, num_experts], with `rest` in place of the scores of experts outside the best groups.
+    of_groups: [tokens, groups], scores of groups."""
     best = of_groups.topk(topk_groups, dim=-1).indices
     left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, best, False)
     return scores.unflatten(1, (of_groups.shape[1], -1)).masked_fill(left_out[..., None], rest).flatten(1)
@@ -159,7 +159,7 @@ def mix_experts_plain(
 
 
 def products(x: Tensor, expert_weights: Tensor | list[Weight], biases: Tensor | None, counts: list[int]) -> Tensor:
-    """Multiply x [pairs, inputs], of which each expert has the next `counts`, by the experts' weights."""
+    """Multiply x [pairs, inputs] by the experts' weights. counts: number of rows of x for each expert in turn."""
     parts = enumerate(x.split(counts))
     return torch.cat(
         [product(rows, expert_weights[i], None if biases is None else biases[i]) for i, rows in parts if len(rows)]

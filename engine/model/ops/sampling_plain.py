@@ -97,10 +97,10 @@ def draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
 
 
 def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
-    """Draw like `draw_sorted`, from logits [rows, vocab], trying the CANDIDATES most likely tokens first.
+    """Draw like `draw_sorted`, from logits [rows, vocab], but try the CANDIDATES most likely tokens first.
 
-    Sorting a whole vocabulary takes milliseconds per row. Only rows whose nucleus needs more tokens are sorted. Not for
-    a GPU: the host would wait for the step to know which rows these are.
+    Sorting a whole vocabulary takes milliseconds per row, so only rows whose nucleus needs more tokens are sorted. Not
+    for a GPU: to know which rows these are, the host would wait for the step.
     """
     vocab_size = logits.shape[-1]
     if group.width < vocab_size:

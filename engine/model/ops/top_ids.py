@@ -10,12 +10,12 @@ CHUNK = 128  # ids
 
 
 def top_ids(logits: Tensor, count: int) -> Tensor:
-    """Return the ids [rows, count] int64 of the largest logits [rows, vocab] float32, lower ids first if logits are
-    equal.
+    """Return the ids [rows, count] int64 of the largest logits [rows, vocab] float32; among equal logits, lower ids
+    come first.
 
     So a shorter list is always the beginning of a longer one, and the first id is that of `argmax`. Only the `count`
-    chunks of the vocabulary with the largest maxima are searched: these maxima are already `count` tokens before any in
-    another.
+    chunks of the vocabulary with the largest maxima are searched, since these maxima are already `count` tokens that
+    come before all tokens of other chunks.
     """
     rows, vocab = logits.shape
     count = min(count, vocab)

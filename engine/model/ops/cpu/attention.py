@@ -1,7 +1,7 @@
 """Paged attention on a CPU.
 
-KV is read in place, a tile of tokens at a time (attention_tile.py). Work is divided by rows and KV heads: an item is
-one row of a sequence that decodes, or some rows of a prompt chunk.
+KV is read in place, a tile of tokens at a time (attention_tile.py). Work is divided by rows and KV heads. An item of
+work is one row of a decoding sequence, or some rows of a prompt chunk.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def find_keys(
     space: Space, side: int, start: int, first: int, last: int, table: Any, block_size: int, head_dim: int,
     block_stride: int, base: int, kv_size: int, size: int,
 ) -> None:  # fmt: skip
-    """Set the addresses of a tile's keys and values, for one head. A token before `first` or after `last` may have no
-    KV, so the nearest of these two is read in its place."""
+    """Set the addresses of a tile's keys and values, for one head. Tokens before `first` or after `last` may have no
+    KV; the KV of `first` or `last`, whichever is nearer, is read in their place."""
     key_at, value_at = as_i64(space.key_at + 8 * TILE_TOKENS * side), as_i64(space.value_at + 8 * TILE_TOKENS * side)
     low, high = max(first - start, 0), min(last - start, TILE_TOKENS - 1)
     block, offset = (start + low) // block_size, (start + low) % block_size
@@ -132,8 +132,8 @@ def find_keys(
 
 @device_function
 def attend_rows(cast: Any, size: int, args: Any) -> None:
-    """Attend, item by item: some rows of a sequence and `span` of its KV heads, whose KV is adjacent in a block. A
-    `query` is one head of one row. Queries of an item with the same KV head find it in the core's cache."""
+    """Attend, item by item. An item has some rows of a sequence, and `span` of its KV heads, whose KV is adjacent in a
+    block. A `query` is one head of one row. Queries of an item that share a KV head find its KV in the core's cache."""
     q, out, numbers = cast(args[1]), cast(args[3]), as_f32(args[4])
     tiles, kv_lens = as_i64(args[5]), as_i32(args[6])
     table_stride, q_stride, out_stride, kv_heads, group = args[8], args[9], args[10], args[11], args[12]
@@ -260,9 +260,9 @@ def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: in
 
 
 def row_tiles(batch: Batch, tile_rows: int = TILE_ROWS) -> Tensor:
-    """Cut a batch into tiles. Return [1 + tiles, 4] int64: sequence, first row, number of rows, and how many rows the
-    sequence has after these. Before the tiles comes: their number, most rows of one, whether KV heads are separate
-    items.
+    """Cut a batch into tiles. Return [1 + tiles, 4] int64, for each tile: sequence, first row, number of rows, and how
+    many rows the sequence has after these. The first entry is: number of tiles, most rows of a tile, whether KV heads
+    are separate items.
 
     The last rows of a chunk come first: they see the most keys, so that threads finish together.
     """

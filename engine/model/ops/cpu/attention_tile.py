@@ -112,7 +112,8 @@ def attend_tile(
     space: Space, cast: Any, size: int, side: int, first_query: int, queries: int, start: int, count: int,
     head_dim: int, key_offset: int, value_offset: int, next_side: int, next_offset: int, scale: Any, softcap: Any,
 ) -> None:  # fmt: skip
-    """Add the tile of keys from token `start` on to `queries` queries. Each sees at least as far as the one before.
+    """Add the tile of keys from token `start` on to `queries` queries. Each query sees at least as far as the query
+    before.
 
     size: bytes of an element. side: half of `key_at` and `value_at` with the tile's addresses, which are set for
     `count` tokens, rounded up to a multiple of COLUMNS. Offsets are those of this head, in bytes.

@@ -41,7 +41,8 @@ TILE_ROWS = 128  # rows of one head that read a key while it is in the core's ca
 
 @device_function
 def find_keys(space: Space, start: int, count: int, k: int, v: int, k_stride: int, v_stride: int) -> None:
-    """Set the addresses of a tile's keys and values. An incomplete tile is filled up with its last token."""
+    """Set the addresses of a tile's keys and values. An incomplete tile is filled up with its last token's
+    addresses."""
     key_at, value_at = as_i64(space.key_at), as_i64(space.value_at)
     for t in range(TILE_TOKENS):
         token = start + min(t, count - 1)
@@ -111,8 +112,8 @@ def encoder_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: floa
 
 
 def row_tiles(batch: Batch) -> Tensor:
-    """Return [tiles, 4] int64 for each tile: its sequence's first row and length, its first row in the sequence, its
-    rows."""
+    """Return [tiles, 4] int64: for each tile, its sequence's first row and length, the tile's first row in the
+    sequence, and its number of rows."""
     starts = batch.query_start.tolist()
     lengths = [(start, end - start) for start, end in itertools.pairwise(starts)]
     tiles = [(a, n, row, min(TILE_ROWS, n - row)) for a, n in lengths for row in range(0, n, TILE_ROWS)]

@@ -2,12 +2,12 @@
 
 A decode step of a few sequences is a hundred short kernels. Launching one costs time in Python and torch, and a region
 in which threads wake up and wait for each other. In a replay each thread goes through the whole list and takes work
-from every kernel; at a kernel's end it waits only for work that others have taken and not finished. So a thread that is
-not awake yet, or has lost its core to another process, delays the others only by what it has taken.
+from every kernel; at a kernel's end it waits only for work that other threads have taken and not finished. So a thread
+that is not awake yet, or has lost its core to another process, delays the others only by the work that it has taken.
 
-A waiting thread first spins, which is fastest while cores are free; then it yields its core, and at last sleeps, so
-that the awaited thread can run there. How long to spin is learnt: less after each wait that had to sleep, more after
-each that spinning sufficed for.
+A waiting thread first spins, which is fastest while cores are free. Then it yields its core, and at last it sleeps, so
+that the awaited thread can run there. The time to spin is learnt: it shrinks after each wait that had to sleep, and
+grows after each wait for which spinning sufficed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ U8P, I8P, I32P = (types.CPointer(kind) for kind in (types.uint8, types.int8, typ
 
 
 def add_quads_vnni(builder: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-    """Return total + the sums of products of four bytes each, all as 16 int32."""
+    """Return total + the sums of products of four bytes each, with VNNI. All vectors are 16 int32."""
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(VI32, [VI32, VI32, VI32]), "llvm.x86.avx512.vpdpbusd.512"
     )
@@ -65,7 +65,7 @@ def halves(builder: ir.IRBuilder, vector: ir.Value) -> list[ir.Value]:
 
 
 def pair_sums(builder: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-    """Return the sums of products of two bytes each, which must fit 16 bits."""
+    """Return the sums of products of two bytes each. The sums must fit 16 bits."""
     return call(builder, "llvm.x86.avx2.pmadd.ub.sw", WORDS, unsigned, signed)
 
 

@@ -1,6 +1,6 @@
 """The base of the CPU kernels: typed pointers, bfloat16, and torch's own threads.
 
-A kernel is a Numba function of one argument, an array of int64: element 0 is a counter from which threads take work,
+A kernel is a Numba function of one argument, an array of int64. Element 0 is a counter from which threads take work;
 the others are addresses and sizes. `launch` runs it on all threads of torch's OpenMP pool, so that no second pool
 competes for the cores. Compiled code is cached on disk, in the first of these folders that can be written:
 NUMBA_CACHE_DIR, the source's folder, the user's cache, a folder of the user's below /tmp.
@@ -41,7 +41,7 @@ device_function = njit(nogil=True, boundscheck=False, forceinline=True, **OPTION
 
 
 def keeps_code() -> bool:
-    """Return whether Numba can cache compiled code on disk. It raises RuntimeError if it finds no folder."""
+    """Return whether Numba can cache compiled code on disk. Numba raises RuntimeError if it finds no folder."""
     try:
         njit(cache=True)(keeps_code)
     except RuntimeError:
@@ -193,7 +193,7 @@ def openmp() -> ctypes.CDLL | None:
 
 
 class Recorder(threading.local):
-    """The graph that records this thread's kernels, or None."""
+    """Holds the graph that records this thread's kernels, or None."""
 
     graph: Any = None
 
@@ -238,7 +238,7 @@ class Kernel:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return memory for a kernel's output: in a recording the graph's, else new."""
+    """Return memory for a kernel's output. During a recording it is the graph's memory, otherwise new memory."""
     if recorder.graph is not None:
         return recorder.graph.memory.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype)

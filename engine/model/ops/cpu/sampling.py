@@ -1,5 +1,5 @@
-"""Chooses a token of each row on a CPU: the most likely one, comparing bfloat16 logits as integers, or one that is
-drawn."""
+"""Chooses a token of each row on a CPU: the most likely token, comparing bfloat16 logits as integers, or a random
+token."""
 
 from __future__ import annotations
 

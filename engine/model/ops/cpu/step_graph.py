@@ -33,10 +33,10 @@ def record(
     kv_scales: list[Tensor | None],
     states: StateCache,
 ) -> StepGraph | None:
-    """Record the kernels of a model; return None if some are not ours. The KV cache must be empty.
+    """Record the kernels of a model; return None if some of its code is not our kernels. The KV cache must be empty.
 
     forward: returns hidden states [tokens, hidden] for embedded tokens [tokens, hidden] and their batch.
-    x: [max_tokens, hidden], where the graph reads embedded tokens; at least as many as in RECORDED.
+    x: [max_tokens, hidden], from which the graph reads embedded tokens; at least as many tokens as in RECORDED.
     max_blocks: KV blocks of the longest sequence. kv_caches, kv_scales: one per KV cache group.
     """
     graph = StepGraph(forward, x, max_blocks, kv_caches, kv_scales, states)
@@ -91,7 +91,7 @@ class StepGraph:
     @torch.inference_mode()
     def record(self) -> bool:
         """Record a step, then replay the graph for another step, with other tokens and sequences. Return whether the
-        result has the same bits as without the graph; it has not if the model uses code other than our kernels."""
+        result has the same bits as without the graph. It differs if the model uses code other than our kernels."""
         most = self._states.slots if self._states.layers else len(RECORDED)
         x, batch = self._example(RECORDED[:most])
         sequences = len(batch.kv_len)

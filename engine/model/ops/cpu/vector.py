@@ -222,8 +222,8 @@ def prefetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
 
 @intrinsic
 def prefetch(_: Any, table: Any, count: Any, offset: Any, size: Any) -> Any:
-    """Prefetch `size` bytes from each of the first `count` addresses in `table`, plus `offset`, in their order: ranges
-    that adjoin are also found by the processor's own prefetcher."""
+    """Prefetch `size` bytes from each of the first `count` addresses in `table`, plus `offset`. Addresses are taken in
+    order, since the processor's own prefetcher also finds ranges that adjoin."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         addresses, number, start, length = args

@@ -1,10 +1,10 @@
-"""What low-rank adapters add to the product of a linear layer: LoRA, arXiv:2106.09685, section 4.1.
+"""Adds low-rank adapters to the product of a linear layer: LoRA, arXiv:2106.09685, section 4.1.
 
-add(outs, x, weights, rows): outs[p] += B (A_p x_p) in each row with an adapter, where A and B are those of the row's
-    slot, and p the part of the inputs that each of `outs` is the product of (one part, unless sums have a fixed order)
+add(outs, x, weights, rows): outs[p] += B (A_p x_p) in each row with an adapter. A and B are those of the row's slot; p
+    is the part of the inputs whose product is outs[p] (there is one part, unless sums have a fixed order)
     x: [tokens, inputs]; outs: [tokens, outputs or more]; changed in place. A row without an adapter is not touched.
 
-Sums are in float32. A row has the same bits with any others.
+Sums are in float32. A row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def select(dtype: torch.dtype, device: torch.device) -> Add:
 
 
 def add_plain(outs: Sequence[Tensor], x: Tensor, weights: LowRankWeights, rows: AdapterRows) -> None:
-    """Row by row."""
+    """Add row by row."""
     for slot, tile in rows.tiles() if rows.any else ():
         rank = int(weights.ranks[slot])
         for row in tile if rank else ():

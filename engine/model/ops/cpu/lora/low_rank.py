@@ -1,6 +1,6 @@
 """Low-rank products on a CPU: a thread multiplies a few rows of one adapter by 16 columns of a factor at a time.
 
-The weights are read once for all rows of a tile, and those of adapters that no row has are not read. Each number of the
+Weights are read once for all rows of a tile. Weights of adapters that no row has are not read. Each number of the
 result is one sum in the order of the inputs, whatever other rows are in its tile.
 """
 
@@ -43,8 +43,9 @@ I32P = types.CPointer(types.int32)
 def product(rows: int, vectors: int) -> Any:
     @intrinsic
     def tile(_: Any, out: Any, x: Any, stride: Any, order: Any, first: Any, w: Any, width: Any, count: Any) -> Any:
-        """out[r, c] = sum over i < count of x[order[first + r], i] * w[i, c], for `rows` rows and 16 * `vectors`
-        columns. stride, width: of a row of x, and of w. A row of `out` has 16 * WIDE numbers."""
+        """Compute out[r, c] = sum over i < count of x[order[first + r], i] * w[i, c], for `rows` rows and 16 *
+        `vectors` columns. stride: numbers per row of x; width: numbers per row of w. A row of `out` has 16 * WIDE
+        numbers."""
 
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             target, values, size, index, start, right, right_size, number = args
@@ -83,7 +84,7 @@ wide_2, wide_1 = product(2, 2), product(1, 4)
 
 @device_function
 def multiply(rows: int, out: Any, x: Any, stride: int, order: Any, first: int, w: Any, width: int, count: int) -> None:
-    """16 columns of up to 4 rows."""
+    """Compute 16 columns of up to 4 rows, as `product.tile` does."""
     if rows == 4:
         product_4(out, x, stride, order, first, w, width, count)
         return
@@ -187,7 +188,7 @@ EXPAND = Kernel({torch.bfloat16: expand_bf16, torch.float32: expand_f32})
 
 
 def add(outs: Sequence[Tensor], x: Tensor, weights: LowRankWeights, rows: AdapterRows) -> None:
-    """x: each token's values contiguous, as in `outs`."""
+    """Add the adapters. x: each token's values contiguous, as in `outs`."""
     if not rows.any and recorder.graph is None:
         return
     parts, (_, rank, outputs) = len(outs), weights.b.shape
