@@ -26,6 +26,7 @@ from engine.wire.lora import LoRARequest
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
+from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
@@ -327,6 +328,7 @@ class Harness:
         pooling: PoolingParams | None = None,
         prediction: list[int] | None = None,
         lora: LoRARequest | None = None,
+        kv_source: KVSource | None = None,
         **params,
     ) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, "seed": 1, "ignore_eos": True, **params})
@@ -340,6 +342,7 @@ class Harness:
             prefill=prefill,
             prediction=prediction or [],
             lora=lora,
+            kv_source=kv_source,
         )
         self.pooled |= {name} if pooling else set()
         request = self.scheduler.add(message, now=0.0)

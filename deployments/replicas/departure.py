@@ -32,7 +32,12 @@ async def depart(engine: EngineReplica, statuses: Statuses, slots: int) -> None:
             own = engine.status()
         except EngineUnavailable:
             return  # it is gone, and its requests are replayed
-        if room := room_elsewhere(own, await statuses(), slots):
+        try:
+            others = await statuses()
+        except Exception as error:  # noqa: BLE001 - of Serve or Ray; the next round may know more
+            logger.warning("the other replicas cannot be asked: %r", error)
+            others = []
+        if room := room_elsewhere(own, others, slots):
             engine.move_requests(room)
         await asyncio.sleep(ROUND_S)
     logger.info("replica departed requests=%d", began)

@@ -166,7 +166,8 @@ class Scheduler:
         """Let other engines go on with up to `count` requests. Running requests leave after their next token, with
         their KV. If `count` is not reached, waiting requests leave at once."""
         self.moves.choose(self.queue.running, count)
-        waiting = [*self.queue.waiting, *self.queue.waiting_for_grammar, *self.handoffs.receiving.values()]
+        elsewhere = [*self.handoffs.receiving.values(), *self.offloading.loading]
+        waiting = [*self.queue.waiting, *self.queue.waiting_for_grammar, *elsewhere]
         others = [r for r in waiting if not r.asked_by and r.state is not State.FINISHED]
         more = max(0, count - sum(r.leaving > 0 for r in self.queue.running))
         return [self._finish(r, "error", now, error=Moved(r.request_id)) for r in others[:more]]

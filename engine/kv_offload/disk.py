@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 PAGE = 4096  # bytes in which file systems give out space
 MAX_ENGINES = 1024  # of one scope that use a folder at a time
 TEMPORARY = ".tmp"
-TEMPORARY_KEY = "temporary-"  # begins the name of a scope whose key is stored nowhere
+TEMPORARY_KEY = "temporary-"  # begins the name of a scope whose key is stored nowhere; the key's name follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class DiskFolder:
         """scope: name of a folder for all blocks that this engine can use. Raises StartupError."""
         self._sealer = sealer
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path, self._lock = _lock_folder(root / scope)
         except OSError as error:
             raise StartupError(f"kv_offloading_dir: {root} cannot be written: {error}") from error
@@ -107,34 +108,47 @@ def sealed_size(block_bytes: int) -> int:
     return on_disk(block_bytes + OVERHEAD)
 
 
-def delete_stale(root: Path, own: Path, ttl_s: float | None) -> None:
+def delete_stale(root: Path, own: Path, ttl_s: float | None, key: str = "") -> None:
     """Delete what nobody will read, from folders that no engine has locked: blocks older than `ttl_s`, and all blocks
     whose key ended with its cluster or engine.
 
-    own: folder of this engine. Folders beside it may belong to engines that are just restarting, so only `ttl_s` counts
-    there.
+    own: folder of this engine. key: prefix of the scopes of this engine's key, if that is a temporary one. Other
+    engines and ranks with this key may be just restarting, so only `ttl_s` counts there.
     """
-    for lock in root.glob("*/*/lock"):
-        folder = lock.parent
-        is_temporary = folder.parent.name.startswith(TEMPORARY_KEY) and folder.parent != own.parent
-        if folder == own or not (is_temporary or ttl_s is not None):
-            continue
+    folders: list[Path] = []
+    with suppress(OSError):  # here and below: others may be deleting too
+        folders.extend(lock.parent for lock in root.glob("*/*/lock") if lock.parent != own)
+    for folder in folders:
+        scope = folder.parent.name
+        is_stale = scope.startswith(TEMPORARY_KEY) and not (key and scope.startswith(key))
         with suppress(OSError):
-            descriptor = _lock(folder)
-            if descriptor is None:
-                continue
-            if is_temporary:
-                shutil.rmtree(folder)
-            for file in folder.glob("??/*"):
-                if ttl_s is not None and time.time() - file.stat().st_mtime > ttl_s:
-                    file.unlink()
-            os.close(descriptor)
+            if (is_stale or ttl_s is not None) and _is_own(folder.parent) and _is_own(folder):
+                _delete(folder, None if is_stale else ttl_s)
+
+
+def _delete(folder: Path, ttl_s: float | None) -> None:
+    """Delete a folder, or its blocks that are older than `ttl_s`, unless another process has locked it."""
+    descriptor = _lock(folder)
+    if descriptor is None:
+        return
+    try:
+        if ttl_s is None:
+            shutil.rmtree(folder)
+            folder.parent.rmdir()  # the last one's
+            return
+        for file in folder.glob("??/*"):
+            if time.time() - file.stat().st_mtime > ttl_s:
+                file.unlink()
+    finally:
+        os.close(descriptor)
 
 
 def _lock_folder(scope: Path) -> tuple[Path, int]:
     """Create and lock the first folder of a scope that no other process has locked."""
-    scope.mkdir(mode=0o700, exist_ok=True)
     for number in range(MAX_ENGINES):
+        scope.mkdir(mode=0o700, exist_ok=True)
+        if not _is_own(scope):
+            raise OSError(f"{scope} is not a folder of this user")
         folder = scope / str(number)
         descriptor = _lock(folder)
         if descriptor is not None:
@@ -142,15 +156,27 @@ def _lock_folder(scope: Path) -> tuple[Path, int]:
     raise OSError(f"{MAX_ENGINES} engines use it")
 
 
+def _is_own(folder: Path) -> bool:
+    """Return whether a path is a folder of this user, and no link to one: others may be able to write to the root."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
 def _lock(folder: Path) -> int | None:
     """Lock a folder until the descriptor is closed or the process ends. Returns None if another process has locked
-    it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    it, or has just deleted it."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = os.fstat(descriptor).st_nlink > 0
     except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        is_locked = False
+    if is_locked:
+        return descriptor
+    os.close(descriptor)
+    return None

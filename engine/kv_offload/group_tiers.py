@@ -21,9 +21,6 @@ class NoTiers:
     def answers(self) -> Iterable[TierAnswer]:
         return ()
 
-    def close(self) -> None:
-        pass
-
 
 class GroupTiers:
     """Sends commands to the tiers of all ranks; each rank has a part of every block. A command ends once all ranks have
@@ -53,6 +50,3 @@ class GroupTiers:
                 failed = sorted({index for one in self._answers.pop(key) for index in one.failed})
                 done.append(TierAnswer(*key, failed))
         return done
-
-    def close(self) -> None:
-        self._worker.close()

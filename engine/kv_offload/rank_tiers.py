@@ -61,11 +61,11 @@ def open_tiers(
             raise ConfigError("kv_offloading_disk_size", config.kv_offloading_disk_size, limit)
         # numbers differ between devices and numbers of ranks, and a rank's file has its heads only
         own = f"{scope} object={LAYOUT_VERSION} device={caches[0].device.type} rank={tp.rank}/{tp.size}"
-        mark = TEMPORARY_KEY if config.kv_offloading_key_file is None else ""
+        key = f"{TEMPORARY_KEY}{names.folder('')}-" if config.kv_offloading_key_file is None else ""
         root = user_folder(config.kv_offloading_dir)
-        disk = DiskFolder(root, mark + names.folder(own), Sealer(secret, own))
+        disk = DiskFolder(root, key + names.folder(own), Sealer(secret, own))
         opened.callback(disk.close)
-        delete_stale(root, disk.path, config.kv_offloading_ttl_s)
+        delete_stale(root, disk.path, config.kv_offloading_ttl_s, key)
     found = [] if disk is None else on_all_ranks(disk, tp)
     worker = TierWorker(caches, host_slots=slots, disk=disk)
     opened.callback(worker.close)

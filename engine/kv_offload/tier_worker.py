@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from engine.wire.kv_offload import DropBlocks, LoadBlocks, StopLoad, StoreBlocks
 logger = logging.getLogger(__name__)
 
 READERS = 4  # threads: a disk is faster if it is asked for several blocks at a time
-CLOSE_S = 2.0  # that `close` waits for each thread
+CLOSE_S = 2.0  # that `close` waits for all threads
 
 Task = Callable[[], None]
 
@@ -40,12 +41,12 @@ class TaskThreads:
     def submit(self, task: Task) -> None:
         self._tasks.put(task)
 
-    def close(self) -> None:
-        """Finish the queued tasks, for at most CLOSE_S."""
+    def close(self, deadline: float) -> None:
+        """Finish the queued tasks, at most until `deadline` (of time.monotonic)."""
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
-            thread.join(CLOSE_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -87,7 +88,7 @@ class TierWorker:
         self._loads: dict[int, Load] = {}
         self._answers: queue.SimpleQueue[TierAnswer] = queue.SimpleQueue()
         self._copier, self._writer = TaskThreads("kv copy"), TaskThreads("kv write")
-        self._readers = TaskThreads("kv read", READERS)
+        self._loader, self._readers = TaskThreads("kv load"), TaskThreads("kv read", READERS)
 
     def submit(self, command: TierCommand) -> None:
         match command:
@@ -95,8 +96,9 @@ class TierWorker:
                 self._copier.submit(lambda: self._copy(command))
             case LoadBlocks(number, blocks):
                 load = self._loads[number] = Load(command)
-                for index in range(len(blocks)):
-                    self._readers.submit(lambda index=index: self._load(load, index))  # type: ignore[misc]
+                for index, block in enumerate(blocks):
+                    threads = self._readers if block.slot < 0 else self._loader  # a disk may hang
+                    threads.submit(lambda index=index: self._load(load, index))  # type: ignore[misc]
             case StopLoad(number):
                 if stopped := self._loads.get(number):
                     with stopped.lock:
@@ -111,9 +113,10 @@ class TierWorker:
         return [self._answers.get() for _ in range(self._answers.qsize())]
 
     def close(self) -> None:
-        """Write the blocks already copied from the device, and end the threads."""
-        for threads in (self._copier, self._writer, self._readers):
-            threads.close()
+        """Write the blocks already copied from the device, and end the threads, within CLOSE_S."""
+        deadline = time.monotonic() + CLOSE_S
+        for threads in (self._copier, self._writer, self._loader, self._readers):
+            threads.close(deadline)
 
     # -- down ----------------------------------------------------------------------------------------------
 
@@ -141,8 +144,8 @@ class TierWorker:
                 continue
             try:
                 self._disk.write(block.name, copy.numpy().data)
-            except OSError as error:
-                logger.warning("a block could not be written to %s: %s", self._disk.path, error)
+            except Exception as error:  # noqa: BLE001 - without an answer no other store would follow
+                logger.warning("a block could not be written to %s: %r", self._disk.path, error)
                 failed += range(index, len(copies))  # the disk is full, or broken
                 break
         self._answer(TierAnswer(command.number, failed=sorted(set(failed))))

@@ -67,12 +67,12 @@ class HandoffManager:
 
     def may_receive(self, request: Request) -> bool:
         """Return whether the KV of a request may come from another engine."""
-        return self._policy is not None or request.remote.source is not None
+        return self._policy is not None or self._moves_here(request)
 
     def decide(self, request: Request, cached: int, running: list[Request]) -> PrefillDecision:
         """Decide where to compute the prompt of a waiting request. cached: number of leading tokens whose KV this
         engine has."""
-        if request.remote.source is not None:
+        if self._moves_here(request):
             return PrefillDecision(True, MOVED)
         if self._policy is None or request.asked_by is not None:
             return PrefillDecision(False, "")
@@ -176,7 +176,7 @@ class HandoffManager:
 
     def received(self, event: Received, now: float) -> Request:
         request = self._close(event.handoff_id, now)
-        if self._moved_here(request, "received") or self._policy is None:
+        if self._moved(request, "received") or self._policy is None:
             del self._opened_at[event.handoff_id]
             return request
         prompt = PendingPrompt(len(request.tokens), request.prefix.num_cached)
@@ -186,13 +186,17 @@ class HandoffManager:
     def failed(self, event: Failed, now: float) -> Request:
         request = self._close(event.handoff_id, now)
         del self._opened_at[event.handoff_id]
-        if self._moved_here(request, "failed"):
+        if self._moved(request, "failed"):
             return request
         request.remote.local_only = not event.retry
         self.actions.append(CancelDispatch(event.handoff_id))
         return request
 
-    def _moved_here(self, request: Request, outcome: str) -> bool:
+    def _moves_here(self, request: Request) -> bool:
+        """Return whether another engine holds the KV of a request, and can send it here."""
+        return self._peer is not None and request.remote.source is not None
+
+    def _moved(self, request: Request, outcome: str) -> bool:
         """Return whether an ended handoff was to move a request here. Counts the outcome, and forgets the request's
         source."""
         moved, request.remote.source = request.remote.source is not None, None

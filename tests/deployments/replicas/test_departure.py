@@ -44,11 +44,13 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(departure, "ROUND_S", 0.0)
 
 
-def run(engine: Engine, *rounds: Sequence[EngineStatus]) -> None:
+def run(engine: Engine, *rounds: Sequence[EngineStatus] | Exception) -> None:
     answers = iter(rounds)
 
     async def statuses() -> Sequence[EngineStatus]:
-        return next(answers)
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
 
     asyncio.run(depart(engine, statuses, slots=8))  # type: ignore[arg-type]
 
@@ -63,6 +65,12 @@ def test_without_another_replica_of_the_same_model_requests_stay():
     own = replica("own", 3)
     assert not room_elsewhere(own, [own, replica("new", 0, "other weights")], 8)
     assert not room_elsewhere(replica("own", 3, ""), [replica("a", 0, "")], 8), "it hands no KV over"
+
+
+def test_a_round_in_which_others_cannot_be_asked_moves_nothing():
+    engine = Engine(3)
+    run(engine, RuntimeError("Serve's controller is gone"), [replica("a", 0)])
+    assert engine.moved == [8] and not engine.num_calls
 
 
 def test_an_engine_that_has_ended_moves_nothing():

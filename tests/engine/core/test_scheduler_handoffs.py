@@ -6,6 +6,7 @@ from engine.core.engine_stats import stats_of
 from engine.core.features.handoffs import HandoffManager
 from engine.core.request import State
 from engine.errors import InvalidParameter, Overloaded, PromptTooLong, RequestTimeout
+from engine.wire.remote_request import KVSource, Peer
 from engine.wire.sampling_params import SamplingParams
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness, expected_output
@@ -25,6 +26,14 @@ def depth(request) -> int:
 def only_open(h: DecodeHarness) -> str:
     (handoff_id,) = h.open
     return handoff_id
+
+
+def test_a_request_that_moves_to_an_engine_without_handoffs_is_computed(depth):
+    """The configuration may have changed while replicas are replaced."""
+    h = Harness(num_blocks=16, max_model_len=16, depth=depth)
+    h.add("a", ids(9), max_tokens=None, kv_source=KVSource("a/1.1", Peer("old", "tcp://127.0.0.1:1", 1)))
+    h.run()
+    assert h.outputs["a"] == expected_output(ids(9), PARAMS, 16)
 
 
 # -- decode ------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -11,7 +13,7 @@ import sys
 
 import pytest
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, StartupError
 from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder, delete_stale, on_disk
 from engine.kv_offload.sealing import OVERHEAD, BlockNames, Sealer, Unsealable, read_key_file
 
@@ -137,6 +139,67 @@ def test_what_nobody_will_read_is_deleted(tmp_path):
     assert kept == {ended: False, in_use: True, old: False, young: True}
     in_use.close()
     own.close()
+
+
+def test_blocks_of_a_key_that_lives_stay_whoever_starts_first(tmp_path):
+    """Ranks of an engine, and engines of other models in the cluster, start again in any order."""
+    key, other = f"{TEMPORARY_KEY}a-", f"{TEMPORARY_KEY}b-"
+    for scope in (f"{key}rank 1", f"{other}rank 1"):
+        disk = opened(tmp_path, scope=scope)
+        disk.write(NAME, memoryview(TEXT))
+        disk.close()
+    first = opened(tmp_path, scope=f"{key}rank 0")
+    delete_stale(tmp_path, first.path, ttl_s=None, key=key)
+    second = opened(tmp_path, scope=f"{key}rank 1")
+    assert [block.name for block in second.find()] == [NAME]
+    assert {folder.name for folder in tmp_path.iterdir()} == {f"{key}rank 0", f"{key}rank 1"}
+    first.close()
+    second.close()
+
+
+def test_a_folder_that_is_deleted_before_it_is_locked_is_not_used(tmp_path, monkeypatch):
+    """Another engine, which deletes what is stale, may be between the two."""
+    flock, deleted = fcntl.flock, []
+
+    def late(descriptor: int, how: int) -> None:
+        if not deleted:
+            deleted.append(tmp_path / "scope" / "0")
+            shutil.rmtree(deleted[0])
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    disk = opened(tmp_path)
+    disk.write(NAME, memoryview(TEXT))
+    assert disk.read(NAME) == TEXT
+    disk.close()
+
+
+def test_links_that_others_have_put_into_the_directory_are_not_followed(tmp_path):
+    root, private = tmp_path / "root", tmp_path / "private" / "0"
+    private.mkdir(parents=True)
+    (private / "lock").touch()
+    private.chmod(0o750)
+    root.mkdir()
+    (root / f"{TEMPORARY_KEY}x").symlink_to(private.parent)
+    (root / "mine").symlink_to(private.parent)
+    with pytest.raises(StartupError, match="folder of this user"):
+        opened(root, scope="mine")
+    own = opened(root)
+    delete_stale(root, own.path, ttl_s=0)
+    own.close()
+    assert private.is_dir() and stat.S_IMODE(private.stat().st_mode) == 0o750
+
+
+def test_a_folder_in_which_something_cannot_be_deleted_is_not_kept_locked(tmp_path):
+    other = opened(tmp_path, scope="other")
+    (other.path / "ab" / "a folder").mkdir(parents=True)
+    other.close()
+    own = opened(tmp_path)
+    delete_stale(tmp_path, own.path, ttl_s=0)
+    again = opened(tmp_path, scope="other")
+    assert again.path == other.path
+    own.close()
+    again.close()
 
 
 def test_names_tell_nothing_without_the_key():

@@ -113,3 +113,26 @@ def test_a_disk_that_takes_no_more_fails_what_is_left(rank, monkeypatch):
 
     monkeypatch.setattr(rank.disk, "write", full)
     assert rank.store(1, blocks(on_disk=True)) == TierAnswer(1, failed=[1, 2])
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OverflowError("Data too long")])
+def test_a_store_is_answered_whatever_happens(rank, monkeypatch, error):
+    def fail(name: bytes, block: memoryview) -> None:
+        raise error
+
+    monkeypatch.setattr(rank.disk, "write", fail)
+    assert rank.store(1, blocks(on_disk=True)) == TierAnswer(1, failed=[0, 1, 2])
+
+
+def test_a_disk_that_hangs_does_not_keep_what_is_in_host_memory(rank, monkeypatch):
+    stored = [block._replace(slot=block.block, on_disk=True) for block in blocks()]
+    assert rank.store(1, stored) == TierAnswer(1)
+    go_on = threading.Event()
+    monkeypatch.setattr(rank.disk, "read", lambda name: go_on.wait())
+    try:
+        rank.worker.submit(LoadBlocks(2, blocks(on_disk=True) * 2))  # more than there are readers
+        assert rank.load(3, [block._replace(on_disk=False) for block in stored]) == TierAnswer(3)
+        rank.worker.submit(StopLoad(2))
+        assert rank.answer().number == 2
+    finally:
+        go_on.set()

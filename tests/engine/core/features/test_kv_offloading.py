@@ -162,6 +162,18 @@ def test_a_request_that_leaves_while_its_blocks_come_leaves_them_to_others():
     assert harness.pool.num_cached == 5 and not harness.pool.num_used
 
 
+def test_a_request_that_waits_for_its_blocks_moves_to_another_engine():
+    harness = make()
+    stored(harness)
+    evicted(harness)
+    harness.add("moves", [*PROMPT, 7])
+    harness.step()
+    (event,) = harness.scheduler.move(1, harness.now)
+    assert event.delta.error is not None and event.delta.error.code == "moved"
+    harness.drain()
+    harness.scheduler.check()
+
+
 def test_another_salt_and_another_adapter_find_nothing():
     harness = make()
     stored(harness)
