@@ -42,8 +42,8 @@ INTERPRETED_PROCESSORS = 8
 
 @triton.jit
 def first_key(stop, rows, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the first key that any row of a tile sees. stop: end of the keys of its last row. WINDOW, CHUNK: 0 for
-    none."""
+    """Return the first key that any row of a tile sees. stop: end of the keys of the tile's last row. WINDOW, CHUNK: 0
+    if there is none."""
     all_see = stop - rows + 1  # keys that every row sees
     start = tl.zeros_like(stop)
     if WINDOW:
@@ -254,8 +254,8 @@ def keep_split(
     out_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, SLOT_ROWS: tl.constexpr,
     COMBINED: tl.constexpr,
 ):  # fmt: skip
-    """Store what one split of a tile has found: acc [m, d], and the sum and the largest exponent of its weights, [m]
-    each. The last split to arrive combines all of them. inside: [m, d], where `out` has a number."""
+    """Store the results of one split of a tile: acc [m, d], and the sum and the largest exponent of its weights, [m]
+    each. The last split to arrive combines the results of all. inside: [m, d], where `out` has a number."""
     place = ((slot + split) * kv_heads + kv_head) * SLOT_ROWS + m
     tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
     tl.store(partial_top + place, top + tl.log2(total), mask=m < rows * GROUP)  # -inf without keys
@@ -276,7 +276,7 @@ def combine(
     COMBINED: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of a tile's splits, weighted by the sums of their weights. Loads with .cg, which bypasses the
-    L1, since other programs wrote them."""
+    L1 cache, since other programs wrote the splits."""
     m, d = tl.arange(0, SLOT_ROWS), tl.arange(0, HEAD_PAD)
     inside = (m < rows * GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     acc = tl.zeros([SLOT_ROWS, HEAD_PAD], tl.float32)
@@ -320,7 +320,8 @@ def paged_attention(
 
 
 def chunk_tiles(batch: Batch, rows: int) -> Tensor:
-    """Return the tiles of the chunks: an input of a graph, else made once for all layers with as many `rows`."""
+    """Return the tiles of the chunks. They are an input of a graph; otherwise they are made once for all layers with as
+    many `rows`."""
     if batch.tiles is not None:
         return batch.tiles
     key = "tiles", rows
@@ -415,7 +416,7 @@ def chunk_rows(longest: int, group: int, head_dim: int, dtype: torch.dtype, devi
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Return whether this is Hopper or a newer GPU for data centres, with as much shared memory."""
+    """Return whether this is Hopper, or a newer GPU for data centres with as much shared memory."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
 
 

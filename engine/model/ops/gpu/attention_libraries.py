@@ -1,14 +1,14 @@
 """Paged attention by the fastest library that works here, with the op's signature (ops/attention.py).
 
-FlashInfer, arXiv:2501.01005, computes steps that only decode, FlashAttention 4 or 3, arXiv:2407.08608, any step. Our
-Triton kernels (attention.py) compute the rest: all steps if there is no library, and always a cache in float8, float32,
-a softcap, sinks, chunks, and images whose tokens see each other.
+FlashInfer, arXiv:2501.01005, computes steps that only decode; FlashAttention 4 or 3, arXiv:2407.08608, computes any
+step. Our Triton kernels (attention.py) compute the rest: all steps if there is no library, and always a cache in
+float8, float32, a softcap, sinks, chunks, and images whose tokens see each other.
 
 A library is used only after a trial with the model's shapes, as the engine starts: it must agree with the oracle, be
 captured in a CUDA graph, and follow other lengths on replay. For steps that only decode, our kernel and the libraries
-that pass are then timed, and the one with the best worst case is used: FlashInfer's kernels on Hopper split all
-sequences of a batch into the same number of parts, whatever their length; ours split by length. None of this has run
-on a GPU yet. FlashAttention 2 is not used, since its blocks are multiples of 256 tokens; nor is torch's varlen
+that pass are then timed, and the candidate with the best worst case is used. FlashInfer's kernels on Hopper split all
+sequences of a batch into the same number of parts, whatever their length; our kernel splits by length. None of this has
+run on a GPU yet. FlashAttention 2 is not used, since its blocks are multiples of 256 tokens; nor is torch's varlen
 attention, whose split path leaves out rows (pytorch #194167).
 """
 
@@ -81,7 +81,8 @@ def paged_attention(
 
 @cache
 def select(device: torch.device, shape: Shape) -> tuple[Attend | None, Attend | None]:
-    """Return and log the library for steps that only decode, and the one for all others; None means our own kernels."""
+    """Return and log the library for steps that only decode, and the library for all other steps. None means our own
+    kernels."""
     right: Candidates = []
     for library in LIBRARIES:
         if (attend := load(library, device)) is None:

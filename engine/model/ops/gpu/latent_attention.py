@@ -1,8 +1,8 @@
 """Latent attention over the paged cache in Triton. See `select_latent` in ops/attention.py.
 
-The vector of a token is read once for GROUP heads: as their keys, and its first `rank` numbers as their values. Keys
-are divided over programs as in attention.py, whose plan and whose combination are used here. It has run under Triton's
-interpreter only, not on a GPU yet; the sizes of its tiles are estimates.
+The vector of a token is read once for GROUP heads: the whole vector as their keys, its first `rank` numbers as their
+values. Keys are divided over programs as in attention.py, and its plan and its combination are used here. These kernels
+have run under Triton's interpreter only, not on a GPU yet; the sizes of their tiles are estimates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def latent_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
     PRECISION: tl.constexpr, SLOT_ROWS: tl.constexpr, COMBINED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, heads / GROUP); see `attend_kernel`, whose heads of KV are groups of heads here."""
+    """Attend from the tile of each item. Grid (items, heads / GROUP). See `attend_kernel`; a group of heads takes the
+    place of a KV head."""
     items += 9 * tl.program_id(0)
     part, parts = tl.program_id(1), tl.num_programs(1)
     seq = tl.load(items)
@@ -83,7 +84,7 @@ def latent_kernel(
 
 
 def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
-    """q [tokens, heads, rank + rope_dim] -> [tokens, heads, rank], contiguous."""
+    """Attend: q [tokens, heads, rank + rope_dim] -> [tokens, heads, rank], contiguous."""
     tokens, heads, _ = q.shape
     q, out = q.contiguous(), torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
     group = min(GROUP, heads & -heads)  # a power of two that divides them
@@ -99,7 +100,7 @@ def launch(
     q: Tensor, out: Tensor, batch: Batch, layer: int, scale: float, group: int, tiles: Tensor, rows: int, *,
     decode: bool,
 ) -> None:  # fmt: skip
-    """Attend from the rows that decode, or from all chunks, in tiles of so many rows."""
+    """Attend from the rows that decode, or from all chunks, in tiles of `rows` rows."""
     rank, cache, parts = out.shape[2], batch.kv_cache, q.shape[1] // group
     block_m, page = max(16, rows * group), cache.shape[4]
     slot_bytes = parts * block_m * rank * 4
@@ -127,7 +128,7 @@ def launch(
 
 @triton.jit
 def write_kernel(latent, cache, slots, stride, block_stride, PAGE: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """Grid (tokens). Tokens with a negative slot are padding."""
+    """Write the latents of tokens to the cache. Grid (tokens). Tokens with a negative slot are padding."""
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -137,7 +138,7 @@ def write_kernel(latent, cache, slots, stride, block_stride, PAGE: tl.constexpr,
 
 
 def write_latent(latent: Tensor, batch: Batch, layer: int) -> None:
-    """latent: [tokens, rank + rope_dim]"""
+    """Write latents to the cache. latent: [tokens, rank + rope_dim]."""
     cache, (tokens, size) = batch.kv_cache, latent.shape
     write_kernel[tokens,](
         latent, cache[0, layer], batch.slot_mapping, latent.stride(0), cache.stride(0),

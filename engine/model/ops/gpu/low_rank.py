@@ -1,8 +1,8 @@
 """Low-rank products on a GPU, in Triton, grouped by adapter: Punica's SGMV, arXiv:2310.18547, section 4.
 
-Both kernels find the rows of each adapter in memory, so that a CUDA graph serves any mixture of adapters; it holds as
-many programs as the rows of its step may make tiles, and those without one end at once. They have run under Triton's
-interpreter only, not on a GPU yet.
+Both kernels find the rows of each adapter in memory, so that a CUDA graph serves any mixture of adapters. A graph holds
+as many programs as the rows of its step may make tiles; programs without a tile end at once. The kernels have run under
+Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INPUTS = 64  # that are multiplied at a time
 
 @triton.jit
 def tile_of(table, ranks, tile, ROWS: tl.constexpr):
-    """Return the slot of a tile, its adapter's rank in this layer, and its rows, with which of them there are."""
+    """Return the slot of a tile, its adapter's rank in this layer, its rows, and a mask of the rows that exist."""
     tiles = tl.load(table)
     slot, first, count = tl.load(table + 1 + 3 * tile), tl.load(table + 2 + 3 * tile), tl.load(table + 3 + 3 * tile)
     i = tl.arange(0, ROWS)
@@ -36,7 +36,7 @@ def shrink_kernel(
     SIZE: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
     ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """shrunk[row, part, slice] = A x of SIZE inputs. Grid (tiles, parts, slices)."""
+    """Compute shrunk[row, part, slice] = A x, over SIZE inputs. Grid (tiles, parts, slices)."""
     tile, part, slice_ = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tile < tl.load(table):
         slot, rank, rows, there = tile_of(table, ranks, tile, ROWS)
@@ -61,7 +61,7 @@ def expand_kernel(
     OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[row] += B shrunk[row], for the outputs of a block. Grid (tiles, blocks)."""
+    """Add B shrunk[row] to out[row], for the outputs of a block. Grid (tiles, blocks)."""
     tile = tl.program_id(0)
     if tile < tl.load(table):
         slot, rank, rows, there = tile_of(table, ranks, tile, ROWS)
@@ -86,7 +86,8 @@ def expand_kernel(
 
 
 def add(outs: Sequence[Tensor], x: Tensor, weights: LowRankWeights, rows: AdapterRows) -> None:
-    """x: each token's values contiguous, as in `outs`. Launches nothing that depends on which rows have an adapter."""
+    """Add the adapters. x: each token's values contiguous, as in `outs`. The launches do not depend on which rows have
+    an adapter."""
     parts, (slots, rank, outputs), slices = len(outs), weights.b.shape, weights.slices
     size, width = weights.a.shape[1] // parts, parts * slices * rank
     shrunk = torch.empty(len(x), width, dtype=torch.float32, device=x.device)

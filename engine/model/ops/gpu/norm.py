@@ -67,7 +67,8 @@ def gated_rms_norm_kernel(
     x, gate, weight, out, rows, stride, gate_stride, gate_head, eps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BY_SIGMOID: tl.constexpr, ROWS: tl.constexpr, SIZE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Norm ROWS rows and multiply by the open gate. Grid (rows / ROWS); rows as in `rms_norm_kernel`."""
+    """Norm ROWS rows, and multiply them by SiLU or the sigmoid of the gate. Grid (rows / ROWS); rows as in
+    `rms_norm_kernel`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, SIZE_PAD)
     inside = (row < rows)[:, None] & (i < SIZE)[None, :]
@@ -85,8 +86,8 @@ def gated_rms_norm_kernel(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, by_sigmoid: bool) -> Tensor:
-    """Norm heads x [tokens, heads, size] and multiply by the open gate, of the same shape. Has run under Triton's
-    interpreter only, not on a GPU yet."""
+    """Norm heads x [tokens, heads, size], and multiply them by SiLU or the sigmoid of the gate, of the same shape. Has
+    run under Triton's interpreter only, not on a GPU yet."""
     tokens, heads, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, size_pad = tokens * heads, triton.next_power_of_2(size)

@@ -29,8 +29,8 @@ def rotated(
     NORMED: tl.constexpr, SHIFTED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr, HALF_PAD: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one token's heads, with NORMED after their norm. Return both halves [heads, HALF_PAD] in x's dtype and
-    which of their elements are in bounds; then the same of the values that are not rotated [heads, HEAD_PAD]."""
+    """Rotate one token's heads, after their norm if NORMED. Return both halves [heads, HALF_PAD] in x's dtype and a
+    mask of their elements in bounds; then the values that are not rotated [heads, HEAD_PAD], and their mask."""
     i, d = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, HEAD_PAD)[None, :]
     half: tl.constexpr = ROTARY_DIM // 2
     inside = (head < HEADS) & (i < half)
@@ -58,7 +58,7 @@ def rotated(
 
 @triton.jit
 def to_cache(x, scale, QUANTIZED: tl.constexpr, dtype: tl.constexpr):
-    """Convert x to the cache's dtype, dividing and rounding as the oracle does, so that they agree to the bit."""
+    """Convert x to the cache's dtype, dividing and rounding as the oracle does, so that both agree to the bit."""
     if QUANTIZED:
         x = tl.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + scale)
         x = tl.clamp(x, -448.0, 448.0)  # the largest of float8_e4m3fn

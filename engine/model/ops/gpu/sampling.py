@@ -56,7 +56,7 @@ def load_temperature(temperature, row, LEAST: tl.constexpr):
 
 @triton.jit
 def load_best(segment_best, row, segments, SEGMENTS_PAD: tl.constexpr):
-    """Return the largest logit of a row, NaN if it has one."""
+    """Return the largest logit of a row, or NaN if the row has one."""
     segment = tl.arange(0, SEGMENTS_PAD)
     bests = tl.load(segment_best + row * segments + segment, mask=segment < segments, other=float("-inf"))
     broken = tl.sum((bests != bests).to(tl.int32), 0) > 0
@@ -95,8 +95,8 @@ def greedy_kernel(segment_best, segment_ids, tokens, segments, SEGMENTS_PAD: tl.
 
 @triton.jit
 def measures(logits, n, vocab, width, pitch, temperature, best, min_p, COUNT: tl.constexpr):
-    """Return the keys of the n-th tokens, and their weights, 0 if dropped by min_p. With COUNT, remaining tokens weigh
-    1. Tokens lie in rows of `width`, whose starts are `pitch` apart."""
+    """Return the keys of the n-th tokens, and their weights, 0 if dropped by min_p. With COUNT, the weight of each
+    remaining token is 1. Tokens lie in rows of `width`, whose starts are `pitch` apart."""
     x = scaled(logits, n // width * pitch + n % width, tl.where(n < vocab, 2147483647, 0), temperature)
     weight = tl.exp(x - best)
     weight = tl.where(weight >= min_p, weight, 0.0)
