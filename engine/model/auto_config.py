@@ -31,9 +31,9 @@ RECURRENT = "linear_conv_kernel_dim", "mamba_d_conv"
 def read(raw: Fields, max_model_len: int | None) -> Fields:
     """Return the fields of ModelConfig that transformers can read from the contents of config.json.
 
-    max_model_len: the longest sequence; None for the model's context. If it exceeds the original context of a model
-    with `longrope`, the long factors apply to all sequences. Raises UnsupportedArchitecture, or KeyError for a missing
-    field.
+    max_model_len: the longest sequence; None for the model's context. If a model has `longrope` and max_model_len
+    exceeds its original context, the long factors apply to all sequences. Raises UnsupportedArchitecture, or KeyError
+    for a missing field.
     """
     architecture = (raw.get("architectures") or ["none"])[0]
     try:

@@ -177,8 +177,9 @@ class ModelConfig:
         )
 
     def quantized(self, method: str) -> ModelConfig:
-        """Return the model with weights rounded by `method` as they are loaded; itself if they are stored that way.
-        Raises ConfigError for an unknown method, or if they are stored in another quantized format."""
+        """Return the model with weights rounded by `method` as they are loaded; the model itself if its weights are
+        stored that way. Raises ConfigError for an unknown method, or if the weights are stored in another quantized
+        format."""
         stored = None if self.quantization is None else self.quantization.method
         if stored == method:
             return self
@@ -191,13 +192,13 @@ class ModelConfig:
 
     @property
     def head_format(self) -> Online | None:
-        """The format to which the language model's head is rounded as it is loaded; None if it is not."""
+        """The format to which the language model's head is rounded as it is loaded; None if the head is not rounded."""
         return None if self.quantization is None else self.quantization.head_format()
 
     def weight_format(self, prefix: str, *names: str) -> WeightFormat | None:
         """Return the format of linear layers that are merged into one; None if they are not quantized.
 
-        prefix: what their names in the checkpoint begin with. names: the rest of each name.
+        prefix: common beginning of the layers' names in the checkpoint. names: the rest of each name.
         Raises ConfigError if their formats differ.
         """
         if self.quantization is None:
@@ -232,7 +233,7 @@ class ModelConfig:
 
     @property
     def kv_specs(self) -> LayerSpecs:
-        """What each layer keeps for a token."""
+        """The KV that each layer keeps for a token."""
         if self.bidirectional:
             return (None,) * self.num_layers
         if self.layer_kv:

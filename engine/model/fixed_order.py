@@ -1,9 +1,9 @@
 """Sums a fixed number of parts in a fixed order, however many ranks hold them: `determinism: strict`.
 
-Ordinarily, a product whose inputs are split over the ranks is one sum per rank, each rounded, then added in rank order;
-so another number of ranks gives other bits. Here it is always PARTS sums, of which each rank computes PARTS / ranks.
-They are added as a binary tree, in which one, two, four or eight ranks each hold a whole subtree. So the result is the
-same for each of these numbers of ranks.
+Ordinarily, a product whose inputs are split over the ranks is one sum per rank, each rounded, then added in rank order.
+So another number of ranks gives other bits. Here the product is always PARTS sums, and each rank computes PARTS / ranks
+of them. The sums are added as a binary tree, in which one, two, four or eight ranks each hold a whole subtree. So the
+result is the same for each of these numbers of ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """KV cache groups: layers that keep the same KV of a sequence share one tensor and one block table per sequence.
 
-A model whose layers are alike has one group. Where some layers have a window and others see all tokens, as in gpt-oss
-or Gemma 3, each kind is a group with blocks of its own, and a group with a window frees the blocks that no future token
-sees. The idea is that of vLLM's hybrid KV cache manager. In vLLM, groups share one tensor, and their blocks have the
-same size in bytes; here each group has its own tensor and size, over one chain of hashes.
+A model whose layers are alike has one group. If some layers have a window and others see all tokens, as in gpt-oss or
+Gemma 3, each kind is a group with its own blocks, and a group with a window frees the blocks that no future token sees.
+The idea is that of vLLM's hybrid KV cache manager. In vLLM, groups share one tensor, and their blocks have the same
+size in bytes; here each group has its own tensor and size, over one chain of hashes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """What a layer keeps for each token. Sizes are those of the whole model, not of one rank."""
+    """The KV that a layer keeps for each token. Sizes are those of the whole model, not of one rank."""
 
     num_kv_heads: int
     head_dim: int
@@ -77,8 +77,8 @@ def group_layers(specs: LayerSpecs) -> tuple[KVCacheGroup, ...]:
 
 
 def place_of(layer: int, specs: LayerSpecs) -> tuple[int, int]:
-    """Return the group that holds a layer's KV, and the layer's index in it; for a layer that reads another's KV, those
-    of the other layer."""
+    """Return the group that holds a layer's KV, and the layer's index in the group. For a layer that reads another
+    layer's KV, return the group and index of that other layer."""
     spec = specs[layer]
     owner = spec if isinstance(spec, int) else layer
     for number, group in enumerate(group_layers(specs)):

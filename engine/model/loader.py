@@ -120,7 +120,7 @@ def count_parameters(model: Loadable) -> int:
 
 
 def load_tensor(parts: list[tuple[Shard, Tensor]], source: TensorSlice, name: str, folder: Path) -> None:
-    """Copy this rank's slice of a checkpoint's tensor into the weights that it holds.
+    """Copy this rank's slice of a checkpoint's tensor into the weights to which it belongs.
 
     parts: these weights, stored one after the other along `shard.dim`, or all read from the same values; each target is
     [*shard.local_shape]. A tensor of three dimensions may be stored with the last two exchanged.
@@ -183,7 +183,8 @@ def has_own_head(files: dict[Path, list[str]], canonical: dict[str, str]) -> boo
 
 
 def zero_biases(files: dict[Path, list[str]], canonical: dict[str, str], wanted: set[str]) -> set[str]:
-    """Return the biases that are all 0 and not in the model: older GPTQ checkpoints have one for every layer."""
+    """Return the biases that are all 0 and that the model lacks. Older GPTQ checkpoints have such a bias for every
+    layer."""
     found = set()
     for file, names in files.items():
         if biases := [name for name in names if name.endswith(".bias") and canonical[name] not in wanted]:
@@ -193,7 +194,8 @@ def zero_biases(files: dict[Path, list[str]], canonical: dict[str, str], wanted:
 
 
 def unused_heads(canonical: dict[str, str], model: Loadable, wanted: set[str]) -> set[str]:
-    """Return the names of heads that the checkpoint has and the model does not, such as the head of its pretraining."""
+    """Return the names of heads that the checkpoint has and the model lacks, such as the head of the model's
+    pretraining."""
     return {name for name, own in canonical.items() if own.startswith(model.unused) and own not in wanted}
 
 

@@ -36,8 +36,8 @@ class Shard:
 
     @classmethod
     def of_rank(cls, shape: tuple[int, ...], dim: int, tp: TPGroup, what: str) -> Shard:
-        """Return this rank's slice of a tensor that is split evenly along `dim`. what: how errors name that dimension.
-        Raises ConfigError if it cannot be split evenly."""
+        """Return this rank's slice of a tensor that is split evenly along `dim`. what: name of that dimension in
+        errors. Raises ConfigError if the dimension cannot be split evenly."""
         size, rest = divmod(shape[dim], tp.size)
         if rest:
             raise ConfigError("tensor_parallel", tp.size, f"a divisor of the model's {what} ({shape[dim]})")

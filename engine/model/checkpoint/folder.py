@@ -41,7 +41,7 @@ def resolve(model: str, weights: bool = True) -> Path:
 
 
 def resolve_config(model: str) -> Path:
-    """Return a folder with the model's config.json, like `resolve`, but download a few small files only."""
+    """Return a folder with the model's config.json, like `resolve`, but download only a few small files."""
     folder = _find(model, CONFIG_FILES)
     _check(folder, weights=False)
     return folder
@@ -81,7 +81,7 @@ def _find(model: str, files: list[str]) -> Path:
 
 
 def _folder(folder: Path) -> Path:
-    """Return `folder` if it is a model's, or the folder that is made from the GGUF file in it."""
+    """Return `folder` if it is a model's folder, or else the folder made from the GGUF file in it."""
     files = [] if (folder / "config.json").is_file() else list(folder.glob("*.gguf"))
     return _only_gguf(str(folder), files) if files else folder
 

@@ -1,5 +1,5 @@
 """GLM 4.5, arXiv:2508.06471: Llama's attention, in some models with Qwen 3's norms, and DeepSeek V3's routing of
-experts. Layers that predict further tokens are not loaded."""
+experts. Layers for multi-token prediction are not loaded."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class LlamaLayer(nn.Module):
 
 class LlamaForCausalLM(NativeNames, nn.Module):
     """A causal language model: input_ids [tokens] int64 -> hidden [tokens, hidden]. `logits` and `best` take rows of
-    it.
+    hidden.
 
     With `aux_layers`, hidden is followed by these layers' inputs: [tokens, (1 + len(aux_layers)) * hidden].
     """

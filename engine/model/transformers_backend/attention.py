@@ -31,7 +31,8 @@ WITHOUT_EFFECT = (
 
 
 class Unsupported(Exception):
-    """A model needs something of attention that is not supported; the message completes "it is not supported: "."""
+    """Raised when a model's attention needs something that is not supported. The message completes "it is not
+    supported: "."""
 
 
 @dataclass(frozen=True, slots=True)

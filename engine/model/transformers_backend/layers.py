@@ -219,7 +219,8 @@ class LayerMaker:
         return Column(self._outputs(path, module, style), module.in_features, bias, format, gather)
 
     def _style(self, path: str) -> str | None:
-        """Return how transformers' plan splits a layer; None if not at all. Raises ConfigError if unknown."""
+        """Return how transformers' plan splits a layer; None if the plan does not split it. Raises ConfigError for an
+        unknown way."""
         style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)) if self.tp.size * self.tp.parts > 1 else None
         if style is None or style.startswith("replicated"):
             return None
@@ -315,8 +316,8 @@ def has_plain_experts(module: Any, name: str) -> bool:
 
 
 def rms_norm_shift(module: nn.Module) -> float | None:
-    """Return what a module adds to its weight if it computes our RMSNorm, in float32; None if it does not. Found by
-    trying, since every family of transformers has a class of its own."""
+    """Return the number that a module adds to its weight if the module computes our RMSNorm in float32; else None.
+    Found by trying, since every family of transformers has its own class."""
     weights = dict(module.named_parameters())
     if not type(module).__name__.endswith("RMSNorm") or list(weights) != ["weight"] or norm_eps(module) is None:
         return None

@@ -27,8 +27,8 @@ class NemotronHExperts(Experts):
 
 
 class NemotronHMoE(nn.Module):
-    """Experts with DeepSeek V3's routing: [tokens, hidden] -> [tokens, hidden]. In the larger models routed experts
-    work on a smaller latent, to and from which shared projections lead."""
+    """Experts with DeepSeek V3's routing: [tokens, hidden] -> [tokens, hidden]. In the larger models, routed experts
+    work on a smaller latent. Shared projections lead to the latent and back."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str):
         super().__init__()
