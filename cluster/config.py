@@ -48,8 +48,9 @@ def given(section: Section) -> dict[str, Any]:
 
 
 ALIKE = ("dtype", "quantization", "determinism")  # keys that must agree, or fingerprints of encode engines differ
-# model and handoff are one level higher; EngineConfig reads the JSON object of `speculative` itself
-EngineSection = _section_of(EngineConfig, without={"model", "handoff", "encode"}, speculative=dict[str, Any] | None)
+# model and handoff are one level higher; EngineConfig reads the JSON objects itself
+JSON_OBJECTS = {"speculative": dict[str, Any] | None, "kv_events_config": dict[str, Any] | None}
+EngineSection = _section_of(EngineConfig, without={"model", "handoff", "encode"}, **JSON_OBJECTS)
 HandoffSection = _section_of(HandoffConfig, without={"role"})
 RoutingSection = _section_of(RoutingConfig, without=set())
 ImageSection = _section_of(ImageConfig, without=set())

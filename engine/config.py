@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from math import inf
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -133,20 +133,56 @@ class SpeculativeConfig:
         """Whether a second model on the device makes the drafts."""
         return self.method not in ("ngram", "suffix")
 
-    @classmethod
-    def parse(cls, options: dict[str, Any]) -> SpeculativeConfig:
-        """Return the configuration with these options. Raises ConfigError for unknown keys and wrong values."""
-        hints = get_type_hints(cls)
-        for key, value in options.items():
-            if key not in hints:
-                raise ConfigError(f"speculative.{key}", value, f"left out; there are {', '.join(hints)}")
-            if hints[key] is int and type(value) is not int:
-                raise ConfigError(f"speculative.{key}", value, "an integer")
-            if hints[key] is float and type(value) not in (int, float):
-                raise ConfigError(f"speculative.{key}", value, "a number")
-        if "method" not in options:
-            raise ConfigError("speculative.method", None, "given")
-        return cls(**options)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """Options of KV events in vLLM's format, named as in vLLM (docs/routing.md)."""
+
+    enable_kv_cache_events: bool = option(False, "Publish which blocks the prefix cache has, and their tokens.")
+    publisher: Literal["zmq", "null"] | None = option(None, "`null` publishes nothing. Default: `zmq`.")
+    endpoint: str | None = option(
+        None,
+        "ZMQ address to publish at: bound if it has a `*` or `::` or begins with `ipc:`, and connected to otherwise, "
+        "as in vLLM. Default: port 5557, bound for this machine alone. An engine whose port is taken binds the next.",
+    )
+    replay_endpoint: str | None = option(None, "ZMQ address to bind for those who ask for batches that they missed.")
+    buffer_steps: int = option(10_000, "Newest batches that are kept for them.")
+    hwm: int = option(100_000, "Batches that may wait for one subscriber; it loses further ones.")
+    topic: str = option("", "First frame of all messages: llm-d expects `kv@ADDRESS@MODEL`.")
+    use_int_block_hashes: bool = option(
+        True,
+        "Send the low 64 bits of hashes as integers, and not 16 bytes. In vLLM: the environment variable "
+        "`VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`.",
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self, "kv_events_config.")
+        for key in ("buffer_steps", "hwm"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"kv_events_config.{key}", getattr(self, key), "at least 1")
+
+    @property
+    def publishes(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+
+def parse_section(config: type[T], section: str, options: dict[str, Any]) -> T:
+    """Return the dataclass with these options. Raises ConfigError for unknown keys and wrong values."""
+    hints = get_type_hints(config)
+    for key, value in options.items():
+        if key not in hints:
+            raise ConfigError(f"{section}.{key}", value, f"left out; there are {', '.join(hints)}")
+        kind, kinds = hints[key], get_args(hints[key])
+        if kind in (int, bool) and type(value) is not kind:
+            raise ConfigError(f"{section}.{key}", value, "an integer" if kind is int else "true or false")
+        if kind is float and type(value) not in (int, float):
+            raise ConfigError(f"{section}.{key}", value, "a number")
+        if (kind is str or str in kinds) and not isinstance(value, str | (NoneType if kinds else str)):
+            raise ConfigError(f"{section}.{key}", value, "a string")
+    for f in fields(config):  # type: ignore[arg-type]
+        if f.default is MISSING and f.name not in options:
+            raise ConfigError(f"{section}.{f.name}", None, "given")
+    return config(**options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +301,9 @@ class EngineConfig:
     kv_offloading_timeout_s: float = option(
         2.0, "Seconds that a request waits for KV from a tier; after them it is computed."
     )
+    kv_events_config: KVEventsConfig | None = option(
+        None, "KV events for other routers, as a JSON object of vLLM's keys (docs/routing.md)."
+    )
     overlap: bool | None = option(
         None,
         "Plan step n+1 while step n computes. Default: yes on a GPU; no on a CPU, where both need the same cores "
@@ -321,7 +360,15 @@ class EngineConfig:
         check_choices(self)
         self._check_offloading()
         if isinstance(self.speculative, dict):
-            object.__setattr__(self, "speculative", SpeculativeConfig.parse(self.speculative))
+            speculative = parse_section(SpeculativeConfig, "speculative", self.speculative)
+            object.__setattr__(self, "speculative", speculative)
+        if isinstance(self.kv_events_config, dict):
+            kv_events = parse_section(KVEventsConfig, "kv_events_config", self.kv_events_config)
+            object.__setattr__(self, "kv_events_config", kv_events)
+        if self.kv_events_config is not None and self.kv_events_config.publishes and not self.enable_prefix_caching:
+            raise ConfigError(
+                "enable_prefix_caching", False, "true with KV events: they tell what the prefix cache has"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         if self.cuda_graph_memory_gib < 0:

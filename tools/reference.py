@@ -26,6 +26,7 @@ CLASSES = [  # heading, file, class
     ("args.ingress", "cluster/config.py", "IngressSection"),
     ("engine: EngineConfig", "engine/config.py", "EngineConfig"),
     ("engine.speculative", "engine/config.py", "SpeculativeConfig"),
+    ("engine.kv_events_config", "engine/config.py", "KVEventsConfig"),
     ("handoff of a model", "engine/config.py", "HandoffConfig"),
     ("SamplingParams", "engine/wire/sampling_params.py", "SamplingParams"),
 ]

@@ -17,7 +17,7 @@ from engine.errors import ConfigError, InvalidParameter, RequestError
 SEVERAL = ("--served-model-name", "--api-key", "--lora-modules")  # flags that take several values in vLLM
 OBJECTS = (  # our flags whose value is a JSON object, which may come in parts: --hf-overrides.rope_theta 1e6
     "--speculative-config", "--hf-overrides", "--override-generation-config", "--default-chat-template-kwargs",
-    "--limit-mm-per-prompt",
+    "--limit-mm-per-prompt", "--kv-events-config",
 )  # fmt: skip
 NOT_DRAFTED = ("draft_tensor_parallel_size", "disable_by_batch_size", "max_model_len")  # without effect on outputs
 
@@ -181,6 +181,8 @@ def _add_object(command: Command, flag: str, content: dict[str, Any]) -> None:
         content = {key: value for key, value in content.items() if key not in left_out}
         for key in left_out:
             command.ignored[f"{flag}.{key}"] = "drafts are made on the model's ranks, fewer of them under load"
+    if flag == "--kv-events-config" and content.pop("max_queue_size", None) is not None:
+        command.ignored[f"{flag}.max_queue_size"] = "batches are sent at the end of each step, without a queue"
     command.args += [flag, json.dumps(content)]
 
 

@@ -239,7 +239,6 @@ TABLE = (
     refused("--kv-transfer-config=", "--prefill-replicas N starts replicas that compute prompts for the others"),
     # KV cache and memory
     refused("--kv-cache-memory-bytes=", "--kv-cache-memory-gib has the same meaning, in GiB"),
-    refused("--kv-events-config=", "routers learn of cached blocks by themselves (docs/routing.md)"),
     ignored(
         "--prefix-caching-hash-algo= --prefix-match-unit=",
         "blocks are found by a hash of their tokens (docs/routing.md)",

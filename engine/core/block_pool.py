@@ -4,6 +4,27 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.core.request import Request
+
+
+class NoBlockEvents:
+    """Takes no notice of what happens to the blocks of a pool. Its methods are those of BlockEvents
+    (features/block_events.py)."""
+
+    def describe(self, request: Request, first: int, end: int) -> None:
+        """Record whose tokens are in the blocks [first, end) of a request, before they enter the prefix cache."""
+
+    def stored(self, block_hash: bytes) -> None:
+        """Record that a block has entered the prefix cache."""
+
+    def removed(self, block_hash: bytes) -> None:
+        """Record that a block has left the prefix cache."""
+
+    def cleared(self) -> None:
+        """Record that all blocks have left the prefix cache."""
 
 
 class BlockPool:
@@ -43,6 +64,7 @@ class BlockPool:
         self._invalid: set[int] = set()
         #: References of blocks that are copied to or from a tier below.
         self.pinned: Counter[int] = Counter()
+        self.events = NoBlockEvents()
         self._changes: dict[bytes, bool] | None = None  # since the last `take_changes`: hash -> can it be matched now?
 
     @property
@@ -164,6 +186,7 @@ class BlockPool:
             self._by_hash[block_hash] = block
             self._hash[block] = block_hash
             self._invalid.discard(block)
+            self.events.stored(block_hash)
             if self._changes is not None:
                 self._changes[block_hash] = True
             return block
@@ -201,6 +224,7 @@ class BlockPool:
             if self._changes is not None:
                 self._changes[block_hash] = False
         self._by_hash.clear()
+        self.events.cleared()
 
     def invalidate(self, blocks: list[int]) -> None:
         """Remove the blocks that only the caller holds from the prefix cache: they may hold non-finite numbers.
@@ -235,6 +259,7 @@ class BlockPool:
         assert block_hash is not None
         del self._by_hash[block_hash]
         self._hash[block] = None
+        self.events.removed(block_hash)
         if self._changes is not None:
             self._changes[block_hash] = False
 

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig, HandoffConfig, KVEventsConfig
 from engine.core.block_pool import BlockPool
 from engine.core.engine import EngineCore
 from engine.core.features.adapter_slots import AdapterSlots
+from engine.core.features.block_events import KVEvents, NoKVEvents
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.image_handoffs import ImageHandoffs
@@ -118,6 +119,7 @@ def build_engine(
         step_times=step_times,
         adapter_loader=GroupLoader(loaded.runner.adapter_loader, group.size, broadcaster),
         tiers=NoTiers() if tiers is None else GroupTiers(tiers.worker, group.size, broadcaster, wake),
+        kv_events=make_kv_events(loaded.config.kv_events_config, kv_cache),
         kv_workers=kv_workers,
         broadcaster=broadcaster,
         channel=channel,
@@ -250,6 +252,14 @@ def make_offloading(
     for block in tiers.found:
         offloading.restore(block.name, block.size, now - block.age_s)
     return offloading
+
+
+def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> KVEvents | NoKVEvents:
+    if config is None or not config.publishes:
+        return NoKVEvents()
+    from engine.distributed.kv_event_publisher import KVEventSockets
+
+    return KVEvents(kv_cache.groups, KVEventSockets(config), config.use_int_block_hashes)
 
 
 def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSpeculation:

@@ -16,6 +16,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core.engine_stats import stats_of
+from engine.core.features.block_events import KVEvents, NoKVEvents
 from engine.core.features.handoffs import HandoffOutput
 from engine.core.output import Event
 from engine.core.request import Request, State
@@ -86,6 +87,7 @@ class EngineCore:
         step_times: StepTimes,
         adapter_loader: GroupLoader,
         tiers: GroupTiers | NoTiers,
+        kv_events: KVEvents | NoKVEvents,
         kv_workers: ExitStack,
         broadcaster: PlanBroadcaster | None = None,
         channel: HandoffChannel | None = None,
@@ -99,7 +101,7 @@ class EngineCore:
         self.idle = True
         self.last_step_at = time.monotonic()
         self._group, self._grammars, self._broadcaster, self._kv_workers = group, grammars, broadcaster, kv_workers
-        self._adapter_loader, self._tiers = adapter_loader, tiers
+        self._adapter_loader, self._tiers, self._kv_events = adapter_loader, tiers, kv_events
         self._adapter_calls: dict[int, str] = {}  # ids of LoadAdapter, by the number of the command
         self._compiling: dict[Request, Compilation] = {}
         self._grammar_compiled = threading.Event()
@@ -212,7 +214,9 @@ class EngineCore:
         if self._broken is not None:
             raise EngineUnavailable(f"an earlier step failed: {self._broken}")
         try:
-            return self._overlapped_step() if self.runner.overlap else self._plain_step()
+            events = self._overlapped_step() if self.runner.overlap else self._plain_step()
+            self._kv_events.publish()
+            return events
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
@@ -435,6 +439,7 @@ class EngineCore:
         """Wait for the step that is computing, stop the thread, and let the other ranks end."""
         with suppress(EngineUnavailable):  # a rank may be gone
             self._flush_tiers()
+        self._kv_events.close()
         self._grammars.close()
         self._adapter_loader.close()
         if self._executor:

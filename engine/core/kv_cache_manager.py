@@ -40,6 +40,11 @@ class KVCacheManager:
     running requests are collected until the next step's plan carries them to the ranks.
     """
 
+    #: vLLM's name of what the layers of the group are.
+    kind = "full_attention"
+    #: Newest tokens whose KV is kept; None keeps all.
+    window: int | None = None
+
     def __init__(self, pool: BlockPool, group: int = 0):
         self.pool, self._group = pool, group
         self._changes: list[BlockChange] = []
@@ -185,6 +190,7 @@ class KVCacheManager:
         first, size = table.num_cached, self.pool.block_size
         full = max(first, min(computed, len(request.tokens)) // size)
         hashes = request.hashes(full, size)
+        self.pool.events.describe(request, first, full)
         for index in range(first, full):
             own = table.blocks[index]
             block = self.pool.cache_block(own, hashes[index])

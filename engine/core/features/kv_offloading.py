@@ -82,6 +82,8 @@ class Load:
     """A LoadBlocks command under way. Until it ends, the blocks that it loads are pinned, and so are the blocks of the
     same hit that the device had already."""
 
+    wanted_by: Request
+    """The request for which it began."""
     blocks: list[TierBlock]
     hashes: list[bytes]
     pinned: list[tuple[int, int]]
@@ -176,7 +178,7 @@ class KVOffloading:
         tokens = (hit - matched) * size
         if tokens < self._min_tokens or not self._pays(needed, tokens):
             return False
-        load = self._pin(needed, watermark, now)
+        load = self._pin(request, needed, watermark, now)
         if load is None:
             return False
         load.tokens = tokens
@@ -212,10 +214,10 @@ class KVOffloading:
             tier.cost.forget(FORGET)
         return pays
 
-    def _pin(self, needed: Sequence[Sequence[bytes]], watermark: int, now: float) -> Load | None:
+    def _pin(self, request: Request, needed: Sequence[Sequence[bytes]], watermark: int, now: float) -> Load | None:
         """Take the blocks that a load writes, and pin those that must not be evicted meanwhile. Returns None, and takes
         nothing, if too few blocks are available."""
-        load = Load([], [], [], now, now + self._timeout_s)
+        load = Load(request, [], [], [], now, now + self._timeout_s)
         for group, (manager, hashes) in enumerate(zip(self._kv_cache.groups, needed, strict=True)):
             missing = [each for each in hashes if not manager.pool.has(each)]
             found = manager.pin(hashes, watermark)
@@ -244,6 +246,9 @@ class KVOffloading:
     def _end_load(self, number: int, failed: set[int], now: float) -> None:
         load = self._loads.pop(number)
         moved: Counter[str] = Counter()  # blocks' bytes, by tier
+        for manager in self._kv_cache.groups:
+            size = manager.pool.block_size
+            manager.pool.events.describe(load.wanted_by, 0, len(load.wanted_by.tokens) // size)
         for i in reversed(range(len(load.blocks))):  # tail first, so that eviction eats a chain from its end
             block, block_hash = load.blocks[i], load.hashes[i]
             tier, index = self._tier(block), self._tier(block).index(block.group)

@@ -28,6 +28,8 @@ class StateCacheManager(KVCacheManager):
     no room for a snapshot, it is not saved.
     """
 
+    kind = "mamba"
+
     def __init__(self, pool: BlockPool, kv_cache: KVCacheManager, interval: int, group: int = 1):
         """kv_cache: manager of the first KV cache group, whose prefix cache shows where prompts diverge. interval:
         tokens between the snapshots inside a long sequence, 0 for none."""
@@ -133,7 +135,7 @@ class StateCacheManager(KVCacheManager):
         states = request.states
         if states.saves:
             position, snapshot = states.saves.popleft()
-            states.source = StateSnapshot(position, self.pool.cache_block(snapshot, self._hash(request, position)))
+            states.source = StateSnapshot(position, self._cache(request, position, snapshot))
             self.pool.release(states.handed_over.pop())
         position = 0 if states.source is None else states.source.position
         states.wanted = []
@@ -149,7 +151,7 @@ class StateCacheManager(KVCacheManager):
         while states.saves and states.saves[0].position <= known:
             position, snapshot = states.saves.popleft()
             name = self._hash(request, position)
-            self.pool.release([self.pool.cache_block(snapshot, name)])
+            self.pool.release([self._cache(request, position, snapshot)])
             self.pool.discard(states.newest)
             passing = position > states.last_wanted and not (self._interval and position % self._interval == 0)
             states.newest = name if passing else b""
@@ -221,6 +223,12 @@ class StateCacheManager(KVCacheManager):
 
     def _hash(self, request: Request, position: int) -> bytes:
         return request.hashes(position // self._kv_size, self._kv_size)[-1]
+
+    def _cache(self, request: Request, position: int, snapshot: int) -> int:
+        """Enter a snapshot into the prefix cache, and return the one to use from now on."""
+        end = position // self.pool.block_size
+        self.pool.events.describe(request, end - 1, end)
+        return self.pool.cache_block(snapshot, self._hash(request, position))
 
     def _share(self, snapshot: int) -> int:
         """Take one more reference to a snapshot and return it."""

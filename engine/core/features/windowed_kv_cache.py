@@ -22,10 +22,12 @@ class WindowedKVCacheManager(KVCacheManager):
     the blocks of the window before its end.
     """
 
+    kind = "sliding_window"
+
     def __init__(self, pool: BlockPool, spec: KVCacheSpec, step_tokens: int, group: int = 0):
         """step_tokens: prompt tokens, besides its window, for which a request gets blocks when it starts."""
         super().__init__(pool, group)
-        self._spec, self._step_tokens = spec, step_tokens
+        self._spec, self._step_tokens, self.window = spec, step_tokens, spec.window
 
     @property
     def window_blocks(self) -> int:

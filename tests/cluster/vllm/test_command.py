@@ -102,6 +102,16 @@ def test_drafts_by_the_models_own_layers_have_one_name():
     assert list(command.ignored) == ["--speculative-config.draft_tensor_parallel_size"]
 
 
+def test_kv_events_have_the_same_keys_but_no_queue_to_bound():
+    command = translated(
+        ["pocket", "--kv-events-config", '{"max_queue_size": 9, "hwm": 7}', "--kv-events-config.topic=t"]
+    )
+    assert json.loads(command.args[-1]) == {"hwm": 7, "topic": "t"}
+    assert list(command.ignored) == ["--kv-events-config.max_queue_size"]
+    found = configured("pocket", "--kv-events-config", '{"enable_kv_cache_events": true}')
+    assert found["models"][0]["engine"]["kv_events_config"] == {"enable_kv_cache_events": True}
+
+
 def test_experts_over_ranks_are_no_harm_and_over_replicas_they_are():
     assert "-ep" in translated(["pocket", "-ep", "-tp", "8"]).ignored
     assert "-ep" in translated(["pocket", "-ep", "-dp", "1"]).ignored
