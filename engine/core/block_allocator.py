@@ -22,7 +22,7 @@ class BlockAllocator:
 
     @property
     def watermark(self) -> int:
-        """Blocks to keep available, one for each running request that will grow. Starting another request only to
+        """Number of blocks to keep available, one for each request that will grow. Starting another request only to
         preempt it soon would waste work."""
         growing = sum(not r.asked_by for r in self._queue.running)
         return growing + len(self._queue.waiting_with_kv) + len(self._handoffs.receiving)
