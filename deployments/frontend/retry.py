@@ -33,7 +33,7 @@ class TokensLost(EngineError):
 
 # Codes of errors that are not the request's fault, unless it is the request that kills its engines: hence the limit on
 # replays.
-ENGINE_GONE = ("engine_unavailable", "tokens_lost", "other_model", "moved")
+ENGINE_GONE = ("engine_unavailable", "tokens_lost", "other_model")
 
 
 class RetryState:
@@ -116,20 +116,18 @@ class RetryState:
     def replay(self, error: BaseException, source: KVSource | None = None, engine: str = "") -> str | None:
         """Begin another attempt after this error. Returns the reason, or None if another attempt is no use.
 
-        A full queue ends a new request, but not a request that was already running. source: engine that holds the KV,
-        if the request moves. No engine has failed then, so such attempts are not limited. engine: engine of the
-        previous attempt, if it is known.
+        A full queue ends a new request, but not a request that was already running. If the request moves, no engine has
+        failed, so such attempts are not limited. source: engine that holds the KV of a request that moves; None if no
+        engine does. engine: engine of the previous attempt, if it is known.
         """
-        self.source, self.avoid = source, [engine] if isinstance(error, ServingError) and error.code == "moved" else []
-        if source is not None:
+        reason = error.code if isinstance(error, ServingError) else ""
+        self.source, self.avoid = source, [engine] if reason == "moved" else []
+        if reason == "moved":
             self.num_moves += 1
-            return "moved"
-        if not isinstance(error, ServingError) or self.num_replays >= self._max_replays:
+        elif reason in (REPLAY_REASONS if self.num_retries else ENGINE_GONE) and self.num_replays < self._max_replays:
+            self.num_replays += 1
+        else:
             return None
-        reason = error.code
-        if reason not in (REPLAY_REASONS if self.num_retries else ENGINE_GONE):
-            return None
-        self.num_replays += 1
         if not self.output:
             self._model = self.request.model
         return reason

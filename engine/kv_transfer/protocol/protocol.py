@@ -77,7 +77,7 @@ from engine.wire.handoff import (
 )
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import RemoteRequestFailed
-from engine.wire.remote_request import Peer, RemoteRequest
+from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
 
 REMEMBER_S = 60.0  # how long released leases, and sources from which nothing is read any more, are remembered
 LINK_FAILURES = ("silent", "read", "prompt_hash")  # failures for which the link between two engines is to blame
@@ -142,7 +142,7 @@ class HandoffProtocol:
                 if handoff := self.prefill_handoffs.get(remote_request.handoff_id):
                     handoff.refuse(reason, now)
                     self._drop_if_over(handoff)
-                else:
+                elif remote_request.decode is not NOBODY:
                     self.out.messages.append((remote_request.decode, Refused(remote_request.handoff_id, 0, reason)))
             case Leave():
                 for handoff_id in list(self.decode_handoffs):

@@ -17,7 +17,15 @@ from deployments.frontend import retry as retry_module
 from deployments.frontend import sequence
 from deployments.frontend.retry import RetryState, TokensLost
 from engine.core.request import Request
-from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, RequestTimeout, ServingError
+from engine.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidParameter,
+    Moved,
+    Overloaded,
+    RequestTimeout,
+    ServingError,
+)
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.sampling_params import SamplingParams
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, until
@@ -337,3 +345,13 @@ def test_waits_grow_and_end_with_the_deadline(monkeypatch):
     assert waits == [0.0, 0.25, 0.5, 1.0, 2.0, 2.0]
     assert retry.back_off_s(59.5) == 0.5
     assert retry.back_off_s(61.0) == 0.0
+
+
+def test_requests_that_move_are_not_limited():
+    """Replicas may be replaced one after the other, and a request that waits has no KV to take along."""
+    state = RetryState(request(), max_replays=0, now=0.0)
+    for moves in range(1, 10):
+        assert state.replay(Moved("a"), engine="one") == "moved"
+        assert (state.num_moves, state.num_replays, state.avoid) == (moves, 0, ["one"])
+        assert state.back_off_s(0.0) == 0.0
+    assert state.replay(EngineUnavailable("dead")) is None
