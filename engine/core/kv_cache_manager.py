@@ -100,7 +100,7 @@ class KVCacheManager:
         return there, blocks[len(there) :]
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:
-        """Return the hashes of a request's blocks in this group that later requests may need."""
+        """Return the hashes of a request's blocks that this group has and later requests may need."""
         size = self.pool.block_size
         known = min(request.computed, len(request.tokens)) // size
         return [each for each in request.hashes(known, size) if self.pool.has(each)]

@@ -279,8 +279,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Numbers of messages that its ranks' sockets refused, by socket and reason (engine/distributed/refusals.py)."""
 
     def with_pool(self, pool: PeerPool) -> tuple[str, HandoffStats | None]:
-        """Return the fingerprint by which engines of a pool can compute for this engine, and statistics of the handoffs
-        with that pool."""
+        """Return the fingerprint that engines of a pool need in order to compute for this engine, and statistics of the
+        handoffs with that pool."""
         return (self.encode_fingerprint, self.image_handoffs) if pool == "encode" else (self.fingerprint, self.handoffs)
 
 
