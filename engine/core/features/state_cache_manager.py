@@ -91,7 +91,8 @@ class StateCacheManager(KVCacheManager):
         return BlockTable(source, matched), int(needed)
 
     def can_reserve(self, table: BlockTable, missing: int, watermark: int) -> bool:
-        return self.pool.can_reserve(table.blocks, missing)
+        # another engine may write the new ones before the step that is being planned restores from what it has released
+        return self.pool.can_reserve(table.blocks, missing, len(self._restored) if missing else 0)
 
     def take(self, request: Request, table: BlockTable, missing: int) -> None:
         snapshots = self.pool.reserve(table.blocks, missing)

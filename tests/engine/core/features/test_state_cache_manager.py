@@ -5,6 +5,12 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.block_pool import BlockPool
+from engine.core.features.state_cache_manager import StateCacheManager
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import BlockTable, Request, StateSnapshot
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
 from tests.fake_runner import Harness
 
 CHUNK = 4
@@ -124,3 +130,17 @@ def test_without_the_prefix_cache_nothing_is_kept():
     h = make(enable_prefix_caching=False)
     answer(h, "first", tokens(30), max_tokens=9)
     assert saved(h) == []
+
+
+def test_another_engine_never_writes_a_snapshot_from_which_the_planned_step_restores():
+    kv_cache, snapshots = KVCacheManager(BlockPool(20, 2)), BlockPool(1, CHUNK)
+    states = StateCacheManager(snapshots, kv_cache, interval=0)
+    (snapshot,) = snapshots.allocate(1)
+    snapshots.cache_block(snapshot, b"hash")
+    message = GenerateRequest(request_id="starts", prompt=tokens(9), params=SamplingParams())
+    request = Request.create(message, (0, 0), 100, 0.0)
+    request.states.source, request.computed, request.slot = StateSnapshot(CHUNK, snapshot), CHUNK, 0
+    states.add_sequence(request)
+    assert not states.can_reserve(BlockTable([]), 1, 0)
+    assert states.take_states([]).restored == [(0, snapshot)]
+    assert states.can_reserve(BlockTable([]), 1, 0), "a later step may be planned with it"
