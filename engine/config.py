@@ -225,7 +225,7 @@ class EngineConfig:
     determinism: Literal["strict"] | None = option(
         None,
         "`strict` gives the same tokens and log-probabilities, bit for bit, with any number of ranks and in any batch "
-        "(docs/determinism.md). Only on a CPU, with weights that are not quantized.",
+        "(docs/determinism.md). With weights that are not quantized; on a GPU, for dense models in bfloat16.",
     )
     torch_compile: bool = option(
         False,

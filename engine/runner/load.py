@@ -31,7 +31,7 @@ def load_model(setup: RankSetup) -> Model:
     started = time.perf_counter()
     config, device, group = setup.config, setup.torch_device, setup.tp
     if config.determinism == "strict":
-        fixed_order.check(config, setup.model, device)
+        fixed_order.check(config, setup.model, device, setup.dtype)
         group = fixed_order.FixedOrder(setup.tp)
     model = build_model(setup.model, group, setup.dtype, device)
     if isinstance(group, fixed_order.FixedOrder):
@@ -46,6 +46,8 @@ def load_model(setup: RankSetup) -> Model:
         load_weights(model, setup.folder, setup.tp)
     parameters = count_parameters(model)
     pack_weights(model)
+    if isinstance(group, fixed_order.FixedOrder) and device.type == "cuda":
+        fixed_order.use_gpu_kernels(model)
     logger.info(
         "model loaded architecture=%s parameters=%.1fM dtype=%s device=%s threads=%d seconds=%.1f",
         setup.model.architecture, parameters / 1e6, str(setup.dtype).removeprefix("torch."),

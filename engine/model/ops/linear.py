@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.device import numba_found
+from engine.model.ops import dispatch
 from engine.model.ops.dispatch import CPU_DTYPES
 
 BLOCK_INPUTS = 1024  # oneDNN sums this many inputs at a time, but a single row in one go
@@ -48,6 +49,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linear_parts(x: Tensor, weights: Sequence[Tensor], parts: int) -> Sequence[Tensor]:
     """Return one product for each of `parts` equal parts of the inputs. weights: from `pack_parts`."""
+    if dispatch.gpu_kernels(x.dtype, x.device):
+        from engine.model.ops.gpu.strict import linear as gpu
+
+        return gpu.linear_parts(x, weights[0], parts).unbind()
     if len(weights) < parts:
         return cpu_kernels().multiply(x, weights[0], None, parts).chunk(parts, dim=1)
     return [linear(part, weight) for part, weight in zip(x.chunk(parts, dim=1), weights, strict=True)]
@@ -74,8 +79,10 @@ def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
 
 
 def pack_parts(weight: Tensor, parts: int) -> list[Tensor]:
-    """Cut a weight [outputs, inputs] along its inputs and pack the parts; our own kernel takes all of them in one
+    """Cut a weight [outputs, inputs] along its inputs and pack the parts; our own kernels take all of them in one
     tensor."""
+    if dispatch.gpu_kernels(weight.dtype, weight.device):
+        return [weight]
     cut = weight.chunk(parts, dim=1)
     if weight.device.type == "cpu" and (cpu := cpu_kernels()) is not None and cpu.supports(cut[0]):
         return [cpu.pack(torch.cat(cut))]

@@ -1,21 +1,28 @@
 """Sums tensors of one shape as a binary tree, in float32: ((a + b) + (c + d)) + ((e + f) + (g + h)).
 
-parts: a power of two of tensors, each [tokens, size], with equal strides and each token's values contiguous
+parts: a power of two of tensors, each [tokens, size], with equal strides and each token's values contiguous; on a GPU
+one after the other in memory, as `linear_parts` returns them
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from engine.model.ops import dispatch
 
 
-def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum in the dtype of the parts, rounded once."""
-    dtype, device = parts[0].dtype, parts[0].device
-    if dispatch.cpu_kernels(dtype, device):
+def tree_sum(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum, rounded once to `dtype`; None for that of the parts."""
+    own, device = parts[0].dtype, parts[0].device
+    dtype = dtype or own
+    if dispatch.gpu_kernels(own, device):
+        from engine.model.ops.gpu.strict import linear as gpu
+
+        return gpu.tree_sum(parts, dtype)
+    if dtype == own and dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import linear
 
         if len(parts) == linear.PARTS:

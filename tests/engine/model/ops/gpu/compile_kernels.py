@@ -36,6 +36,8 @@ from engine.model.ops.gpu import (
     sampling,
 )
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
+from engine.model.ops.gpu.strict import attention as strict_attention
+from engine.model.ops.gpu.strict import linear as strict_linear
 from engine.model.ops.norm_plain import HeadNorms
 from engine.model.ops.sampling_plain import RandomRows
 from engine.model.quantization.packed_experts import PackedExperts
@@ -222,6 +224,19 @@ def compile_latent() -> None:
     latent_attention.latent_attention(q, batch, 1, 0.1, 512)
 
 
+def compile_strict() -> None:
+    """Compile for rows, a long and a short chunk, a window, and capped scores."""
+    short, capped = CHUNK.but(sequences=[(4000, 4)]), DECODE.but(softcap=50.0)
+    for case in (DECODE, CHUNK, short, CHUNK.but(head_dim=64, window=512), capped):
+        q, _, _, batch = case.inputs()
+        strict_attention.paged_attention(q, batch, 1, 0.1, case.window, softcap=case.softcap)
+    for rows, bias in ((1, None), (300, torch.zeros(6144, dtype=torch.bfloat16))):
+        x, weight = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(6144, 4096, dtype=torch.bfloat16)
+        strict_linear.Product(weight)(x, bias)
+        parts = strict_linear.linear_parts(x, weight, 8)
+        strict_linear.tree_sum(parts.unbind(), torch.bfloat16)
+
+
 if __name__ == "__main__":
     driver.set_active(Driver(90))
     JITFunction.__getitem__ = compile_only
@@ -230,8 +245,8 @@ if __name__ == "__main__":
             driver.set_active(Driver(int(chosen.removeprefix("sm_"))))
         elif chosen == "elementwise":
             compile_elementwise(driver.active.capability >= 89)
-        elif chosen in ("recurrent", "latent"):
-            (compile_recurrent if chosen == "recurrent" else compile_latent)()
+        elif chosen in ("recurrent", "latent", "strict"):
+            {"recurrent": compile_recurrent, "latent": compile_latent, "strict": compile_strict}[chosen]()
         elif chosen.startswith("experts in "):
             compile_packed_experts(chosen.removeprefix("experts in "))
         elif chosen in EXPERTS:
