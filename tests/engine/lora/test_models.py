@@ -41,7 +41,7 @@ BACKEND = (
 )  # fmt: skip
 WITH_EXPERTS = "OlmoeForCausalLM"
 # PEFT refuses the output of Mamba's layers in these
-MAMBA = {name: ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj") for name in ("nemotron_h", "falcon_h1")}
+MAMBA = dict.fromkeys(("nemotron_h", "falcon_h1"), ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj"))
 # and of this model it names convolutions that are no linear layers
 NATIVE = [*FAMILIES, *(family for family in HYBRIDS if family != "kimi_linear")]
 QUICK = ("llama", "qwen3_moe", "mixtral", "gemma4", "minicpm3", "qwen3_next", *BACKEND[:2])
