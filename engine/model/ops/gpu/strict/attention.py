@@ -28,7 +28,7 @@ from engine.model.ops.gpu.rope import rotate_and_write
 __all__ = ["paged_attention", "rotate_and_write"]
 
 BLOCK_M = attention.CHUNK_ROWS
-SPLIT_TOKENS = 512
+SPLIT_TOKENS = 512  # a multiple of the keys of a tile
 
 
 @triton.jit

@@ -67,7 +67,7 @@ def small_tiles(monkeypatch):
     [
         (1, 64, None, None),
         pytest.param(1, 64, 20, None, marks=pytest.mark.slow),
-        pytest.param(2, 24, 50, 2.0, marks=pytest.mark.slow),
+        pytest.param(2, 40, 50, 2.0, marks=pytest.mark.slow),
     ],
     ids=["all keys", "a window", "a window longer than a split, capped scores"],
 )
