@@ -68,7 +68,7 @@ class RequestError(ServingError):
 
 
 class Described(str):
-    """A description of a value, for errors to show without quotes where the value itself would say less."""
+    """A description of a value, which errors show without quotes in place of a value that would say less."""
 
     __slots__ = ()
     __repr__ = str.__str__

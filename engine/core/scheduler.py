@@ -165,12 +165,9 @@ class Scheduler:
     def move(self, count: int, now: float) -> list[Event]:
         """Let other engines go on with up to `count` requests. Running requests leave after their next token, with
         their KV. If `count` is not reached, waiting requests leave at once."""
-        self.moves.choose(self.queue.running, count)
-        elsewhere = [*self.handoffs.receiving.values(), *self.offloading.loading]
-        waiting = [*self.queue.waiting, *self.queue.waiting_for_grammar, *elsewhere]
-        others = [r for r in waiting if not r.asked_by and r.state is not State.FINISHED]
-        more = max(0, count - sum(r.leaving > 0 for r in self.queue.running))
-        return [self._finish(r, "error", now, error=Moved(r.request_id)) for r in others[:more]]
+        others = [*self.handoffs.receiving.values(), *self.offloading.loading]
+        at_once = self.moves.choose(self.queue, others, count)
+        return [self._finish(request, "error", now, error=Moved(request.request_id)) for request in at_once]
 
     # -- plan ----------------------------------------------------------------------------------------------
 
@@ -450,6 +447,7 @@ class Scheduler:
         request.in_flight -= 1
         if tokens[0] < 0:
             self.kv_cache.invalidate(request)
+            self.offloading.forget(request)
             self.handoffs.refuse(request, NO_TOKEN)
         else:
             request.note("first token computed")

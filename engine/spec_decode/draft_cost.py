@@ -41,8 +41,9 @@ def line_through(means: list[StepMean]) -> tuple[float, float]:
 class VerifyingCost:
     """Cost of a step that only decodes, by its number of tokens, drafts included.
 
-    Sizes are grouped by quarters of a doubling, and each group is kept until it occurs again. The first step of a group
-    does not count, since it may record a CUDA graph.
+    Steps of similar size form a group; there are four groups between a size and its double. The cost of a group is kept
+    until a step of the group is measured again. The first step of a group does not count, since it may record a CUDA
+    graph.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class VerifyingCost:
 
 
 class ProposalCost:
-    """Cost of proposing drafts with weights, by the number of sequences: 1, 2 to 3, 4 to 7 and so on.
+    """Cost of the proposals of a drafter with weights, by the number of sequences: 1, 2 to 3, 4 to 7 and so on.
 
     Steps without proposals are measured too, because some drafters compute something for every token of the target.
     """

@@ -47,6 +47,9 @@ class NoOffloading:
     def finished(self, request: Request, error: ServingError | None) -> None:
         pass
 
+    def forget(self, request: Request) -> None:
+        pass
+
     def answered(self, answer: TierAnswer, now: float) -> None:
         pass
 
@@ -298,10 +301,10 @@ class KVOffloading:
         """Record the end of a request, which still has its blocks."""
         if not request.tables:
             return
+        if isinstance(error, EngineError):
+            self.forget(request)
+            return
         for group, manager in enumerate(self._kv_cache.groups):
-            if isinstance(error, EngineError):
-                self._forget(group, request)
-                continue
             for block_hash in reversed(manager.worth_storing(request)):
                 self._to_store.pop((group, block_hash), None)
                 self._to_store[group, block_hash] = None
@@ -309,14 +312,15 @@ class KVOffloading:
             del self._to_store[next(iter(self._to_store))]  # evicted by now: the disk is too slow
             self._not_stored += 1
 
-    def _forget(self, group: int, request: Request) -> None:
+    def forget(self, request: Request) -> None:
         """Delete all blocks of a request from the tiers, since they may hold non-finite numbers. The device has dropped
         them already."""
         size = self._kv_cache.pool.block_size
         hashes = request.hashes(min(request.computed, len(request.tokens)) // size, size)
-        for tier in self._tiers:
-            names = [name for each in hashes if tier.index(group).drop(name := self._name_of(group, each))]
-            self._drop(names if tier.name == "disk" else [])
+        for group in range(len(self._kv_cache.groups)):
+            for tier in self._tiers:
+                names = [name for each in hashes if tier.index(group).drop(name := self._name_of(group, each))]
+                self._drop(names if tier.name == "disk" else [])
 
     def _next_store(self, now: float) -> None:
         """Start to copy waiting blocks, unless a command is still copying or two are still writing."""

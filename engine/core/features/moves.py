@@ -14,6 +14,7 @@ import msgspec
 from engine.core.features.handoffs import HandoffManager
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import NEVER, Request, State
+from engine.core.request_queue import RequestQueue
 from engine.wire.messages import TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -27,11 +28,18 @@ class Moves:
     def __init__(self, kv_cache: KVCacheManager, handoffs: HandoffManager):
         self._kv_cache, self._handoffs = kv_cache, handoffs
 
-    def choose(self, running: list[Request], count: int) -> None:
-        """Mark up to `count` running requests, the newest first, to stop after their next token."""
-        for request in [r for r in reversed(running) if not (r.leaving or r.asked_by or r.pooling)][:count]:
+    def choose(self, queue: RequestQueue, others: list[Request], count: int) -> list[Request]:
+        """Mark up to `count` running requests, beginning with the newest, to stop after their next token. If they are
+        fewer, return waiting requests, which can leave at once.
+
+        others: live requests that wait outside the queue.
+        """
+        for request in [r for r in reversed(queue.running) if not (r.leaving or r.asked_by or r.pooling)][:count]:
             request.leaving = ATTEMPTS
             request.drafts.resume_at = NEVER  # a step that yields several tokens is no place to stop
+        waiting = [*queue.waiting, *queue.waiting_for_grammar, *others]
+        more = max(0, count - sum(request.leaving > 0 for request in queue.running))
+        return [r for r in waiting if not r.asked_by and r.state is not State.FINISHED][:more]
 
     def stop(self, request: Request, delta: TokenDelta) -> TokenDelta | None:
         """Stop a marked request after a step. Returns its last delta here, or None if it has to go on for now.

@@ -15,7 +15,7 @@ from engine.model.ops import dispatch
 
 
 def tree_sum(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum, rounded once to `dtype`; None for that of the parts."""
+    """Return the sum, rounded once to `dtype`; None: the dtype of the parts."""
     own, device = parts[0].dtype, parts[0].device
     dtype = dtype or own
     if dispatch.gpu_kernels(own, device):
