@@ -108,8 +108,8 @@ DEPLOYMENTS = [
     Fault(
         "a request that kills its engines is tried once more than allowed",
         "deployments/frontend/retry.py",
-        "self.num_replays >= self._max_replays",
-        "self.num_replays > self._max_replays",
+        "self.num_replays < self._max_replays",
+        "self.num_replays <= self._max_replays",
         ("tests/deployments/frontend/test_retry.py",),
     ),
     Fault(

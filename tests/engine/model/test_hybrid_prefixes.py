@@ -13,7 +13,9 @@ from tests.models import HYBRIDS, make_model, with_slow
 
 FAMILIES = (
     *("qwen3_5", "nemotron_h", "lfm2", "kimi_linear"),  # Gated DeltaNet, Mamba-2, a convolution alone, KDA
-    *("gemma3", "gemma3n", "deepseek_v3"),  # windows, KV read by other layers, latents
+    *("qwen3_next", "bamba", "falcon_h1", "granite4_moe"),
+    *("gemma3", "gemma4", "gpt_oss", "gemma3n"),  # windows; KV read by other layers
+    *("deepseek_v2", "deepseek_v3", "minicpm3", "deepseek_v32", "glm_moe_dsa"),  # latents; selected by an indexer
 )
 VOCAB, BLOCK = 97, 16
 

@@ -84,9 +84,10 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, places: Tensor, lengt
 def attend_selected(q: Tensor, vectors: Tensor, places: Tensor, counts: Tensor, scale: float, rank: int) -> Tensor:
     parts, column = [], torch.arange(places.shape[1], device=places.device)
     for part in torch.arange(len(q), device=q.device).split(SLICE):
-        keys = vectors[places[part]].float()  # [rows, selected, width]
-        scores = q[part].float() @ keys.mT * scale
-        seen = (column < counts[part, None])[:, None]
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
+        seen = column < counts[part, None]
+        # [rows, selected, width]; what is in other places may not be finite
+        keys = vectors[places[part]].float().masked_fill(~seen[:, :, None], 0.0)
+        scores = (q[part].float() @ keys.mT * scale).masked_fill(~seen[:, None], -torch.inf)
+        weights = scores.softmax(-1).masked_fill(~seen[:, None], 0.0)
         parts.append((weights @ keys[..., :rank]).to(q.dtype))
     return torch.cat(parts)

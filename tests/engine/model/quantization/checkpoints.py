@@ -7,6 +7,7 @@ written out one value at a time.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,8 +195,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Stored]]] = {
 W8A8 = (compressed("int-quantized", {"strategy": "channel"}, TOKEN), int8())
 
 
+LINEAR = re.compile(r"(?<!indexer\.weights)_proj(_with_mqa)?\.weight$|\.(w[123]|indexer\.(wk|wq_b))\.weight$")
+
+
 def is_linear(name: str) -> bool:
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+    return LINEAR.search(name) is not None
 
 
 def quantize_folder(

@@ -58,12 +58,12 @@ def test_logits_are_those_of_the_weights_that_are_meant_on_one_rank_and_on_two(s
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-MOE_SHAPE = {
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16}
+OWN_SHAPE = {
     "qwen3_moe": {"moe_intermediate_size": 32},
     "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
     "deepseek_v2": {"kv_lora_rank": 32, "v_head_dim": 16},
-    "deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},
-    "minicpm3": {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},
+    **dict.fromkeys(("deepseek_v3", "minicpm3", "deepseek_v32", "glm_moe_dsa"), LATENT),
 }
 # Phi 3's blocks would span q and k here; gpt-oss is quantized in its own way: test_mxfp4.py; Gemma 4's experts lie in
 # one tensor, which these formats do not know
@@ -77,7 +77,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_every_family_runs_with_quantized_weights(tmp_path, family, name):
-    source = make_model(tmp_path / "source", family, **SHAPE | MOE_SHAPE.get(family, {}))
+    source = make_model(tmp_path / "source", family, **SHAPE | OWN_SHAPE.get(family, {}))
     quantize_folder(source, tmp_path / "model", tmp_path / "twin", *FORMATS[name])
     torch.testing.assert_close(logits(tmp_path / "model"), logits(tmp_path / "twin"), atol=1e-4, rtol=0)
 

@@ -43,6 +43,22 @@ def attended(ops: ModuleType, x: dict[str, Any], chosen: slice = slice(None)) ->
     return scores.where(seen, 0.0), ops.attend_selected(q, x["vectors"], selected, counts, 0.2, RANK)
 
 
+def test_what_a_row_does_not_select_may_be_anything():
+    x = rows(torch.float32)
+    expected = attended(sparse_attention, x)[1]
+    unseen = torch.ones(100, dtype=torch.bool)
+    for places, length in zip(x["places"], x["lengths"], strict=True):
+        unseen[places[:length].long()] = False
+    assert unseen.any()
+    x["vectors"][unseen] = torch.nan
+    x["places"] = torch.where(torch.arange(40) < x["lengths"][:, None], x["places"], unseen.nonzero()[0].int())
+    selected = torch.full((6, TOPK), unseen.nonzero()[0].item(), dtype=torch.int32)
+    counts = x["lengths"].clamp(max=1)
+    selected[:, 0] = x["places"][:, 0]
+    assert sparse_attention.attend_selected(x["q"], x["vectors"], selected, counts, 0.2, RANK).isfinite().all()
+    torch.testing.assert_close(attended(sparse_attention, x)[1], expected)
+
+
 @needs_linear_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_equal_plain_torch_and_a_row_has_the_same_bits_alone(dtype):
