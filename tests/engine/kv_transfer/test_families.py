@@ -18,11 +18,16 @@ from tests.models import FAMILIES, make_model, with_slow
 from tests.transformers_models import make_transformers_model
 
 BY_TRANSFORMERS = ("SmolLM3ForCausalLM", "VaultGemmaForCausalLM", "Llama4ForCausalLM")
-NATIVE = ("gpt_oss", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_moe", "mixtral", "qwen3_moe", "phi3", "glm4_moe")
+NATIVE = ("gpt_oss", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_moe", "mixtral", "qwen3_moe", "phi3", "glm4_moe",
+          "deepseek_v2", "deepseek_v3", "minicpm3", "deepseek_v32", "glm_moe_dsa")  # fmt: skip
 QUICK = {"gpt_oss", "gemma3", "gemma4", "qwen3_moe", "VaultGemmaForCausalLM", "Llama4ForCausalLM"}
 RECURRENT = ("qwen3_5", "nemotron_h", "lfm2", "kimi_linear")
 # States, KV behind windows, or latents.
-KEPT_APART = ("qwen3_5", "gemma3", *RECURRENT[1:], "gemma4", "gpt_oss", "deepseek_v3")
+OTHER_RECURRENT = ("qwen3_next", "bamba", "falcon_h1", "granite4_moe")
+KEPT_APART = (
+    *("qwen3_5", "gemma3", *RECURRENT[1:], "gemma4", "gpt_oss", "gemma3n"),
+    *("deepseek_v3", "deepseek_v32", *OTHER_RECURRENT),
+)
 BORDERS = (200, 129, 128, 64, 20)  # tokens behind borders of states, and none before one
 LENGTHS = (33, 8, 1)  # more than the windows of 8 tokens, as many, and too few for a block
 
