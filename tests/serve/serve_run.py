@@ -64,6 +64,8 @@ class ServeRun:
         command, given = MANTA_SERVE if manta else SERVE_RUN, os.environ
         if installed is not None:
             command, given = [str(installed.manta), "serve"], installed.environment
+            wheels_name = {"RAY_preload_python_modules": f"manta.{without_pandas.__name__}"}
+            environment = wheels_name | dict(environment or {})
         self._process = subprocess.Popen(
             [*command, "--address", address, str(config)],
             cwd=Path(__file__).parents[2] if installed is None else installed.user_folder,
