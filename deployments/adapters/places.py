@@ -21,7 +21,7 @@ Version = tuple[str, ...]
 """What changes with the files of an adapter."""
 
 
-class Place(Protocol):
+class AdapterPlace(Protocol):
     fresh_s: float
     """How long a version is taken for true."""
 
@@ -39,7 +39,7 @@ class Place(Protocol):
     def path_of(self, name: str) -> str: ...
 
 
-def place_of(folder: str | None) -> Place:
+def place_of(folder: str | None) -> AdapterPlace:
     """Return the place of a folder; None means no adapters. Raises AdapterError for a bucket whose library is
     missing."""
     if folder is None:

@@ -122,8 +122,9 @@ class BlockPool:
 
     def unpin(self, block: int, loaded_hash: bytes | None = None) -> None:
         """Release a pinned block. loaded_hash: hash under which to cache the block, if a tier has filled it."""
-        self.pinned.subtract([block])
-        self.pinned += Counter()  # drops zeros
+        self.pinned[block] -= 1
+        if not self.pinned[block]:
+            del self.pinned[block]
         self.release([block if loaded_hash is None else self.cache_block(block, loaded_hash)])
 
     def reserve(self, matched: list[int], num_new: int, watermark: int = 0) -> list[int] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Entry:
+class TierEntry:
     """One block of a tier."""
 
     size: int
@@ -32,7 +32,7 @@ class TierIndex:
         is used. slots: whether each block gets a number below `capacity`; every size must then be 1."""
         self.capacity, self.used = capacity, 0
         self._ttl_s = math.inf if ttl_s is None else ttl_s
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[bytes, TierEntry] = OrderedDict()  # least recently used first
         self._by_age: dict[bytes, None] = {}  # oldest first
         self._free = list(range(capacity - 1, -1, -1)) if slots else None
         #: Names that were removed; the caller empties it.
@@ -65,7 +65,7 @@ class TierIndex:
         if evicted is None:
             return None
         slot = -1 if self._free is None else self._free.pop()
-        self._entries[name], self._by_age[name] = Entry(size, now, slot), None
+        self._entries[name], self._by_age[name] = TierEntry(size, now, slot), None
         self.used += size
         return evicted
 

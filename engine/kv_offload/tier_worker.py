@@ -56,8 +56,8 @@ class TaskThreads:
                 logger.exception("a block could not be moved")
 
 
-class Load:
-    """State of a LoadBlocks command that is under way."""
+class RankLoad:
+    """State of a LoadBlocks command that is under way on one rank."""
 
     def __init__(self, command: LoadBlocks):
         self.command = command
@@ -85,7 +85,7 @@ class TierWorker:
         without this tier. wake: function called from a thread when `answers` has something new."""
         self._device, self._disk, self.wake = DeviceBlocks(caches), disk, wake
         self._host = [self._device.buffer(group, count) for group, count in enumerate(host_slots)]
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, RankLoad] = {}
         self._answers: queue.SimpleQueue[TierAnswer] = queue.SimpleQueue()
         self._copier, self._writer = TaskThreads("kv copy"), TaskThreads("kv write")
         self._loader, self._readers = TaskThreads("kv load"), TaskThreads("kv read", READERS)
@@ -95,7 +95,7 @@ class TierWorker:
             case StoreBlocks():
                 self._copier.submit(lambda: self._copy(command))
             case LoadBlocks(number, blocks):
-                load = self._loads[number] = Load(command)
+                load = self._loads[number] = RankLoad(command)
                 for index, block in enumerate(blocks):
                     threads = self._readers if block.slot < 0 else self._loader  # a disk may hang
                     threads.submit(lambda index=index: self._load(load, index))  # type: ignore[misc]
@@ -157,7 +157,7 @@ class TierWorker:
 
     # -- up ------------------------------------------------------------------------------------------------
 
-    def _load(self, load: Load, index: int) -> None:
+    def _load(self, load: RankLoad, index: int) -> None:
         if index not in load.left:
             return  # it was stopped
         block = load.command.blocks[index]
@@ -189,7 +189,7 @@ class TierWorker:
             raise Unsealable(f"{len(data)} bytes, not {self._device.block_bytes[block.group]}")
         return data
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: RankLoad) -> None:
         if self._loads.pop(load.command.number, None) is not None:
             self._answer(TierAnswer(load.command.number, failed=sorted(load.failed)))
 

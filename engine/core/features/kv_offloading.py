@@ -147,7 +147,7 @@ class KVOffloading:
         (index,) = self._tiers[-1].indexes
         evicted = index.add(name, size, added_at)
         index.written(name)
-        self._drop([name] if evicted is None else evicted)
+        self._drop(self._tiers[-1], [name] if evicted is None else evicted)
 
     @property
     def loading(self) -> list[Request]:
@@ -208,8 +208,7 @@ class KVOffloading:
         for group, hashes in enumerate(needed):
             missing = [each for each in hashes if not self._kv_cache.groups[group].pool.has(each)]
             for name in (self._name_of(group, each) for each in missing):
-                tier = next(tier for tier in self._tiers if tier.has(group, name))
-                sizes[tier.name] += self._bytes[group]
+                sizes[self._fastest(group, name).name] += self._bytes[group]
         tiers = [tier for tier in self._tiers if sizes[tier.name]]
         compute_s = self._times.prompt_token_s * tokens
         pays = not compute_s or sum(tier.cost.of(sizes[tier.name] / MIB) for tier in tiers) < compute_s
@@ -240,8 +239,12 @@ class KVOffloading:
     def _source(self, group: int, block: int, block_hash: bytes) -> TierBlock:
         name = self._name_of(group, block_hash)
         self.hashes.add(group, name, block_hash)
-        tier = next(tier for tier in self._tiers if tier.has(group, name))
+        tier = self._fastest(group, name)
         return TierBlock(group, block, name, tier.index(group).slot(name), tier.name == "disk")
+
+    def _fastest(self, group: int, name: bytes) -> Tier:
+        """Return the tier from which to load a block."""
+        return next(tier for tier in self._tiers if tier.has(group, name))
 
     def _tier(self, block: TierBlock) -> Tier:
         return next(tier for tier in self._tiers if tier.name == tier_of(block))
@@ -267,7 +270,7 @@ class KVOffloading:
             if load.is_void or not load.is_stopped:
                 tier.errors.update([] if load.is_void else ["read"])
                 index.remove(block.name)
-                self._drop([block.name] if block.on_disk else [])
+                self._drop(tier, [block.name])
         self._unpin(load.pinned)
         self._measure(moved, now - load.started_at, complete=not failed)
         self._hit_tokens += 0 if failed or load.is_void else load.tokens
@@ -319,8 +322,7 @@ class KVOffloading:
         hashes = request.hashes(min(request.computed, len(request.tokens)) // size, size)
         for group in range(len(self._kv_cache.groups)):
             for tier in self._tiers:
-                names = [name for each in hashes if tier.index(group).drop(name := self._name_of(group, each))]
-                self._drop(names if tier.name == "disk" else [])
+                self._drop(tier, [n for each in hashes if tier.index(group).drop(n := self._name_of(group, each))])
 
     def _next_store(self, now: float) -> None:
         """Start to copy waiting blocks, unless a command is still copying or two are still writing."""
@@ -356,7 +358,7 @@ class KVOffloading:
                 if evicted is None:
                     continue
                 slot, on_disk = max(slot, index.slot(name)), on_disk or tier.name == "disk"
-                self._drop(evicted if tier.name == "disk" else [])
+                self._drop(tier, evicted)
             else:
                 self._not_stored += 1
         if slot < 0 and not on_disk:
@@ -375,7 +377,7 @@ class KVOffloading:
             for i, block in written:
                 if store.is_void or i in failed:
                     tier.index(block.group).remove(block.name)
-                    self._drop([block.name] if tier.name == "disk" else [])
+                    self._drop(tier, [block.name])
                 else:
                     tier.index(block.group).written(block.name)
                     tier.moved["write"] += self._bytes[block.group]
@@ -384,8 +386,9 @@ class KVOffloading:
             on_disk = any(store.blocks[i].on_disk for i in failed)
             self._tiers[-1 if on_disk else 0].failed("write", len(failed), now)
 
-    def _drop(self, names: list[bytes]) -> None:
-        if names:
+    def _drop(self, tier: Tier, names: list[bytes]) -> None:
+        """Delete the files of blocks that have left a tier. A slot in host memory is simply used again."""
+        if names and tier.name == "disk":
             self._commands.append(DropBlocks(names))
 
     def _unpin(self, pinned: list[tuple[int, int]]) -> None:
@@ -420,8 +423,7 @@ class KVOffloading:
         for tier in self._tiers:
             tier.rests = now < tier.rests_until
             for index in tier.indexes:
-                expired = index.expire(now)
-                self._drop(expired if tier.name == "disk" else [])
+                self._drop(tier, index.expire(now))
         self._next_store(now)
         self.hashes.update()
         commands, self._commands = self._commands, []
@@ -439,8 +441,7 @@ class KVOffloading:
             move.is_void = True
         for tier in self._tiers:
             for index in tier.indexes:
-                names = index.clear()
-                self._drop(names if tier.name == "disk" else [])
+                self._drop(tier, index.clear())
 
     # -- state ---------------------------------------------------------------------------------------------
 

@@ -44,7 +44,9 @@ class Indexer(nn.Module):
     def select(self, x: Tensor, latents: Tensor, keys: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the places in the cache of the tokens that each row selects, and the number of these tokens. latents:
         [tokens, q_rank]; keys: [vectors, dim], the keys of all cached tokens, a view of the cache."""
-        places, lengths = sparse_attention.row_places(batch)
+        if "visible" not in batch.plans:  # by the first layer, for all
+            batch.plans["visible"], batch.plans["lengths"] = sparse_attention.row_places(batch)
+        places, lengths = batch.plans["visible"], batch.plans["lengths"]
         if places.shape[1] <= self.cfg.topk:
             return places, lengths
         q = self.rotated(self.wq_b(latents).unflatten(-1, (self.cfg.heads, -1)), batch)

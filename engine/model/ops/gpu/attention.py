@@ -105,24 +105,36 @@ def plan_kernel(
             tile, count, tiles, single, query_start, kv_len, image_ends, DECODE, WINDOW, CHUNK, IMAGES
         )  # fmt: skip
         splits = tl.where(tile < count, tl.maximum(tl.cdiv(end - start, split_tokens), 1), 0)
-        slotted = tl.where(splits > 1, splits, 0)
-        item = items + 9 * (used + tl.cumsum(splits, 0) - splits)
-        slot = slots + tl.cumsum(slotted, 0) - slotted
-        for split in range(0, tl.max(splits, 0)):
-            here = split < splits
-            begin = start + split * split_tokens
-            tl.store(item, seq, mask=here)
-            tl.store(item + 1, row, mask=here)
-            tl.store(item + 2, rows, mask=here)
-            tl.store(item + 3, stop, mask=here)
-            tl.store(item + 4, begin, mask=here)
-            tl.store(item + 5, tl.minimum(begin + split_tokens, end), mask=here)
-            tl.store(item + 6, slot, mask=here)
-            tl.store(item + 7, splits, mask=here)
-            tl.store(item + 8, tl.zeros_like(seq) + split, mask=here)
-            item += 9
-        used += tl.sum(splits, 0)
-        slots += tl.sum(slotted, 0)
+        used, slots = store_items(items, used, slots, seq, row, rows, start, end, stop, splits, split_tokens)
+    clear_items(items, used, max_items, BLOCK)
+
+
+@triton.jit
+def store_items(items, used, slots, seq, row, rows, start, end, stop, splits, split_tokens):
+    """Write the items of some tiles behind the first `used` ones, as many per tile as `splits` says: each has
+    `split_tokens` keys, but the only one of a tile has all. Return the new numbers of items, and of slots in use."""
+    slotted = tl.where(splits > 1, splits, 0)
+    item = items + 9 * (used + tl.cumsum(splits, 0) - splits)
+    slot = slots + tl.cumsum(slotted, 0) - slotted
+    for split in range(0, tl.max(splits, 0)):
+        here = split < splits
+        begin = start + split * split_tokens
+        tl.store(item, seq, mask=here)
+        tl.store(item + 1, row, mask=here)
+        tl.store(item + 2, rows, mask=here)
+        tl.store(item + 3, stop, mask=here)
+        tl.store(item + 4, begin, mask=here)
+        tl.store(item + 5, tl.where(splits > 1, tl.minimum(begin + split_tokens, end), end), mask=here)
+        tl.store(item + 6, slot, mask=here)
+        tl.store(item + 7, splits, mask=here)
+        tl.store(item + 8, tl.zeros_like(seq) + split, mask=here)
+        item += 9
+    return used + tl.sum(splits, 0), slots + tl.sum(slotted, 0)
+
+
+@triton.jit
+def clear_items(items, used, max_items, BLOCK: tl.constexpr):
+    """Mark the items after the first `used` ones as surplus."""
     for first in range(used, max_items, BLOCK):
         item = first + tl.arange(0, BLOCK)
         tl.store(items + 9 * item, -1, mask=item < max_items)

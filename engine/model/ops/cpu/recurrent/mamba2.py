@@ -61,6 +61,15 @@ def steps_f32(args: Any) -> None:
 
 
 @device_function
+def open_gates(y: Any, z: Any, of_z: Any, width: Any) -> None:
+    """Multiply a token's values by SiLU of its gates."""
+    one = np.float32(1.0)
+    for i in range(width):
+        gate = load(z, of_z + i)
+        y[i] *= divide(gate, one + exp(-gate))
+
+
+@device_function
 def gated_rows(as_x: Any, args: Any) -> None:
     """Gate and norm the outputs, overwriting y. args: y, x, z, skip, weight or 0 for no norm, `eps`, out, tokens,
     heads, d_v, groups, 1 if the gate is applied after the norm, strides of x and z from token to token."""
@@ -83,9 +92,7 @@ def gated_rows(as_x: Any, args: Any) -> None:
                 for i in range(head * size, (head + 1) * size):
                     y[i] += share * load(x, of_x + i)
             if not gate_last:
-                for i in range(width):
-                    gate = load(z, of_z + i)
-                    y[i] *= divide(gate, one + exp(-gate))
+                open_gates(y, z, of_z, width)
             if args[5]:
                 weight = as_x(args[5])
                 for start in range(0, width, group):
@@ -96,9 +103,7 @@ def gated_rows(as_x: Any, args: Any) -> None:
                     for i in range(start, start + group):
                         y[i] = y[i] * scale * load(weight, i)
             if gate_last:
-                for i in range(width):
-                    gate = load(z, of_z + i)
-                    y[i] *= divide(gate, one + exp(-gate))
+                open_gates(y, z, of_z, width)
             for i in range(width):
                 store(out, target + i, y[i])
 

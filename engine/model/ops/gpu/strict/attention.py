@@ -13,8 +13,6 @@ yet.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +20,16 @@ from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.model.ops.gpu import attention
-from engine.model.ops.gpu.attention import LOG2_E, PARTIAL_BYTES, PLAN_BLOCK, add_keys, first_key, load_tiles
+from engine.model.ops.gpu.attention import (
+    LOG2_E,
+    PARTIAL_BYTES,
+    PLAN_BLOCK,
+    add_keys,
+    clear_items,
+    first_key,
+    load_tiles,
+    store_items,
+)
 from engine.model.ops.gpu.rope import rotate_and_write
 
 __all__ = ["paged_attention", "rotate_and_write"]
@@ -69,27 +76,8 @@ def plan_splits_kernel(
             tile, count, tiles, single, query_start, kv_len, DECODE, WINDOW, SPLIT_TOKENS
         )  # fmt: skip
         programs = tl.where(splits > most, splits, tl.minimum(splits, 1))
-        slotted = tl.where(programs > 1, programs, 0)
-        item = items + 9 * (used + tl.cumsum(programs, 0) - programs)
-        own_slot = slot + tl.cumsum(slotted, 0) - slotted
-        for program in range(0, tl.max(programs, 0)):
-            here = program < programs
-            begin = start + program * SPLIT_TOKENS
-            tl.store(item, seq, mask=here)
-            tl.store(item + 1, row, mask=here)
-            tl.store(item + 2, rows, mask=here)
-            tl.store(item + 3, stop, mask=here)
-            tl.store(item + 4, begin, mask=here)
-            tl.store(item + 5, tl.where(programs > 1, tl.minimum(begin + SPLIT_TOKENS, end), end), mask=here)
-            tl.store(item + 6, own_slot, mask=here)
-            tl.store(item + 7, programs, mask=here)
-            tl.store(item + 8, tl.zeros_like(seq) + program, mask=here)
-            item += 9
-        used += tl.sum(programs, 0)
-        slot += tl.sum(slotted, 0)
-    for first in range(used, max_items, BLOCK):
-        item = first + tl.arange(0, BLOCK)
-        tl.store(items + 9 * item, -1, mask=item < max_items)
+        used, slot = store_items(items, used, slot, seq, row, rows, start, end, stop, programs, SPLIT_TOKENS)
+    clear_items(items, used, max_items, BLOCK)
 
 
 @triton.jit
@@ -230,13 +218,15 @@ def launch(
     block_n = min(128 if attention.hopper(q.device) else 64, max(16, attention.KEY_TILE_BYTES // (head_pad * 2)))
     longest = triton.cdiv(batch.block_table.shape[1] * page, SPLIT_TOKENS)  # in splits
     wanted = attention.PROGRAMS_PER_PROCESSOR * attention.processors(q.device) // kv_heads
-    slots = max(1, min(2 * max(wanted, longest), PARTIAL_BYTES // (kv_heads * slot_rows * head_dim * 4)))
+    arrived = attention.counters(q.device)
+    room = min(len(arrived) // kv_heads, PARTIAL_BYTES // (kv_heads * slot_rows * head_dim * 4))
+    slots = max(1, min(2 * max(wanted, longest), room))
     items = plan(batch, tiles, slots, window or 0, decode=decode)
     partial = torch.empty((slots, kv_heads, slot_rows, head_dim), dtype=torch.float32, device=q.device)
     partial_top = torch.empty((slots, kv_heads, slot_rows), dtype=torch.float32, device=q.device)
     steepness = 1.0 if softcap is None else 2 / softcap  # the kernel's tanh(x) takes e ** 2x
     attend_splits_kernel[len(items), kv_heads](
-        q, kv_cache[0, layer], out, partial, partial_top, counters(q.device, slots * kv_heads), items,
+        q, kv_cache[0, layer], out, partial, partial_top, arrived, items,
         batch.block_table, scale * steepness * LOG2_E, (softcap or 0.0) * LOG2_E,
         q.stride(0), out.stride(0), kv_cache.stride(0), batch.block_table.stride(0),
         GROUP=q.shape[1] // kv_heads, PAGE=page, HEAD_DIM=head_dim, WINDOW=window or 0, CAPPED=softcap is not None,
@@ -257,9 +247,3 @@ def plan(batch: Batch, tiles: Tensor, slots: int, window: int, *, decode: bool) 
             DECODE=decode, WINDOW=window, SPLIT_TOKENS=SPLIT_TOKENS, BLOCK=PLAN_BLOCK,
         )  # fmt: skip
     return items
-
-
-@cache
-def counters(device: torch.device, size: int) -> Tensor:
-    """Return counters for `arrived`. Every kernel leaves zeros, and steps do not overlap, so one tensor serves all."""
-    return torch.zeros(size, dtype=torch.int32, device=device)
