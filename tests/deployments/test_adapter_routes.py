@@ -244,6 +244,8 @@ def test_an_answer_that_is_kept_outlives_its_adapter(tmp_path):
             answers = {route: await keyed(api, route) for route in KEYED}
             assert {answer.status_code for answer in answers.values()} == {200}
             behind = (await keyed(api, "/v1/responses", "b", background=True)).json()["id"]
+            while (await api.client.get(f"/v1/responses/{behind}")).json()["status"] in ("queued", "in_progress"):
+                await asyncio.sleep(0.005)
             await api.post("unload_lora_adapter", lora_name="sql")
             computed = len(api.engine.added)
             for served in (404, 200):  # gone, then there with other weights
