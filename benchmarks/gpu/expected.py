@@ -20,17 +20,18 @@ import torch
 
 from benchmarks.gpu.card import CARDS, Card, prompt_flops, step_bytes
 from benchmarks.gpu.engines import shape_config
-from benchmarks.gpu.meta_steps import MetaModel
+from benchmarks.gpu.meta_steps import Launches, MetaModel
 from engine.model.layers.moe import Experts
 
 MEMORY = 0.88  # of the copy rate, that products with few rows and attention of decode steps reach
 MATRIX = 0.65  # of the matrix rate, that a prompt reaches, attention included
 EXPERTS = 0.5  # of the copy rate, by products of experts with hardly a row each
 KERNEL_S = 1.3e-6  # between two kernels of a graph
+HIDDEN_S = 0.7e-6  # of it, for a kernel that is launched while the one before it ends
 SMALL_S = 3e-6  # a kernel that reads little: as long as it takes to start and to end
 LARGE = {
     "linear", "mm", "bmm", "_scaled_mm", "_int_mm", "int4_linear_kernel", "_grouped_mm", "grouped_kernel",
-    "attend_kernel", "latent_kernel", "linear_attention_kernel",
+    "int8_linear_kernel", "attend_kernel", "latent_kernel", "linear_attention_kernel",
 }  # fmt: skip
 """Kernels whose time is that of what they read."""
 REDUCE_S = 8e-6  # an all-reduce of a few rows between eight GPUs
@@ -82,6 +83,7 @@ class Counts:
     slow_gigabytes: float  #: those of experts with hardly a row each
     flops: float
     launches: Counter[str]  #: of the graph and the head
+    dependent: int  #: of these, launched while the kernel before them ends
 
     def floor_s(self, card: Card, case: Case) -> float:
         return self.gigabytes * 1e9 / card.bytes_per_s if case.decodes else self.flops / card.flops
@@ -90,6 +92,7 @@ class Counts:
         work = self.floor_s(card, case) / (MEMORY if case.decodes else MATRIX)
         work += self.slow_gigabytes * 1e9 / card.bytes_per_s * (1 / EXPERTS - 1 / MEMORY)
         small = sum(count for name, count in self.launches.items() if name not in LARGE)
+        work -= HIDDEN_S * self.dependent
         return work + KERNEL_S * self.launches.total() + SMALL_S * small + REDUCE_S * self.launches["all_reduce"]
 
 
@@ -99,13 +102,15 @@ def count(case: Case, capability: tuple[int, int] = (9, 0)) -> Counts:
     model = MetaModel(config, case.ranks, capability, kv_dtype=kv_dtype)
     lengths = [case.context] * case.seqs if case.decodes else []
     kv = step_bytes(config, 0.0, kv_dtype, lengths) / case.ranks
-    launches = model.launches(case.tokens, case.seqs, config.max_position_embeddings)
+    noted = Launches()
+    launches = model.launches(case.tokens, case.seqs, config.max_position_embeddings, noted)
+    dependent = sum(count for name, count in launches.items() if name in noted.dependent)
     flops = prompt_flops(config, case.tokens) / case.ranks
     read = model.weight_bytes(case.tokens) + kv
     moe, slow = config.moe, 0.0
     if moe is not None and case.tokens * moe.experts_per_token <= moe.num_experts:
         slow = model.weight_bytes(case.tokens, of=Experts)
-    return Counts(read / 1e9, slow / 1e9, flops, launches)
+    return Counts(read / 1e9, slow / 1e9, flops, launches, dependent)
 
 
 def main() -> int:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from engine.device import Device
 from engine.distributed.tp_group import TPGroup
+from engine.model import fused_rows
 from engine.model.config import ModelConfig
 from engine.model.layers.attention import Attention
 from engine.model.layers.embedding import VocabEmbedding
@@ -51,7 +52,7 @@ WIDE_OFFSETS = {
 """Kernels that compute offsets into their large tensors, caches and weights, in 64 bits."""
 NO_LAUNCH = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh", "alias")
 PERHAPS_VIEWS = {"flatten", "reshape", "contiguous", "to"}  # which copy only where they must
-OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # of a launch, and no arguments
+OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"}  # of a launch, and no arguments
 PROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148}
 
 
@@ -80,6 +81,7 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.dependent: set[str] = set()  #: kernels that are launched while the one before them ends
         self._patch: Any = None
 
     def __enter__(self) -> Launches:
@@ -106,6 +108,8 @@ class Launches(TorchDispatchMode):
                     if isinstance(tensor, Tensor):
                         self._check(name, tensor)
             self.names.append(name)
+            if options.get("launch_pdl"):
+                self.dependent.add(name)
 
         return launch
 
@@ -136,6 +140,7 @@ def shares_memory(result: Any, args: tuple[Any, ...]) -> bool:
 def as_on_a_gpu(capability: tuple[int, int]) -> Iterator[None]:
     """Let layers that are built on META choose the kernels of a GPU of this compute capability."""
     from engine.model.ops.gpu import attention as triton_attention
+    from engine.model.ops.gpu import dependent_launch
     from engine.model.ops.gpu import quantized_linear as gpu_linear
 
     select_experts = moe.select
@@ -153,6 +158,7 @@ def as_on_a_gpu(capability: tuple[int, int]) -> Iterator[None]:
         (torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(
             multi_processor_count=PROCESSORS[capability]
         )),
+        (dependent_launch, "supported", lambda device: capability >= dependent_launch.LEAST_CAPABILITY),
         (triton_attention, "hopper", lambda device: capability >= (9, 0)),
         (triton_attention, "processors", lambda device: PROCESSORS[capability]),
     ]  # fmt: skip
@@ -179,6 +185,7 @@ class MetaModel:
             self.tp = RankOf(self.ranks, self.launched)
             self.model = build_model(self.config, self.tp, self.dtype, META)
             pack_weights(self.model)
+            fused_rows.fuse(self.model)
 
     @torch.inference_mode()
     def launches(self, tokens: int, seqs: int, context: int, launches: Launches | None = None) -> Counter[str]:

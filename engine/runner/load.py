@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.distributed.tp_group import TPGroup
 from engine.lora.adapter_loader import AdapterLoader
 from engine.lora.model_adapters import ModelAdapters
-from engine.model import fixed_order
+from engine.model import fixed_order, fused_rows
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.image_encoder import encoder_config
 from engine.model.models.llama import Model
@@ -46,6 +46,8 @@ def load_model(setup: RankSetup) -> Model:
         load_weights(model, setup.folder, setup.tp)
     parameters = count_parameters(model)
     pack_weights(model)
+    if not config.enable_lora:
+        fused_rows.fuse(model)
     if isinstance(group, fixed_order.FixedOrder) and device.type == "cuda":
         fixed_order.use_gpu_kernels(model)
     logger.info(

@@ -37,7 +37,7 @@ def select(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.
     """Return the fastest version. slice_size: intermediate size of each expert on this rank."""
     if not dispatch.gpu_kernels(dtype, device):
         return mix_experts_plain
-    from engine.model.ops.gpu import grouped_mm, moe
+    from engine.model.ops.gpu.experts import grouped_mm, moe
 
     if device.type == "cuda" and grouped_mm.fits(hidden_size, slice_size, dtype) and grouped_mm.has_kernel(device):
         return grouped_mm.mix_experts
@@ -48,7 +48,7 @@ def select_packed(dtype: torch.dtype, device: torch.device) -> MixPacked | None:
     """Return the version for quantized weights; None if there is none, so that they must be dequantized."""
     if not dispatch.gpu_kernels(dtype, device):
         return None
-    from engine.model.ops.gpu import moe
+    from engine.model.ops.gpu.experts import moe
 
     return moe.mix_experts
 
@@ -60,9 +60,9 @@ def pack_experts(weights: Iterable[QuantizedWeight], num_experts: int, dtype: to
     for i, weight in enumerate(weights):
         parts = None
         if dispatch.gpu_kernels(dtype, weight.values.device):
-            from engine.model.ops.gpu import expert_weights
+            from engine.model.ops.gpu.experts import weights as gpu_weights
 
-            parts = expert_weights.pack(weight)
+            parts = gpu_weights.pack(weight)
         parts = parts or (weight.dequantize(dtype),)
         packed = packed or [part.new_empty(num_experts, *part.shape) for part in parts]
         for target, part in zip(packed, parts, strict=True):
@@ -80,7 +80,7 @@ def select_top_k(dtype: torch.dtype, device: torch.device) -> TopK:
     [tokens, k] of the logits' dtype, largest first. normalise: whether weights are scaled to add up to 1."""
     if not dispatch.gpu_kernels(dtype, device):
         return top_k_softmax_plain
-    from engine.model.ops.gpu import routing
+    from engine.model.ops.gpu.experts import routing
 
     return routing.top_k_softmax
 
@@ -96,7 +96,7 @@ def select_top_k_sigmoid(device: torch.device) -> TopKOfGroups:
     """Return the fastest version of `top_k_sigmoid_plain`. See layers/moe.py."""
     if not dispatch.gpu_kernels(torch.float32, device):
         return top_k_sigmoid_plain
-    from engine.model.ops.gpu import routing
+    from engine.model.ops.gpu.experts import routing
 
     return routing.top_k_sigmoid
 

@@ -13,27 +13,38 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.model.config_parts.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
+from engine.model.ops.gpu import dependent_launch
 
 BLOCK = 1024
 
 
 @triton.jit
-def gated_kernel(x, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gated(gate, value, GELU: tl.constexpr):
+    """Return act(gate) * value, in float32."""
+    # (1 + tanh(u)) / 2 is the sigmoid of 2u; u = sqrt(2 / pi) (gate + 0.044715 gate^3) for GELU
+    steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    return gate * tl.sigmoid(steep) * value
+
+
+@triton.jit
+def gated_kernel(x, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False):
     """Compute act(x[:, :size]) * x[:, size:]. Grid (tokens, size / BLOCK)."""
+    dependent_launch.begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     x += token * 2 * size
     gate = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + size + i, mask=inside, other=0.0).to(tl.float32)
-    # (1 + tanh(u)) / 2 is the sigmoid of 2u; u = sqrt(2 / pi) (gate + 0.044715 gate^3) for GELU
-    steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    tl.store(out + token * size + i, (gate * tl.sigmoid(steep) * value).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * size + i, gated(gate, value, GELU).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def swigluoai_kernel(x, out, size, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+def swigluoai_kernel(
+    x, out, size, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
+):  # fmt: skip
     """Compute `swigluoai` of interleaved gates and values. Grid (tokens, size / BLOCK)."""
+    dependent_launch.begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -45,8 +56,9 @@ def swigluoai_kernel(x, out, size, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLO
 
 
 @triton.jit
-def relu2_kernel(x, out, size, BLOCK: tl.constexpr):
+def relu2_kernel(x, out, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False):
     """Compute relu(x) ** 2. Grid (tokens, size / BLOCK)."""
+    dependent_launch.begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -56,31 +68,37 @@ def relu2_kernel(x, out, size, BLOCK: tl.constexpr):
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    return gated(x, gelu=False)
+    return apply(x, gelu=False)
 
 
 def gelu_tanh_mul(x: Tensor) -> Tensor:
-    return gated(x, gelu=True)
+    return apply(x, gelu=True)
 
 
 def swigluoai_mul(x: Tensor) -> Tensor:
     tokens, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
     grid = tokens, triton.cdiv(size, BLOCK)
-    swigluoai_kernel[grid](x, out, size, ALPHA=SWIGLU_ALPHA, LIMIT=SWIGLU_LIMIT, BLOCK=BLOCK)
+    swigluoai_kernel[grid](
+        x, out, size, ALPHA=SWIGLU_ALPHA, LIMIT=SWIGLU_LIMIT, BLOCK=BLOCK, **dependent_launch.options(x.device)
+    )  # fmt: skip
     return out
 
 
 def relu2(x: Tensor) -> Tensor:
     out, size = torch.empty_like(x), x.shape[1]
-    relu2_kernel[x.shape[0], triton.cdiv(size, BLOCK)](x, out, size, BLOCK=BLOCK)
+    relu2_kernel[x.shape[0], triton.cdiv(size, BLOCK)](
+        x, out, size, BLOCK=BLOCK, **dependent_launch.options(x.device)
+    )  # fmt: skip
     return out
 
 
-def gated(x: Tensor, *, gelu: bool) -> Tensor:
+def apply(x: Tensor, *, gelu: bool) -> Tensor:
     tokens, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
-    gated_kernel[tokens, triton.cdiv(size, BLOCK)](x, out, size, GELU=gelu, BLOCK=BLOCK)
+    gated_kernel[tokens, triton.cdiv(size, BLOCK)](
+        x, out, size, GELU=gelu, BLOCK=BLOCK, **dependent_launch.options(x.device)
+    )  # fmt: skip
     return out
 
 

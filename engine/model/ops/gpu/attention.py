@@ -26,6 +26,7 @@ from torch import Tensor
 
 from engine.device import copy_to
 from engine.model.batch import Batch, row_tiles
+from engine.model.ops.gpu import dependent_launch
 
 LOG2_E = math.log2(math.e)
 CHUNK_ROWS, SMALL_CHUNK_ROWS, DECODE_ROWS = 128, 32, 16  # rows x heads of a tile; tl.dot needs at least 16
@@ -189,7 +190,7 @@ def attend_kernel(
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     IMAGES: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
-    SLOT_ROWS: tl.constexpr, COMBINED: tl.constexpr,
+    SLOT_ROWS: tl.constexpr, COMBINED: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Attend from the tile of each item of `plan_kernel`. Grid (items, kv_heads). SPLIT: tiles may have several items.
 
@@ -197,6 +198,7 @@ def attend_kernel(
     (base 2) of the sum of its weights in `partial_top` [slots, kv_heads, SLOT_ROWS]. They are counted in `arrived`
     [slots, kv_heads]; the last one combines all in the order of keys, COMBINED at a time, and resets the count.
     """
+    dependent_launch.begin(DEPENDENT)
     items += 9 * tl.program_id(0)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     seq = tl.load(items)
@@ -386,6 +388,7 @@ def launch(
         SLOT_ROWS=slot_rows, COMBINED=max(1, COMBINED_VALUES // (slot_rows * head_pad)),
         num_warps=8 if block_m * max(head_pad, block_n) >= CHUNK_ROWS * SMALL_HEAD_DIM else 4,  # for their registers
         num_stages=NUM_STAGES - 1 if small and head_dim > SMALL_HEAD_DIM else NUM_STAGES,
+        **dependent_launch.options(q.device),
     )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.model.ops.gpu import dependent_launch
+
 PROGRAM_VALUES = 2048  # a program takes several short rows, such as heads
 
 
@@ -14,10 +16,11 @@ PROGRAM_VALUES = 2048  # a program takes several short rows, such as heads
 def rms_norm_kernel(
     x, y, weight, total, out, rows, stride, y_stride, eps, shift,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, SHIFTED: tl.constexpr,
-    ROWS: tl.constexpr, SIZE_PAD: tl.constexpr,
+    ROWS: tl.constexpr, SIZE_PAD: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Normalise rows; with ADD, normalise x + y and write the sum to `total`. Grid (rows / ROWS). Row r is head r %
     HEADS of token r // HEADS, whose values start at x + token * stride."""
+    dependent_launch.begin(DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, SIZE_PAD)
     inside = (row < rows)[:, None] & (i < SIZE)[None, :]
@@ -46,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     rms_norm_kernel[triton.cdiv(rows, per_program),](
         x, x, weight, out, out, rows, x.stride(0), 0, eps, shift,
         HEADS=heads, SIZE=size, ADD=False, SHIFTED=shift != 0.0, ROWS=per_program, SIZE_PAD=size_pad,
-        num_warps=num_warps(size_pad),
+        num_warps=num_warps(size_pad), **dependent_launch.options(x.device),
     )  # fmt: skip
     return out
 
@@ -58,6 +61,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float)
     rms_norm_kernel[tokens,](
         x, y, weight, total, out, tokens, x.stride(0), y.stride(0), eps, shift,
         HEADS=1, SIZE=size, ADD=True, SHIFTED=shift != 0.0, ROWS=1, SIZE_PAD=size_pad, num_warps=num_warps(size_pad),
+        **dependent_launch.options(x.device),
     )  # fmt: skip
     return total, out
 
@@ -66,9 +70,11 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float)
 def gated_rms_norm_kernel(
     x, gate, weight, out, rows, stride, gate_stride, gate_head, eps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BY_SIGMOID: tl.constexpr, ROWS: tl.constexpr, SIZE_PAD: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Norm ROWS rows, and multiply them by SiLU or the sigmoid of the gate. Grid (rows / ROWS); rows as in
     `rms_norm_kernel`."""
+    dependent_launch.begin(DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, SIZE_PAD)
     inside = (row < rows)[:, None] & (i < SIZE)[None, :]
@@ -95,7 +101,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, by_sigmo
     gated_rms_norm_kernel[triton.cdiv(rows, per_program),](
         x, gate, weight, out, rows, x.stride(0), *gate.stride()[:2], eps,
         HEADS=heads, SIZE=size, BY_SIGMOID=by_sigmoid, ROWS=per_program, SIZE_PAD=size_pad,
-        num_warps=num_warps(size_pad),
+        num_warps=num_warps(size_pad), **dependent_launch.options(x.device),
     )  # fmt: skip
     return out
 

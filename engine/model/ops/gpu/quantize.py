@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.model.ops.gpu import dependent_launch
+from engine.model.quantization.rows import QuantizedRows, RowFormat
 from engine.model.quantization.weight import FP8, FP8_MAX, INT8_MAX
 
 SCALED_COLUMNS = 1024
@@ -18,22 +20,33 @@ BLOCK_K = 64
 ROUNDS = 12582912.0  # 1.5 * 2^23: floats of this size are integers, so adding it rounds to the nearest, ties to even
 
 
+@triton.jit
+def round_groups(wide, largest, SIZE: tl.constexpr, GROUP: tl.constexpr, INTEGER: tl.constexpr, ROUNDS: tl.constexpr):
+    """Scale and round wide [SIZE] float32. Returns the rounded numbers [SIZE], and the scale of each GROUP of
+    neighbours [SIZE / GROUP]."""
+    groups = wide.reshape(SIZE // GROUP, GROUP)
+    step = tl.div_rn(tl.maximum(tl.max(tl.abs(groups), 1), 1e-12), largest)
+    groups = tl.clamp(tl.div_rn(groups, tl.zeros_like(groups) + step[:, None]), -largest, largest)
+    if INTEGER:
+        groups = (groups + ROUNDS) - ROUNDS
+    return groups.reshape(SIZE), step
+
+
 @triton.jit(do_not_specialize=["rows", "scale_stride", "group_stride"])  # they change with the number of tokens
 def quantize_kernel(
     x, values, scale, rows, stride, groups, largest, scale_stride, group_stride,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, INTEGER: tl.constexpr, ROUNDS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Quantize a group of SIZE columns of a row. Grid (rows, groups). Rows from `rows` on are filled with zeros."""
+    dependent_launch.begin(DEPENDENT)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = group * SIZE + tl.arange(0, SIZE_PAD)
     inside = tl.arange(0, SIZE_PAD) < SIZE
     wide = tl.load(x + row * stride + i, mask=inside & (row < rows), other=0.0).to(tl.float32)
-    step = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), 0), 1e-12), largest)
-    wide = tl.clamp(tl.div_rn(wide, tl.zeros_like(wide) + step), -largest, largest)
-    if INTEGER:
-        wide = (wide + ROUNDS) - ROUNDS
-    tl.store(values + row * groups * SIZE + i, wide.to(values.dtype.element_ty), mask=inside)
-    tl.store(scale + row * scale_stride + group * group_stride, step)
+    rounded, step = round_groups(wide, largest, SIZE_PAD, SIZE_PAD, INTEGER, ROUNDS)
+    tl.store(values + row * groups * SIZE + i, rounded.to(values.dtype.element_ty), mask=inside)
+    tl.store(scale + row * scale_stride + group * group_stride + tl.arange(0, 1), step)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) -> tuple[Tensor, Tensor]:
@@ -41,35 +54,57 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) 
     size = group_size or x.shape[1]
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(len(x), x.shape[1] // size, dtype=torch.float32, device=x.device)
-    return quantize(x, values, scale, size)
+    quantize_into(x, values, scale, size)
+    return values, scale
 
 
-def quantize_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Quantize x to float8 as cuBLAS needs it: rows padded to a multiple of 4, and the scales of a group adjacent.
+def quantize(x: Tensor, format: RowFormat) -> QuantizedRows:
+    """Quantize x [rows, columns], of any row stride, for a product.
 
-    Has run under Triton's interpreter only, not on a GPU yet.
+    Groups have run under Triton's interpreter only, not on a GPU yet.
     """
-    rows, columns = triton.cdiv(len(x), 4) * 4, x.shape[1]
-    values = torch.empty(rows, columns, dtype=FP8, device=x.device)
-    return quantize(x, values, torch.empty(columns // size, rows, dtype=torch.float32, device=x.device).T, size)
+    result = empty_rows(x, x.shape[1], format)
+    quantize_into(x, result.values, result.scale, format.group_size or x.shape[1])
+    return result
 
 
-def quantize(x: Tensor, values: Tensor, scale: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    dtype, (rows, groups) = values.dtype, scale.shape
+def empty_rows(x: Tensor, columns: int, format: RowFormat) -> QuantizedRows:
+    """Return memory for as many rows as x has, with `columns` columns."""
+    (dtype, size), rows, device = format, len(x), x.device
+    if size is None:
+        scale = torch.empty(rows, 1, dtype=torch.float32, device=device)
+    else:
+        rows = triton.cdiv(rows, 4) * 4
+        scale = torch.empty(columns // size, rows, dtype=torch.float32, device=device).T
+    return QuantizedRows(torch.empty(rows, columns, dtype=dtype, device=device), scale, len(x), x.dtype)
+
+
+def quantize_into(x: Tensor, values: Tensor, scale: Tensor, size: int) -> None:
+    rows, groups = scale.shape
     pad = triton.next_power_of_2(size)
     quantize_kernel[rows, groups](
-        x, values, scale, len(x), x.stride(0), groups, FP8_MAX if dtype == FP8 else INT8_MAX, *scale.stride(),
-        SIZE=size, SIZE_PAD=pad, INTEGER=dtype == torch.int8, ROUNDS=ROUNDS, num_warps=min(16, max(1, pad // 512)),
+        x, values, scale, len(x), x.stride(0), groups, *scale_arguments(values, scale), SIZE=size, SIZE_PAD=pad,
+        **rounding(values.dtype), num_warps=min(16, max(1, pad // 512)), **dependent_launch.options(x.device),
     )  # fmt: skip
-    return values, scale
+
+
+def scale_arguments(values: Tensor, scale: Tensor) -> tuple[float, int, int]:
+    """Return the largest number of the values' dtype, and the strides of the scales."""
+    return FP8_MAX if values.dtype == FP8 else INT8_MAX, scale.stride(0), scale.stride(1)
+
+
+def rounding(dtype: torch.dtype) -> dict[str, bool | float]:
+    return {"INTEGER": dtype == torch.int8, "ROUNDS": ROUNDS}
 
 
 @triton.jit(do_not_specialize=["rows"])
 def int8_linear_kernel(
     x, rows_scale, values, scale, bias, out, rows, size_n, size_k,
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Multiply BLOCK_M rows with BLOCK_N outputs and scale the sums. Grid (rows / BLOCK_M, size_n / BLOCK_N)."""
+    dependent_launch.begin(DEPENDENT)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
@@ -101,7 +136,7 @@ def int8_linear(
     int8_linear_kernel[triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n)](
         x, rows_scale, values, scale, out if bias is None else bias, out, rows, outputs, inputs,
         BIASED=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K,
-        num_warps=8 if block_m > 64 else 4, num_stages=4,
+        num_warps=8 if block_m > 64 else 4, num_stages=4, **dependent_launch.options(x.device),
     )  # fmt: skip
     return out
 

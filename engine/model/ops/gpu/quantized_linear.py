@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.ops import dispatch
+from engine.model.quantization.rows import QuantizedRows, RowFormat
 from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
 
 BLOCK = 128  # rows and columns that share a scale in block-wise FP8
 INT4_GROUPS = (32, 64, 128, 256)
 INT8_ROWS = 32  # _int_mm needs at least 17
 
-Quantize = Callable[..., tuple[Tensor, Tensor]]  # `quantize_rows` in quantization/weight.py
 Multiply = Callable[[Tensor, Tensor | None], Tensor]
 
 
@@ -61,51 +61,51 @@ def in_square_blocks(weight: QuantizedWeight) -> bool:
     return bool((blocks == blocks[:, :1]).all())  # a rank's rows may begin in the middle of a block
 
 
-def find_quantize_rows() -> Quantize:
-    """Return Triton's `quantize_rows` if Triton is installed, else the plain one."""
+def quantized(x: Tensor | QuantizedRows, format: RowFormat) -> QuantizedRows:
+    """Return the rows in a format. They are in it already if the kernel that computed them has quantized them
+    (fused_quantize.py)."""
+    if isinstance(x, QuantizedRows):
+        return x
     if dispatch.triton_found():
         from engine.model.ops.gpu import quantize
 
-        return quantize.quantize_rows
-    return quantize_rows
+        return quantize.quantize(x, format)
+    return QuantizedRows(*quantize_rows(x, format.dtype), len(x), x.dtype)
 
 
 class RowFP8:
     """A product float8 x float8, with a scale per output and, computed in every call, per row of the input."""
 
+    format = RowFormat(FP8)
+
     def __init__(self, weight: QuantizedWeight):
-        self.quantize = find_quantize_rows()
         self.values = weight.values.T  # column-major, as the kernel needs it
         self.scale = weight.scale.T.contiguous()  # [1, outputs]
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        values, scale = self.quantize(x, FP8)
-        return torch._scaled_mm(
-            values, self.values, scale, self.scale, bias=bias, out_dtype=x.dtype, use_fast_accum=True
-        )
+    def __call__(self, x: Tensor | QuantizedRows, bias: Tensor | None) -> Tensor:
+        values, scale, _, dtype = quantized(x, self.format)
+        return torch._scaled_mm(values, self.values, scale, self.scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
 
 
 class BlockFP8:
     """A product float8 x float8, with a scale per 128 x 128 weights and per 128 inputs of each row."""
 
-    def __init__(self, weight: QuantizedWeight):
-        from engine.model.ops.gpu.quantize import quantize_blocks
+    format = RowFormat(FP8, BLOCK)
 
-        self.quantize = quantize_blocks
+    def __init__(self, weight: QuantizedWeight):
         self.values = weight.values.T
         scale = weight.scale[::BLOCK]  # [outputs / 128, inputs / 128]
         # [inputs / 128, rounded up to a multiple of 4; outputs / 128], the inputs next to each other
         self.scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().T
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rows = len(x)
-        values, scale = self.quantize(x, BLOCK)
+    def __call__(self, x: Tensor | QuantizedRows, bias: Tensor | None) -> Tensor:
+        values, scale, rows, dtype = quantized(x, self.format)
         kind = F.ScalingType
         out = F.scaled_mm(
             values, self.values,
             scale, kind.BlockWise1x128,
             self.scale, kind.BlockWise128x128,
-            output_dtype=x.dtype,
+            output_dtype=dtype,
         )  # fmt: skip
         return out[:rows] if bias is None else out[:rows] + bias
 
@@ -113,21 +113,21 @@ class BlockFP8:
 class Int8:
     """A product int8 x int8, with a scale per output and, computed in every call, per row of the input."""
 
+    format = RowFormat(torch.int8)
+
     def __init__(self, weight: QuantizedWeight):
-        self.quantize = find_quantize_rows()
         self.values = weight.values.T
         self.scale = weight.scale.T.contiguous()
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        values, scale = self.quantize(x, torch.int8)
-        rows = len(values)
+    def __call__(self, x: Tensor | QuantizedRows, bias: Tensor | None) -> Tensor:
+        values, scale, rows, dtype = quantized(x, self.format)
         if dispatch.triton_found():
             from engine.model.ops.gpu import quantize
 
             if rows <= quantize.MOST:
-                return quantize.int8_linear(values, scale, self.values.T, self.scale, bias, x.dtype)
-            return quantize.scale_products(torch._int_mm(values, self.values), scale, self.scale, bias, x.dtype)
+                return quantize.int8_linear(values, scale, self.values.T, self.scale, bias, dtype)
+            return quantize.scale_products(torch._int_mm(values, self.values), scale, self.scale, bias, dtype)
         if rows < INT8_ROWS:
             values = F.pad(values, (0, 0, 0, INT8_ROWS - rows))
         out = torch._int_mm(values, self.values)[:rows].float() * scale * self.scale
-        return (out if bias is None else out + bias).to(x.dtype)
+        return (out if bias is None else out + bias).to(dtype)

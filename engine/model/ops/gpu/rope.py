@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.model.batch import Batch
+from engine.model.ops.gpu import dependent_launch
 from engine.model.ops.norm_plain import HeadNorms
 
 
@@ -71,10 +72,11 @@ def rotate_and_write_kernel(
     q_stride, q_head_stride, k_stride, v_stride, block_stride,
     NORMED: tl.constexpr, SHIFTED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, QUANTIZED: tl.constexpr, HEADS_PAD: tl.constexpr,
-    KV_HEADS_PAD: tl.constexpr, HALF_PAD: tl.constexpr, HEAD_PAD: tl.constexpr,
+    KV_HEADS_PAD: tl.constexpr, HALF_PAD: tl.constexpr, HEAD_PAD: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Rotate q into `out` [tokens, HEADS, HEAD_DIM], rotate k, and write K and V. Grid (tokens). Tokens with a negative
     slot are padding and write no KV."""
+    dependent_launch.begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = ROTARY_DIM // 2
     cos_sin = table + tl.load(positions + token) * ROTARY_DIM
@@ -132,5 +134,6 @@ def rotate_and_write(
         HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, QUANTIZED=batch.kv_scales is not None,
         HEADS_PAD=triton.next_power_of_2(q.shape[1]), KV_HEADS_PAD=triton.next_power_of_2(kv_heads),
         HALF_PAD=triton.next_power_of_2(rotary_dim // 2), HEAD_PAD=triton.next_power_of_2(head_dim),
+        **dependent_launch.options(q.device),
     )  # fmt: skip
     return out

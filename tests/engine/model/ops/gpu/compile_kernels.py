@@ -26,21 +26,23 @@ from engine.model import state
 from engine.model.ops.gpu import (
     activation,
     attention,
+    dependent_launch,
+    fused_quantize,
     int4,
     latent_attention,
-    moe,
     norm,
     quantize,
     rope,
-    routing,
     sampling,
 )
+from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.model.ops.gpu.strict import attention as strict_attention
 from engine.model.ops.gpu.strict import linear as strict_linear
 from engine.model.ops.norm_plain import HeadNorms
 from engine.model.ops.sampling_plain import RandomRows
 from engine.model.quantization.packed_experts import PackedExperts
+from engine.model.quantization.rows import RowFormat
 from engine.model.quantization.weight import QuantizedWeight
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case, latent_inputs
 from tests.state_batches import state_batch
@@ -83,6 +85,7 @@ class Driver:
     def __init__(self, capability: int):
         self.capability = capability
         attention.hopper = lambda device: capability in (90, 100)
+        dependent_launch.supported = lambda device: capability >= 90
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
@@ -101,6 +104,8 @@ def compile_only(kernel: JITFunction, grid: tuple[int, ...]) -> Any:
         ptx = compiled.asm["ptx"]
         mma = "mma.sync" in ptx or "tcgen05.mma" in ptx  # the latter on Blackwell
         found = {"wgmma": "wgmma.mma_async" in ptx, "mma": mma, "async_copies": ptx.count("cp.async.cg")}
+        found["dependent"] = compiled.metadata.launch_pdl
+        assert found["dependent"] == ("griddepcontrol.wait" in ptx), "launched early, but does not wait"
         name = kernel.fn.__name__
         print(json.dumps({"kernel": name, "shared": compiled.metadata.shared, **used, **found}), flush=True)
 
@@ -141,10 +146,11 @@ def compile_elementwise(float8: bool) -> None:
     groups = [RandomRows(rows, *[column[:3]] * 4, top_k, width) for width in (0, 8192)]
     sampling.sample_rows(x.float(), [])
     sampling.sample_rows(x.float(), groups)
-    if float8:
-        quantize.quantize_rows(x, FLOAT8)
-        quantize.quantize_rows(x, FLOAT8, 128)
-    quantize.quantize_rows(x, torch.int8)
+    for format in (RowFormat(torch.int8), *([RowFormat(FLOAT8), RowFormat(FLOAT8, 128)] if float8 else [])):
+        quantize.quantize(x, format)
+        fused_quantize.rms_norm(x, x[0], 1e-6, 0.0, format)
+        fused_quantize.add_rms_norm(x, x, x[0], 1e-6, 0.0, format)
+        fused_quantize.silu_mul(x.repeat(1, 4), format)
     for rows in (1, 64, 300):
         codes = torch.zeros(rows, 4096, dtype=torch.int8)
         quantize.int8_linear(codes, codes[:, :1].float(), codes[:1].repeat(4096, 1), x[:1].float(), None, x.dtype)
@@ -185,6 +191,7 @@ def compile_experts(dtype: torch.dtype) -> None:
     """For the few tokens of a decode step, and for the many of a prompt."""
     routing.top_k_softmax(torch.zeros(4, 128, dtype=dtype), 8, True)
     routing.top_k_sigmoid(torch.zeros(4, 256), torch.zeros(256), (8, 4), 8, True)
+    routing.sort_pairs(torch.zeros(400, 8, dtype=torch.int64), 128, moe.MANY)
     routing.combine(torch.zeros(32, 2048, dtype=dtype), torch.zeros(4, 8), torch.zeros(32, dtype=torch.int64))
     for tokens in (4, 400):
         x, experts = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 8, dtype=torch.int64)

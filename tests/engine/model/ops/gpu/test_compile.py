@@ -24,6 +24,12 @@ SMALL_SHARED_BYTES = 99 * 1024  # of the smallest ones since Ampere
 SHARED = {"sm_80": SMALL_SHARED_BYTES, "sm_89": SMALL_SHARED_BYTES, "sm_90": SHARED_BYTES, "sm_100": SHARED_BYTES}
 """Shared memory by GPU. Those of sm_80 have more, but take the tiles of sm_86 and sm_89."""
 ROUTING = {"top_k_softmax_kernel", "top_k_sigmoid_kernel", "count_kernel", "order_kernel", "combine_kernel"}
+DEPENDENT = {
+    "attend_kernel", "rotate_and_write_kernel", "rms_norm_kernel", "gated_kernel", "swigluoai_kernel",
+    "norm_quantize_kernel", "gated_quantize_kernel", "quantize_kernel", "int8_linear_kernel",
+    "grouped_kernel", *ROUTING,
+}  # fmt: skip
+"""Kernels that are launched before the one before them has ended, from Hopper on."""
 STACK_BYTES = 64  # of spilled registers; a few are harmless
 SPILLS = {"linear_attention_kernel": 2048}  # holds a state and a chunk's keys; what that costs a card has to show
 
@@ -62,12 +68,15 @@ def test_kernels_of_common_models_compile_for_hopper():
         "grouped_kernel",
         *ROUTING,
         "quantize_kernel",
+        "norm_quantize_kernel",
+        "gated_quantize_kernel",
         "int8_linear_kernel",
         "scale_products_kernel",
         "int4_linear_kernel",
         "dequantize_kernel",
     }
     assert kinds(kernels) == expected
+    assert {kernel["kernel"] for kernel in kernels if kernel["dependent"]} == DEPENDENT
     rows, chunk = (kernel for kernel in kernels if kernel["kernel"] == "attend_kernel")
     assert rows["mma"] and chunk["wgmma"], "attention multiplies on tensor cores"
     assert rows["async_copies"] and chunk["async_copies"], "K and V are fetched ahead"
@@ -113,6 +122,7 @@ def test_the_experts_kernel_compiles_for_ampere_and_attention_fits_into_smaller_
 def test_the_other_kernels_compile_for_every_gpu_and_in_every_dtype(target):
     kernels = compiled(target, "elementwise", *EXPERTS, *(f"experts in {kind}" for kind in PACKED_EXPERTS))
     assert all(kernel["shared"] <= SMALL_SHARED_BYTES for kernel in kernels)
+    assert target in ("sm_90", "sm_100") or not any(kernel["dependent"] for kernel in kernels)
     assert {"grouped_kernel", "gated_kernel", "swigluoai_kernel", "draw_kernel", *ROUTING} <= kinds(kernels)
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from engine.distributed.tp_group import TPGroup
+from engine.model import fused_rows
 from engine.model.config_parts.latent import LatentConfig
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.config_parts.recurrent import RecurrentConfig
@@ -19,10 +20,12 @@ from engine.model.layers.moe import Experts
 from engine.model.loader import fill_with_noise, pack_weights
 from engine.model.models.gpt_oss import GptOssExperts
 from engine.model.models.registry import build_model
-from engine.model.ops import dispatch
+from engine.model.ops import dispatch, quantized_linear
+from engine.model.ops.gpu import quantized_linear as gpu_linear
 from engine.model.quantization.mxfp4 import MXFP4
 from engine.model.quantization.online import Online
 from engine.model.quantization.packed_experts import PackedExperts
+from engine.model.quantization.scheme import online
 from tests.batches import ByHand
 from tests.engine.model.model_configs import tiny_config
 from tests.models import with_slow
@@ -156,9 +159,40 @@ def test_a_layer_is_nine_kernels_in_a_decode_step(architecture, monkeypatch):
     assert len(many) - len(few) == 2 * 9, Counter(many)
 
 
+def test_a_layer_with_int8_is_ten_kernels_and_norms_and_activations_quantize_to_the_same_logits(monkeypatch):
+    """Add, norm and quantize; q, k and v; rotation and KV; attention; quantize; o; add, norm and quantize; gate and up;
+    activation and quantize; down."""
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(quantized_linear, "select", gpu_linear.select)
+    launches, steps, logits = Launches(monkeypatch), [], []
+    for layers, fused in ((1, True), (2, True), (2, False)):
+        config = tiny_config(
+            num_layers=layers,
+            rope=(RopeConfig(),) * layers,
+            window=(None,) * layers,
+            quantization=online("int8"),
+        )
+        model = build_model(config, TPGroup.single(), torch.bfloat16, torch.device("cpu"))
+        fill_with_noise(model)
+        pack_weights(model)
+        if fused:
+            fused_rows.fuse(model)
+        run = ByHand(model, config, tp=TPGroup.single())
+        with launches:
+            logits.append(run.step({0: [5], 1: [6]}))
+        steps.append(launches.names)
+        launches.names = []
+    one, two, separate = steps
+    assert torch.equal(logits[1], logits[2])
+    assert len(two) - len(one) == 10, Counter(two) - Counter(one)
+    assert len(separate) - len(two) == 2 * 3
+
+
 @pytest.mark.parametrize("quantization", with_slow([None, "fp8", "int8", "int4"], ("fp8", "int8", "int4")))
-def test_a_sparse_layer_is_fourteen_kernels_in_a_decode_step_however_its_experts_are_stored(quantization, monkeypatch):
-    """Those of a layer but for its MLP, which are six; the router's product, its choice, two that sort, gate and up,
+def test_a_sparse_layer_is_thirteen_kernels_in_a_decode_step_however_its_experts_are_stored(quantization, monkeypatch):
+    """Those of a layer but for its MLP, which are six; the router's product, its choice, one that sorts, gate and up,
     activation, down, and the sum."""
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
@@ -181,7 +215,7 @@ def test_a_sparse_layer_is_fourteen_kernels_in_a_decode_step_however_its_experts
         steps.append(launches.names)
         launches.names = []
     one, two = steps
-    assert len(two) - len(one) == 14, Counter(two) - Counter(one)
+    assert len(two) - len(one) == 13, Counter(two) - Counter(one)
 
 
 @pytest.mark.parametrize("rank", [0, 1, None], ids=["rank 0", "rank 1", "one rank"])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.model.ops import activation, dispatch
 from engine.model.ops import moe as ops
-from engine.model.ops.gpu import grouped_mm, moe
-from engine.model.ops.gpu.routing import sort_pairs, top_k_sigmoid, top_k_softmax
+from engine.model.ops.gpu.experts import grouped_mm, moe, routing
+from engine.model.ops.gpu.experts.routing import sort_pairs, top_k_sigmoid, top_k_softmax
 from engine.model.quantization.format import StoredWeight
 from engine.model.quantization.mxfp4 import MXFP4
 from engine.model.quantization.online import Online
@@ -121,15 +121,20 @@ def test_experts_that_nobody_is_routed_to_and_one_that_gets_all_are_right():
         check(moe.mix_experts, x, gate_up, down, routed.to(DEVICE), weights)
 
 
+@pytest.mark.parametrize("at_once", [routing.COUNTED_AT_ONCE, 0], ids=["one launch", "two launches"])
 @pytest.mark.parametrize(
     ("sizes", "rows"), each_once([(1, 5), (7, 1), (16, 5), (17, 20), (700, 3)], [moe.FEW, moe.MANY])
 )
-def test_every_pair_is_in_one_tile_of_its_expert_however_they_are_spread(sizes, rows):
+def test_every_pair_is_in_one_tile_of_its_expert_however_they_are_spread(sizes, rows, at_once, monkeypatch):
+    monkeypatch.setattr(routing, "COUNTED_AT_ONCE", at_once)
     tokens, num_experts = sizes
     for crowded in (1, num_experts):
         experts = torch.randint(num_experts - crowded, num_experts, (tokens, 2), generator=seeded(tokens))
-        order, places, ends, tiles = (part.cpu() for part in sort_pairs(experts.to(DEVICE), num_experts, rows))
+        order, of_tokens, places, ends, tiles = (
+            part.cpu() for part in sort_pairs(experts.to(DEVICE), num_experts, rows)
+        )
         assert torch.equal(order, experts.flatten().argsort(stable=True))
+        assert torch.equal(of_tokens, order // 2)
         assert torch.equal(places, order.argsort())
         assert torch.equal(ends, experts.flatten().bincount(minlength=num_experts).cumsum(0).int())
         found = []

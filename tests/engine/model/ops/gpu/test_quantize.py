@@ -6,12 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.ops import quantized_linear
-from engine.model.ops.gpu import int4, quantize
+from engine.model.ops.gpu import activation, fused_quantize, int4, norm, quantize
 from engine.model.ops.gpu import quantized_linear as gpu_linear
 from engine.model.ops.gpu.int4 import Int4
-from engine.model.ops.gpu.quantize import quantize_blocks, quantize_rows
+from engine.model.ops.gpu.quantize import quantize_rows
 from engine.model.ops.gpu.quantized_linear import BlockFP8, Int8, RowFP8
 from engine.model.quantization import weight
+from engine.model.quantization.rows import QuantizedRows, RowFormat
 from engine.model.quantization.weight import FP8, QuantizedWeight
 
 pytestmark = pytest.mark.kernels
@@ -44,7 +45,7 @@ def test_rows_are_rounded_as_by_plain_torch(rows, groups, size, power, grouped, 
 @pytest.mark.parametrize("rows", [1, 4, 6])
 def test_blocks_are_rounded_in_one_launch_as_cublas_wants_them(rows):
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows)).to(DEVICE, torch.bfloat16)
-    values, scale = quantize_blocks(x, 128)
+    values, scale, *_ = quantize.quantize(x, RowFormat(FP8, 128))
     expected, expected_scale = quantize_rows(x, FP8, 128)
     assert len(values) % 4 == 0 and len(values) - rows < 4
     assert torch.equal(values[:rows].view(torch.int8), expected.view(torch.int8))
@@ -108,3 +109,35 @@ def test_float8_in_blocks_keeps_its_eight_bits_on_every_card_that_multiplies_the
         assert chosen.values.dtype == FP8
         found, expected = chosen.values.T.float() * chosen.scale.T, packed.dequantize(torch.float32)
         assert (found - expected).norm() < 0.04 * expected.norm()
+
+
+FORMATS = {"float8": RowFormat(FP8), "float8 in groups": RowFormat(FP8, 128), "int8": RowFormat(torch.int8)}
+
+
+def assert_same_rows(found: QuantizedRows, expected: QuantizedRows) -> None:
+    assert torch.equal(found.values.view(torch.int8), expected.values.view(torch.int8))
+    assert torch.equal(found.scale, expected.scale) and found.scale.stride() == expected.scale.stride()
+    assert found[2:] == expected[2:]
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(("rows", "size", "shift"), [(1, 128, 0.0), (5, 384, 0.0), (3, 1024, 1.0)])
+def test_a_norm_quantizes_its_result_to_the_same_bits_as_a_kernel_of_its_own(format, rows, size, shift):
+    generator = torch.Generator().manual_seed(rows)
+    merged = torch.randn(rows, 2, size + 3, generator=generator).to(DEVICE, torch.bfloat16)
+    (x, y), weight = merged[..., :size].unbind(1), torch.rand(size, generator=generator).to(DEVICE, torch.bfloat16)
+    total, normed = norm.add_rms_norm(x, y, weight, 1e-6, shift)
+    found_total, found = fused_quantize.add_rms_norm(x, y, weight, 1e-6, shift, format)
+    assert torch.equal(found_total, total)
+    assert_same_rows(found, quantize.quantize(normed, format))
+    normed = norm.rms_norm(x, weight, 1e-6, shift)
+    assert_same_rows(fused_quantize.rms_norm(x, weight, 1e-6, shift, format), quantize.quantize(normed, format))
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("name", fused_quantize.GATED)
+@pytest.mark.parametrize(("rows", "size"), [(1, 128), (5, 384), (2, 1408)])
+def test_an_activation_quantizes_its_result_to_the_same_bits_as_a_kernel_of_its_own(format, name, rows, size):
+    x = torch.randn(rows, 2 * size, generator=torch.Generator().manual_seed(rows)).to(DEVICE, torch.bfloat16) * 4
+    expected = quantize.quantize(activation.GATED[name](x), format)
+    assert_same_rows(fused_quantize.GATED[name](x, format), expected)

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.ops.gpu import int4, mxfp4
+from engine.model.ops.gpu import int4
+from engine.model.ops.gpu.experts import mxfp4
 from engine.model.ops.gpu.quantized_linear import INT4_GROUPS
 from engine.model.quantization.weight import QuantizedWeight
 

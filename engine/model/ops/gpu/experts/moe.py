@@ -3,7 +3,7 @@
 As in vLLM's fused_moe, pairs of a token and one of its experts are sorted by expert and divided into tiles, each with
 pairs of one expert (routing.py). Only the device knows the number of tiles: the grid has the most that are possible,
 and programs without a tile end at once. So nothing here waits for the device, and a CUDA graph can hold it. Quantized
-weights are read as stored and dequantized tile by tile (expert_weights.py). This has run under Triton's interpreter
+weights are read as stored and dequantized tile by tile (weights.py). This has run under Triton's interpreter
 only, not on a GPU yet.
 """
 
@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.ops.gpu.expert_weights import load_tile
-from engine.model.ops.gpu.routing import combine, sort_pairs
+from engine.model.ops.gpu import dependent_launch
+from engine.model.ops.gpu.experts.routing import combine, sort_pairs
+from engine.model.ops.gpu.experts.weights import load_tile
 from engine.model.quantization.packed_experts import PackedExperts
 
 FEW, MANY = 16, 64  # rows of a tile
@@ -30,6 +31,7 @@ def grouped_kernel(
     x, weight, scales, offsets, bias, out, order, tiles, num_tiles, size_n, size_k, groups, stride_x, pairs_per_row,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Compute out[pair] = x[pair // pairs_per_row] @ weight[expert].T + bias, for the pairs of a tile. Grid (tiles,
     size_n / BLOCK_N).
@@ -37,6 +39,7 @@ def grouped_kernel(
     scales, offsets, groups, FORMAT, GROUP: for quantized weights, see `load_tile`; FORMAT is `dense` for others.
     Tiles of one expert are adjacent, so that its weight is read from memory once.
     """
+    dependent_launch.begin(DEPENDENT)
     tile = tl.program_id(0)
     expert = tl.load(tiles + tile)
     first, end = tl.load(tiles + num_tiles + tile), tl.load(tiles + 2 * num_tiles + tile)
@@ -94,6 +97,7 @@ def grouped_linear(
         size_n, size_k, groups, x.stride(0), pairs // len(x), FORMAT=format, GROUP=group, BIASED=bias is not None,
         BLOCK_M=tile_rows, BLOCK_N=block_n, BLOCK_K=block_k,
         PRECISION="ieee" if wide else "tf32", num_warps=num_warps, num_stages=3,
+        **dependent_launch.options(x.device),
     )  # fmt: skip
     return out
 
@@ -108,7 +112,7 @@ def mix_experts(
     experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden].
     """
     tile_rows = FEW if experts.numel() <= FEW * gate_up.shape[0] else MANY
-    order, _, _, tiles = sort_pairs(experts, gate_up.shape[0], tile_rows)
+    order, _, _, _, tiles = sort_pairs(experts, gate_up.shape[0], tile_rows)
     first, second = biases or (None, None)
     hidden = activation(grouped_linear(x, gate_up, first, order, tiles, tile_rows))
     return combine(grouped_linear(hidden, down, second, order, tiles, tile_rows), weights)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.ops.gpu.routing import combine, sort_pairs
+from engine.model.ops.gpu.experts.routing import combine, sort_pairs
 
 ALIGNMENT = 8  # values, 16 bytes: rows of both operands must start there
 MAJORS = (9, 10)  # compute capabilities for which torch 2.13 has a grouped product (cuda/GroupedBlas.cpp)
@@ -36,8 +36,8 @@ def mix_experts(
     x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
     experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden].
     """
-    order, positions, ends, _ = sort_pairs(experts, len(gate_up), len(experts))
-    hidden = F.grouped_mm(x[order // experts.shape[1]], gate_up.mT, offs=ends)
+    order, tokens, positions, ends, _ = sort_pairs(experts, len(gate_up), len(experts))
+    hidden = F.grouped_mm(x[tokens], gate_up.mT, offs=ends)
     if biases is None:
         mixed = F.grouped_mm(activation(hidden), down.mT, offs=ends)
     else:

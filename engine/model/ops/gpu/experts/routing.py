@@ -13,7 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.model.ops.gpu import dependent_launch
+
 PAIRS = 1024  # pairs that a program reads at a time
+COUNTED_AT_ONCE = 1 << 17  # experts times pairs: counting so many in every program is faster than a launch
+COMPARED = 8192  # experts and pairs that are compared at a time
 TILES = 128  # tiles that a program writes at a time
 BLOCK = 1024  # columns of a program that combines
 
@@ -22,8 +26,10 @@ BLOCK = 1024  # columns of a program that combines
 def top_k_softmax_kernel(
     logits, experts, weights, stride,
     NUM: tl.constexpr, NUM_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Choose the experts of a token by softmax. Grid (tokens)."""
+    dependent_launch.begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, NUM_PAD), tl.arange(0, K_PAD)
     wide = tl.load(logits + token * stride + expert, mask=expert < NUM, other=float("-inf")).to(tl.float32)
@@ -48,6 +54,7 @@ def top_k_softmax(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tens
     top_k_softmax_kernel[tokens,](
         logits, experts, weights, logits.stride(0), NUM=num, NUM_PAD=triton.next_power_of_2(num),
         K=k, K_PAD=triton.next_power_of_2(k), NORMALISE=normalise, num_warps=1,
+        **dependent_launch.options(logits.device),
     )  # fmt: skip
     return experts, weights
 
@@ -57,9 +64,11 @@ def top_k_sigmoid_kernel(
     logits, correction, experts, weights, stride,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Choose the experts of a token by sigmoid. Grid (tokens). Groups of SIZE experts are padded to SIZE_PAD, so an
     expert's position differs from its number."""
+    dependent_launch.begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     position, rank = tl.arange(0, GROUPS_PAD * SIZE_PAD), tl.arange(0, K_PAD)
     expert = position // SIZE_PAD * SIZE + position % SIZE_PAD
@@ -103,6 +112,7 @@ def top_k_sigmoid(
         logits, correction, experts, weights, logits.stride(0), SIZE=size, SIZE_PAD=triton.next_power_of_2(size),
         GROUPS=num_groups, GROUPS_PAD=triton.next_power_of_2(num_groups), TOPK_GROUPS=topk_groups,
         K=k, K_PAD=triton.next_power_of_2(k), NORMALISE=normalise, num_warps=1,
+        **dependent_launch.options(logits.device),
     )  # fmt: skip
     return experts, weights
 
@@ -111,7 +121,9 @@ class SortedPairs(NamedTuple):
     """Pairs of a token and one of its experts, sorted by expert, and divided into tiles."""
 
     order: Tensor
-    """[pairs] int64: the pair at each position; pair p belongs to token p // k"""
+    """[pairs] int64: the pair at each position"""
+    tokens: Tensor
+    """[pairs] int64: the token at each position: that of pair p is p // k"""
     positions: Tensor
     """[pairs] int64: the position of each pair"""
     ends: Tensor
@@ -120,26 +132,39 @@ class SortedPairs(NamedTuple):
     """[3, tiles] int64: the expert of each tile, and where its positions begin and end; surplus tiles are empty"""
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def count_kernel(experts, counts, pairs, PAIRS: tl.constexpr):
-    """Count the pairs of an expert. Grid (experts)."""
-    expert = tl.program_id(0)
-    found = tl.zeros([PAIRS], tl.int32)
+@triton.jit
+def count_pairs(experts, others, pairs, PAIRS: tl.constexpr):
+    """Return the number of pairs of each of the experts `others`."""
+    found = tl.zeros(others.shape, tl.int32)
     for start in range(0, pairs, PAIRS):
         pair = start + tl.arange(0, PAIRS)
-        found += (tl.load(experts + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found, 0))
+        chosen = tl.load(experts + pair, mask=pair < pairs, other=-1)
+        found += tl.sum((chosen[None, :] == others[:, None]).to(tl.int32), 1)
+    return found
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(experts, counts, pairs, PAIRS: tl.constexpr, DEPENDENT: tl.constexpr = False):
+    """Count the pairs of an expert. Grid (experts)."""
+    dependent_launch.begin(DEPENDENT)
+    expert = tl.program_id(0) + tl.arange(0, 1)
+    tl.store(counts + expert, count_pairs(experts, expert, pairs, PAIRS))
 
 
 @triton.jit(do_not_specialize=["pairs", "tile_rows", "num_tiles"])
 def order_kernel(
-    experts, counts, order, positions, ends, tiles, pairs, tile_rows, num_tiles,
-    NUM: tl.constexpr, NUM_PAD: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr,
+    experts, counts, order, tokens, positions, ends, tiles, pairs, tile_rows, num_tiles,
+    K: tl.constexpr, NUM: tl.constexpr, NUM_PAD: tl.constexpr, COUNTED: tl.constexpr, FEW: tl.constexpr,
+    PAIRS: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Write an expert's part of SortedPairs. Grid (experts). The last one also writes the surplus tiles, which are
-    empty."""
+    empty. COUNTED: the number of each expert's pairs is in `counts`; else each program counts all, FEW at a time."""
+    dependent_launch.begin(DEPENDENT)
     expert, others = tl.program_id(0), tl.arange(0, NUM_PAD)
-    each = tl.load(counts + others, mask=others < NUM, other=0)
+    if COUNTED:  # noqa: SIM108
+        each = tl.load(counts + others, mask=others < NUM, other=0)
+    else:
+        each = count_pairs(experts, others, pairs, FEW)
     tiles_each = (each + tile_rows - 1) // tile_rows
     first = tl.sum(tl.where(others < expert, each, 0), 0)
     end = tl.sum(tl.where(others <= expert, each, 0), 0)
@@ -159,29 +184,37 @@ def order_kernel(
         own = tl.load(experts + pair, mask=pair < pairs, other=-1) == expert
         position = first + tl.cumsum(own.to(tl.int32), 0) - 1
         tl.store(order + position, pair.to(tl.int64), mask=own)
+        tl.store(tokens + position, (pair // K).to(tl.int64), mask=own)
         tl.store(positions + pair, position.to(tl.int64), mask=own)
         first += tl.sum(own.to(tl.int32), 0)
 
 
 def sort_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPairs:
     """Sort pairs by expert. experts: [tokens, k] int64, from 0 to num_experts - 1. tile_rows: most pairs of a tile."""
-    pairs, device = experts.numel(), experts.device
+    pairs, device, options = experts.numel(), experts.device, dependent_launch.options(experts.device)
     # each expert with a pair may need one tile that is not full
     num_tiles = (pairs + min(pairs, num_experts) * (tile_rows - 1)) // tile_rows
-    order, positions = (torch.empty(pairs, dtype=torch.int64, device=device) for _ in range(2))
+    order, tokens, positions = (torch.empty(pairs, dtype=torch.int64, device=device) for _ in range(3))
     counts, ends = (torch.empty(num_experts, dtype=torch.int32, device=device) for _ in range(2))
     tiles = torch.empty(3, num_tiles, dtype=torch.int64, device=device)
-    count_kernel[num_experts,](experts, counts, pairs, PAIRS=PAIRS)
+    if counted := pairs * num_experts > COUNTED_AT_ONCE:
+        count_kernel[num_experts,](experts, counts, pairs, PAIRS=PAIRS, **options)
+    num_pad = triton.next_power_of_2(num_experts)
     order_kernel[num_experts,](
-        experts, counts, order, positions, ends, tiles, pairs, tile_rows, num_tiles,
-        NUM=num_experts, NUM_PAD=triton.next_power_of_2(num_experts), PAIRS=PAIRS, TILES=TILES,
+        experts, counts, order, tokens, positions, ends, tiles, pairs, tile_rows, num_tiles,
+        K=experts.shape[1], NUM=num_experts, NUM_PAD=num_pad, COUNTED=counted, FEW=max(16, COMPARED // num_pad),
+        PAIRS=PAIRS, TILES=TILES, **options,
     )  # fmt: skip
-    return SortedPairs(order, positions, ends, tiles)
+    return SortedPairs(order, tokens, positions, ends, tiles)
 
 
 @triton.jit
-def combine_kernel(mixed, positions, weights, out, size, K: tl.constexpr, PERMUTED: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(
+    mixed, positions, weights, out, size, K: tl.constexpr, PERMUTED: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):  # fmt: skip
     """Add up the results of a token's experts. Grid (tokens, size / BLOCK)."""
+    dependent_launch.begin(DEPENDENT)
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(K):
@@ -201,6 +234,6 @@ def combine(mixed: Tensor, weights: Tensor, positions: Tensor | None = None) -> 
     out = torch.empty(tokens, size, dtype=mixed.dtype, device=mixed.device)
     combine_kernel[tokens, triton.cdiv(size, BLOCK)](
         mixed, mixed if positions is None else positions, weights, out, size,
-        K=k, PERMUTED=positions is not None, BLOCK=BLOCK,
+        K=k, PERMUTED=positions is not None, BLOCK=BLOCK, **dependent_launch.options(mixed.device),
     )  # fmt: skip
     return out

@@ -1,0 +1,36 @@
+"""Programmatic dependent launch, on Hopper and newer GPUs: a kernel is launched while the kernel before it ends, and
+waits on the device for its results. This hides the time that a launch takes.
+
+Each kernel begins with `begin`, before it reads or writes memory, so it never runs ahead of what it depends on. Has not
+run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LEAST_CAPABILITY = (9, 0)
+
+
+@triton.jit
+def begin(DEPENDENT: tl.constexpr):
+    """Wait until the kernels before have ended and their writes are visible, then let the next kernel start."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def options(device: torch.device) -> dict[str, Any]:
+    """Return the arguments with which a kernel that calls `begin` is launched on this device."""
+    return {"DEPENDENT": True, "launch_pdl": True} if supported(device) else {}
+
+
+@cache
+def supported(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY

@@ -1,0 +1,1 @@
+"""Experts of a layer on a GPU."""
