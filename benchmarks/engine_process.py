@@ -54,7 +54,8 @@ class EngineProcess:
         if not self._ready.poll(START_TIMEOUT_S):
             raise EngineUnavailable(f"engine {self.name!r} was not ready within {START_TIMEOUT_S:.0f} s")
         try:
-            self.commands.connect(self._ready.recv())
+            self.address: str = self._ready.recv()
+            self.commands.connect(self.address)
         except EOFError:
             raise EngineUnavailable(f"engine {self.name!r} could not start") from None
 

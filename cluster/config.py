@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
@@ -270,8 +271,8 @@ class ModelSection(Section):
     def check(self, path: str) -> None:
         """Raise ConfigError for contradictory keys. path: position of this section."""
         handoff: Any = self.handoff
-        if handoff is not None and len(self.pools) == 1 and not handoff.move_requests:
-            limit = "given, or `encode`, if there is a `handoff` section without `move_requests`"
+        if handoff is not None and len(self.pools) == 1 and not _between_replicas(handoff.model_dump()):
+            limit = "given, or `encode`, if a `handoff` section has no `move_requests` or `enable_prefix_fetching`"
             raise ConfigError(f"{path}.prefill", None, limit)
         for role, pool in self.pools.items():
             pool.check(f"{path}.{role}")
@@ -325,7 +326,7 @@ class ModelSection(Section):
         handoff = dict(self.handoff or HandoffSection())
         if role == "encode" or self.prefill is not None:
             options["handoff"] = HandoffConfig(role=role, **handoff)
-        elif handoff["move_requests"]:
+        elif _between_replicas(handoff):
             options["handoff"] = HandoffConfig(role="replica", **handoff)
         if role != "encode" and self.encode is not None:
             options["encode"] = HandoffConfig(role="decode", **handoff)
@@ -453,6 +454,11 @@ class AppConfig(Section):
         config.ingress.store_config()
         config.ingress.image_config()
         return config
+
+
+def _between_replicas(handoff: Mapping[str, Any]) -> bool:
+    """Return whether these options let replicas of one pool exchange KV."""
+    return bool(handoff["move_requests"] or handoff["enable_prefix_fetching"])
 
 
 def _first_problem(error: pydantic.ValidationError) -> ConfigError:

@@ -32,10 +32,12 @@ class Decode(EngineDeployment):
         if config.handoff is not None and config.handoff.move_requests:
             self._tasks = [*self._tasks, asyncio.create_task(self._depart(config.max_num_seqs))]
 
-    async def generate(self, requests: list[EncodedRequest], _: RoutingContext) -> None:
-        """Run GenerateRequests in the engine, and return when they have ended. The context is only for this
-        deployment's router. Raises OtherModel, and the errors of EngineReplica.run_requests."""
+    async def generate(self, requests: list[EncodedRequest], context: RoutingContext) -> None:
+        """Run GenerateRequests in the engine, and return when they have ended. Of the context, only what this
+        deployment's router has added arrives. Raises OtherModel, and the errors of EngineReplica.run_requests."""
         for request in requests:
             if request.model not in (None, self._model):
                 raise OtherModel(request.request_id, self._model.weights, self._model.vocabulary)
+        if context.holder is not None:
+            requests = [request.with_holder(context.holder) for request in requests]
         await self._engine.run_requests(requests)

@@ -47,7 +47,8 @@ class HandoffConfig:
     role: Literal["prefill", "decode", "encode", "replica"] = field(
         metadata={
             "help": "`prefill` computes prompts for decode engines; `decode` may let prefill engines compute "
-            "its prompts; `encode` encodes images for both; `replica` only moves running requests, as `decode` can too."
+            "its prompts; `encode` encodes images for both; `replica` only moves running requests and fetches cached "
+            "KV, as `decode` can too."
         }
     )
     transport: Literal["auto", "tcp", "nixl"] = option(
@@ -73,8 +74,17 @@ class HandoffConfig:
         "Whether running requests move to another replica, with their KV, when theirs stops; needs no prefill pool.",
     )
 
+    enable_prefix_fetching: bool = option(
+        False,
+        "Whether a replica fetches KV that another replica of its pool has cached, where that is faster than "
+        "computing it; needs no prefill pool.",
+    )
+    fetch_timeout_s: float = option(
+        5.0, "Seconds for which a request waits for KV from another replica's cache; after them it is computed."
+    )
+
     def __post_init__(self) -> None:
-        for key in ("lease_s", "heartbeat_s", "progress_s", "accept_s"):
+        for key in ("lease_s", "heartbeat_s", "progress_s", "accept_s", "fetch_timeout_s"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"handoff.{key}", getattr(self, key), "above 0")
         if self.lease_s < 3 * self.heartbeat_s:
@@ -369,6 +379,9 @@ class EngineConfig:
             raise ConfigError(
                 "enable_prefix_caching", False, "true with KV events: they tell what the prefix cache has"
             )
+        if self.handoff is not None and self.handoff.enable_prefix_fetching and not self.enable_prefix_caching:
+            limit = "true with `handoff.enable_prefix_fetching`: KV is fetched into the prefix cache"
+            raise ConfigError("enable_prefix_caching", False, limit)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         if self.cuda_graph_memory_gib < 0:

@@ -14,6 +14,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_cache_coordinator import kv_cache_of
+from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.speculator import Speculator, any_number
 from engine.core.kv_cache_manager import KVCacheManager
@@ -26,7 +27,7 @@ from engine.wire.lora import LoRARequest
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_request import KVSource
+from engine.wire.remote_request import KVHolder, KVSource
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
@@ -304,6 +305,7 @@ class Harness:
             token_limits=token_limits,
             adapters=adapters,
             offloading=self.make_offloading(kv_cache),
+            fetching=self.make_fetching(kv_cache, handoffs),
         )
         self.runner = FakeRunner(self.config, max_model_len, propose, windows, chunk)
         self.depth = depth
@@ -329,6 +331,7 @@ class Harness:
         prediction: list[int] | None = None,
         lora: LoRARequest | None = None,
         kv_source: KVSource | None = None,
+        kv_holder: KVHolder | None = None,
         **params,
     ) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, "seed": 1, "ignore_eos": True, **params})
@@ -343,6 +346,7 @@ class Harness:
             prediction=prediction or [],
             lora=lora,
             kv_source=kv_source,
+            kv_holder=kv_holder,
         )
         self.pooled |= {name} if pooling else set()
         request = self.scheduler.add(message, now=0.0)
@@ -382,6 +386,7 @@ class Harness:
         elif not self.prepared:
             elsewhere = self.scheduler.handoffs.receiving or self.scheduler.handoffs.leased
             elsewhere = elsewhere or self.scheduler.offloading.loading or self.scheduler.offloading.moving
+            elsewhere = elsewhere or self.scheduler.fetching.moving
             assert elsewhere or not self.scheduler.has_work, "nothing is computed, and nothing is waited for"
         return plan
 
@@ -406,6 +411,10 @@ class Harness:
 
     def make_offloading(self, kv_cache: KVCacheManager) -> KVOffloading | None:
         """The tiers below the cache."""
+        return None
+
+    def make_fetching(self, kv_cache: KVCacheManager, handoffs: HandoffManager | None) -> KVFetching | None:
+        """What fetches KV from the caches of other engines."""
         return None
 
     def take_answers(self) -> None:

@@ -189,6 +189,7 @@ LOAD: list[Row] = [
         "waiting_lora_adapters",
     ),
     (Gauge, "manta_adapters_resident", "LoRA adapters in slots.", _adapters_resident),
+    (Counter, "manta_kv_fetched_tokens", "Prompt tokens whose KV another engine had cached.", "fetched_tokens"),
     (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
     (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found computed.", "encoder_cache_hits"),
 ]
@@ -198,6 +199,7 @@ LABELLED: list[Row] = [
     (Gauge, "manta_kv_group_block_bytes", "Bytes of one of these on a rank.", "group_block_bytes", "group"),
     (Counter, "pd_decision", "Prompts by where they were computed, and why.", "prefill_decisions", "where", "reason"),
     (Counter, "manta_moves", "Running requests that moved, by outcome.", "moves", "outcome"),
+    (Counter, "manta_kv_fetches", "Prompts of which another engine had more cached, by outcome.", "fetches", "outcome"),
 ]
 # of EngineStats, as far as an engine has tiers; vLLM's names, and what it has none for
 TIERS: list[Row] = [

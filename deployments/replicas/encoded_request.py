@@ -8,7 +8,7 @@ import msgspec
 
 from engine.wire.messages import Abort, Add, CancelPrefill, GenerateRequest, Prefill
 from engine.wire.model_identity import ModelIdentity
-from engine.wire.remote_request import RemoteRequest
+from engine.wire.remote_request import KVHolder, RemoteRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +30,8 @@ class EncodedRequest:
             return cls(name, request.timeout_s, None, encode(Prefill(request)), encode(CancelPrefill(name)))
         name = request.request_id
         return cls(name, request.timeout_s, request.model, encode(Add(request)), encode(Abort(name)))
+
+    def with_holder(self, holder: KVHolder) -> EncodedRequest:
+        """Return this GenerateRequest with an engine from which KV may be fetched."""
+        request = msgspec.msgpack.decode(self.start, type=Add).request
+        return self.of(msgspec.structs.replace(request, kv_holder=holder))

@@ -14,6 +14,7 @@ from deployments.routing.policies import Lookup, make_policy, rendezvous_order
 from deployments.routing.routing_context import PromptDigest
 from deployments.routing.stats import RoutingReason, RoutingStats
 from engine.wire.messages import EngineUpdate
+from engine.wire.remote_request import KVHolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class RoutingDecision:
     engines: list[str]  #: all engines, best first; the request is placed on the first
     reason: RoutingReason
     cached_tokens: int  #: prompt tokens expected to be cached on the first engine
+    holder: KVHolder | None  #: an engine that has more of the prompt cached, and from which the first may fetch it
 
 
 class Balancer:
@@ -66,7 +68,21 @@ class Balancer:
             self.stats.routed[reason] += 1
             if prompt.adapter:
                 self.stats.adapters["held" if best.holds_adapter else "to_load"] += 1
-        return RoutingDecision(ranked, reason, placement.cached_tokens)
+        return RoutingDecision(ranked, reason, placement.cached_tokens, self._holder(prompt, best))
+
+    def _holder(self, prompt: PromptDigest, chosen: EngineCandidate) -> KVHolder | None:
+        """Return the engine with the longest prefix of a prompt, if it is longer than that of the chosen engine, which
+        may fetch it there. An engine without free capacity counts too."""
+        if self.placements.engine(chosen.engine).peer is None:
+            return None
+        holder, most = None, chosen.cached
+        for engine, record in self.placements.records.items():
+            if record.peer is not None and engine not in self._unhealthy:
+                stored = record.prefixes.match_stored(prompt.keys)
+                if stored > most:
+                    holder, most = record.peer, stored
+        tokens = min(most * self._cost.block_size, prompt.num_tokens - 1)
+        return None if holder is None else KVHolder(holder, tokens)
 
     def use_stats(self, stats: RoutingStats) -> None:
         """Count in `stats` from now on; keep the policy's name."""

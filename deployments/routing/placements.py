@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from deployments.routing.prefix_index import PrefixIndex, block_keys
 from engine.wire.messages import EngineLoad, EngineUpdate
+from engine.wire.remote_request import Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class EngineRecord:
     expected_adapters: Counter[str] = field(
         default_factory=Counter
     )  #: of placements whose prompts are not computed yet
+    peer: Peer | None = None  #: the engine, from which others may fetch KV; None if they may not
     last_update: int | None = None  #: number of the newest update whose block changes were applied
 
     def holds(self, adapter: str) -> bool:
@@ -95,6 +97,7 @@ class Placements:
         record = self.records[update.engine_id]
         if update.snapshot:
             record.prefixes.reset(block_keys(update.stored), update.window_blocks)
+            record.peer = update.peer
             # the engine reported these in an update that was lost
             for request_id in [r for r in self._ended if self._placements[r].engine == update.engine_id]:
                 self.resolve(request_id)

@@ -69,17 +69,23 @@ class PrefixIndex:
         if not keys:
             return 0
         if self._window_blocks:
-            return self._match_window(keys)
+            return self._match_window(keys, self.stored, self._expected)
         reaches = not guess or keys[guess - 1] in stored
         if reaches and (guess == len(keys) or (keys[guess] not in stored and keys[guess] not in expected)):
             return guess
         return bisect_left(keys, True, key=lambda key: key not in stored and key not in expected)
 
-    def _match_window(self, keys: Sequence[int]) -> int:
+    def match_stored(self, keys: Sequence[int]) -> int:
+        """Return how many leading blocks of a prompt the engine has now."""
+        if self._window_blocks:
+            return self._match_window(keys, self.stored)
+        return bisect_left(keys, True, key=lambda key: key not in self.stored)
+
+    def _match_window(self, keys: Sequence[int], *known: KeySet | Counter[int]) -> int:
         count = index = len(keys)
         while index > max(0, count - self._window_blocks):
             index -= 1
-            if keys[index] not in self.stored and keys[index] not in self._expected:
+            if not any(keys[index] in some for some in known):
                 count = index
         return count
 

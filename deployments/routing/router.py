@@ -66,7 +66,11 @@ class EngineRouter(CallRouter):
         replicas = {engine_id_of(replica.replica_id): replica for replica in with_capacity}
         self._balancer.use_stats(call.stats)
         decision = self._balancer.choose(call.prompt, list(replicas))
-        call.note(f"routed to {decision.engines[0]}: {decision.reason}, {decision.cached_tokens} tokens cached there")
+        call.holder = decision.holder
+        more = f", {decision.holder.num_tokens} by {decision.holder.engine.engine_id}" if decision.holder else ""
+        call.note(
+            f"routed to {decision.engines[0]}: {decision.reason}, {decision.cached_tokens} tokens cached there{more}"
+        )
         loop, end = asyncio.get_running_loop(), partial(self._end, call.prompt.request_id, decision.engines[0])
         call.placed(partial(loop.call_soon_threadsafe, end))
         return [[replicas[engine_id]] for engine_id in decision.engines]

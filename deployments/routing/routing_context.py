@@ -11,6 +11,7 @@ from deployments.routing.stats import RoutingStats
 from engine.wire.block_hash import block_hashes
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.remote_request import KVHolder
 
 # answered: the engine had the request and has ended it. lost: the replica or its engine is gone. ended: anything else.
 CallOutcome = Literal["answered", "lost", "ended"]
@@ -65,7 +66,7 @@ EMPTY = PromptDigest("", 0, ())
 class RoutingContext:
     """Context of one call. The router runs in the caller's process, but possibly in another thread.
 
-    It does not travel to the replica, where it arrives empty. The caller closes it when the call has ended, which Serve
+    Only `holder` travels to the replica. The caller closes it when the call has ended, which Serve
     may not know yet: over gRPC, Serve learns that a replica has accepted a call only when the call ends.
     """
 
@@ -84,6 +85,7 @@ class RoutingContext:
         self.prompt, self.avoid, self.model = prompt, avoid, model
         self.stats = RoutingStats() if stats is None else stats
         self.note = note or (lambda _: None)
+        self.holder: KVHolder | None = None  #: set by the router: an engine from which the chosen one may fetch KV
         self._outcome: CallOutcome | None = None
         self._release: Callable[[CallOutcome], object] | None = None
 
@@ -98,5 +100,5 @@ class RoutingContext:
         if self._release is not None:
             self._release(outcome)
 
-    def __reduce__(self) -> tuple[type[RoutingContext], tuple[()]]:
-        return RoutingContext, ()
+    def __reduce__(self) -> tuple[type[RoutingContext], tuple[()], dict[str, KVHolder | None]]:
+        return RoutingContext, (), {"holder": self.holder}

@@ -19,6 +19,7 @@ from engine.core.features.encoder_cache_manager import EncoderCacheManager, Text
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.image_handoffs import ImageHandoffs
 from engine.core.features.kv_cache_coordinator import kv_cache_of
+from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import NoSpeculation, Speculator, any_number
@@ -98,15 +99,17 @@ def build_engine(
     step_times = StepTimes()
     handoff = loaded.config.handoff
     channel = None if handoff is None else open_channel(handoff, kv_ranks)
+    handoffs = make_handoffs(loaded, channel, step_times)
     scheduler = Scheduler(
         loaded.config,
         kv_cache,
         limits=make_limits(loaded),
-        handoffs=make_handoffs(loaded, channel, step_times),
+        handoffs=handoffs,
         speculation=make_speculation(loaded, step_times),
         images=make_images(loaded, open_channel, image_ranks),
         adapters=AdapterSlots(config.max_loras) if loaded.config.enable_lora else None,
         offloading=make_offloading(loaded, tiers, kv_cache, step_times),
+        fetching=make_fetching(loaded, channel, kv_cache, handoffs, step_times),
         token_limits=token_limits,
     )
     return EngineCore(
@@ -226,6 +229,29 @@ def make_handoffs(loaded: Loaded, channel: HandoffChannel | None, step_times: St
     dtypes, ranks = (runner.dtype, runner.kv_dtype), runner.tp.size
     own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, config.determinism, ranks)
     return HandoffManager(policy, channel.peer, own)
+
+
+def make_fetching(
+    loaded: Loaded,
+    channel: HandoffChannel | None,
+    kv_cache: KVCacheManager,
+    handoffs: HandoffManager,
+    step_times: StepTimes,
+) -> KVFetching | NoFetching:
+    config = loaded.config.handoff
+    if config is None or channel is None or config.role not in ("decode", "replica"):
+        return NoFetching()
+    if not config.enable_prefix_fetching:
+        return NoFetching()
+    return KVFetching(
+        kv_cache,
+        handoffs,
+        peer=channel.peer,
+        times=step_times,
+        timeout_s=config.fetch_timeout_s,
+        block_bytes=[manager.pool.block_bytes * loaded.runner.tp.size for manager in kv_cache.groups],
+        quarantined=channel.quarantined,
+    )
 
 
 def make_offloading(

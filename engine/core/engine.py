@@ -324,6 +324,7 @@ class EngineCore:
         if self.handoff_channel is None:
             return []
         now = time.monotonic()
+        self.scheduler.fetching.give_up_late(now)
         return [event for handoff in self.handoff_channel.events() for event in self.scheduler.handle(handoff, now)]
 
     def _submit_handoffs(self) -> None:

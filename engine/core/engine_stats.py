@@ -55,6 +55,8 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         queued_tokens=queue.queued_tokens,
         prefill_decisions=scheduler.handoffs.decisions(),
         moves=dict(scheduler.handoffs.moves),
+        fetches=dict(scheduler.fetching.fetches),
+        fetched_tokens=scheduler.fetching.fetched_tokens,
         images_encoded=scheduler.images.num_encoded,
         encoder_cache_hits=scheduler.images.num_hits,
         spec_decode=scheduler.speculation.stats,

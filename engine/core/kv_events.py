@@ -121,6 +121,7 @@ class KVEventPublisher:
             removed=b"",
             admitted=list(self._prefilling),
             prefilled=[],
+            peer=self._scheduler.fetching.peer,
             window_blocks=self._scheduler.kv_cache.window_blocks,
         )
 

@@ -14,7 +14,7 @@ from engine.wire.lora import LoRARequest, digest_of
 from engine.wire.messages import GenerateRequest, RequestTimes, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_request import KVSource, RemoteRequest
+from engine.wire.remote_request import KVHolder, KVSource, RemoteRequest
 from engine.wire.sampling_params import SamplingParams, seed_of
 from engine.wire.timeline import TimelineEvent
 
@@ -26,7 +26,7 @@ class State(Enum):
     WAITING_FOR_GRAMMAR = "waiting for grammar"
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KV = "waiting for remote KV"
-    LOADING_KV = "loading KV"  # from a tier below the cache; it holds no blocks meanwhile
+    LOADING_KV = "loading KV"  # from a tier or another cache; it holds no blocks meanwhile
     RUNNING = "running"
     LEASED = "leased"  # computed for another engine, which may still read the blocks
     FINISHED = "finished"
@@ -124,6 +124,8 @@ class RemotePrompt:
     """Where the client wants the prompt computed (GenerateRequest.prefill)."""
     source: KVSource | None = None
     """Engine that holds the KV of its tokens, from which it moves here."""
+    holder: KVHolder | None = None
+    """Engine from whose prefix cache its first tokens may be fetched; None once that is decided."""
     handoff_id: str = ""
     """Id of its newest handoff."""
     num_attempts: int = 0
@@ -209,7 +211,7 @@ class Request:
             reply_to=message.reply_to,
             prefix=PrefixUse(message.cache_salt, digest_of(message.lora), params.prompt_logprobs is not None),
             lora=message.lora,
-            remote=RemotePrompt(message.prefill, source=message.kv_source),
+            remote=RemotePrompt(message.prefill, source=message.kv_source, holder=message.kv_holder),
             images=message.mm_features,
             pooling=message.pooling,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],

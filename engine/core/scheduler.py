@@ -12,6 +12,7 @@ from engine.core.block_allocator import BlockAllocator
 from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.moves import Moves
 from engine.core.features.speculator import NoSpeculation, Speculator
@@ -24,7 +25,7 @@ from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import EngineError, InvalidParameter, Moved, Overloaded, ServingError
-from engine.wire.handoff import Closed, Failed, HandoffEvent, Noted, Received
+from engine.wire.handoff import BlocksAsked, Closed, Failed, HandoffEvent, Noted, Received
 from engine.wire.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
@@ -67,6 +68,7 @@ class Scheduler:
         images: EncoderCacheManager | TextOnly | None = None,
         adapters: AdapterSlots | NoAdapterSlots | None = None,
         offloading: KVOffloading | NoOffloading | None = None,
+        fetching: KVFetching | NoFetching | None = None,
         token_limits: Sequence[TokenLimit] = (),
     ):
         """token_limits: parts that can lower how many tokens of a request a step computes, besides speculation and
@@ -79,6 +81,7 @@ class Scheduler:
         self.images = images or TextOnly()
         self.adapters = adapters or NoAdapterSlots()
         self.offloading = offloading or NoOffloading()
+        self.fetching = fetching or NoFetching()
         #: Every limit is called for each request in each step, so parts that limit nothing are left out.
         self._token_limits = [*token_limits, *self.images.token_limits, *self.speculation.token_limits]
         self._checks = RequestChecks(limits, self.images, self.handoffs, self.adapters)
@@ -137,6 +140,7 @@ class Scheduler:
         """Empty the prefix cache and the tiers below it."""
         self.kv_cache.clear_cache()
         self.offloading.clear()
+        self.fetching.clear()
 
     def set_grammar(self, request: Request, grammar: Grammar) -> None:
         """Attach the compiled grammar that a request was waiting for, and make the request ready to run."""
@@ -165,7 +169,7 @@ class Scheduler:
     def move(self, count: int, now: float) -> list[Event]:
         """Let other engines go on with up to `count` requests. Running requests leave after their next token, with
         their KV. If `count` is not reached, waiting requests leave at once."""
-        others = [*self.handoffs.receiving.values(), *self.offloading.loading]
+        others = [*self.handoffs.receiving.values(), *self.offloading.loading, *self.fetching.waiting]
         at_once = self.moves.choose(self.queue, others, count)
         return [self._finish(request, "error", now, error=Moved(request.request_id)) for request in at_once]
 
@@ -250,7 +254,8 @@ class Scheduler:
         matched = self.kv_cache.match(request, self.images.whole_prefix)
         if self.kv_cache.in_flight(request, matched, self.queue.running):
             return False
-        if self.offloading.load(request, matched, self.images.whole_prefix, self._blocks.watermark, now):
+        wanted = (request, matched, self.images.whole_prefix, self._blocks.watermark, now)
+        if self.offloading.load(*wanted) or self.fetching.fetch(*wanted):
             self.queue.remove(request)
             request.state = State.LOADING_KV
             return True
@@ -404,10 +409,17 @@ class Scheduler:
 
     def handle(self, event: HandoffEvent, now: float) -> list[Event]:
         """Record the progress of a handoff."""
+        if self.fetching.owns(event):
+            for request in self.fetching.handle(event, now):
+                self.queue.wait(request)
+            return []
         match event:
             case Noted():
                 if noted := self.queue.live.get(event.request_id):
                     noted.timeline.append(event.what)
+                return []
+            case BlocksAsked():
+                self.handoffs.refuse_blocks(event)
                 return []
             case Closed():
                 leased = self.handoffs.leased.get(event.handoff_id)
@@ -466,6 +478,7 @@ class Scheduler:
         self.images.check()
         self.adapters.check_slots(self.queue.running)
         receiving, leased = list(self.handoffs.receiving.values()), list(self.handoffs.leased.values())
-        self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased, self.offloading.loading)
+        self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased,
+                         [*self.offloading.loading, *self.fetching.waiting])  # fmt: skip
         self.offloading.check()
         self.kv_cache.check([*self.queue.running, *self.queue.waiting_with_kv, *receiving, *leased])

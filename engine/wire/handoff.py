@@ -27,6 +27,10 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     timeline: list[TimelineEvent] = []  #: events of the prompt in the prefill engine
 
 
+NO_TOKEN = -1
+"""Stands for the token after KV that was fetched, which the engine that fetches computes itself."""
+
+
 # -- actions of decode -----------------------------------------------------------------------------------
 
 
@@ -44,8 +48,11 @@ class OpenHandoff:
     others: list[list[int]] = field(default_factory=list)
     """Local blocks of each further group, likewise."""
     source: Peer | None = None
-    """Engine that holds a request that moves, which is asked for its KV; None if another will answer a prefill
-    request."""
+    """Engine that holds a request that moves, or blocks to fetch, and is asked for the KV; None if another will answer
+    a prefill request."""
+    names: list[bytes] = field(default_factory=list)
+    """Names of the blocks to fetch: for each KV cache group the hashes of its blocks, one after the other. Empty unless
+    the KV is fetched from the prefix cache of `source`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +132,22 @@ class HoldRequest:
     first: FirstToken  #: the token that was sampled last, which no client has seen
 
 
+# -- actions of an engine whose cached blocks others fetch -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HoldBlocks:
+    """Keeps cached blocks for the engine that has asked for them. It answers a BlocksAsked, as RefusePrefill may.
+
+    Closed follows at the latest one lease after that engine's last sign of life.
+    """
+
+    remote_request: RemoteRequest  #: as in BlocksAsked
+    upto: int  #: number of tokens up to whose end it holds the KV
+    blocks: list[int]  #: the blocks of these names, in order; those of all groups, one group after the other
+    first: FirstToken  #: without a token (NO_TOKEN); its `cached` is `upto`
+
+
 # -- actions of both -------------------------------------------------------------------------------------
 
 
@@ -142,6 +165,7 @@ HandoffAction = (
     | FinishPrefill
     | RefusePrefill
     | HoldRequest
+    | HoldBlocks
     | Leave
 )
 
@@ -184,4 +208,17 @@ class Noted:
     what: TimelineEvent
 
 
-HandoffEvent = Received | Failed | Closed | Noted
+@dataclass(frozen=True, slots=True)
+class BlocksAsked:
+    """Another engine asks for blocks in the prefix cache. HoldBlocks or RefusePrefill must follow."""
+
+    remote_request: RemoteRequest  #: without tokens, which names do not tell
+    upto: int  #: number of tokens up to whose end the blocks have the KV
+    names: list[bytes]  #: as in OpenHandoff
+
+    @property
+    def handoff_id(self) -> str:
+        return self.remote_request.handoff_id
+
+
+HandoffEvent = Received | Failed | Closed | Noted | BlocksAsked

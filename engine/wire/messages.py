@@ -23,7 +23,7 @@ from engine.wire.lora import LoRARequest
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_request import KVSource, RemoteRequest
+from engine.wire.remote_request import KVHolder, KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
@@ -60,6 +60,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Tokens that the client predicts as the output; engines with speculative decoding use them as drafts."""
     kv_source: KVSource | None = None
     """Engine that holds the KV of all tokens of `prompt`, because the request moves from there."""
+    kv_holder: KVHolder | None = None
+    """Another engine that has more of the prompt cached than the engine that gets this request."""
     prefill: Literal["auto", "local", "remote"] = "auto"
     """Where the prompt is computed. With `remote` the request fails if no other engine can compute it."""
     num_prompt: int | None = None
@@ -209,6 +211,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     moves: dict[str, int] = {}
     """Requests that moved, by outcome: `received` or `failed` in the engine that goes on; `released`, `cancelled` or
     `expired` in the one that has stopped."""
+    fetches: dict[str, int] = {}
+    """Prompts of which another engine had more cached, by outcome: `received` or `failed` if that KV was fetched, and
+    `costs_more` if computing it was expected to be faster."""
+    fetched_tokens: int = 0
+    """Prompt tokens whose KV was fetched from the prefix caches of other engines."""
     receiving: int = 0
     """Requests whose KV is coming from another engine."""
     leased: int = 0
@@ -318,6 +325,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     prefilled: list[tuple[str, int]]
     """Admitted requests whose prompt is computed or that ended, each with its number of cached prompt tokens, or -1 if
     it never ran."""
+    peer: Peer | None = None
+    """This engine, from which others may fetch blocks; None if they may not."""
     window_blocks: int = 0
     """Number of a prefix's last blocks that a request needs to go on from there; 0 if it needs all of them."""
 

@@ -28,6 +28,13 @@ class KVSource(msgspec.Struct, frozen=True, array_like=True):
     engine: Peer
 
 
+class KVHolder(msgspec.Struct, frozen=True, array_like=True):
+    """An engine that has the first tokens of a prompt in its prefix cache, as a router expects."""
+
+    engine: Peer
+    num_tokens: int
+
+
 class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks a prefill engine for a prompt's KV and first token, or an encode engine for an image's embeddings."""
 

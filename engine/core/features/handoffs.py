@@ -16,6 +16,7 @@ from engine.core.features.remote_prefill_policy import (
 from engine.core.request import Request
 from engine.errors import EngineUnavailable, InvalidParameter
 from engine.wire.handoff import (
+    BlocksAsked,
     CancelHandoff,
     Closed,
     Failed,
@@ -142,6 +143,12 @@ class HandoffManager:
         if source is None:
             self.actions.append(DispatchRemote(remote_request))
 
+    def fetch(self, request: Request, skip: int, upto: int) -> RemoteRequest:
+        """Return the request for the KV of the tokens [skip, upto), which another engine has cached."""
+        assert self._peer is not None
+        asked = self._request(request, self._new_id(request), self._peer, skip)
+        return msgspec.structs.replace(asked, token_ids=request.tokens[:upto])
+
     def _new_id(self, request: Request) -> str:
         assert self._peer is not None
         self._count += 1
@@ -251,6 +258,9 @@ class HandoffManager:
     def refuse(self, request: Request, reason: str) -> None:
         assert request.asked_by is not None
         self.actions.append(RefusePrefill(request.asked_by, reason))
+
+    def refuse_blocks(self, asked: BlocksAsked) -> None:
+        self.actions.append(RefusePrefill(asked.remote_request, "no other engine may fetch blocks of this one"))
 
     # -- a request that moves from here to another engine --------------------------------------------------
 

@@ -17,6 +17,7 @@ from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import (
     Cancel,
     Claim,
+    Fetch,
     Heartbeat,
     Progress,
     Read,
@@ -79,6 +80,7 @@ class DecodeHandoff:
         remote_request: RemoteRequest,
         groups: list[list[int]],
         claimed: Peer | None,
+        names: list[bytes],
         *,
         config: HandoffConfig,
         block_size: int,
@@ -88,8 +90,10 @@ class DecodeHandoff:
         out: Effects,
         now: float,
     ):
-        """groups: blocks of each KV cache group, as in OpenHandoff. claimed: `source` of OpenHandoff."""
-        self.remote_request, self.receive_state = remote_request, ReceiveState(remote_request, groups, block_size)
+        """groups: blocks of each KV cache group, as in OpenHandoff. claimed, names: `source` and `names` of
+        OpenHandoff."""
+        self.remote_request = remote_request
+        self.receive_state = ReceiveState(remote_request, groups, block_size, named=bool(names))
         self.state = DecodeHandoffState.WAITING
         self.source: Peer | None = None
         self.opened_at = now
@@ -104,7 +108,7 @@ class DecodeHandoff:
         self.lease = 0  # lease at the source, once there is one
         self._sent = self._echo = 0  # numbers of the last heartbeat sent, and of the last one echoed
         self._accepted_at = self._first_at = self._released_at = now
-        self._claimed = claimed
+        self._claimed, self._names = claimed, names
         self._claim()
 
     # -- from the step loop --------------------------------------------------------------------------------
@@ -236,11 +240,21 @@ class DecodeHandoff:
     # -- parts ---------------------------------------------------------------------------------------------
 
     def _claim(self) -> None:
-        """If the request moves here, ask the engine that holds it for its KV."""
-        if self._claimed is not None:
-            request = self.remote_request
-            claim = Claim(request.handoff_id, request.skip, request.fingerprint)
-            self._out.messages.append((self._claimed, claim))
+        """Ask the engine that holds a request that moves here, or cached blocks, for its KV."""
+        request = self.remote_request
+        if self._claimed is None:
+            return
+        asks: Claim | Fetch = Claim(request.handoff_id, request.skip, request.fingerprint)
+        if self._names:
+            asks = Fetch(
+                request.handoff_id,
+                request.request_id,
+                request.skip,
+                len(request.token_ids),
+                request.fingerprint,
+                self._names,
+            )
+        self._out.messages.append((self._claimed, asks))
 
     def _accepted(self, sender: Peer, lease: int, now: float) -> None:
         self.source, self.lease = sender, lease

@@ -58,6 +58,17 @@ class Claim(msgspec.Struct, frozen=True, tag=True):
     fingerprint: str
 
 
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """Asks for blocks in the prefix cache, by name. Repeated until answered by Progress or Refused."""
+
+    handoff_id: str
+    request_id: str
+    skip: int  #: as in RemoteRequest
+    upto: int  #: number of tokens up to whose end the blocks have the KV
+    fingerprint: str
+    names: list[bytes]  #: as in OpenHandoff
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Extends the lease and asks for Progress."""
 
@@ -80,7 +91,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     lease: int
 
 
-Message = Progress | Refused | Released | Claim | Heartbeat | Release | Cancel
+Message = Progress | Refused | Released | Claim | Fetch | Heartbeat | Release | Cancel
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""Prefill's side of one handoff. Pure: no clock, socket or thread; see protocol.py.
+"""The side of one handoff that has the KV: prefill's, or a cache's. Pure: no clock, socket or thread; see protocol.py.
 
 Only Closed ends prefill's claim on the blocks.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import Claim, Progress, Refused
-from engine.wire.handoff import Closed, FirstToken, HoldRequest
+from engine.wire.handoff import Closed, FirstToken, HoldBlocks, HoldRequest
 from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
 
 RESEND_HEARTBEATS = 1.5  # silence, in heartbeats, before Progress is sent again: decode may never have received it
@@ -26,7 +26,9 @@ class PrefillHandoff:
         config: HandoffConfig,
         out: Effects,
         now: float,
+        held: HoldBlocks | None = None,
     ):
+        """held: cached blocks to hand over, if nothing is to be computed."""
         self.remote_request, self.decode, self.lease = remote_request, remote_request.decode, lease
         self.accepted_at = now
         self.over = False
@@ -39,6 +41,8 @@ class PrefillHandoff:
         self._echo = 0
         self._resend_at = now
         self._finished_at = now
+        if held is not None:
+            self._upto, self._blocks, self._first = held.upto, held.blocks, held.first
         self._tell(now)
 
     @property
@@ -66,6 +70,10 @@ class PrefillHandoff:
         self._tell(now)
 
     # -- from decode ---------------------------------------------------------------------------------------
+
+    def on_fetch(self, now: float) -> None:
+        """Answer a repeated Fetch."""
+        self._tell(now)
 
     def on_heartbeat(self, number: int, now: float) -> None:
         if number > self._echo:

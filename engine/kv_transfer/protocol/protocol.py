@@ -27,6 +27,11 @@ validated never count: prefill may have been paused past the lease and then have
 seen. Its engine holds it (HoldRequest) until an engine claims it, over the same channel instead of by a Serve call. All
 above holds from the moment of HoldRequest on. The first engine that claims it is the only one that gets it.
 
+**Fetched blocks** are blocks of a prefix that another engine has cached. They are asked for by name (Fetch) over the
+same channel, and held for the asking engine like those of a prompt that is computed already. A name is the hash of all
+tokens up to the block's end, so an engine that has a block of that name has the right one. The answer has a FirstToken
+without a token. If the other engine has only the first of the blocks, the handoff ends with them.
+
 **Local blocks are never written late.** Failed follows only after every rank has confirmed that it writes nothing more
 for the handoff. If a rank does not confirm although it is asked repeatedly for 2 x progress_s, the engine must end
 (`broken`): blocks that may still be written can neither be used nor freed, and only the end of the process surely stops
@@ -56,6 +61,7 @@ from engine.kv_transfer.protocol.messages import (
     Claim,
     DropSource,
     Envelope,
+    Fetch,
     Heartbeat,
     Progress,
     ReadEnded,
@@ -66,9 +72,11 @@ from engine.kv_transfer.protocol.messages import (
 from engine.kv_transfer.protocol.prefill_side import HeldRequest, PrefillHandoff
 from engine.wire.handoff import (
     AcceptPrefill,
+    BlocksAsked,
     CancelHandoff,
     FinishPrefill,
     HandoffAction,
+    HoldBlocks,
     HoldRequest,
     Leave,
     OpenHandoff,
@@ -78,6 +86,7 @@ from engine.wire.handoff import (
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import RemoteRequestFailed
 from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
+from engine.wire.sampling_params import SamplingParams
 
 REMEMBER_S = 60.0  # how long released leases, and sources from which nothing is read any more, are remembered
 LINK_FAILURES = ("silent", "read", "prompt_hash")  # failures for which the link between two engines is to blame
@@ -97,6 +106,7 @@ class HandoffProtocol:
         self._read_ids = count(1)
         self._reads: dict[int, DecodeHandoff] = {}
         self._leases = count(1)
+        self._asked: set[str] = set()  # handoffs of a Fetch that the step loop has not answered
         self._released: dict[int, tuple[Peer, float]] = {}  # lease -> (its decode engine, when to forget the lease)
         self._quarantined: dict[str, float] = {}  # engine -> until when
         self._idle_sources: dict[int, float] = {}  # epoch -> when to forget it
@@ -132,6 +142,9 @@ class HandoffProtocol:
                     out=self.out,
                     now=now,
                 )
+            case HoldBlocks(remote_request):
+                self._asked.discard(remote_request.handoff_id)
+                self._accept(remote_request, now, action)
             case ReportProgress(handoff_id, upto, blocks):
                 if handoff := self.prefill_handoffs.get(handoff_id):
                     handoff.report(upto, blocks, now)
@@ -139,6 +152,7 @@ class HandoffProtocol:
                 if handoff := self.prefill_handoffs.get(handoff_id):
                     handoff.finish(first, now)
             case RefusePrefill(remote_request, reason):
+                self._asked.discard(remote_request.handoff_id)
                 if handoff := self.prefill_handoffs.get(remote_request.handoff_id):
                     handoff.refuse(reason, now)
                     self._drop_if_over(handoff)
@@ -169,6 +183,8 @@ class HandoffProtocol:
             self._from_prefill(sender, message, now)
         elif isinstance(message, Claim):
             self._claimed(sender, message, now)
+        elif isinstance(message, Fetch):
+            self._fetched(sender, message, now)
         else:
             self._from_decode(sender, message, now)
 
@@ -239,6 +255,7 @@ class HandoffProtocol:
             remote_request,
             [action.blocks, *action.others],
             action.source,
+            action.names,
             config=self._config,
             block_size=self._block_size,
             num_ranks=len(self._ranks),
@@ -248,10 +265,10 @@ class HandoffProtocol:
             now=now,
         )
 
-    def _accept(self, remote_request: RemoteRequest, now: float) -> None:
+    def _accept(self, remote_request: RemoteRequest, now: float, held: HoldBlocks | None = None) -> None:
         assert remote_request.handoff_id not in self.prefill_handoffs, "a prefill request is accepted once"
         self.prefill_handoffs[remote_request.handoff_id] = PrefillHandoff(
-            remote_request, self._ranks, next(self._leases), config=self._config, out=self.out, now=now
+            remote_request, self._ranks, next(self._leases), config=self._config, out=self.out, now=now, held=held
         )
 
     def _from_prefill(self, sender: Peer, message: Progress | Refused | Released, now: float) -> None:
@@ -288,6 +305,27 @@ class HandoffProtocol:
         held, problem = self.prefill_handoffs.get(message.handoff_id), "unknown"
         if not isinstance(held, HeldRequest) or (problem := held.claim(sender, message, now) or ""):
             self.out.messages.append((sender, Refused(message.handoff_id, 0, problem)))
+
+    def _fetched(self, sender: Peer, message: Fetch, now: float) -> None:
+        """Let the step loop, which knows its cache, answer a Fetch, once."""
+        if held := self.prefill_handoffs.get(message.handoff_id):
+            held.on_fetch(now)
+        elif message.handoff_id not in self._asked:
+            self._asked.add(message.handoff_id)
+            asked = RemoteRequest(
+                handoff_id=message.handoff_id,
+                request_id=message.request_id,
+                attempt=1,
+                token_ids=[],
+                num_prompt=0,
+                params=SamplingParams(),
+                seed=0,
+                cache_salt="",
+                skip=message.skip,
+                fingerprint=message.fingerprint,
+                decode=sender,
+            )
+            self.out.events.append(BlocksAsked(asked, message.upto, message.names))
 
     def _answer_for_closed(self, sender: Peer, message: Heartbeat | Release | Cancel) -> None:
         released = self._released.get(message.lease)

@@ -18,8 +18,9 @@ MAX_READ_TOKENS = 4096  # per read, so that blocks of earlier reads survive the 
 class ReceiveState:
     """Progress of one handoff through its blocks, which are read in order."""
 
-    def __init__(self, remote_request: RemoteRequest, groups: list[list[int]], block_size: int):
-        """groups: local blocks of each KV cache group, as in OpenHandoff."""
+    def __init__(self, remote_request: RemoteRequest, groups: list[list[int]], block_size: int, named: bool = False):
+        """groups: local blocks of each KV cache group, as in OpenHandoff. named: whether the blocks are asked for by
+        name. Then the sender may have only the first of them, and sends no prompt's hash."""
         self.local = [block for blocks in groups for block in blocks]
         self.remote: list[int] = []
         self.started = 0  #: leading blocks whose read has started
@@ -31,11 +32,14 @@ class ReceiveState:
         self._num_tokens, self._upto = len(remote_request.token_ids), remote_request.skip
         self._ends = list(accumulate(map(len, groups)))  # end of each group in `local`
         self._unvalidated: deque[tuple[int, int]] = deque()  # (heartbeat, blocks that its echo validates)
+        self._named = named
 
     def update(self, message: Progress) -> str | None:
         """Take in a message. Returns a description of what is wrong with it, or None."""
         if message.upto < self._upto:
             return None  # an older message that arrives late
+        if self._named and self._by_blocks and message.first is not None and message.upto < self._num_tokens:
+            self._shrink(message.upto)
         if problem := self._problem(message):
             return problem
         self.ranks, self.remote, self._upto = message.ranks, message.blocks, message.upto
@@ -71,18 +75,31 @@ class ReceiveState:
     @property
     def is_asked_prompt(self) -> bool:
         """Whether prefill computed the prompt that it was asked for."""
-        return self.first is not None and self.first.prompt_hash == hash_prompt(self._remote_request, self._block_size)
+        if self._named or self.first is None:
+            return self._named
+        return self.first.prompt_hash == hash_prompt(self._remote_request, self._block_size)
 
     @property
     def verified(self) -> int:
         """Leading prompt tokens, in whole blocks, whose KV is here and correct in all groups. With several groups, or
         one with a window, no tokens beyond the skipped ones count until all blocks are validated."""
-        skip, size = self._remote_request.skip, self._block_size
-        by_blocks = len(self._ends) == 1 and len(self.local) == -(-(self._num_tokens - skip) // size)
+        skip, size, by_blocks = self._remote_request.skip, self._block_size, self._by_blocks
         if not by_blocks and self.validated < len(self.local):
             return skip
         verified = skip + self.validated * size if by_blocks else self._num_tokens
         return min(verified, self._num_tokens // size * size)
+
+    @property
+    def _by_blocks(self) -> bool:
+        """Whether each block has the KV of its tokens in all layers."""
+        missing = self._num_tokens - self._remote_request.skip
+        return len(self._ends) == 1 and len(self.local) == -(-missing // self._block_size)
+
+    def _shrink(self, num_tokens: int) -> None:
+        """Ask for no more than the first tokens, whose end is the end of a block."""
+        self._num_tokens = num_tokens
+        del self.local[(num_tokens - self._remote_request.skip) // self._block_size :]
+        self._ends = [len(self.local)]
 
     def _problem(self, message: Progress) -> str | None:
         missing = message.upto - self._remote_request.skip
@@ -93,6 +110,8 @@ class ReceiveState:
             return f"{len(message.blocks)} blocks named for {missing} tokens"
         if message.blocks[: self.started] != self.remote[: self.started]:
             return "blocks that were read have changed"
+        if self._named and message.first is not None and message.first.cached != message.upto:
+            return f"{message.upto} tokens held, but {message.first.cached} said to be"
         if message.first is not None and message.upto < self._num_tokens:
             return f"first token known, but only {message.upto} of {self._num_tokens} tokens computed"
         return None

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from deployments.routing.balancer import Balancer
@@ -13,7 +14,8 @@ from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.routing_context import PromptDigest, PromptDigester
 from engine.wire.messages import EngineLoad, EngineUpdate
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
-from tests.deployments.routing.pools import BLOCK, PoolEngine, prompt
+from engine.wire.remote_request import KVHolder, Peer
+from tests.deployments.routing.pools import BLOCK, PoolEngine, block_hashes, prompt
 
 ENGINES = ["decode-m-a", "decode-m-b", "decode-m-c", "decode-m-d"]
 
@@ -38,6 +40,55 @@ def report(engine: str, number: int = 0, *, snapshot: bool = True, stored: bytes
 def plain(number: int, tokens: int = 40) -> PromptDigest:
     """A prompt that has nothing in common with others."""
     return prompt(f"r{number}", [number * 1000 + i for i in range(tokens)])
+
+
+# fetching
+
+
+def peer_of(engine: str) -> Peer:
+    return Peer(engine, f"tcp://{engine}", 1)
+
+
+def holding(router: Balancer, policy_load: dict[str, Any], tokens: list[int], *, fetching: bool = True) -> None:
+    """The last engine has the KV of some tokens, and this load."""
+    stored = b"".join(block_hashes(tokens))
+    for engine in ENGINES:
+        last = engine == ENGINES[-1]
+        made = report(engine, stored=stored if last else b"", **(policy_load if last else {}))
+        router.update(msgspec.structs.replace(made, peer=peer_of(engine) if fetching else None))
+
+
+TOKENS = list(range(100))
+
+
+def test_a_request_that_another_engine_gets_learns_who_has_its_prefix():
+    router = balancer()
+    holding(router, {"queued_tokens": 1000}, TOKENS[:80])
+    decision = router.choose(prompt("r", TOKENS), ENGINES)
+    assert decision.engines[0] != ENGINES[-1]
+    assert decision.holder == KVHolder(peer_of(ENGINES[-1]), 80)
+    router.update(msgspec.structs.replace(report(decision.engines[0], stored=b"".join(block_hashes(TOKENS[:80])))))
+    assert router.choose(prompt("r", TOKENS), decision.engines[:1]).holder is None, "it has as much now"
+
+
+def test_a_holder_without_free_capacity_counts_but_not_one_that_has_just_failed():
+    router = balancer()
+    holding(router, {}, TOKENS)
+    assert router.choose(prompt("r", TOKENS), ENGINES[:2]).holder == KVHolder(peer_of(ENGINES[-1]), 99)
+    router.mark_unhealthy(ENGINES[-1])
+    assert router.choose(prompt("r", TOKENS), ENGINES[:2]).holder is None
+
+
+def test_there_is_no_holder_where_prefixes_are_not_fetched():
+    router = balancer()
+    holding(router, {"queued_tokens": 1000}, TOKENS, fetching=False)
+    assert router.choose(prompt("r", TOKENS), ENGINES).holder is None
+
+
+def test_only_blocks_that_are_computed_can_be_fetched():
+    router = balancer("round_robin")
+    holding(router, {}, [])
+    assert [router.choose(prompt(f"r{n}", TOKENS), ENGINES).holder for n in range(3)] == [None] * 3
 
 
 # adapters

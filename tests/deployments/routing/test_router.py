@@ -22,6 +22,7 @@ from deployments.routing.routing_context import EMPTY, PromptDigest, RoutingCont
 from deployments.routing.stats import RoutingStats
 from engine.distributed.cluster_key import ClusterKey
 from engine.wire.messages import Command, EngineLoad, EngineUpdate, Subscribe
+from engine.wire.remote_request import KVHolder, Peer
 from tests.deployments.fake_api import until
 from tests.deployments.routing.pools import BLOCK, prompt
 
@@ -222,11 +223,13 @@ def test_what_engines_report_is_also_what_serve_takes_for_their_open_calls():
     asyncio.run(scenario())
 
 
-def test_nothing_of_a_routed_call_travels_to_the_replica():
+def test_only_the_holder_of_its_prefix_travels_with_a_routed_call():
     long = RoutingContext(PromptDigest("r", 10_000, list(range(10_000))), RoutingStats(), ["decode-m-a"])
     assert len(cloudpickle.dumps(long)) < 200
     arrived = pickle.loads(pickle.dumps(long))
-    assert isinstance(arrived, RoutingContext) and arrived.prompt == EMPTY
+    assert isinstance(arrived, RoutingContext) and (arrived.prompt, arrived.holder) == (EMPTY, None)
+    long.holder = KVHolder(Peer("decode-m-b", "tcp://b", 2**63), 9_984)
+    assert pickle.loads(pickle.dumps(long)).holder == long.holder
 
 
 def test_the_name_of_an_engine_is_that_of_its_replica():

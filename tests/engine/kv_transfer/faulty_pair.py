@@ -19,15 +19,18 @@ from engine.wire.messages import (
     Command,
     DispatchRemote,
     EngineStatus,
+    EngineUpdate,
     GenerateRequest,
     Notice,
     Prefill,
     PrefillReplica,
     PrefillReplicas,
     RemoteRequestFailed,
+    Subscribe,
     TokenBatch,
     TokenDelta,
 )
+from engine.wire.remote_request import KVHolder, Peer
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.engine_process import EngineProcess
 from tests.engine.kv_transfer.link import Link, address_of
@@ -156,9 +159,21 @@ class FaultyPair:
 
     # -- requests ------------------------------------------------------------------------------------------
 
-    def ask(self, name: str, prompt: list[int], to: str = "decode", **params: Any) -> Asked:
+    def peer_of(self, name: str) -> Peer:
+        """An engine as routers know it, from which others may fetch KV."""
+        updates, address = inbox(self._context)
+        self.members[name].send(Subscribe(address))
+        self.until(lambda: bool(updates.poll(0)), f"{name} reports")
+        peer = msgspec.msgpack.decode(updates.recv(), type=EngineUpdate).peer
+        updates.close(linger=0)
+        assert peer is not None
+        return peer
+
+    def ask(
+        self, name: str, prompt: list[int], to: str = "decode", holder: KVHolder | None = None, **params: Any
+    ) -> Asked:
         settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
-        request = GenerateRequest(request_id=name, prompt=prompt, params=SamplingParams(**settings))
+        request = GenerateRequest(request_id=name, prompt=prompt, params=SamplingParams(**settings), kv_holder=holder)
         self.asked[name] = Asked(request, to)
         self.is_settled = False
         self._send(self.asked[name])

@@ -8,6 +8,7 @@ back are overwritten at once, as if another request had got them. So a token fro
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -15,8 +16,11 @@ from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.messages import Attach, DropSource, Envelope, Message, Read, ReadEnded, StopRead
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.kv_transfer.protocol.receive_state import hash_prompt
+from engine.wire.block_hash import block_hashes
 from engine.wire.handoff import (
+    NO_TOKEN,
     AcceptPrefill,
+    BlocksAsked,
     CancelHandoff,
     Closed,
     Failed,
@@ -24,6 +28,7 @@ from engine.wire.handoff import (
     FirstToken,
     HandoffEvent,
     HeldBlocks,
+    HoldBlocks,
     HoldRequest,
     OpenHandoff,
     Received,
@@ -82,6 +87,9 @@ class Engine:
     jobs: dict[str, Job] = field(default_factory=dict)
     opened: dict[str, tuple[RemoteRequest, list[int]]] = field(default_factory=dict)
     results: dict[str, HandoffEvent] = field(default_factory=dict)
+    cached: dict[bytes, int] = field(default_factory=dict)  # block by name
+    asked: deque[BlocksAsked] = field(default_factory=deque)  # by others, not yet answered
+    lent: dict[str, list[int]] = field(default_factory=dict)  # blocks held for others, by handoff
 
     def __post_init__(self):
         self.peer = Peer(self.name, f"tcp://{self.name}", next(self.world.epochs))
@@ -99,6 +107,7 @@ class Engine:
             self._check_tokens(*self.opened[handoff_id], handoff.receive_state.verified)
         used = [block for job in self.jobs.values() for block in job.blocks]
         used += [block for _, blocks in self.opened.values() for block in blocks]
+        used += {*self.cached.values(), *(block for blocks in self.lent.values() for block in blocks)}
         assert sorted([*self.free, *used]) == list(range(self.num_blocks))
 
     def flush(self) -> None:
@@ -148,15 +157,20 @@ class Engine:
             | more
         )
 
-    def open(self, tokens: list[int], skip: int = 0, source: Peer | None = None, **more) -> RemoteRequest:
-        """source: engine that holds the request."""
+    def open(
+        self, tokens: list[int], skip: int = 0, source: Peer | None = None, names: Sequence[bytes] = (), **more
+    ) -> RemoteRequest:
+        """source: engine that holds the request, or the blocks of these names."""
         remote_request = self.request(tokens, skip=skip, **more)
         blocks = self._take(-(-(len(tokens) - skip) // BLOCK))
         assert blocks is not None
         self.opened[remote_request.handoff_id] = remote_request, blocks
-        self.protocol.apply(OpenHandoff(remote_request, blocks, source=source), self.now)
+        self.protocol.apply(OpenHandoff(remote_request, blocks, source=source, names=list(names)), self.now)
         self.flush()
         return remote_request
+
+    def fetch(self, tokens: list[int], skip: int, source: Peer) -> RemoteRequest:
+        return self.open(tokens, skip, source, [b"".join(names_of(tokens)[skip // BLOCK :])])
 
     def cancel(self, handoff_id: str) -> None:
         self.protocol.apply(CancelHandoff(handoff_id), self.now)
@@ -214,6 +228,40 @@ class Engine:
         self.flush()
         return held
 
+    def cache(self, tokens: list[int]) -> None:
+        """Have full blocks of these tokens in the prefix cache, as far as there is room."""
+        for i, name in enumerate(names_of(tokens)):
+            if name not in self.cached and (taken := self._take(1)) is not None:
+                self.cached[name] = taken[0]
+                for rank in range(self.num_ranks):
+                    self.memory[rank, taken[0]] = tuple(tokens[: (i + 1) * BLOCK])
+
+    def lose(self, count: int) -> None:
+        """Lose cached blocks, the newest first. Those that others may read are not used for anything else."""
+        for name in list(self.cached)[::-1][:count]:
+            block = self.cached.pop(name)
+            if not any(block in blocks for blocks in self.lent.values()):
+                self._give_back([block])
+
+    def answer(self) -> None:
+        """Answer one engine that asks for blocks."""
+        asked = self.asked.popleft()
+        names = [asked.names[0][i : i + 16] for i in range(0, len(asked.names[0]), 16)]
+        blocks = []
+        for name in names:
+            if name not in self.cached:
+                break
+            blocks.append(self.cached[name])
+        if not blocks:
+            self.protocol.apply(RefusePrefill(asked.remote_request, "not cached"), self.now)
+        else:
+            self.results.pop(asked.handoff_id, None)  # it may ask again after its lease
+            self.lent[asked.handoff_id] = blocks
+            upto = asked.remote_request.skip + len(blocks) * BLOCK
+            first = FirstToken(NO_TOKEN, None, b"", upto)
+            self.protocol.apply(HoldBlocks(asked.remote_request, upto, blocks, first), self.now)
+        self.flush()
+
     def compute(self, handoff_id: str, num_tokens: int, wrong_prompt_hash: bool = False) -> None:
         job = self.jobs.get(handoff_id)
         if job is None or job.computed == len(job.remote_request.token_ids):
@@ -257,15 +305,26 @@ class Engine:
                     assert self.memory[rank, block] == tuple(tokens[:end]), "wrong KV counted as right"
 
     def _on_event(self, event: HandoffEvent) -> None:
+        if isinstance(event, BlocksAsked):
+            self.asked.append(event)
+            return
         assert event.handoff_id not in self.results, "told twice"
         self.results[event.handoff_id] = event
         self.world.outcomes[f"{type(event).__name__} {getattr(event, 'reason', '')}"] += 1
+        if isinstance(event, Closed) and event.handoff_id in self.lent:
+            held = self.lent.pop(event.handoff_id)
+            still = {*self.cached.values(), *(block for blocks in self.lent.values() for block in blocks)}
+            self._give_back([block for block in held if block not in still])
+            return
         if isinstance(event, Closed):
             self._give_back(self.jobs.pop(event.handoff_id).blocks)
             return
         remote_request, blocks = self.opened.pop(event.handoff_id)
         tokens = remote_request.token_ids
-        if isinstance(event, Received):
+        if isinstance(event, Received) and event.first.token == NO_TOKEN:
+            verified = event.first.cached
+            assert verified % BLOCK == 0 and remote_request.skip < verified <= len(tokens)
+        elif isinstance(event, Received):
             assert event.first.token == sum(tokens)
             verified = len(tokens)
         else:
@@ -276,6 +335,11 @@ class Engine:
         reading = [read.command.local_blocks for read in self.reads]
         assert not any(set(blocks) & set(local) for local in reading), "told before all reads had ended"
         self._give_back(blocks)
+
+
+def names_of(tokens: list[int]) -> list[bytes]:
+    hashes = block_hashes(tokens, BLOCK)
+    return [hashes[i : i + 16] for i in range(0, len(hashes), 16)]
 
 
 class World:
@@ -336,7 +400,8 @@ class World:
             flights = [f for f in self.network if not self.waiting_for_grammar(f)]
             steps = [(e, read) for e in self.engines.values() if reads and not e.dead for read in e.reads]
             answers = [e for e in self.running() if e.answers]
-            if not flights and not steps and not answers:
+            asked = [e for e in self.running() if e.asked]
+            if not flights and not steps and not answers and not asked:
                 return
             self.network = [f for f in self.network if self.waiting_for_grammar(f)]
             for flight in flights:
@@ -348,6 +413,8 @@ class World:
             for engine in answers:
                 if engine.answers:
                     engine.hear_worker()
+            for engine in asked:
+                engine.answer()
 
     def advance(self, seconds: float, settle: bool = True, reads: bool = True) -> None:
         until = self.now + seconds

@@ -1,7 +1,8 @@
-"""Both sides of the protocol, for prompts and for requests that move, under every fault at once: messages lost,
-doubled, late, out of order; engines that die, start again, stand still, and have clocks that drift; reads that are
-slow, fail, or go on after the source's blocks have been reused. The world itself asserts that nothing wrong is counted
-as right, that nothing is written late, that every handoff ends once, and that the books balance."""
+"""Both sides of the protocol, for prompts, requests that move and blocks that are fetched, under every fault at once:
+messages lost, doubled, late, out of order; engines that die, start again, stand still, and have clocks that drift;
+blocks that are lost before they are asked for; reads that are slow, fail, or go on after the source's blocks have been
+reused. The world itself asserts that nothing wrong is counted as right, that nothing is written late, that every
+handoff ends once, and that the books balance."""
 
 import hypothesis.strategies as st
 from hypothesis import event, settings
@@ -70,6 +71,27 @@ class HandoffMachine(RuleBasedStateMachine):
         skip = min(skip, (length - 1) // BLOCK) * BLOCK
         if claimed and not decode.paused and -(-(length - skip) // BLOCK) <= len(decode.free):
             decode.open(held.token_ids, skip, source.peer, handoff_id=held.handoff_id)
+
+    @rule(
+        blocks=st.integers(1, 10),
+        skip=st.integers(0, 4),
+        cached=st.integers(0, 10),
+        holder=st.sampled_from(["p0", "p1"]),
+        lost=st.sampled_from([0, 0, 1, 10]),
+    )
+    def blocks_are_fetched(self, blocks, skip, cached, holder, lost):
+        """cached: blocks that the holder has had, of which it loses some before it is asked."""
+        source, decode = self.w.engines[holder], self.w.decode
+        self.count += 1
+        tokens, skip = [1000 * self.count + i for i in range(blocks * BLOCK)], min(skip, blocks - 1) * BLOCK
+        source.cache(tokens[: cached * BLOCK])
+        source.lose(lost)
+        if not decode.paused and blocks - skip // BLOCK <= len(decode.free):
+            decode.fetch(tokens, skip, source.peer)
+
+    @rule(holder=st.sampled_from(["p0", "p1"]), count=st.integers(1, 10))
+    def cached_blocks_are_lost(self, holder, count):
+        self.w.engines[holder].lose(count)
 
     @precondition(lambda self: self.remote_requests)
     @rule(choice=st.integers(0, 9), prefill=st.sampled_from(["p0", "p1", None]))
@@ -179,6 +201,7 @@ class HandoffMachine(RuleBasedStateMachine):
         w, decode = self.w, self.w.decode
         things = [(w.deliver_now, flight) for flight in w.network if not w.waiting_for_grammar(flight)]
         things += [(decode.read_step, read) for read in decode.reads]
+        things += [(lambda engine: engine.answer(), engine) for engine in w.running() if engine.asked]
         things += [(lambda _: decode.hear_worker(), None)] * bool(decode.answers and not decode.paused)
         if things:
             do, what = things[choice % len(things)]
@@ -201,6 +224,7 @@ class HandoffMachine(RuleBasedStateMachine):
                 engine.compute(handoff_id, 40)
             self.w.advance((CONFIG.lease_s + CONFIG.accept_s + 2.0) / slowest)
         for engine in self.w.engines.values():
+            engine.lose(engine.num_blocks)
             assert not engine.protocol.broken
             assert not engine.protocol.decode_handoffs
             assert not engine.protocol.prefill_handoffs

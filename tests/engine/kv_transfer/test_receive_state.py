@@ -95,3 +95,34 @@ def test_one_group_that_keeps_all_tokens_keeps_what_a_failed_handoff_has_brought
     assert state.verified == 32
     state.echoed(2)
     assert state.verified == 64
+
+
+def held(upto: int, blocks: list[int], said: int | None = None) -> Progress:
+    return Progress("h", 1, [{}], blocks, upto, FirstToken(-1, None, b"", upto if said is None else said, []), 0)
+
+
+def test_of_blocks_asked_for_by_name_the_first_may_be_all_there_are():
+    state = ReceiveState(request(10 * SIZE, 2 * SIZE), [list(range(8))], SIZE, named=True)
+    assert state.update(held(5 * SIZE, [100, 101, 102])) is None
+    assert reads(state) == [(0, 3, 0)]
+    assert (state.local, state.remote) == ([0, 1, 2], [100, 101, 102])
+    assert not state.complete
+    state.ended(1)
+    assert state.complete and state.is_asked_prompt
+    assert state.verified == 2 * SIZE, "nothing is proven yet"
+    state.echoed(1)
+    assert state.verified == 5 * SIZE
+
+
+@given(
+    named=st.booleans(),
+    tail=st.integers(0, 2),
+    upto=st.integers(3, 9),
+    said=st.one_of(st.none(), st.integers(1, 9)),
+)
+def test_a_part_is_refused_where_it_cannot_be_used(named, tail, upto, said):
+    state = ReceiveState(request(10 * SIZE, 2 * SIZE), [list(range(8)), [9] * tail][: 1 + (tail > 0)], SIZE, named)
+    problem = state.update(held(upto * SIZE, list(range(8 + tail)), None if said is None else said * SIZE))
+    usable = named and not tail and said in (None, upto)
+    assert (problem is None) == usable
+    assert usable or not (state.complete or reads(state))

@@ -1,0 +1,340 @@
+"""Fetches the first KV of prompts from the caches of other engines, and lets other engines fetch. Pure Python.
+
+A fetch is a handoff of blocks by name (kv_transfer/protocol/protocol.py). The router names the engine that has a longer
+prefix of a prompt than this one. If fetching the blocks is expected to be faster than computing them, the request waits
+for them, and holds no blocks meanwhile. Fetched blocks become ordinary cached blocks, whatever becomes of the request,
+and the request is admitted as if they had always been there. If they do not come, the request is computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from engine.core.features.handoffs import HandoffManager
+from engine.core.kv_cache_manager import KVCacheManager, Shorten
+from engine.core.request import Request, State
+from engine.core.step_cost import LinearCost, StepTimes
+from engine.wire.block_hash import BLOCK_HASH_BYTES
+from engine.wire.handoff import (
+    NO_TOKEN,
+    BlocksAsked,
+    CancelHandoff,
+    Closed,
+    Failed,
+    FirstToken,
+    HandoffEvent,
+    HoldBlocks,
+    OpenHandoff,
+    Received,
+    RefusePrefill,
+)
+from engine.wire.remote_request import KVHolder, Peer
+
+MIN_TOKENS = 32  # a shorter hit costs a round trip for nothing
+HELD_SHARE = 2  # of a group's blocks, at most one of so many is held for other engines
+RATE_MEMORY = 100.0  # fetches after which an observation's weight is 1/e
+FORGET = 0.02  # fraction of the learned rate forgotten per fetch that seemed not to pay, so that it is tried again
+MIB = 2**20
+
+
+class NoFetching:
+    """Stand-in for KVFetching in an engine that fetches no KV."""
+
+    peer: Peer | None = None
+    fetches: Counter[str] = Counter()  # noqa: RUF012 - never changed
+    fetched_tokens = 0
+    waiting: list[Request] = []  # noqa: RUF012 - never changed
+    moving = False
+
+    def fetch(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
+        return False
+
+    def owns(self, event: HandoffEvent) -> bool:
+        return False
+
+    def handle(self, event: HandoffEvent, now: float) -> list[Request]:
+        raise AssertionError(f"nothing was fetched: {event}")
+
+    def give_up_late(self, now: float) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A handoff under way. Until it ends, the blocks that it fills are pinned, and so are the blocks of the same prefix
+    that this engine had already."""
+
+    handoff_id: str
+    engine_id: str
+    wanted_by: Request
+    """The request for which it began."""
+    blocks: list[tuple[int, int, bytes]]
+    """(group, block, hash) of the blocks that it fills, in the order of the handoff."""
+    pinned: list[tuple[int, int]]
+    """(group, block) of the others."""
+    skip: int
+    """Leading tokens that it leaves out, as this engine has them."""
+    upto: int
+    """Leading tokens after it, if all blocks come."""
+    started_at: float
+    deadline_at: float
+    requests: list[Request] = field(default_factory=list)
+    """Requests that wait for it."""
+    is_void: bool = False
+    """Whether the cache has been emptied meanwhile."""
+
+
+class KVFetching:
+    """Fetches the first blocks of prompts from the prefix caches of other engines, and lets other engines fetch."""
+
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        handoffs: HandoffManager,
+        *,
+        peer: Peer,
+        times: StepTimes,
+        timeout_s: float,
+        block_bytes: Sequence[int],
+        quarantined: Callable[[], Collection[str]] = lambda: (),
+        min_tokens: int = MIN_TOKENS,
+    ):
+        """peer: this engine as others address it. timeout_s: seconds for which a request waits for blocks. block_bytes:
+        bytes of a block of each group on all ranks. quarantined: function that returns the ids of engines whose link
+        has just failed. min_tokens: shortest hit that is fetched."""
+        self.peer = peer
+        #: Fetches by what became of them: `received`, `failed`, or `costs_more` for those that were not worth it.
+        self.fetches: Counter[str] = Counter()
+        self.fetched_tokens = 0
+        #: Seconds of a fetch by its MiB.
+        self.link_cost = LinearCost(RATE_MEMORY)
+        self._kv_cache, self._handoffs, self._times = kv_cache, handoffs, times
+        self._timeout_s, self._bytes, self._quarantined = timeout_s, block_bytes, quarantined
+        self._min_tokens = min_tokens
+        self._fetches: dict[str, Fetch] = {}  # by handoff id
+        self._coming: dict[tuple[int, bytes], Fetch] = {}  # by group and hash
+        self._held: dict[str, list[tuple[int, int]]] = {}  # (group, block) held for others, by handoff id
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Live requests that wait for blocks."""
+        found = [request for fetch in self._fetches.values() for request in fetch.requests]
+        return [request for request in found if request.state is State.LOADING_KV]
+
+    @property
+    def moving(self) -> bool:
+        """Whether any blocks are pinned."""
+        return bool(self._fetches or self._held)
+
+    # -- blocks of other engines ---------------------------------------------------------------------------
+
+    def fetch(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
+        """Return whether a request has to wait for blocks of another engine, after asking for them if that pays. The
+        first `matched` blocks of the request are cached.
+
+        watermark: blocks that must stay available.
+        """
+        holder, size, whole = request.remote.holder, self._kv_cache.pool.block_size, len(request.tokens)
+        if request.remote.source is not None:  # it moves here, with all of its KV
+            return False
+        if holder is None or not self._kv_cache.fits(request, matched, matched * size, whole, watermark):
+            return False
+        held = set(request.hashes(min(holder.num_tokens, whole - 1) // size, size))
+        hit = self._kv_cache.match(request, shorten, lambda group, block_hash: block_hash in held)
+        needed = [group.needed(request.hashes(hit, size)) for group in self._kv_cache.groups]
+        for key in ((group, each) for group, hashes in enumerate(needed) for each in hashes):
+            if fetch := self._coming.get(key):
+                fetch.requests.append(request)
+                return True
+        request.remote.holder = None  # it is asked once
+        tokens = (hit - matched) * size
+        if not self._may_ask(holder, tokens) or not self._pays(request, holder, needed, tokens):
+            return False
+        pinned = self._pin(needed, watermark)
+        if pinned is None:
+            return False
+        there, blocks = pinned
+        if not blocks:
+            self._unpin(there)
+            return False
+        handoff_id = self._open(request, holder, blocks, matched * size, hit * size)
+        fetch = self._fetches[handoff_id] = Fetch(
+            handoff_id,
+            holder.engine.engine_id,
+            request,
+            blocks,
+            there,
+            skip=matched * size,
+            upto=hit * size,
+            started_at=now,
+            deadline_at=now + self._timeout_s,
+            requests=[request],
+        )
+        self._coming.update(((group, block_hash), fetch) for group, _, block_hash in blocks)
+        return True
+
+    def _may_ask(self, holder: KVHolder, tokens: int) -> bool:
+        engine = holder.engine
+        return tokens >= self._min_tokens and engine != self.peer and engine.engine_id not in self._quarantined()
+
+    def _pays(self, request: Request, holder: KVHolder, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
+        """Return whether fetching the blocks is expected to be faster than computing these tokens. A rate that is still
+        unknown counts in favour of fetching."""
+        missing = [
+            self._bytes[group]
+            for group, hashes in enumerate(needed)
+            for each in hashes
+            if not self._kv_cache.groups[group].pool.has(each)
+        ]
+        compute_s = self._times.prompt_token_s * tokens
+        fetch_s = self.link_cost.of(sum(missing) / MIB)
+        pays = not compute_s or fetch_s < compute_s
+        if not pays:
+            self.fetches["costs_more"] += 1
+            self.link_cost.forget(FORGET)
+        request.note(
+            f"{tokens} tokens of {holder.engine.engine_id} to be {'fetched' if pays else 'computed here'}: "
+            f"fetching {sum(missing) / MIB:.1f} MiB takes about {fetch_s:.3g} s, computing {compute_s:.3g} s"
+        )
+        return pays
+
+    def _pin(
+        self, needed: Sequence[Sequence[bytes]], watermark: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int, bytes]]] | None:
+        """Pin blocks of a prefix, and take new ones for those that are missing. Returns (group, block) of those that
+        are there, and (group, block, hash) of the new ones; or None, and takes nothing, if too few blocks are
+        available."""
+        there: list[tuple[int, int]] = []
+        blocks: list[tuple[int, int, bytes]] = []
+        for group, (manager, hashes) in enumerate(zip(self._kv_cache.groups, needed, strict=True)):
+            missing = [each for each in hashes if not manager.pool.has(each)]
+            found = manager.pin(hashes, watermark)
+            if found is None:
+                self._unpin([*there, *((group, block) for group, block, _ in blocks)])
+                return None
+            there += [(group, block) for block in found[0]]
+            blocks += [(group, block, each) for block, each in zip(found[1], missing, strict=True)]
+        return there, blocks
+
+    def _open(
+        self, request: Request, holder: KVHolder, blocks: Sequence[tuple[int, int, bytes]], skip: int, tokens: int
+    ) -> str:
+        """Ask for the blocks. Returns the id of the handoff."""
+        groups = range(len(self._kv_cache.groups))
+        local = [[block for of, block, _ in blocks if of == group] for group in groups]
+        names = [b"".join(each for of, _, each in blocks if of == group) for group in groups]
+        remote_request = self._handoffs.fetch(request, skip, tokens)
+        self._handoffs.actions.append(OpenHandoff(remote_request, local[0], local[1:], holder.engine, names))
+        return remote_request.handoff_id
+
+    def give_up_late(self, now: float) -> None:
+        """Cancel the fetches whose deadline has passed. Their requests go on once nothing writes into the blocks."""
+        for fetch in self._fetches.values():
+            if now >= fetch.deadline_at:
+                fetch.deadline_at = float("inf")
+                self._handoffs.actions.append(CancelHandoff(fetch.handoff_id))
+
+    def _end(self, event: Received | Failed, now: float) -> list[Request]:
+        """Enter what has come into the prefix cache. Returns the requests that stop waiting."""
+        fetch = self._fetches.pop(event.handoff_id)
+        upto = event.first.cached if isinstance(event, Received) else event.verified
+        came = 0 if fetch.is_void else self._count(fetch, upto)
+        for manager in self._kv_cache.groups:
+            manager.pool.events.describe(fetch.wanted_by, 0, len(fetch.wanted_by.tokens) // manager.pool.block_size)
+        for i in reversed(range(len(fetch.blocks))):  # tail first, so that eviction eats a chain from its end
+            group, block, block_hash = fetch.blocks[i]
+            del self._coming[group, block_hash]
+            pool = self._kv_cache.groups[group].pool
+            if i >= came:
+                pool.invalidate([block])  # parts of numbers may have come
+            pool.unpin(block, block_hash if i < came else None)
+        self._unpin(fetch.pinned)
+        self.fetches["received" if isinstance(event, Received) else "failed"] += 1
+        if came:
+            self.fetched_tokens += upto - fetch.skip
+        if isinstance(event, Received):
+            num_bytes = sum(self._bytes[group] for group, _, _ in fetch.blocks[:came])
+            self.link_cost.observe(num_bytes / MIB, now - fetch.started_at)
+        why = f": {event.reason} {event.detail}".rstrip() if isinstance(event, Failed) else ""
+        for request in fetch.requests:
+            request.note(f"{came} of {len(fetch.blocks)} blocks have come from {fetch.engine_id}{why}")
+        return [request for request in fetch.requests if request.state is State.LOADING_KV]
+
+    def _count(self, fetch: Fetch, upto: int) -> int:
+        """Return how many leading blocks of a fetch are complete, if the KV of `upto` tokens has come."""
+        if upto == fetch.upto:
+            return len(fetch.blocks)
+        size = self._kv_cache.pool.block_size
+        each_has_all_layers = len(self._kv_cache.groups) == 1 and len(fetch.blocks) * size == fetch.upto - fetch.skip
+        return (upto - fetch.skip) // size if each_has_all_layers else 0
+
+    # -- blocks of this engine -----------------------------------------------------------------------------
+
+    def _hold(self, asked: BlocksAsked) -> None:
+        """Hold blocks for another engine, or refuse to."""
+        blocks, problem = self._find(asked)
+        if problem:
+            self._handoffs.actions.append(RefusePrefill(asked.remote_request, problem))
+            return
+        for group, block in blocks:
+            self._kv_cache.groups[group].pool.pin([block])
+        self._held[asked.handoff_id] = blocks
+        whole = len(blocks) == sum(map(len, asked.names)) // BLOCK_HASH_BYTES
+        upto = asked.upto if whole else asked.remote_request.skip + len(blocks) * self._kv_cache.pool.block_size
+        first = FirstToken(NO_TOKEN, None, b"", upto)
+        ids = [block for _, block in blocks]
+        self._handoffs.actions.append(HoldBlocks(asked.remote_request, upto, ids, first))
+
+    def _find(self, asked: BlocksAsked) -> tuple[list[tuple[int, int]], str]:
+        """Return (group, block) of the blocks that another engine has asked for, and the reason why they cannot be
+        fetched, or an empty string. Only a model with one group that keeps all tokens can use a part of them."""
+        theirs, groups = asked.remote_request.fingerprint, self._kv_cache.groups
+        if theirs != self._handoffs.fingerprint:
+            return [], f"fingerprint {theirs} is not that of this engine ({self._handoffs.fingerprint})"
+        if len(asked.names) != len(groups):
+            return [], f"blocks of {len(asked.names)} KV cache groups, not of {len(groups)}"
+        found: list[tuple[int, int]] = []
+        for group, (manager, names) in enumerate(zip(groups, asked.names, strict=True)):
+            hashes = [names[i : i + BLOCK_HASH_BYTES] for i in range(0, len(names), BLOCK_HASH_BYTES)]
+            there = manager.pool.match(hashes)
+            if len(there) < len(hashes) and (len(groups) > 1 or manager.window is not None or not there):
+                return [], f"group {group} has only {len(there)} of {len(hashes)} blocks"
+            held = sum(of == group for blocks in self._held.values() for of, _ in blocks)
+            if held + len(there) > max(1, manager.pool.num_blocks // HELD_SHARE):
+                return [], f"{held} blocks of group {group} are held for other engines already"
+            found += [(group, block) for block in there]
+        return found, "" if found else "no blocks are named"
+
+    # -- events --------------------------------------------------------------------------------------------
+
+    def owns(self, event: HandoffEvent) -> bool:
+        """Return whether `handle` takes this event."""
+        return isinstance(event, BlocksAsked) or (
+            isinstance(event, Received | Failed | Closed)
+            and (event.handoff_id in self._fetches or event.handoff_id in self._held)
+        )
+
+    def handle(self, event: HandoffEvent, now: float) -> list[Request]:
+        """Record the progress of a fetch. Returns the requests that stop waiting for it."""
+        match event:
+            case BlocksAsked():
+                self._hold(event)
+            case Closed():
+                self._unpin(self._held.pop(event.handoff_id))
+            case Received() | Failed():
+                return self._end(event, now)
+        return []
+
+    def clear(self) -> None:
+        """Keep nothing of what is coming, since the cache is emptied."""
+        for fetch in self._fetches.values():
+            fetch.is_void = True
+
+    def _unpin(self, pinned: list[tuple[int, int]]) -> None:
+        for group, block in reversed(pinned):
+            self._kv_cache.groups[group].pool.unpin(block)

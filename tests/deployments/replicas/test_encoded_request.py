@@ -1,0 +1,18 @@
+"""Requests that are encoded once, for all processes on their way."""
+
+from __future__ import annotations
+
+import msgspec
+
+from deployments.replicas.encoded_request import EncodedRequest
+from engine.wire.messages import Add, GenerateRequest
+from engine.wire.remote_request import KVHolder, Peer
+
+
+def test_the_replica_adds_who_has_the_prefix():
+    request = GenerateRequest(request_id="r", prompt=[1, 2, 3], timeout_s=4.0)
+    holder = KVHolder(Peer("other", "tcp://127.0.0.1:1", 2**63), 2)
+    encoded = EncodedRequest.of(request)
+    found = encoded.with_holder(holder)
+    assert msgspec.msgpack.decode(found.start, type=Add).request == msgspec.structs.replace(request, kv_holder=holder)
+    assert (found.request_id, found.timeout_s, found.cancel) == ("r", 4.0, encoded.cancel)
