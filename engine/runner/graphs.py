@@ -27,8 +27,8 @@ def can_capture(setup: RankSetup) -> bool:
         why = "enforce_eager"
     elif not asynchronous and (config.torch_compile or model.transformers):
         why = "its kernels are not ours"
-    elif not asynchronous and model.moe is not None:
-        why = "tokens are sorted by their experts on the host"
+    elif not asynchronous and config.enable_lora and (model.moe is not None or model.latent is not None):
+        why = "adapters of experts and of heads are added step by step"
     elif not asynchronous and model.gemma is not None:
         why = "its layers take more than what the one before gives"
     elif asynchronous and model.recurrent is not None and not dispatch.gpu_kernels(setup.dtype, setup.torch_device):
@@ -81,4 +81,5 @@ def record_cpu_steps(
     max_blocks = -(-max_model_len // setup.block_size)
     max_tokens = max(setup.config.max_num_batched_tokens, sum(RECORDED))
     x = torch.empty(max_tokens, setup.model.hidden_size, dtype=setup.dtype)
-    return record(model.run_layers, x, max_blocks, kv_caches, kv_scales, states)
+    latent_heads = None if setup.model.latent is None else setup.model.num_heads
+    return record(model.run_layers, x, max_blocks, kv_caches, kv_scales, states, latent_heads)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ from engine.model.config import ModelConfig
 from engine.model.layers.causal_conv import CausalConv
 from engine.model.layers.linear import ColumnParallelLinear, PaddedLinear, RowParallelLinear
 from engine.model.layers.norm import GatedRMSNorm
+from engine.model.ops import activation
 from engine.model.ops.recurrent import gates, linear_attention
 from engine.model.shard import Shard, Sharded, Shards
 
@@ -88,12 +91,22 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
         qkvz = {"qkvz": head_shard(r.key_heads, sum(self.widths), tp)}
         self.in_proj = ColumnParallelLinear(cfg.hidden_size, qkvz, format=cfg.weight_format(prefix, "in_proj_qkvz"))
         self.gate_proj = PaddedLinear(cfg.hidden_size, {"ba": head_shard(r.key_heads, 2 * share, tp)})
+        self.pick = activation.select_pick_columns(self.dtype, self.device)
+        self.columns = ungrouped(self.widths, self.key_heads, self.device)
+        self.gate_columns = ungrouped((share, share), self.key_heads, self.device)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v, z = self.in_proj(x).unflatten(-1, (self.key_heads, -1)).split(self.widths, dim=-1)
-        qkv = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
-        b, a = self.gate_proj(x).unflatten(-1, (self.key_heads, 2, -1)).unbind(2)
-        return qkv, z.reshape(len(x), self.heads, -1), b.flatten(1), a.flatten(1)
+        projected = self.pick(self.in_proj(x), self.columns)
+        channels = self.conv1d.weight.shape[0]
+        b, a = self.pick(self.gate_proj(x), self.gate_columns).chunk(2, dim=-1)
+        return projected[:, :channels], projected[:, channels:].unflatten(-1, (self.heads, -1)), b, a
+
+
+def ungrouped(widths: Sequence[int], groups: int, device: torch.device) -> Tensor:
+    """Return the columns that put the same parts of all groups side by side: [groups * sum(widths)] int32. widths: of
+    each group's parts."""
+    columns = torch.arange(groups * sum(widths), dtype=torch.int32, device=device).view(groups, -1)
+    return torch.cat([part.flatten() for part in columns.split(tuple(widths), dim=1)])
 
 
 def head_shard(heads: int, size: int, tp: TPGroup) -> Shard:

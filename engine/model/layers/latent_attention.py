@@ -63,24 +63,36 @@ class LatentAttention(nn.Module):
         dtype, device = self.kv_b_proj.dtype, self.kv_b_proj.device
         self.table = rope_table(cfg.rope[layer], latent.rope_dim, cfg.max_position_embeddings, dtype, device)
         self.write, self.attend = attention.select_latent(dtype, device)
+        self.rotate_and_write = attention.select_rotate_and_write_latent(dtype, device)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         latent = self.cfg
         latents = self.query_latents(x)
         q = self.queries(latents).unflatten(-1, (self.heads, -1))
-        nope, rotated = q.split((latent.nope_dim, latent.rope_dim), dim=-1)
         c, k = self.kv_a_proj_with_mqa(x).split((latent.rank, latent.rope_dim), dim=-1)
-        c, k = self.kv_a_layernorm(c.contiguous()), self.rotate(k[:, None], batch)
-        batch = batch.of_group(self.group)
-        q = torch.cat((self.kv_b_proj.to_latent(nope), self.rotate(rotated, batch)), dim=-1)
-        out = self.attended(q, torch.cat((c, k[:, 0]), dim=-1), x, latents, batch)
+        c = self.kv_a_layernorm(c if c.device.type == "cpu" else c.contiguous())
+        out = self.attended(q, c, k, x, latents, batch.of_group(self.group))
         return self.o_proj(self.kv_b_proj.from_latent(out).flatten(1))
 
-    def attended(self, q: Tensor, vectors: Tensor, x: Tensor, latents: Tensor, batch: Batch) -> Tensor:
-        """Write this step's vectors [tokens, rank + rope_dim] to the cache, and attend with q [tokens, heads, rank +
-        rope_dim]. Returns [tokens, heads, rank]. x: input of the layer. latents: result of `query_latents`."""
-        self.write(vectors, batch, self.layer)
+    def attended(self, q: Tensor, c: Tensor, k: Tensor, x: Tensor, latents: Tensor, batch: Batch) -> Tensor:
+        """Write this step's latents c [tokens, rank] and keys k [tokens, rope_dim] to the cache, and attend with q
+        [tokens, heads, nope_dim + rope_dim]. Returns [tokens, heads, rank]. x: input of the layer. latents: result of
+        `query_latents`."""
+        if self.rotate_and_write is not None and self.kv_b_proj.stacked:
+            nope, rotated = q.split((self.cfg.nope_dim, self.cfg.rope_dim), dim=-1)
+            q = self.kv_b_proj.to_latent(nope, self.cfg.rope_dim)
+            self.rotate_and_write(q, rotated, c, k, self.table, self.cfg.interleaved, batch, self.layer)
+        else:
+            q, vectors = self.rotated(q, c, k, batch)
+            self.write(vectors, batch, self.layer)
         return self.attend(q, batch, self.layer, self.scale, self.cfg.rank)
+
+    def rotated(self, q: Tensor, c: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return q projected to latents [tokens, heads, rank + rope_dim] and this step's vectors [tokens, rank +
+        rope_dim], both rotated."""
+        nope, rotated = q.split((self.cfg.nope_dim, self.cfg.rope_dim), dim=-1)
+        q = torch.cat((self.kv_b_proj.to_latent(nope), self.rotate(rotated, batch)), dim=-1)
+        return q, torch.cat((c, self.rotate(k[:, None], batch)[:, 0]), dim=-1)
 
     def query_latents(self, x: Tensor) -> Tensor:
         """Return the vectors from which queries are projected: [tokens, hidden] -> [tokens, q_rank]. In some models
@@ -122,6 +134,11 @@ class HeadProjections(Linear):
         self.to_values: Tensor | list[Tensor] = []
 
     @property
+    def stacked(self) -> bool:
+        """Whether one kernel multiplies all heads by their weights, which are one packed tensor."""
+        return all(isinstance(w, Tensor) and linear.is_ours(w) for w in (self.to_keys, self.to_values))
+
+    @property
     def heads_take_adapters(self) -> bool:
         return self.device.type in ("cpu", "meta")
 
@@ -136,9 +153,10 @@ class HeadProjections(Linear):
         self.to_values = packed_heads(weight[:, self.nope_dim :])
         self.weight = self.stored = None
 
-    def to_latent(self, q: Tensor) -> Tensor:
-        """Project queries to latents: [tokens, heads, nope_dim] -> [tokens, heads, rank]."""
-        latents = of_heads(q, self.to_keys)
+    def to_latent(self, q: Tensor, room: int = 0) -> Tensor:
+        """Project queries to latents: [tokens, heads, nope_dim] -> [tokens, heads, rank + room]. The last `room` values
+        of a head are uninitialised; only `stacked` weights leave any."""
+        latents = of_heads(q, self.to_keys, room)
         self.key_adapters.add_each(latents, q)
         return latents
 
@@ -151,14 +169,17 @@ class HeadProjections(Linear):
 
 def packed_heads(weights: Tensor) -> Tensor | list[Tensor]:
     """Return weights [heads, outputs, inputs] in the form that `of_heads` takes."""
-    if weights.device.type == "cpu":
-        return [linear.pack(head.contiguous()) for head in weights]
-    return weights.contiguous()
+    if weights.device.type != "cpu":
+        return weights.contiguous()
+    packed = [linear.pack(head.contiguous()) for head in weights]
+    return torch.cat(packed) if linear.is_ours(packed[0]) else packed
 
 
-def of_heads(x: Tensor, weights: Tensor | list[Tensor]) -> Tensor:
+def of_heads(x: Tensor, weights: Tensor | list[Tensor], room: int = 0) -> Tensor:
     """Multiply each head [tokens, heads, inputs] by its weight. On a CPU, this uses the kernel of linear layers, so a
-    row has the same bits in any batch."""
+    row has the same bits in any batch. room: see `to_latent`."""
+    if isinstance(weights, Tensor) and linear.is_ours(weights):
+        return linear.linear_heads(x, weights, room)
     heads = x.transpose(0, 1).contiguous()
     if isinstance(weights, Tensor):
         return torch.bmm(heads, weights.mT).transpose(0, 1)

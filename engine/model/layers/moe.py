@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.config_parts.moe import MoEConfig
-from engine.model.layers.linear import ReplicatedLinear, packed
+from engine.model.layers.linear import PaddedLinear
 from engine.model.layers.lora import NO_ADAPTERS, Adapted, GroupedAdapters, NoAdapters
 from engine.model.layers.mlp import GatedMLP
 from engine.model.ops import activation as activations
@@ -37,19 +37,23 @@ class RouterProduct(Adapted):
         self.weights = {self.weight_name: Shard((moe.num_experts, hidden_size), OUTPUTS, 0, moe.num_experts)}
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=self.dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False) if moe.router_bias else None
+        self.scaled = activations.select_scaled(self.dtype, self.device)
 
     def logits(self, x: Tensor) -> Tensor:
-        x = x.to(self.dtype)
+        if x.dtype != self.dtype:
+            x = self.scaled(x, 1.0, self.dtype)
         out = linear.linear(x, self.weight, self.bias)
         self.adapters.add([out], x)
-        return out
+        return out[:, : self.moe.num_experts]
 
     def shards(self) -> Shards:
         bias = {} if self.bias is None else {"bias": replicated(self.bias)}
         return {f"{self.weight_name}.weight".removeprefix("."): replicated(self.weight), **bias}
 
     def pack(self) -> None:
-        self.weight = packed(self.weight)
+        weight, bias = linear.pack_outputs(self.weight.data, None if self.bias is None else self.bias.data)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
 
 class Router(RouterProduct):
@@ -82,7 +86,7 @@ class BiasedRouter(RouterProduct):
         moe, logits = self.moe, self.logits(x)
         groups = moe.num_groups, moe.topk_groups
         experts, weights = self.top_k(logits, self.correction, groups, moe.experts_per_token, moe.norm_topk_prob)
-        return experts, (weights * moe.routed_scaling_factor).to(x.dtype)
+        return experts, self.scaled(weights, moe.routed_scaling_factor, x.dtype)
 
     def shards(self) -> Shards:
         return super().shards() | {"e_score_correction_bias": replicated(self.correction)}
@@ -92,11 +96,15 @@ class GroupLimitedRouter(RouterProduct):
     """The router of DeepSeek V2, arXiv:2405.04434, section 2.2.2, in float32: a softmax over all experts. Experts are
     chosen from the groups with the highest-scored experts."""
 
+    def __init__(self, hidden_size: int, moe: MoEConfig):
+        super().__init__(hidden_size, moe)
+        self.top_k = ops.select_top_k_of_groups(self.device)
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         moe, logits = self.moe, self.logits(x)
         groups = moe.num_groups, moe.topk_groups
-        experts, weights = ops.top_k_of_groups_plain(logits, groups, moe.experts_per_token)
-        return experts, (weights * moe.routed_scaling_factor).to(x.dtype)
+        experts, weights = self.top_k(logits, groups, moe.experts_per_token)
+        return experts, self.scaled(weights, moe.routed_scaling_factor, x.dtype)
 
 
 ROUTERS = {"softmax": Router, "sigmoid": BiasedRouter, "group_limited": GroupLimitedRouter}
@@ -105,8 +113,8 @@ ROUTERS = {"softmax": Router, "sigmoid": BiasedRouter, "group_limited": GroupLim
 class ExpertWeights(NamedTuple):
     """The `gate_up` and `down` weights of each expert, and their biases [experts, outputs]."""
 
-    gate_up: list[ops.Weight]
-    down: list[ops.Weight]
+    gate_up: Tensor | list[ops.Weight]
+    down: Tensor | list[ops.Weight]
     biases: ops.Biases
 
 
@@ -171,9 +179,9 @@ class Experts(Sharded):
     def partials(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         """Return this rank's summands of the result. The result is the sum of all ranks' summands."""
         if self.kernels:
-            add = [adapters.add for adapters in self.adapters]
+            add = [adapters.add for adapters in self.adapters if adapters is not NO_ADAPTERS]
             return [
-                ops.mix_experts_plain(x, part.gate_up, part.down, self.activation, experts, weights, part.biases, add)
+                ops.mix_packed(x, part.gate_up, part.down, self.activation, experts, weights, part.biases, add)
                 for part in self.kernels
             ]
         if self.kept is not None:
@@ -218,18 +226,17 @@ class Experts(Sharded):
         """Pack the weights of each expert like those of a linear layer, if they are on a CPU."""
         if self.device.type == "cpu":
             assert self.gate_up is not None and self.down is not None
-            gate_up: list[ops.Weight] = [linear.pack(weight) for weight in self.gate_up.data]
+            gate_up = ops.pack_each(self.gate_up.data)
             self.gate_up = None  # freed before `down` is copied
-            down: list[ops.Weight] = [linear.pack(weight) for weight in self.down.data]
+            self.kernels = [ExpertWeights(gate_up, ops.pack_each(self.down.data), self.biases)]
             self.down = None
-            self.kernels = [ExpertWeights(gate_up, down, self.biases)]
 
     def pieces(self) -> list[ExpertWeights]:
         """Cut this rank's slices into the parts whose products are summed in a fixed order (fixed_order.py)."""
         assert self.down is not None, "quantized weights cannot be cut"
         down = self.down.chunk(self.tp.parts, dim=2)
         return [
-            ExpertWeights([linear.pack(w) for w in rows], [linear.pack(w.contiguous()) for w in columns], biases)
+            ExpertWeights(ops.pack_each(rows), ops.pack_each(columns), biases)
             for rows, columns, biases in zip(self.gate_up_pieces(), down, self.bias_pieces(), strict=True)
         ]
 
@@ -271,7 +278,8 @@ class MixtureOfExperts(nn.Module):
         if moe.shared_intermediate_size:
             self.shared_expert = GatedMLP(cfg, tp, f"{prefix}.{moe.shared_name}", moe.shared_intermediate_size)
         if moe.shared_gate:
-            self.shared_expert_gate = ReplicatedLinear(cfg.hidden_size, 1, bias=False)
+            self.shared_expert_gate = PaddedLinear(cfg.hidden_size, {"": Shard((1,), 0, 0, 1)})
+        self.add_shared = ops.select_add_shared(self.experts.dtype, self.experts.device)
 
     def make_experts(self, cfg: ModelConfig, prefix: str) -> Experts:
         assert cfg.moe is not None
@@ -282,9 +290,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parts = self.experts.partials(x, *self.gate(x))
         if self.shared_expert is not None:
+            gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
             shared = self.shared_expert.partials(x)
-            if self.shared_expert_gate is not None:
-                gate = activations.sigmoid(self.shared_expert_gate(x))
-                shared = [part * gate for part in shared]
-            parts = [mixed + more for mixed, more in zip(parts, shared, strict=True)]
+            parts = [self.add_shared(mixed, more, gate) for mixed, more in zip(parts, shared, strict=True)]
         return self.tp.sum(parts)

@@ -71,7 +71,8 @@ class SparseLatentAttention(LatentAttention):
         width = self.cfg.rank + self.cfg.rope_dim
         self.ops = sparse_attention.select(self.kv_b_proj.dtype, self.kv_b_proj.device, width)
 
-    def attended(self, q: Tensor, vectors: Tensor, x: Tensor, latents: Tensor, batch: Batch) -> Tensor:
+    def attended(self, q: Tensor, c: Tensor, k: Tensor, x: Tensor, latents: Tensor, batch: Batch) -> Tensor:
+        q, vectors = self.rotated(q, c, k, batch)
         keys = vectors.new_zeros(len(x), self.index_dim) if self.indexer is None else self.indexer.keys(x, batch)
         self.write(torch.cat((vectors, keys), dim=-1), batch, self.layer)
         cached = sparse_attention.vectors_of(batch.kv_cache, self.layer)

@@ -18,6 +18,7 @@ from engine.model.layers.norm import RMSNorm
 from engine.model.layers.sparse_attention import SparseLatentAttention
 from engine.model.models.glm4_moe import Glm4MoeForCausalLM
 from engine.model.models.hybrid.layer import ScaledForCausalLM
+from engine.model.ops import activation
 
 
 class DeepseekLayer(nn.Module):
@@ -33,6 +34,7 @@ class DeepseekLayer(nn.Module):
         mlp_type = MixtureOfExperts if cfg.moe is not None and layer in cfg.moe.layers else GatedMLP
         self.mlp = mlp_type(cfg, tp, f"layers.{layer}.mlp")
         self.multiplier = cfg.multipliers.residual
+        self.scale = activation.select_scaled(self.input_layernorm.dtype, self.input_layernorm.device)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         residual, normed = self.input_layernorm.add(residual, x)
@@ -40,7 +42,7 @@ class DeepseekLayer(nn.Module):
         return self.scaled(self.mlp(normed)), residual
 
     def scaled(self, x: Tensor) -> Tensor:
-        return x if self.multiplier == 1.0 else x * self.multiplier
+        return x if self.multiplier == 1.0 else self.scale(x, self.multiplier, x.dtype)
 
 
 class DeepseekForCausalLM(Glm4MoeForCausalLM):

@@ -95,7 +95,8 @@ class GptOssExperts(Experts):
         """Return the biases of each part that `pieces` cuts. The bias of `down` is in the first part only, so it is
         added once."""
         down = [self.down_bias, *[torch.zeros_like(self.down_bias)] * (self.tp.parts - 1)]
-        return list(zip(self.gate_up_bias.chunk(self.tp.parts, dim=1), down, strict=True))
+        gate_up = [bias.contiguous() for bias in self.gate_up_bias.chunk(self.tp.parts, dim=1)]
+        return list(zip(gate_up, down, strict=True))
 
     def pack(self) -> None:
         if self.tp.fixed_order:

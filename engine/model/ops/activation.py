@@ -16,6 +16,7 @@ from engine.model.config_parts.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.model.ops import dispatch
 
 Product = Callable[[Tensor, Tensor], Tensor]
+Scaled = Callable[[Tensor, float, torch.dtype], Tensor]
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -59,6 +60,14 @@ def open_gate(x: Tensor, gate: Tensor) -> Tensor:
     return x * sigmoid(gate).flatten(1)
 
 
+def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    return (x * factor).to(dtype)
+
+
+def pick_columns(x: Tensor, columns: Tensor) -> Tensor:
+    return x.index_select(1, columns)
+
+
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
     "gelu_pytorch_tanh": gelu_tanh_mul,
@@ -87,6 +96,24 @@ def select_multiply(dtype: torch.dtype, device: torch.device) -> Product:
 
         return cpu.multiply
     return multiply
+
+
+def select_scaled(dtype: torch.dtype, device: torch.device) -> Scaled:
+    """Return the fastest version of: x [tokens, n], factor, dtype -> x * factor in this dtype, rounded once."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu import activation as cpu
+
+        return cpu.scaled
+    return scaled
+
+
+def select_pick_columns(dtype: torch.dtype, device: torch.device) -> Product:
+    """Return the fastest version of: x [tokens, n], columns [m] int32 -> these columns of x [tokens, m]."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu import activation as cpu
+
+        return cpu.pick_columns
+    return pick_columns
 
 
 def select_open_gate(dtype: torch.dtype, device: torch.device) -> Product:

@@ -21,6 +21,7 @@ Output rows of a padding sequence are 0; rows that belong to no sequence may be 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -60,6 +61,16 @@ def select_latent(dtype: torch.dtype, device: torch.device) -> tuple[WriteLatent
 
         return latent_attention.write_latent, latent_attention.latent_attention
     return attention_plain.write_latent, attention_plain.latent_attention
+
+
+def select_rotate_and_write_latent(dtype: torch.dtype, device: torch.device) -> Callable[..., None] | None:
+    """Return the kernel that rotates queries and keys of latent attention and writes the cache; None if there is none.
+    See ops/cpu/rope.py."""
+    if not dispatch.cpu_kernels(dtype, device):
+        return None
+    from engine.model.ops.cpu import rope
+
+    return rope.rotate_and_write_latent
 
 
 def tile_rows(longest: int, heads: int, spec: KVCacheSpec, dtype: torch.dtype, device: torch.device) -> int:

@@ -71,6 +71,13 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return F.gelu(linear(x, weight, bias))
 
 
+def linear_heads(x: Tensor, weights: Tensor, room: int) -> Tensor:
+    """Multiply each head by its own weight, with our own kernel: [tokens, heads, inputs] -> [tokens, heads, outputs +
+    room]; the last `room` values of a head are uninitialised. weights: packed, those of all heads stacked."""
+    cpu = cpu_kernels()
+    return cpu.multiply_heads(x, weights, len(weights) * cpu.COLUMN // x.shape[1] + room)
+
+
 def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
     """Return rows of a weight, [len(ids), inputs], even if `pack` has rearranged it for our own kernel."""
     if is_ours(weight):
@@ -87,6 +94,17 @@ def pack_parts(weight: Tensor, parts: int) -> list[Tensor]:
     if weight.device.type == "cpu" and (cpu := cpu_kernels()) is not None and cpu.supports(cut[0]):
         return [cpu.pack(torch.cat(cut))]
     return [pack(part.contiguous()) for part in cut]
+
+
+def pack_outputs(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Pack a weight with few outputs, and pad it and its bias with zeros as our own kernel needs it. This kernel gives
+    a row the same bits in any batch in float32 too."""
+    cpu = cpu_kernels() if weight.device.type == "cpu" and weight.dtype in CPU_DTYPES else None
+    missing = 0 if cpu is None else -len(weight) % cpu.COLUMN
+    padded = F.pad(weight, (0, 0, 0, missing))
+    if cpu is None or not cpu.supports(padded):
+        return pack(weight), bias
+    return cpu.pack(padded), None if bias is None else F.pad(bias.to(weight.dtype), (0, missing))
 
 
 def is_ours(weight: Tensor) -> bool:

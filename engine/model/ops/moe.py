@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.model.ops import dispatch
 from engine.model.ops.activation import sigmoid
-from engine.model.ops.linear import linear
+from engine.model.ops.linear import cpu_kernels, linear, pack
 from engine.model.ops.quantized_linear import Multiply, kind, log_once
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.weight import QuantizedWeight
@@ -78,6 +78,10 @@ def pack_experts(weights: Iterable[QuantizedWeight], num_experts: int, dtype: to
 def select_top_k(dtype: torch.dtype, device: torch.device) -> TopK:
     """Return the fastest version of: logits [tokens, num_experts], k, normalise -> experts [tokens, k] int64, weights
     [tokens, k] of the logits' dtype, largest first. normalise: whether weights are scaled to add up to 1."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu.moe import routing as cpu
+
+        return cpu.top_k_softmax
     if not dispatch.gpu_kernels(dtype, device):
         return top_k_softmax_plain
     from engine.model.ops.gpu.experts import routing
@@ -94,6 +98,10 @@ def top_k_softmax_plain(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor
 
 def select_top_k_sigmoid(device: torch.device) -> TopKOfGroups:
     """Return the fastest version of `top_k_sigmoid_plain`. See layers/moe.py."""
+    if dispatch.cpu_kernels(torch.float32, device):
+        from engine.model.ops.cpu.moe import routing as cpu
+
+        return cpu.top_k_sigmoid
     if not dispatch.gpu_kernels(torch.float32, device):
         return top_k_sigmoid_plain
     from engine.model.ops.gpu.experts import routing
@@ -116,6 +124,15 @@ def top_k_sigmoid_plain(
     return experts, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if normalise else weights
 
 
+def select_top_k_of_groups(device: torch.device) -> Callable[[Tensor, tuple[int, int], int], tuple[Tensor, Tensor]]:
+    """Return the fastest version of `top_k_of_groups_plain`."""
+    if dispatch.cpu_kernels(torch.float32, device):
+        from engine.model.ops.cpu.moe import routing as cpu
+
+        return cpu.top_k_of_groups
+    return top_k_of_groups_plain
+
+
 def top_k_of_groups_plain(logits: Tensor, groups: tuple[int, int], k: int) -> tuple[Tensor, Tensor]:
     """Choose experts by probability, best first, from the groups with the most probable experts: logits [tokens,
     num_experts] float32, (num_groups, topk_groups) -> experts [tokens, k] int64, and their probabilities as weights
@@ -133,6 +150,48 @@ def left_in(scores: Tensor, of_groups: Tensor, topk_groups: int, rest: float) ->
     best = of_groups.topk(topk_groups, dim=-1).indices
     left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, best, False)
     return scores.unflatten(1, (of_groups.shape[1], -1)).masked_fill(left_out[..., None], rest).flatten(1)
+
+
+def select_add_shared(dtype: torch.dtype, device: torch.device) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """Return the fastest version of `add_shared_plain`."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu.moe import experts as cpu
+
+        return cpu.add_shared
+    return add_shared_plain
+
+
+def add_shared_plain(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
+    """Return x + y, or x + y * sigmoid(gate). x: [tokens, hidden], of the routed experts; y: of the shared one; gate:
+    [tokens, 1]."""
+    return x + (y if gate is None else y * sigmoid(gate))
+
+
+def pack_each(weights: Tensor) -> Tensor | list[Weight]:
+    """Pack the weights of each expert on a CPU: [experts, outputs, inputs]. Return one tensor, for the kernel that
+    multiplies by all experts, or a list of weights packed like those of linear layers."""
+    cpu = cpu_kernels() if weights.dtype == torch.bfloat16 else None
+    if cpu is None or not cpu.supports(weights[0]):
+        return [pack(weight.contiguous()) for weight in weights]
+    packed: Tensor | None = None
+    for i, weight in enumerate(weights):
+        one = cpu.pack(weight.contiguous())
+        packed = one.new_empty(len(weights), *one.shape) if packed is None else packed
+        packed[i] = one
+    assert packed is not None
+    return packed
+
+
+def mix_packed(
+    x: Tensor, gate_up: Tensor | list[Weight], down: Tensor | list[Weight], activation: Activation,
+    experts: Tensor, weights: Tensor, biases: Biases = None, adapters: Sequence[AddToPairs] = (),
+) -> Tensor:  # fmt: skip
+    """Compute experts whose weights `pack_each` has packed, or quantized ones."""
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        from engine.model.ops.cpu.moe import experts as cpu
+
+        return cpu.mix_experts(x, gate_up, down, activation, experts, weights, biases, adapters)
+    return mix_experts_plain(x, gate_up, down, activation, experts, weights, biases, adapters)
 
 
 def mix_experts_plain(

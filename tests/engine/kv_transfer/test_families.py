@@ -26,7 +26,7 @@ RECURRENT = ("qwen3_5", "nemotron_h", "lfm2", "kimi_linear")
 OTHER_RECURRENT = ("qwen3_next", "bamba", "falcon_h1", "granite4_moe")
 KEPT_APART = (
     *("qwen3_5", "gemma3", *RECURRENT[1:], "gemma4", "gpt_oss", "gemma3n"),
-    *("deepseek_v3", "deepseek_v32", *OTHER_RECURRENT),
+    *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", *OTHER_RECURRENT),
 )
 BORDERS = (200, 129, 128, 64, 20)  # tokens behind borders of states, and none before one
 LENGTHS = (33, 8, 1)  # more than the windows of 8 tokens, as many, and too few for a block

@@ -157,8 +157,9 @@ class PlainMTP(torch.nn.Module):
         layer, rotary, norm, number = MTP_FAMILIES[self.config.model_type]
         self.qwen = self.config.model_type.startswith("qwen")
         self.block, self.rotary = layer(self.config, number), rotary(self.config)
-        self.enorm, self.hnorm, self.norm = (norm(HIDDEN, self.config.rms_norm_eps) for _ in range(3))
-        self.eh_proj = torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+        size = self.config.hidden_size
+        self.enorm, self.hnorm, self.norm = (norm(size, self.config.rms_norm_eps) for _ in range(3))
+        self.eh_proj = torch.nn.Linear(2 * size, size, bias=False)
         randomise(self, tied=False, seed=3)
         self.embed, self.head = target.model.embed_tokens, target.lm_head
 

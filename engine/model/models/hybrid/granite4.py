@@ -13,6 +13,7 @@ from engine.model.config import ModelConfig
 from engine.model.layers.mamba2 import MAMBA2, Mamba2
 from engine.model.models.hybrid.layer import HybridLayer, ScaledForCausalLM
 from engine.model.models.llama import PACKED
+from engine.model.ops import activation
 
 SHARED = {
     "shared_mlp.gate_up_proj.gate": "shared_mlp.input_linear",
@@ -27,13 +28,15 @@ class Granite4Layer(HybridLayer):
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__(cfg, tp, layer)
         self.multiplier = cfg.multipliers.residual
+        norm = self.input_layernorm
+        self.scaled = activation.select_scaled(norm.dtype, norm.device)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = super().forward(x, residual, batch)
-        return x * self.multiplier, residual
+        return self.scaled(x, self.multiplier, x.dtype), residual
 
     def mix(self, x: Tensor, batch: Batch) -> Tensor:
-        return super().mix(x, batch) * self.multiplier
+        return self.scaled(super().mix(x, batch), self.multiplier, x.dtype)
 
 
 class Granite4ForCausalLM(ScaledForCausalLM):

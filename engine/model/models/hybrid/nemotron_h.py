@@ -16,6 +16,7 @@ from engine.model.layers.mlp import MLP
 from engine.model.layers.moe import BiasedRouter, Experts
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM
+from engine.model.ops import moe as ops
 
 
 class NemotronHAttention(LlamaAttention):
@@ -38,6 +39,7 @@ class NemotronHMoE(nn.Module):
         names = [f"experts.{i}.{name}" for i in range(moe.num_experts) for name in ("up_proj", "down_proj")]
         self.experts = NemotronHExperts(size, moe, cfg.activation, tp, cfg.weight_format(prefix, *names))
         self.shared_experts = MLP(cfg, tp, f"{prefix}.shared_experts", moe.shared_intermediate_size)
+        self.add_shared = ops.select_add_shared(self.experts.dtype, self.experts.device)
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if moe.latent_size:
             self.fc1_latent_proj = ReplicatedLinear(cfg.hidden_size, size, cfg.mlp_bias)
@@ -50,7 +52,7 @@ class NemotronHMoE(nn.Module):
         mixed = self.experts(routed, experts, weights)
         if self.fc2_latent_proj is not None:
             mixed = self.fc2_latent_proj(mixed)
-        return mixed + self.shared_experts(x)
+        return self.add_shared(mixed, self.shared_experts(x), None)
 
 
 class NemotronHLayer(nn.Module):

@@ -242,14 +242,14 @@ def paged_attention(
 
 def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
     """Attend: q [tokens, heads, head_dim] -> [tokens, heads, rank]. Uses the plain version as `paged_attention` does.
-    All heads read the same vectors, so a tile has all heads of a few rows: TILE_ROWS / heads, but at least one."""
+    All heads read the same vectors, so a tile has all heads of a few rows."""
     cache, heads = batch.kv_cache, q.shape[1]
     block_size, head_dim = cache.shape[4:]
     if head_dim % LANES or batch.kv_scales is not None:
         return attention_plain.latent_attention(q, batch, layer, scale, rank)
     out = empty(q.shape, q.dtype)
     if batch.latent_tiles is None:
-        batch.latent_tiles = row_tiles(batch, max(1, TILE_ROWS // heads))
+        batch.latent_tiles = latent_tiles(batch, heads)
     tiles = batch.latent_tiles
     ATTEND.launch(
         q.dtype, len(tiles) - 1, q, cache[0, layer], out, constants(scale, 0.0), tiles, batch.kv_len,
@@ -257,6 +257,11 @@ def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: in
         cache.stride(0), NO_WINDOW, NO_WINDOW, 0, 0, 0,
     )  # fmt: skip
     return out[..., :rank]
+
+
+def latent_tiles(batch: Batch, heads: int) -> Tensor:
+    """Cut a batch into tiles of TILE_ROWS / heads rows, but at least one."""
+    return row_tiles(batch, max(1, TILE_ROWS // heads))
 
 
 def row_tiles(batch: Batch, tile_rows: int = TILE_ROWS) -> Tensor:

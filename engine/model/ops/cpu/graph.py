@@ -110,15 +110,18 @@ WAITS = np.array([MAX_SPINS, 0, 0], dtype=np.int64)  # shared by all replays in 
 
 
 class Memory:
-    """Memory for the outputs of a graph's kernels, for up to `max_tokens` tokens. A block without tensors is reused."""
+    """Memory for the outputs of a graph's kernels, for up to `max_tokens` tokens. A block without tensors is reused.
 
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+    tokens: number of tokens in the recorded step.
+    """
+
+    def __init__(self, tokens: int, max_tokens: int) -> None:
+        self._tokens, self._max_tokens = tokens, max_tokens
         self._blocks: dict[int, Tensor] = {}  # by their storages
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory. shape: [tokens, ...]"""
-        whole = self._max_tokens, *shape[1:]
+        """Return uninitialised memory. shape: [rows, ...], with the same number of rows for each token."""
+        whole = self._max_tokens * shape[0] // self._tokens, *shape[1:]
         size = dtype.itemsize * math.prod(whole)
         block = min((b for b in self._blocks.values() if len(b) >= size and is_free(b)), key=len, default=None)
         if block is None:
@@ -142,14 +145,16 @@ class Graph:
     """A recording of the kernels that this thread launches inside a `with` block. They also run then.
 
     A replay runs the kernels and nothing else. The tensors that they use must keep their addresses. The number of
-    tokens may differ, up to `max_tokens`.
+    tokens may differ, up to `max_tokens`. tokens: their number in the recording.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self.memory = Memory(max_tokens)
+    def __init__(self, tokens: int, max_tokens: int) -> None:
+        self.memory = Memory(tokens, max_tokens)
+        self._tokens = tokens
         self._rows: list[list[int]] = []
         self._kept: list[Tensor] = []
         self._token_counts: list[int] = []  # indices of token counts in the flattened table
+        self._rows_per_token: list[int] = []  # for each of them: a kernel may take several rows for each token
         self._table = np.empty((0, WIDTH), dtype=np.int64)
         self._threads = 1
 
@@ -165,7 +170,10 @@ class Graph:
         padding = ENTRY - len(packed)
         assert padding >= 0, "WIDTH is too small"
         first = WIDTH * len(self._rows) + 1
-        self._token_counts += [first + i for i, arg in enumerate(args) if isinstance(arg, TokenCount)]
+        for i, arg in enumerate(args):
+            if isinstance(arg, TokenCount):
+                self._token_counts.append(first + i)
+                self._rows_per_token.append(arg // self._tokens)
         self._rows.append([*packed, *[0] * padding, entry, 0])
         self._kept += [arg for arg in args if isinstance(arg, Tensor) and arg not in self.memory]
         self._threads = max(self._threads, items)
@@ -173,5 +181,5 @@ class Graph:
     def replay(self, tokens: int) -> None:
         """Run all kernels again for this number of tokens, on the current contents of their tensors."""
         self._table[:, 0] = 0
-        self._table.reshape(-1)[self._token_counts] = tokens
+        self._table.reshape(-1)[self._token_counts] = [tokens * rows for rows in self._rows_per_token]
         RUN_ALL.launch(torch.int64, self._threads, WAITS.ctypes.data, self._table.ctypes.data, len(self._table))

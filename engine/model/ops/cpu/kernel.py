@@ -202,7 +202,7 @@ recorder = Recorder()
 
 
 class TokenCount(int):
-    """The number of a step's tokens, as an argument of a kernel. A replay of a graph may replace it."""
+    """The number of a step's tokens, or a multiple, as an argument of a kernel. A replay of a graph may replace it."""
 
 
 class Kernel:

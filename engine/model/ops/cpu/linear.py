@@ -168,34 +168,47 @@ def rows_at_once(left: int) -> int:
 
 
 @device_function
+def multiply_rows(
+    cast: Any, item_bytes: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, row: Any, end: Any, column: Any,
+    bias: Any, inputs: Any, ahead: Any,
+) -> None:  # fmt: skip
+    """Multiply rows [row, end) of x with a column, and write them to the same rows of out. x, out: addresses of the
+    first row; column, bias: pointers. Meanwhile prefetches the column at the address `ahead`."""
+    rest = (end - row) % MAX_ROWS
+    tiles = (end - row) // MAX_ROWS + rest // 4 + rest % 4 // 2 + rest % 2
+    pace = STEP_BYTES // tiles  # each tile prefetches a part
+    while row < end:
+        left, target = cast(x + item_bytes * row * x_stride), cast(out + item_bytes * row * out_stride)
+        count = rows_at_once(end - row)
+        if count == MAX_ROWS:
+            multiply_max(target, out_stride, left, x_stride, column, bias, inputs, ahead, pace)
+        elif count == 4:
+            multiply_4(target, out_stride, left, x_stride, column, bias, inputs, ahead, pace)
+        elif count == 2:
+            multiply_2(target, out_stride, left, x_stride, column, bias, inputs, ahead, pace)
+        else:
+            multiply_1(target, out_stride, left, x_stride, column, bias, inputs, ahead, pace)
+        row += count
+        ahead += inputs // (4 // item_bytes) * pace
+
+
+@device_function
 def multiply_columns(cast: Any, item_bytes: Any, args: Any) -> None:
     rows, inputs, outputs, part_outputs, x_stride = args[5], args[6], args[7], args[8], args[9]
-    columns, step_inputs = outputs // COLUMN, 4 // item_bytes
+    x_part, out_stride, out_part = args[10], args[11], args[12]
+    columns = outputs // COLUMN
     items = columns * ((rows + BLOCK_ROWS - 1) // BLOCK_ROWS)
     item = take(args, 1)
     while item < items:
         following = take(args, 1)
         first, row = item % columns * COLUMN, item // columns * BLOCK_ROWS
         end = min(row + BLOCK_ROWS, rows)
-        left = args[1] + item_bytes * (first // part_outputs) * inputs
+        part = first // part_outputs
+        x = args[1] + item_bytes * part * x_part
+        out = args[4] + item_bytes * (part * out_part + first % part_outputs)
         column, bias = cast(args[2] + item_bytes * first * inputs), cast(args[3] + item_bytes * first if args[3] else 0)
         ahead = args[2] + item_bytes * (following % columns * COLUMN if following < items else first) * inputs
-        rest = (end - row) % MAX_ROWS
-        tiles = (end - row) // MAX_ROWS + rest // 4 + rest % 4 // 2 + rest % 2
-        pace = STEP_BYTES // tiles  # each tile prefetches a part
-        while row < end:
-            x, out = cast(left + item_bytes * row * x_stride), cast(args[4] + item_bytes * (row * outputs + first))
-            count = rows_at_once(end - row)
-            if count == MAX_ROWS:
-                multiply_max(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
-            elif count == 4:
-                multiply_4(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
-            elif count == 2:
-                multiply_2(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
-            else:
-                multiply_1(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
-            row += count
-            ahead += inputs // step_inputs * pace
+        multiply_rows(cast, item_bytes, x, x_stride, out, out_stride, row, end, column, bias, inputs, ahead)
         item = following
 
 
@@ -236,7 +249,20 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> 
     out = empty((len(x), outputs), x.dtype)
     MULTIPLY.launch(
         x.dtype, len(weight) * -(-len(x) // BLOCK_ROWS), x, weight, 0 if bias is None else bias, out,
-        TokenCount(len(x)), inputs, outputs, outputs // parts, x.stride(0),
+        TokenCount(len(x)), inputs, outputs, outputs // parts, x.stride(0), inputs, outputs, outputs // parts,
+    )  # fmt: skip
+    return out
+
+
+def multiply_heads(x: Tensor, weight: Tensor, width: int) -> Tensor:
+    """Multiply each head by its own weight: [tokens, heads, inputs] -> [tokens, heads, width], of which the products
+    are the first values and the rest is uninitialised. x: each head's values contiguous. weight: packed, the weights
+    of all heads stacked along the outputs; each has a multiple of COLUMN."""
+    (tokens, heads, inputs), outputs = x.shape, weight.shape[0] * COLUMN
+    out = empty((tokens, heads, width), x.dtype)
+    MULTIPLY.launch(
+        x.dtype, len(weight) * -(-tokens // BLOCK_ROWS), x, weight, 0, out, TokenCount(tokens), inputs, outputs,
+        outputs // heads, x.stride(0), x.stride(1), heads * width, width,
     )  # fmt: skip
     return out
 

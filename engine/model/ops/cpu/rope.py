@@ -1,4 +1,4 @@
-"""Rotary embedding on a CPU, in place: q and k come from their projection and are not read elsewhere."""
+"""Rotary embedding on a CPU. `rotate` works in place: q and k come from their projection and are not read elsewhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.model.batch import Batch
 from engine.model.ops.cpu.kernel import (
     Kernel,
     TokenCount,
@@ -67,3 +68,69 @@ def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
         x.dtype, -(-tokens // TOKENS), x, table, positions, TokenCount(tokens), x.stride(0), heads, head_dim, half
     )
     return x
+
+
+@device_function
+def rotate_pairs(x: Any, source: Any, out: Any, target: Any, table: Any, angles: Any, half: Any, between: Any) -> None:
+    """Rotate the pairs of x from `source` on, and write them half a head apart. between: distance from a pair's first
+    value to its second: 1 if they are neighbours, else half."""
+    step = 2 if between == 1 else 1
+    for i in range(half):
+        cos, sin = load(table, angles + i), load(table, angles + half + i)
+        a, b = load(x, source + step * i), load(x, source + step * i + between)
+        store(out, target + i, a * cos - b * sin)
+        store(out, target + half + i, b * cos + a * sin)
+
+
+@device_function
+def rotate_and_write_latents(cast: Any, args: Any) -> None:
+    """args: out, q, c, k, table, positions, cache, slots, tokens, heads, rank, half of what is rotated, distance of a
+    pair's values, strides of q from token to token and from head to head, strides of c and k, the cache's block size,
+    block stride and vector size."""
+    out, q, c, k, table = cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4]), cast(args[5])
+    positions, cache, slots = as_i64(args[6]), cast(args[7]), as_i64(args[8])
+    tokens, heads, rank, half, between, block_size = args[9], args[10], args[11], args[12], args[13], args[18]
+    width = rank + 2 * half
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            angles, slot = positions[token] * 2 * half, slots[token]
+            for head in range(heads):
+                target = (token * heads + head) * width + rank
+                rotate_pairs(q, token * args[14] + head * args[15], out, target, table, angles, half, between)
+            if slot >= 0:
+                target = slot // block_size * args[19] + slot % block_size * args[20]
+                for i in range(rank):
+                    cache[target + i] = c[token * args[16] + i]
+                rotate_pairs(k, token * args[17], cache, target + rank, table, angles, half, between)
+
+
+@kernel
+def write_latent_bf16(args: Any) -> None:
+    rotate_and_write_latents(as_bf16, args)
+
+
+@kernel
+def write_latent_f32(args: Any) -> None:
+    rotate_and_write_latents(as_f32, args)
+
+
+WRITE_LATENT = Kernel({torch.bfloat16: write_latent_bf16, torch.float32: write_latent_f32})
+
+
+def rotate_and_write_latent(
+    out: Tensor, q: Tensor, c: Tensor, k: Tensor, table: Tensor, interleaved: bool, batch: Batch, layer: int
+) -> None:
+    """Rotate q into the last values of out, and write c and the rotated k to the cache.
+
+    out: [tokens, heads, rank + rope_dim], contiguous; q: [tokens, heads, rope_dim]; c: [tokens, rank]; k: [tokens,
+    rope_dim]; each head's or token's values contiguous. interleaved: see `LatentConfig`.
+    """
+    (tokens, heads, _), cache, half = out.shape, batch.kv_cache, table.shape[1] // 2
+    WRITE_LATENT.launch(
+        out.dtype, -(-tokens // TOKENS), out, q, c, k, table, batch.positions, cache[0, layer], batch.slot_mapping,
+        TokenCount(tokens), heads, c.shape[1], half, 1 if interleaved else half, q.stride(0), q.stride(1), c.stride(0),
+        k.stride(0), cache.shape[4], cache.stride(0), cache.shape[5],
+    )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import Batch, KVGroup, split
-from engine.model.ops.cpu.attention import row_tiles
+from engine.model.ops.cpu.attention import latent_tiles, row_tiles
 from engine.model.ops.cpu.graph import RUN_ALL, Graph
 from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_NUMBERS, TABLE, sequence_table
 from engine.model.state import StateBatch, StateCache
@@ -32,14 +32,16 @@ def record(
     kv_caches: list[Tensor],
     kv_scales: list[Tensor | None],
     states: StateCache,
+    latent_heads: int | None,
 ) -> StepGraph | None:
     """Record the kernels of a model; return None if some of its code is not our kernels. The KV cache must be empty.
 
     forward: returns hidden states [tokens, hidden] for embedded tokens [tokens, hidden] and their batch.
     x: [max_tokens, hidden], from which the graph reads embedded tokens; at least as many tokens as in RECORDED.
-    max_blocks: KV blocks of the longest sequence. kv_caches, kv_scales: one per KV cache group.
+    max_blocks: KV blocks of the longest sequence. kv_caches, kv_scales: one per KV cache group. latent_heads: heads of
+    latent attention; None in a model without it.
     """
-    graph = StepGraph(forward, x, max_blocks, kv_caches, kv_scales, states)
+    graph = StepGraph(forward, x, max_blocks, kv_caches, kv_scales, states, latent_heads)
     recorded = graph.record()
     for kv_cache in kv_caches:
         kv_cache[0] = 0  # clear the block that these steps wrote to
@@ -63,6 +65,7 @@ class StepGraph:
         kv_caches: list[Tensor],
         kv_scales: list[Tensor | None],
         states: StateCache,
+        latent_heads: int | None,
     ):
         self._forward, self._x, max_tokens = forward, x, len(x)
         self._positions = torch.empty(max_tokens, dtype=torch.int64)
@@ -79,7 +82,9 @@ class StepGraph:
         ]
         self._tiles = torch.empty(1 + max_tokens, 4, dtype=torch.int64)
         self._states, self._sequences = states, torch.empty(1 + max_tokens, SEQUENCE_NUMBERS, dtype=torch.int64)
-        self._graph = Graph(max_tokens)
+        self._latent_heads, self._latent_tiles = latent_heads, torch.empty_like(self._tiles)
+        self._counts = RECORDED[: states.slots] if states.layers else RECORDED
+        self._graph = Graph(sum(self._counts), max_tokens)
         RUN_ALL.compile(torch.int64)
 
     def run(self, x: Tensor, batch: Batch) -> Tensor:
@@ -92,8 +97,7 @@ class StepGraph:
     def record(self) -> bool:
         """Record a step, then replay the graph for another step, with other tokens and sequences. Return whether the
         result has the same bits as without the graph. It differs if the model uses code other than our kernels."""
-        most = self._states.slots if self._states.layers else len(RECORDED)
-        x, batch = self._example(RECORDED[:most])
+        x, batch = self._example(self._counts)
         sequences = len(batch.kv_len)
         self._copy(x, batch)
         first, *others = [
@@ -107,6 +111,7 @@ class StepGraph:
             kv_len=self._kv_len[:sequences],
             block_table=first.block_table,
             tiles=self._tiles,
+            latent_tiles=self._latent_tiles,
             other_groups=tuple(others),
             states=None if batch.states is None else replace(batch.states, plans={TABLE: self._sequences}),
         )
@@ -115,7 +120,7 @@ class StepGraph:
         if hidden not in self._graph.memory:
             return False
         self._hidden = hidden.as_strided((len(self._x), hidden.shape[1]), hidden.stride())
-        x, batch = self._example(REPLAYED[:most])
+        x, batch = self._example(REPLAYED[: len(self._counts)])
         replayed, expected = self.run(x, batch), self._forward(x, batch)
         return torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8))  # also where a model gives NaN
 
@@ -164,6 +169,9 @@ class StepGraph:
             kv = batch if group == 0 else batch.other_groups[group - 1]
             fixed.slot_mapping[:tokens], fixed.block_table[:sequences, :blocks] = kv.slot_mapping, kv.block_table
         self._tiles[: len(tiles)] = tiles
+        if self._latent_heads is not None:
+            tiles = latent_tiles(batch, self._latent_heads)
+            self._latent_tiles[: len(tiles)] = tiles
         if batch.states is not None:
             table = sequence_table(batch)
             self._sequences[: len(table)] = table

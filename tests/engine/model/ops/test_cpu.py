@@ -14,7 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.batch import Batch, split
-from engine.model.ops import activation, argmax, attention_plain, encoder_attention, linear, norm_plain, rope, tree_sum
+from engine.model.layers import latent_attention as latent
+from engine.model.ops import (
+    activation,
+    argmax,
+    attention_plain,
+    encoder_attention,
+    linear,
+    moe,
+    norm_plain,
+    rope,
+    tree_sum,
+)
 from engine.model.ops.cpu import activation as cpu_activation
 from engine.model.ops.cpu import attention as cpu_attention
 from engine.model.ops.cpu import encoder_attention as cpu_encoder_attention
@@ -22,6 +33,8 @@ from engine.model.ops.cpu import linear as cpu_linear
 from engine.model.ops.cpu import norm as cpu_norm
 from engine.model.ops.cpu import rope as cpu_rope
 from engine.model.ops.cpu import sampling as cpu_sampling
+from engine.model.ops.cpu.moe import experts as cpu_experts
+from engine.model.ops.cpu.moe import routing as cpu_routing
 from engine.model.ops.sampling_plain import RandomRows
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.model.ops.gpu.paged import image_end
@@ -392,3 +405,88 @@ sys.exit(pytest.main([sys.argv[1], "-q", "-p", "no:xdist", "-k", "(attention or 
         timeout=280, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@PROFILE
+@given(
+    tokens=st.integers(1, 20), groups=st.sampled_from([(1, 1), (4, 2), (4, 1), (2, 2)]), k=st.integers(1, 4),
+    normalise=st.booleans(), dtype=DTYPES,
+)  # fmt: skip
+def test_routers_choose_the_same_experts_as_plain(tokens, groups, k, normalise, dtype):
+    logits, correction = randn(tokens, 3 + 16, dtype=dtype)[:, 3:], randn(16, dtype=torch.float32)
+    pairs = [(cpu_routing.top_k_softmax(logits, k, normalise), moe.top_k_softmax_plain(logits, k, normalise))]
+    wide, options = randn(tokens, 16, dtype=torch.float32), (groups, k, normalise)
+    pairs += [
+        (cpu_routing.top_k_sigmoid(wide, correction, *options), moe.top_k_sigmoid_plain(wide, correction, *options)),
+        (cpu_routing.top_k_of_groups(wide, groups, k), moe.top_k_of_groups_plain(wide, groups, k)),
+    ]
+    for (experts, weights), (expected, shares) in pairs:
+        if dtype == torch.float32 or experts.dtype == dtype:  # there are equal logits in bfloat16
+            assert torch.equal(experts, expected)
+        torch.testing.assert_close(weights, shares, **TOLERANCE[dtype])
+
+
+def test_of_equal_logits_the_first_are_chosen_and_nan_chooses_known_experts():
+    experts, weights = cpu_routing.top_k_softmax(torch.zeros(1, 16), 3, True)
+    assert experts.tolist() == [[0, 1, 2]] and torch.allclose(weights, torch.full((1, 3), 1 / 3))
+    experts, _ = cpu_routing.top_k_sigmoid(torch.full((2, 16), torch.nan), torch.zeros(16), (4, 2), 3, True)
+    assert experts.min() >= 0 and experts.max() < 16
+
+
+@needs_linear_kernel
+@pytest.mark.parametrize(("tokens", "num_experts"), [(1, 16), (7, 16), (40, 3), (500, 2)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_equal_plain_and_a_token_has_the_same_bits_alone(tokens, num_experts, biased):
+    size, inner, k = 128, 64, 2
+    gate_up, down = (
+        0.1 * randn(num_experts, *shape, dtype=torch.bfloat16) for shape in ((2 * inner, size), (size, inner))
+    )
+    biases = (randn(num_experts, 2 * inner, dtype=torch.bfloat16), randn(num_experts, size, dtype=torch.bfloat16))
+    x, own = randn(tokens, size, dtype=torch.bfloat16), biases if biased else None
+    experts, weights = moe.top_k_softmax_plain(randn(tokens, num_experts, dtype=torch.bfloat16), k, True)
+    packed = [moe.pack_each(weight) for weight in (gate_up, down)]
+
+    def mix(rows: slice) -> torch.Tensor:
+        return cpu_experts.mix_experts(x[rows], *packed, cpu_activation.silu_mul, experts[rows], weights[rows], own)
+
+    found = mix(slice(None))
+    exact = [value.float() for value in (x, gate_up, down)]
+    wide = tuple(bias.float() for bias in own) if own else None
+    expected = moe.mix_experts_plain(*exact, activation.silu_mul, experts, weights.float(), wide)
+    torch.testing.assert_close(found.float(), expected, atol=3e-2, rtol=3e-2)
+    for row in (0, tokens // 2, tokens - 1):
+        assert torch.equal(found[row : row + 1], mix(slice(row, row + 1)))
+
+
+@PROFILE
+@given(tokens=st.integers(1, 9), gated=st.booleans(), dtype=DTYPES)
+def test_shared_experts_scales_and_columns_equal_plain(tokens, gated, dtype):
+    x, y, gate = randn(tokens, 40, dtype=dtype), randn(tokens, 50, dtype=dtype)[:, :40], randn(tokens, 3, dtype=dtype)
+    gate = gate[:, :1] if gated else None
+    torch.testing.assert_close(cpu_experts.add_shared(x, y, gate), moe.add_shared_plain(x, y, gate), **TOLERANCE[dtype])
+    for other in TOLERANCE:
+        assert torch.equal(cpu_activation.scaled(y, 0.22, other), (y.float() * 0.22).to(other))
+    columns = torch.tensor([3, 0, 39, 7, 7], dtype=torch.int32)
+    assert torch.equal(cpu_activation.pick_columns(y, columns), activation.pick_columns(y, columns))
+
+
+@PROFILE
+@given(tokens=st.integers(1, 9), interleaved=st.booleans(), dtype=DTYPES)
+def test_latents_are_rotated_and_written_as_by_plain_ops(tokens, interleaved, dtype):
+    heads, rank, rope_dim, block = 3, 24, 16, 4
+    q, c, k = randn(tokens, heads, 40, dtype=dtype)[..., 24:], randn(tokens, 30, dtype=dtype)[:, :rank], None
+    k, table = randn(tokens, 99, dtype=dtype)[:, 5 : 5 + rope_dim], randn(12, rope_dim, dtype=dtype)
+    cache = torch.zeros(4, 2, 1, 1, block, rank + rope_dim, dtype=dtype)
+    slots = torch.arange(tokens).flip(0) - 1  # the last is padding
+    positions = (5 * torch.arange(tokens)) % 12
+    batch = Batch(positions, slots, *[torch.empty(0)] * 3, cache, torch.empty(0), [])
+    out = torch.zeros(tokens, heads, rank + rope_dim, dtype=dtype)
+    cpu_rope.rotate_and_write_latent(out, q, c, k, table, interleaved, batch, 1)
+    rotated_q, rotated_k = (latent.rotate(part, table, batch, interleaved) for part in (q, k[:, None]))
+    torch.testing.assert_close(out[..., rank:], rotated_q, **TOLERANCE[dtype])
+    assert not out[..., :rank].any() and not cache[:, 0].any()
+    for token in range(tokens - 1):
+        written = cache[slots[token] // block, 1, 0, 0, slots[token] % block]
+        assert torch.equal(written[:rank], c[token])
+        torch.testing.assert_close(written[rank:], rotated_k[token, 0], **TOLERANCE[dtype])
+    assert int(cache.abs().sum(-1).bool().sum()) == tokens - 1

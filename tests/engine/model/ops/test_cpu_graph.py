@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model.ops import moe
 from engine.model.ops.cpu import activation, norm
-from engine.model.ops.cpu.graph import MAX_SPINS, WAITS, Graph, wait_for_zero
+from engine.model.ops.cpu.graph import ENTRY, MAX_SPINS, WAITS, Graph, wait_for_zero
 from engine.model.ops.cpu.kernel import Kernel, as_i64, kernel
+from engine.model.ops.cpu.moe import experts, routing
+from tests.cpu_kernels import needs_linear_kernel
 
 TOKENS, SIZE = 40, 96  # work for more than one thread
 WEIGHT = torch.linspace(0.5, 1.5, SIZE)
@@ -43,7 +47,7 @@ def layers(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def test_a_replay_computes_what_the_kernels_would_on_what_their_tensors_hold_by_then():
-    x, graph = torch.randn(TOKENS, SIZE), Graph(TOKENS)
+    x, graph = torch.randn(TOKENS, SIZE), Graph(TOKENS, TOKENS)
     with graph:
         out = layers(x, 3)
     for _ in range(4):
@@ -55,7 +59,7 @@ def test_a_replay_computes_what_the_kernels_would_on_what_their_tensors_hold_by_
 def test_a_replay_needs_only_the_threads_that_have_a_core():
     """So beside a busy process a step takes at most as much longer as fewer threads compute it: each finds all work
     that nobody has in hand, and waits for no thread that has not come."""
-    x, graph = torch.randn(TOKENS, SIZE), Graph(TOKENS)
+    x, graph = torch.randn(TOKENS, SIZE), Graph(TOKENS, TOKENS)
     with graph:
         out = layers(x, 3)
     expected, waits = out.clone(), WAITS[1:].copy()
@@ -69,7 +73,7 @@ def test_a_replay_needs_only_the_threads_that_have_a_core():
 def test_what_no_kernel_reads_any_more_makes_room_for_what_later_ones_write():
     x, held = torch.randn(TOKENS, SIZE), []
     for count in (2, 20):
-        graph = Graph(TOKENS)
+        graph = Graph(TOKENS, TOKENS)
         with graph:
             layers(x, count)
         held.append(len(graph.memory))
@@ -77,7 +81,7 @@ def test_what_no_kernel_reads_any_more_makes_room_for_what_later_ones_write():
 
 
 def test_a_graph_of_a_few_tokens_is_replayed_for_more_and_for_fewer():
-    x, graph = torch.zeros(TOKENS, SIZE), Graph(TOKENS)
+    x, graph = torch.zeros(TOKENS, SIZE), Graph(3, TOKENS)
     with graph:
         out = layers(x[:3], 3)
     for tokens in (TOKENS, 1, 17):
@@ -87,7 +91,7 @@ def test_a_graph_of_a_few_tokens_is_replayed_for_more_and_for_fewer():
 
 
 def test_another_thread_launches_its_kernels_beside_a_recording():
-    x, graph, results = torch.randn(TOKENS, SIZE), Graph(TOKENS), []
+    x, graph, results = torch.randn(TOKENS, SIZE), Graph(TOKENS, TOKENS), []
     with graph:
         other = threading.Thread(target=lambda: results.append(layers(x, 1)))
         other.start()
@@ -111,3 +115,46 @@ def test_a_thread_that_waits_for_long_spins_then_yields_then_sleeps_and_spins_le
     assert waits.tolist() == [MAX_SPINS // 2, 1, 1]
     wait()
     assert waits.tolist() == [MAX_SPINS // 2 + MAX_SPINS // 32, 1, 1], "one that need not wait spins more"
+
+
+def experts_layer(x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    chosen, weights = routing.top_k_softmax(logits, 2, True)
+    return experts.mix_experts(x, gate_up, down, activation.silu_mul, chosen, weights)
+
+
+def experts_of_a_layer() -> list[torch.Tensor]:
+    weights = torch.randn(6, 128, 64).bfloat16(), torch.randn(6, 64, 64).bfloat16()
+    packed = [moe.pack_each(weight) for weight in weights]
+    return [weight for weight in packed if isinstance(weight, torch.Tensor)]
+
+
+@needs_linear_kernel
+def test_experts_are_replayed_for_more_tokens_and_for_fewer():
+    x, logits, graph = torch.randn(TOKENS, 64).bfloat16(), torch.randn(TOKENS, 6).bfloat16(), Graph(3, TOKENS)
+    weights = experts_of_a_layer()
+    with graph:
+        out = experts_layer(x[:3], logits[:3], *weights)
+    for tokens in (TOKENS, 1, 17):
+        x.copy_(torch.randn(TOKENS, 64))
+        logits.copy_(torch.randn(TOKENS, 6))
+        graph.replay(tokens)
+        assert torch.equal(
+            out.as_strided((tokens, 64), out.stride()), experts_layer(x[:tokens], logits[:tokens], *weights)
+        )
+
+
+@needs_linear_kernel
+def test_a_thread_that_comes_late_to_experts_leaves_whatever_has_taken_their_memory():
+    x, logits, graph = torch.randn(TOKENS, 64).bfloat16(), torch.randn(TOKENS, 6).bfloat16(), Graph(TOKENS, TOKENS)
+    with graph:
+        out = experts_layer(x, logits, *experts_of_a_layer())
+    graph.replay(TOKENS)
+    expected, op, late = out.clone(), experts.MULTIPLY_SEGMENTS, 0
+    for row in graph._table:
+        if row[ENTRY] == op._addresses[torch.bfloat16]:
+            ctypes.c_int64.from_address(int(row[5])).value = 10**6  # segments
+            taken = row[0]
+            op._direct[torch.bfloat16](row.ctypes.data)
+            assert row[0] == taken + 1
+            late += 1
+    assert late == 2 and torch.equal(out, expected)

@@ -74,14 +74,96 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "Lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "tie_word_embeddings": True},
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 64}
+HYBRIDS |= {
+    "Qwen3Next": HYBRIDS["Qwen3_5"] | SHARED_EXPERT | {"model_type": "qwen3_next"},
+    "Qwen3_5Moe": HYBRIDS["Qwen3_5"] | SHARED_EXPERT | {"model_type": "qwen3_5_moe_text"},
+    "NemotronHMoE": HYBRIDS["NemotronH"]
+    | {
+        "layers_block_type": ["linear_attention", "moe", "full_attention"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "GraniteMoeHybrid": HYBRIDS["Bamba"]
+    | {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "shared_intermediate_size": 64,
+        "residual_multiplier": 0.7,
+    },
+    "Lfm2Moe": HYBRIDS["Lfm2"] | EXPERTS | {"model_type": "lfm2_moe", "num_dense_layers": 1},
+    "KimiLinear": LATENT
+    | {
+        "model_type": "kimi_linear",
+        "model_max_length": 512,
+        "q_lora_rank": None,
+        "linear_attn_config": {
+            "kda_layers": [1],
+            "full_attn_layers": [2],
+            "num_heads": 4,
+            "head_dim": 64,
+            "short_conv_kernel_size": 4,
+        },
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+    },
+}
 MODELS |= HYBRIDS
+MODELS |= {
+    "Qwen3Moe": EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "GptOss": EXPERTS
+    | {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "intermediate_size": 64,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_bias": True,
+    },
+    "DeepseekV2": LATENT | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"},
+    "DeepseekV3": LATENT | {"model_type": "deepseek_v3", "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+    "MiniCPM3": LATENT | {"model_type": "minicpm3", "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 24},
+}
 VARIANTS = [*((name, None) for name in MODELS), ("Llama", "int8"), ("Llama", "int4")]
-SLOW = ("Qwen3", None), ("Llama", "int8"), ("Bamba", None), ("Lfm2", None)
+FAST = ("Llama", "Qwen2", "Qwen3_5", "NemotronH", "DeepseekV3")
+
+
+def cases(*fast: str) -> list[Any]:
+    """All variants; those of other architectures than `fast` are slow."""
+    slow = [variant[0] not in fast or variant[1] == "int8" for variant in VARIANTS]
+    return [pytest.param(*v, marks=[pytest.mark.slow] * mark) for v, mark in zip(VARIANTS, slow, strict=True)]
 
 
 def make_core(folder: Path, architecture: str, **options: Any) -> EngineCore:
     config = COMMON | WIDE | MODELS.get(architecture, {})
-    config = {"model_type": architecture.lower(), "architectures": [f"{architecture}ForCausalLM"]} | config
+    config = {
+        "model_type": architecture.lower(),
+        "architectures": [f"{architecture.removesuffix('MoE')}ForCausalLM"],
+    } | config
     (folder / "config.json").write_text(json.dumps(config))
     defaults = {"dtype": "bfloat16", "load_format": "dummy", "block_size": 4, "num_blocks": 64, "num_threads": 2}
     return build_engine(EngineConfig(model=str(folder), **{**defaults, **options}))
@@ -112,7 +194,7 @@ def generate(core: EngineCore, tokens: int = 7) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize(
     ("architecture", "quantization"),
-    [pytest.param(*variant, marks=[pytest.mark.slow] * (variant in SLOW)) for variant in VARIANTS],
+    cases(*FAST),
 )
 def test_a_model_gives_the_same_bits_in_one_region_and_kernel_by_kernel(architecture, quantization, tmp_path):
     options = {"quantization": quantization, "num_blocks": 128}
@@ -154,7 +236,7 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
     return torch.randn(tokens, 128, generator=generator).bfloat16(), batch
 
 
-@pytest.mark.parametrize(("architecture", "quantization"), VARIANTS)
+@pytest.mark.parametrize(("architecture", "quantization"), cases(*FAST, "Qwen3Next"))
 @torch.inference_mode()
 def test_one_recording_serves_steps_of_every_shape(architecture, quantization, tmp_path):
     core = make_core(tmp_path, architecture, quantization=quantization, num_blocks=1100)
