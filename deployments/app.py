@@ -17,6 +17,7 @@ from deployments.adapters.table import AdapterTable, MemoryTable
 from deployments.anthropic.routes import AnthropicRoutes
 from deployments.console.config import ConsoleConfig
 from deployments.console.routes import ConsoleRoutes
+from deployments.hold_routes import HoldRoutes
 from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
 from deployments.http.idempotency import IdempotentRoutes
@@ -68,6 +69,7 @@ def http_app(
         *idempotent.routes(),
         *batch_routes.routes(),
         *(AdapterRoutes(served, auth.admin_keys, auth.unknown_fields).routes() if auth.allow_lora_updating else []),
+        *HoldRoutes(served).routes(),
         *OperatorRoutes(served, telemetry).routes(),
         *(ConsoleRoutes(served, telemetry, console).routes() if console.enabled else []),
     ]

@@ -293,6 +293,11 @@ class EngineConfig:
         "Tokens between the states of recurrent layers that the prefix cache keeps of a long sequence, besides those "
         "at ends of prompts and where prompts diverge; 0 for none. Default: as many as have KV of a state's size.",
     )
+    max_held_share: float = option(
+        0.5, "Fraction of the KV blocks that holds of clients may keep from being evicted (docs/holds.md); 0 for none."
+    )
+    max_held_share_per_client: float = option(0.25, "The same for the holds of one API key or client.")
+    max_hold_s: float = option(86_400.0, "Longest time of a hold, in seconds; longer ones are refused.")
     kv_offloading_size: float | None = option(
         None, "GiB of host memory, over all ranks, for KV blocks that the device may evict (docs/kv_offloading.md)."
     )
@@ -367,6 +372,11 @@ class EngineConfig:
         if (self.prefix_cache_retention_interval or 0) < 0:
             limit = "0 or more, or left out"
             raise ConfigError("prefix_cache_retention_interval", self.prefix_cache_retention_interval, limit)
+        for key in ("max_held_share", "max_held_share_per_client"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(key, getattr(self, key), "between 0 and 1")
+        if not self.max_hold_s > 0:
+            raise ConfigError("max_hold_s", self.max_hold_s, "above 0")
         check_choices(self)
         self._check_offloading()
         if isinstance(self.speculative, dict):

@@ -26,9 +26,12 @@ from engine.wire.messages import (
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
+    HoldMark,
+    HoldOutcome,
     LoadAdapter,
     Prefill,
     PrefillReplicas,
+    ReleaseHolds,
     RemoteRequestFailed,
     ResetPrefixCache,
     TokenBatch,
@@ -44,6 +47,10 @@ POLL_MS = 5
 EOS = 2  # <|im_end|>
 
 
+def granted(mark: HoldMark) -> HoldOutcome:
+    return HoldOutcome(tokens=mark.tokens, ttl_s=mark.ttl_s)
+
+
 class FakeEngine:
     """One token per step and request, in a thread of its own. Requests with `pooling` get what `pooled` says.
 
@@ -52,6 +59,7 @@ class FakeEngine:
     silent: set it, and no status is sent.
     refusal: if given, the answer to new requests. step_age_s, fingerprints, quarantined: what it reports of itself.
     loaded: adapters that it was to read, and answered with `adapter_error`.
+    hold_answer: what becomes of each hold. released: commands to end holds.
     remote_requests: that it was given, and ended unless paused. told: what became of those that it gave.
     """
 
@@ -69,6 +77,9 @@ class FakeEngine:
         self.remote_requests: list[RemoteRequest] = []
         self.cancelled: list[str] = []
         self.resets = 0
+        self.released: list[ReleaseHolds] = []
+        self.hold_answer: Callable[[HoldMark], HoldOutcome] = granted
+        self.cached_tokens = 0
         self.loaded: list[LoRARequest] = []
         self.adapter_error: ErrorInfo | None = None
         self.told: list[RemoteRequestFailed | PrefillReplicas] = []
@@ -133,6 +144,8 @@ class FakeEngine:
                 self.remote_requests.append(remote_request)
             case CancelPrefill(handoff_id):
                 self.cancelled.append(handoff_id)
+            case ReleaseHolds():
+                self.released.append(command)
             case ResetPrefixCache():
                 self.resets += 1
             case LoadAdapter(call_id, lora):
@@ -157,14 +170,17 @@ class FakeEngine:
             if request.params.prompt_logprobs is not None and first:
                 prompt = [None, *(TokenLogprob(t, -1.0, 2, []) for t in request.prompt[1:])]
             reason = None if answer else "stop" if token == EOS else "length"
+            position = len(self._script(request)[: request.params.max_tokens]) - len(answer) - 1
             delta = TokenDelta(
                 request_id=request.request_id,
-                position=len(self._script(request)[: request.params.max_tokens]) - len(answer) - 1,
+                position=position,
                 token_ids=[token],
                 logprobs=logprob,
                 prompt_logprobs=prompt,
                 finish_reason=reason,  # type: ignore[arg-type]
                 timeline=[TimelineEvent.now("first token")] if first else [],
+                num_cached_tokens=0 if position else self.cached_tokens,
+                holds=[self.hold_answer(mark) for mark in request.hold.marks] if request.hold and not position else [],
                 prediction_tokens=(1, 2) if request.prediction else None,
             )
             self._send(request, delta)

@@ -13,6 +13,7 @@ from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.block_pool import BlockPool
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.holds import Holds
 from engine.core.features.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_offloading import KVOffloading
@@ -24,7 +25,7 @@ from engine.core.scheduler import Scheduler
 from engine.model.kv_groups import KVCacheSpec
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import GenerateRequest, HoldMark, HoldOutcome, HoldRequest
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource
@@ -269,6 +270,9 @@ class Harness:
         num_snapshots: int = 4,
         snapshot_interval: int = 0,
         adapters: AdapterSlots | None = None,
+        held_share: float = 0.0,
+        held_share_per_client: float = 1.0,
+        max_hold_s: float = 100.0,
         **options,
     ):
         """windows: of each KV cache group. blocks: of each, instead of num_blocks. step_tokens: see kv_cache_of.
@@ -306,6 +310,15 @@ class Harness:
             adapters=adapters,
             offloading=self.make_offloading(kv_cache),
             fetching=self.make_fetching(kv_cache, handoffs),
+            holds=Holds(
+                kv_cache,
+                max_model_len=max_model_len,
+                max_share=held_share,
+                max_share_per_client=held_share_per_client,
+                max_ttl_s=max_hold_s,
+            )
+            if held_share
+            else None,
         )
         self.runner = FakeRunner(self.config, max_model_len, propose, windows, chunk)
         self.depth = depth
@@ -316,6 +329,8 @@ class Harness:
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, Event] = {}
         self.timelines: dict[str, list[TimelineEvent]] = {}
+        self.holds_of: dict[str, list[HoldOutcome]] = {}
+        self.cached_of: dict[str, int] = {}
         self.plans: list[StepPlan] = []
         self.now = 0.0
 
@@ -332,8 +347,12 @@ class Harness:
         lora: LoRARequest | None = None,
         kv_source: KVSource | None = None,
         kv_holder: KVHolder | None = None,
+        client: str = "",
+        hold: list[tuple[int, float]] | None = None,
+        hold_name: str = "",
         **params,
     ) -> None:
+        """hold: (tokens, seconds) of each mark."""
         sampling = SamplingParams(**{"max_tokens": 8, "seed": 1, "ignore_eos": True, **params})
         message = GenerateRequest(
             request_id=name,
@@ -347,9 +366,13 @@ class Harness:
             lora=lora,
             kv_source=kv_source,
             kv_holder=kv_holder,
+            client=client,
+            hold=HoldRequest(marks=[HoldMark(*mark) for mark in hold], name=hold_name, response_id=f"resp-{name}")
+            if hold
+            else None,
         )
         self.pooled |= {name} if pooling else set()
-        request = self.scheduler.add(message, now=0.0)
+        request = self.scheduler.add(message, now=self.now)
         if sampling.structured_outputs is not None:
             self.scheduler.set_grammar(request, FakeGrammar())
         self.prompts[name], self.params[name], self.outputs[name] = prompt, sampling, []
@@ -406,6 +429,9 @@ class Harness:
         assert name not in self.finished, f"{name} went on after its end"
         self.outputs[name] += event.delta.token_ids
         self.timelines.setdefault(name, []).extend(event.delta.timeline)
+        if event.delta.holds:
+            self.holds_of[name] = event.delta.holds
+        self.cached_of.setdefault(name, event.delta.num_cached_tokens)
         if event.delta.finish_reason:
             self.finished[name] = event
 
@@ -439,6 +465,9 @@ class Harness:
             limit -= 1
             assert limit > 0, "no end in sight"
         self.drain()
+        self.now += 1e9
+        self.scheduler.holds.expire(self.now)
+        self.scheduler.check()
         assert not any(pool.num_used for pool in self.pools)
         for name, prompt in self.prompts.items():
             reason = self.finished[name].delta.finish_reason

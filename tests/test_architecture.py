@@ -155,8 +155,9 @@ OTHER_MODELS = """
     model/config_parts/latent.py model/config_parts/recurrent.py model/config_parts/multipliers.py
     model/config_parts/encoder.py model/config_parts/vision.py model/config_parts/gemma.py
     model/low_rank.py core/features/adapter_slots.py
-    core/features/kv_offloading.py core/features/tier.py core/features/tier_hashes.py wire/kv_offload.py
+    core/features/kv_offloading.py core/features/tier.py wire/kv_offload.py
     core/features/kv_fetching.py
+    core/features/holds.py
     core/features/block_events.py wire/kv_events.py distributed/kv_event_publisher.py
     model/auto_config.py model/torch_compile.py model/fused_rows.py distributed/symmetric_memory.py
 """
@@ -176,7 +177,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
         *(file for room in rooms for file in room.rglob("*.py")),
     ]
     everything = [file for files in FILES.values() for file in files]
-    for files, limit in ((set(path) - others, 13_130), (everything, 58_700)):
+    for files, limit in ((set(path) - others, 13_310), (everything, 59_640)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, fi
 from pydantic_core import PydanticCustomError
 
 from deployments.openai.conversation import MAX_PARTS, ContentPart, FunctionCall, ImagePart, Message, TextPart, ToolCall
+from deployments.openai.holds.fields import CacheControl
 
 BLOCKS = {  # types of blocks that a turn may have, by its role
     "user": ("text", "image", "tool_result"),
@@ -20,12 +21,17 @@ prefix cache hits."""
 
 
 class Block(BaseModel):
-    """A JSON object of which only these fields are read: others, such as `cache_control`, do not affect the prompt."""
+    """A JSON object of which only these fields are read."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
 
-class TextBlock(Block):
+class MarkableBlock(Block):
+    cache_control: CacheControl | None = None
+    """Asks that the prompt up to here stays cached."""
+
+
+class TextBlock(MarkableBlock):
     type: Literal["text"]
     text: str
 
@@ -42,7 +48,7 @@ class UrlSource(Block):
     url: str
 
 
-class ImageBlock(Block):
+class ImageBlock(MarkableBlock):
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
 
@@ -50,7 +56,7 @@ class ImageBlock(Block):
         """Return the image as part of a chat message. path: path of the block, for errors."""
         source = self.source
         url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
-        part = ImagePart(type="image_url", image_url=url)
+        part = ImagePart(type="image_url", image_url=url, cache_control=self.cache_control)
         part._path = f"{path}.source"
         return part
 
@@ -68,7 +74,7 @@ class RedactedThinkingBlock(Block):
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(MarkableBlock):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -79,7 +85,7 @@ Text = str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=Tr
 ToolContent = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(MarkableBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Annotated[list[ToolContent], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
@@ -96,6 +102,9 @@ class ToolResultBlock(Block):
         parts: list[ContentPart] = [_part(block, f"{path}.content[{i}]") for i, block in enumerate(blocks)]
         if self.is_error:
             parts.insert(0, TextPart(type="text", text="Error:"))
+        if self.cache_control is not None:
+            parts = parts or [TextPart(type="text", text="")]
+            parts[-1].cache_control = self.cache_control
         return Message.model_validate({"role": "tool", "content": parts, "tool_call_id": self.tool_use_id})
 
 
@@ -135,12 +144,15 @@ def check_blocks(content: object, allowed: tuple[str, ...], where: str) -> objec
 
 
 def text_parts(content: Text) -> list[TextPart]:
-    texts = [content] if isinstance(content, str) else [block.text for block in content]
-    return [TextPart(type="text", text=text) for text in texts]
+    if isinstance(content, str):
+        return [TextPart(type="text", text=content)]
+    return [TextPart(type="text", text=block.text, cache_control=block.cache_control) for block in content]
 
 
 def _part(block: TextBlock | ImageBlock, path: str) -> ContentPart:
-    return TextPart(type="text", text=block.text) if isinstance(block, TextBlock) else block.part(path)
+    if isinstance(block, TextBlock):
+        return TextPart(type="text", text=block.text, cache_control=block.cache_control)
+    return block.part(path)
 
 
 def chat_messages(system: Text, turns: list[Turn]) -> list[Message]:
@@ -165,7 +177,7 @@ def chat_messages(system: Text, turns: list[Turn]) -> list[Message]:
             if not messages or messages[-1].role != role:
                 messages.append(Message(role=role, content=[]))
             if late and isinstance(block, TextBlock):
-                block = TextBlock(type="text", text=f"<system-reminder>\n{block.text}\n</system-reminder>")
+                block = block.model_copy(update={"text": f"<system-reminder>\n{block.text}\n</system-reminder>"})
             _extend(messages[-1], block, path)
     return messages
 
@@ -184,5 +196,7 @@ def _extend(
                 block.thinking if message.reasoning is None else f"{message.reasoning}\n{block.thinking}"
             )
         case ToolUseBlock():
+            if block.cache_control is not None and isinstance(message.content, list) and message.content:
+                message.content[-1].cache_control = block.cache_control  # a call has no place for a mark of its own
             call = ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=block.input))
             message.tool_calls = [*(message.tool_calls or []), call]

@@ -20,6 +20,7 @@ from deployments.openai.conversation import (
     Tool,
     ToolChoice,
 )
+from deployments.openai.holds.fields import CacheControl
 from deployments.openai.sampling_body import INT32, JsonSchema, ResponseFormat
 from deployments.openai.template_body import MAX_MESSAGES, MAX_TOOLS, TokenizeBody
 from engine.errors import InvalidParameter
@@ -27,7 +28,6 @@ from engine.wire.sampling_params import MAX_STOP_STRINGS
 
 FOREIGN_FIELDS = ForeignFields(
     unused={
-        "cache_control": "prefixes are cached by content, marked or not",
         "fallback_credit_token": "nothing is billed",
         "service_tier": "all requests are served alike",
     },
@@ -56,6 +56,7 @@ class CustomTool(Block):
     input_schema: dict[str, JsonValue]
     strict: bool | None = None
     """Whether to enforce the schema."""
+    cache_control: CacheControl | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -72,7 +73,7 @@ class CustomTool(Block):
             function.description = self.description
         if self.strict is not None:
             function.strict = self.strict
-        return Tool(type="function", function=function)
+        return Tool(type="function", function=function, cache_control=self.cache_control)
 
 
 class ToolChoiceBody(StrictModel):
@@ -129,6 +130,8 @@ class CountTokensBody(RequestBody):
     thinking: Thinking | None = None
     """Sets the variable `enable_thinking` of the chat template; if not given, the template decides."""
     output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    """Asks that the prompt stays cached up to the end of the last message."""
 
     def check(self) -> None:
         choice, thinking = self.tool_choice, self.thinking
@@ -173,6 +176,7 @@ class CountTokensBody(RequestBody):
                 include_reasoning=thinking is None or thinking.display != "omitted",
                 chat_template_kwargs={} if thinking is None or disabled else {"enable_thinking": True},
                 response_format=answer_format,
+                cache_control=self.cache_control,
                 add_generation_prompt=not continued,
                 continue_final_message=continued,
                 **more,

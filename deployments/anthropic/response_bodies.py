@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from deployments.openai.chat_output import ChatOutput
+from deployments.openai.response_bodies import HoldBody
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -15,20 +16,36 @@ class OutputTokensDetails(msgspec.Struct):
     thinking_tokens: int
 
 
+class CacheCreation(msgspec.Struct):
+    """Tokens that were computed and are held, by the time of their hold."""
+
+    ephemeral_5m_input_tokens: int
+    """For up to five minutes."""
+    ephemeral_1h_input_tokens: int
+
+
 class Usage(msgspec.Struct):
     input_tokens: int
-    """Tokens of the prompt that were not cached."""
+    """Tokens of the prompt that were neither cached nor held."""
     cache_read_input_tokens: int
     output_tokens: int
     cache_creation_input_tokens: int = 0
+    """Computed tokens that are held."""
+    cache_creation: CacheCreation | msgspec.UnsetType = msgspec.UNSET
+    """UNSET, as `holds` is, unless the request asks for holds."""
+    holds: list[HoldBody] | msgspec.UnsetType = msgspec.UNSET
     output_tokens_details: OutputTokensDetails | msgspec.UnsetType = msgspec.UNSET
     """UNSET unless the model is known to reason."""
 
     @classmethod
     def of(cls, output: ChatOutput) -> Usage:
         usage, thinking = output.usage, output.reasoning_tokens
+        written, created = usage.held_tokens(), CacheCreation(usage.held_tokens(0, 300), usage.held_tokens(300))
         return cls(
-            input_tokens=usage.prompt_tokens - usage.cached_tokens,
+            input_tokens=usage.prompt_tokens - usage.cached_tokens - written,
+            cache_creation_input_tokens=written,
+            cache_creation=created if usage.holds else msgspec.UNSET,
+            holds=HoldBody.all_of(usage),
             cache_read_input_tokens=usage.cached_tokens,
             output_tokens=usage.completion_tokens,
             output_tokens_details=msgspec.UNSET if thinking is None else OutputTokensDetails(thinking),

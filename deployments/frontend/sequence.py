@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.frontend.admission import Admission
@@ -21,7 +22,7 @@ from deployments.replicas.pools import EnginePool
 from engine.errors import EngineError, OtherModel, ServingError
 from engine.text.detokenizer import TokenBytes
 from engine.text.text_stream import TextChunk, TextStream
-from engine.wire.messages import ErrorInfo, GenerateRequest, TokenDelta
+from engine.wire.messages import ErrorInfo, GenerateRequest, HoldOutcome, TokenDelta
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.remote_request import KVSource
 
@@ -53,6 +54,25 @@ class SequenceContext:
     sdc_check: SdcCheck | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptHolds:
+    """What became of the holds of one prompt."""
+
+    cached: int
+    """Tokens of the prompt that were cached already."""
+    outcomes: list[HoldOutcome]
+
+    def written(self, above_s: float, up_to_s: float) -> int:
+        """Return how many tokens that were not cached are held now, for a time in this range. Where holds overlap, the
+        shorter one counts."""
+        tokens, start = 0, self.cached
+        for outcome in sorted(self.outcomes, key=lambda outcome: outcome.tokens):
+            if outcome.refusal is None and outcome.tokens > start:
+                tokens += outcome.tokens - start if above_s < outcome.ttl_s <= up_to_s else 0
+                start = outcome.tokens
+        return tokens
+
+
 @dataclass(slots=True)
 class Usage:
     """Token counts over all sequences of an HTTP request. A prompt shared by several sequences counts once."""
@@ -64,6 +84,22 @@ class Usage:
     """Whether the request has a predicted output."""
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+
+    holds: dict[int, PromptHolds] = field(default_factory=dict)
+    """What became of the holds that the request asks for, by the index of the sequence."""
+
+    def count_holds(self, index: int, delta: TokenDelta) -> None:
+        """Record the engine's answer in a sequence's first delta, or in its first delta from another engine."""
+        if delta.holds:
+            self.holds[index] = PromptHolds(delta.num_cached_tokens, delta.holds)
+
+    @property
+    def hold_outcomes(self) -> list[HoldOutcome]:
+        return [outcome for holds in self.holds.values() for outcome in holds.outcomes]
+
+    def held_tokens(self, above_s: float = 0.0, up_to_s: float = math.inf) -> int:
+        """Return how many prompt tokens were computed and are held now, for a time in this range."""
+        return sum(holds.written(above_s, up_to_s) for holds in self.holds.values())
 
     def count_prediction(self, prediction_tokens: tuple[int, int], num_tokens: int) -> None:
         """Count a delta's accepted and rejected predicted tokens. num_tokens: tokens of the delta up to a stop
@@ -215,6 +251,7 @@ class Sequence:
         self._usage.completion_tokens += num_tokens
         if delta.prediction_tokens is not None:
             self._usage.count_prediction(delta.prediction_tokens, num_tokens)
+        self._usage.count_holds(self.index, delta)
         if self._counts_cached:
             self._usage.cached_tokens += delta.num_cached_tokens
         if chunk.finish_reason is not None:

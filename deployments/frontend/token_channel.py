@@ -146,6 +146,7 @@ def joined(parts: Sequence[TokenDelta]) -> TokenDelta:
         logprobs=[entry for entries in logprobs for entry in entries] if logprobs else None,
         prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
         num_cached_tokens=sum(part.num_cached_tokens for part in parts),
+        holds=[outcome for part in parts for outcome in part.holds],
         prediction_tokens=(sum(a for a, _ in predictions), sum(r for _, r in predictions)) if predictions else None,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,

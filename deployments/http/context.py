@@ -80,6 +80,12 @@ def key_name(request: Request) -> str | None:
     return name
 
 
+def key_client(request: Request) -> str | None:
+    """Return the client of the request's API key; None on a server without keys."""
+    name = key_name(request)
+    return None if name is None else f"key:{name}"
+
+
 def allowed_models(request: Request) -> frozenset[str] | None:
     """Return the names of the models that the request may use; None for all."""
     allowed: frozenset[str] | None = getattr(request.state, ALLOWED_MODELS, None)
@@ -92,8 +98,8 @@ def _client(request: Request, body: EngineBody) -> str:
     """
     if (background := getattr(request.state, BACKGROUND_CLIENT, None)) is not None:
         return str(background)
-    if (name := key_name(request)) is not None:
-        return f"key:{name}"
+    if (client := key_client(request)) is not None:
+        return client
     if user := body.user or body.safety_identifier:
         return f"user:{user}"
     return f"address:{request.client.host if request.client else ''}"

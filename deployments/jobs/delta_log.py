@@ -108,6 +108,7 @@ class LoggedGeneration:
         if choice in texts:
             chunk = texts[choice].add(delta)
             num_tokens = len(chunk.token_ids)
+            self.usage.count_holds(choice, delta)
             if id(self._requests[choice]) in self._firsts:
                 self.usage.cached_tokens += delta.num_cached_tokens
             self.usage.completion_tokens += num_tokens
@@ -132,6 +133,7 @@ def single_tokens(delta: TokenDelta) -> Iterator[TokenDelta]:
             logprobs=None if delta.logprobs is None else delta.logprobs[i : i + 1],
             prompt_logprobs=None if i else delta.prompt_logprobs,
             num_cached_tokens=0 if i else delta.num_cached_tokens,
+            holds=[] if i else delta.holds,
             prediction_tokens=None if delta.prediction_tokens is None else (int(i < accepted), 0 if i else rejected),
             finish_reason=None,
             stop_reason=None,
@@ -149,5 +151,6 @@ def single_tokens(delta: TokenDelta) -> Iterator[TokenDelta]:
         logprobs=None if delta.logprobs is None else delta.logprobs[num_apart:],
         prompt_logprobs=None,
         num_cached_tokens=0,
+        holds=[],
         prediction_tokens=None if delta.prediction_tokens is None else (int(num_apart < accepted), 0),
     )

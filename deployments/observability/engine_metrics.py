@@ -110,6 +110,14 @@ def _tiers(field: str) -> Callable[[EngineStats], dict[str, Any]]:
     return read
 
 
+def _holds(field: str) -> Callable[[EngineStats], Any]:
+    return lambda stats: None if stats.holds is None else getattr(stats.holds, field)
+
+
+def _hold_totals(field: str) -> Callable[[EngineStats], dict[str, int]]:
+    return lambda stats: {} if stats.holds is None else getattr(stats.holds, field)
+
+
 def _adapters_resident(stats: EngineStats) -> int | None:
     return len(stats.adapters) if stats.max_loras else None
 
@@ -190,6 +198,10 @@ LOAD: list[Row] = [
     ),
     (Gauge, "manta_adapters_resident", "LoRA adapters in slots.", _adapters_resident),
     (Counter, "manta_kv_fetched_tokens", "Prompt tokens whose KV another engine had cached.", "fetched_tokens"),
+    (Gauge, "manta_holds", "Prompts that clients hold in the KV cache.", _holds("holds")),
+    (Gauge, "manta_held_blocks", "KV blocks that holds keep.", _holds("blocks")),
+    (Gauge, "manta_max_held_blocks", "KV blocks that holds may keep.", _holds("max_blocks")),
+    (Counter, "manta_holds_granted", "Holds that were granted.", _holds("granted")),
     (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
     (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found computed.", "encoder_cache_hits"),
 ]
@@ -198,6 +210,8 @@ LABELLED: list[Row] = [
     (Gauge, "manta_kv_group_blocks", "KV blocks of each of several groups.", "group_blocks", "group", "state"),
     (Gauge, "manta_kv_group_block_bytes", "Bytes of one of these on a rank.", "group_block_bytes", "group"),
     (Counter, "pd_decision", "Prompts by where they were computed, and why.", "prefill_decisions", "where", "reason"),
+    (Counter, "manta_holds_refused", "Holds that were refused, by reason.", _hold_totals("refused"), "reason"),
+    (Counter, "manta_holds_ended", "Holds that ended, by reason.", _hold_totals("ended"), "reason"),
     (Counter, "manta_moves", "Running requests that moved, by outcome.", "moves", "outcome"),
     (Counter, "manta_kv_fetches", "Prompts of which another engine had more cached, by outcome.", "fetches", "outcome"),
 ]

@@ -112,6 +112,7 @@ ROUTES: list[Row] = [
 ROUTING_COUNTERS = {
     "manta_routing_estimated_cached_tokens": ("Prompt tokens that the router took to be cached.", "estimated_tokens"),
     "manta_routing_cached_tokens": ("Prompt tokens that were cached, of the same calls.", "cached_tokens"),
+    "manta_holds_broken": ("Holds whose replica has gone before their end.", "holds_broken"),
     "manta_routing_drift_tokens": ("Difference of estimated and actual cached tokens, added up.", "drift_tokens"),
 }
 

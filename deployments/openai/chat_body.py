@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from deployments.http.body import StrictModel, Whole
 from deployments.openai.conversation import MAX_PARTS, Message, TextPart, Tool, ToolChoice, check_tools
+from deployments.openai.holds.fields import SECONDS, CacheControl, CacheMark, check_marks
 from deployments.openai.sampling_body import INT32, GenerationBody
 from deployments.openai.template_body import MAX_MESSAGES, MAX_TOOLS, TemplateBody
 from engine.errors import InvalidParameter, RequestError
@@ -57,6 +58,8 @@ class ChatBody(GenerationBody, TemplateBody):
     prediction: Prediction | None = None
     add_special_tokens: bool = False
     """Whether to add special tokens to those of the chat template."""
+    cache_control: CacheControl | None = None
+    """Asks that the prompt stays cached up to the end of the last message."""
 
     def check(self) -> None:
         super().check()
@@ -69,6 +72,7 @@ class ChatBody(GenerationBody, TemplateBody):
             raise InvalidParameter("max_completion_tokens", self.max_completion_tokens, "at least 1")
         self.check_template()
         check_tools(self.tools, self.tool_choice)
+        check_marks(self.cache_marks, "cache_control")
         if self.prediction is not None:
             self._check_predicted()
 
@@ -103,6 +107,25 @@ class ChatBody(GenerationBody, TemplateBody):
     def template_variables(self) -> dict[str, Any]:
         variables = [*self.field_variables.values(), self.chat_template_kwargs]
         return {name: value for some in variables for name, value in some.items()}
+
+    @property
+    def cache_marks(self) -> list[CacheMark]:
+        """Marks of the request, from the first on: those of tools, those of parts, and that of the whole request."""
+        options, tools = self.prompt_cache_options, self.offered_tools
+        marks = [
+            CacheMark(SECONDS[tool.cache_control.ttl], part=i) for i, tool in enumerate(tools) if tool.cache_control
+        ]
+        for i, message in enumerate(self.messages):
+            for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+                if (control := part.cache_control) is not None:
+                    marks.append(CacheMark(SECONDS[control.ttl], i, j))
+                elif (point := part.prompt_cache_breakpoint) is not None:
+                    marks.append(CacheMark(SECONDS[point.ttl or (options.ttl if options else "30m")], i, j))
+        ttl_s = SECONDS[self.cache_control.ttl] if self.cache_control is not None else self.hold_ttl_s
+        if ttl_s is not None:
+            last = self.messages[-1].content
+            marks.append(CacheMark(ttl_s, len(self.messages) - 1, len(last) - 1 if isinstance(last, list) else 0))
+        return marks
 
     @property
     def echoed(self) -> str:

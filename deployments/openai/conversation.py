@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, Valid
 from pydantic_core import PydanticCustomError
 
 from deployments.http.body import StrictModel
+from deployments.openai.holds.fields import CacheBreakpoint, CacheControl
 from engine.errors import InvalidParameter
 
 MAX_PARTS = 1024  # per message
@@ -41,6 +42,8 @@ class FunctionDefinition(TemplateModel):
 class Tool(TemplateModel):
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
+    """Asks that the tools up to this one stay cached."""
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
@@ -87,9 +90,14 @@ class ToolCall(TemplateModel):
 
 
 class Part(BaseModel):
-    """A part of a message. Other keys, such as `cache_control`, are not passed to the model."""
+    """A part of a message. Other keys are not passed to the model."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+
+    cache_control: CacheControl | None = None
+    """Asks that the prompt up to here stays cached."""
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    """OpenAI's form of `cache_control`."""
 
 
 class TextPart(Part):

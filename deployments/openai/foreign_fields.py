@@ -5,7 +5,7 @@ from __future__ import annotations
 from deployments.http.validation import ForeignFields
 
 FOREIGN_FIELDS = ForeignFields(
-    unused={"metadata": "nothing is stored", "prompt_cache_key": "prefixes are cached by content, with any key"},
+    unused={"metadata": "nothing is stored"},
     ignored={
         "ec_transfer_params": "encode pools are chosen by the server",
         "guided_decoding_backend": "there is one",
@@ -16,8 +16,6 @@ FOREIGN_FIELDS = ForeignFields(
         "mm_processor_kwargs": "images are resized as the model's folder says",
         "moderation": "nothing is moderated",
         "prediction": "only chats have one",
-        "prompt_cache_options": "prefixes are cached while capacity lasts",
-        "prompt_cache_retention": "prefixes are cached while capacity lasts",
         "repetition_detection": "an answer ends at its end or at `max_tokens`",
         "return_mm_kwargs": "responses are text",
         "return_prompt_text": "/tokenize shows the prompt of a chat",
@@ -49,7 +47,6 @@ FOREIGN_FIELDS = ForeignFields(
         "functions": [[]],
         "modalities": [["text"]],
         "length_penalty": [1, 1.0],
-        "prompt_cache_retention": ["in_memory"],
         "return_mm_kwargs": [True],
         "routed_experts_prompt_start": [0],
         "spaces_between_special_tokens": [True],

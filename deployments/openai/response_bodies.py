@@ -11,8 +11,29 @@ from deployments.frontend.sequence import Usage
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class HoldBody(msgspec.Struct, omit_defaults=True):
+    """What became of a part of the prompt that the client wanted to stay cached."""
+
+    status: Literal["held", "refused"]
+    tokens: int
+    ttl_s: float
+    code: str | None = None
+    """Why it was refused."""
+    reason: str | None = None
+
+    @classmethod
+    def all_of(cls, usage: Usage) -> list[HoldBody] | msgspec.UnsetType:
+        """Return the holds of a request; UNSET if it asks for none."""
+        return [
+            cls("refused" if each.refusal else "held", each.tokens, each.ttl_s, each.refusal, each.reason or None)
+            for each in usage.hold_outcomes
+        ] or msgspec.UNSET
+
+
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
+    cache_write_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Computed tokens that are held; UNSET unless the request asks for holds."""
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -30,6 +51,7 @@ class UsageBody(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    holds: list[HoldBody] | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(cls, usage: Usage, reasoning_tokens: int | None = None) -> UsageBody:
@@ -44,8 +66,11 @@ class UsageBody(msgspec.Struct):
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+            prompt_tokens_details=PromptTokensDetails(
+                usage.cached_tokens, usage.held_tokens() if usage.holds else msgspec.UNSET
+            ),
             completion_tokens_details=details,
+            holds=HoldBody.all_of(usage),
         )
 
 

@@ -29,10 +29,11 @@ from deployments.openai.chat_body import ChatBody
 from deployments.openai.chat_output import ChatOutput
 from deployments.openai.completion import CompletionResponse
 from deployments.openai.completion_body import MAX_SEQUENCES, CompletionBody, DetokenizeBody
-from deployments.openai.conversation import Message, Tool, image_parts
+from deployments.openai.conversation import FunctionDefinition, ImagePart, Message, TextPart, Tool, image_parts
 from deployments.openai.formats.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.formats.choice_parser import OutputFormat
 from deployments.openai.formats.families import ReasoningParserName, ToolCallParserName
+from deployments.openai.holds.marked_text import MarkedText, common_prefix, hold_marks
 from deployments.openai.response_bodies import DetokenizedText, Tokens
 from deployments.openai.sampling_body import INT32, GenerationBody
 from deployments.openai.template_body import TemplateBody, TokenizeBody
@@ -46,7 +47,7 @@ from engine.errors import (
     RequestTimeout,
 )
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import GenerateRequest, HoldMark, HoldRequest
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import SupportedTasks
@@ -309,7 +310,8 @@ class ServedModel:
         """Return the requests of each prompt, and the texts for `echo`. Run it in a thread, since it may take long."""
         params = self._params(body)
         prompts, texts = self._tokenize_prompts(body)
-        return self._requests(prompts, params, body, context), texts
+        marks = [[] if body.hold_ttl_s is None else [HoldMark(len(prompt), body.hold_ttl_s)] for prompt in prompts]
+        return self._requests(prompts, params, body, context, marks), texts
 
     def _prepare_chat(
         self, body: ChatBody, context: RequestContext, images: list[ProcessedImage]
@@ -333,7 +335,8 @@ class ServedModel:
             prediction = self.tokenizer.encode(body.prediction.text, add_special_tokens=False)
         grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
         params = msgspec.structs.replace(params, structured_outputs=grammar, thinking_budget=budget)
-        requests = self._requests([prompt], params, body, context, prediction, mm_features)
+        marks = self._find_marks(body, text, prompt, images)
+        requests = self._requests([prompt], params, body, context, [marks], prediction, mm_features)
         output_format = self._format.output_format(body, thinking, self._tokens)
         return requests, output_format, [*self._ignored(body), *ignored]
 
@@ -346,6 +349,34 @@ class ServedModel:
             continue_final_message=body.continue_final_message,
             **{**self.info.chat_template_kwargs, **body.template_variables},
         )
+
+    def _find_marks(self, body: ChatBody, text: str, prompt: list[int], images: list[ProcessedImage]) -> list[HoldMark]:
+        """Return where the marks of a chat are in its prompt. text: the rendered conversation."""
+        marks = body.cache_marks
+        if not marks:
+            return []
+        marked = MarkedText()
+        with_words, tools = list(body.messages), body.offered_tools
+        for number, mark in enumerate(marks):
+            if mark.message >= 0:
+                with_words[mark.message] = with_word(with_words[mark.message], mark.part, marked.word(number))
+        rendered = self._render_chat(with_words, tools, body)
+        offsets = marked.offsets(text, rendered, len(marks))
+        for number, mark in enumerate(marks):
+            if mark.message < 0:
+                another = Tool(type="function", function=FunctionDefinition(name=f"z{marked.word(number)[:8]}"))
+                longer = [*tools[: mark.part + 1], another, *tools[mark.part + 1 :]]
+                offsets[number] = common_prefix(text, self._render_chat(body.messages, longer, body))
+        if images and self.images is not None:
+            expand, markers = self.images.processor.expand, self.images.processor.num_markers
+            offsets = [
+                len(expand(text[:offset], images[: markers(text[:offset])], self.info.max_model_len))
+                for offset in offsets
+            ]
+            text = expand(text, images, self.info.max_model_len)
+        counts = self.tokenizer.count_before(text, offsets, body.add_special_tokens)
+        cut = body.truncate_prompt_tokens is not None  # then the marks may be elsewhere
+        return hold_marks([(len(prompt) if cut else n, m.ttl_s) for n, m in zip(counts, marks, strict=True)])
 
     def _tokenize_prompts(self, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
         """Return the token ids of each prompt, and the texts for `echo`."""
@@ -419,9 +450,11 @@ class ServedModel:
         params: SamplingParams,
         body: GenerationBody,
         context: RequestContext,
+        marks: list[list[HoldMark]],
         prediction: list[int] | None = None,
         mm_features: list[MultiModalFeatureSpec] | None = None,
     ) -> list[list[GenerateRequest]]:
+        """marks: of each prompt, what the client wants to stay cached."""
         for prompt in prompts:
             if not prompt:
                 raise InvalidParameter("prompt", "", "a text of at least one token")
@@ -432,12 +465,32 @@ class ServedModel:
         request = self.new_request(context, body.priority or body.tier_priority, body.cache_salt)
         request = msgspec.structs.replace(request, prediction=prediction or [], mm_features=mm_features or [])
         sequences = [params.sequence(j) for j in range(body.n)]
+        name = context.session_id or body.prompt_cache_key
+        response_id = context.response_id
+        holds = [HoldRequest(marks=some, response_id=response_id, name=name) if some else None for some in marks]
         return [
             [
                 msgspec.structs.replace(
-                    request, request_id=f"{request.request_id}-{i * body.n + j}", prompt=prompt, params=sequence
+                    request,
+                    request_id=f"{request.request_id}-{i * body.n + j}",
+                    prompt=prompt,
+                    params=sequence,
+                    hold=holds[i] if j == 0 else None,
                 )
                 for j, sequence in enumerate(sequences)
             ]
             for i, prompt in enumerate(prompts)
         ]
+
+
+def with_word(message: Message, part: int, word: str) -> Message:
+    """Return a message with a word at the end of a part, or after it if it is an image."""
+    if not isinstance(message.content, list) or not message.content:
+        return message.model_copy(update={"content": f"{message.content or ''}{word}"})
+    parts = list(message.content)
+    marked = parts[part]
+    if isinstance(marked, ImagePart):
+        parts.insert(part + 1, TextPart(type="text", text=word))
+    else:
+        parts[part] = marked.model_copy(update={"text": f"{marked.text}{word}"})
+    return message.model_copy(update={"content": parts})

@@ -57,5 +57,8 @@ class SharedCall:
     async def reset_prefix_cache(self) -> None:
         await self._pool.reset_prefix_cache()
 
+    async def release_holds(self, name: str, client: str | None) -> None:
+        await self._pool.release_holds(name, client)
+
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return await self._pool.peer_statuses()

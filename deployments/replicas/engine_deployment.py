@@ -99,6 +99,9 @@ class EngineDeployment:
     async def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
 
+    async def release_holds(self, name: str, client: str | None) -> None:
+        self._engine.release_holds(name, client)
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers of a ReplicaReport. Serve calls it once a second if the model is autoscaled."""
         try:

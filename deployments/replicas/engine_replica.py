@@ -32,6 +32,7 @@ from engine.wire.messages import (
     MoveRequests,
     Notice,
     PeerPool,
+    ReleaseHolds,
     ResetPrefixCache,
 )
 
@@ -162,6 +163,12 @@ class EngineReplica:
         """Empty the engine's prefix cache. Raises EngineUnavailable if the engine is unhealthy."""
         self.check_health()
         self._send(ResetPrefixCache())
+
+    def release_holds(self, name: str, client: str | None) -> None:
+        """End the holds of this name; client: None for those of all clients. Raises EngineUnavailable if the engine is
+        unhealthy."""
+        self.check_health()
+        self._send(ReleaseHolds(name, client))
 
     def fail(self, reason: str) -> None:
         """End all open calls with EngineUnavailable, and refuse new ones, because the engine is gone."""

@@ -101,10 +101,17 @@ class ServePool:
 
     async def reset_prefix_cache(self) -> None:
         for handle in (self._handle, *self._peers.values()):
-            answers = await ray_compat.broadcast(handle, "reset_prefix_cache", STATUS_TIMEOUT_S)
-            missing = sum(isinstance(answer, BaseException) for answer in answers)
-            if missing or not (answers or await self.asleep()):
-                raise EngineUnavailable(f"{missing or 'all'} replicas did not answer; send the request again")
+            await self._tell_all(handle, "reset_prefix_cache")
+
+    async def release_holds(self, name: str, client: str | None) -> None:
+        await self._tell_all(self._handle, "release_holds", name, client)
+
+    async def _tell_all(self, handle: DeploymentHandle, method: str, *args: Any) -> None:
+        """Call a method of all replicas of a deployment. Raises EngineUnavailable if one does not answer."""
+        answers = await ray_compat.broadcast(handle, method, STATUS_TIMEOUT_S, *args)
+        missing = sum(isinstance(answer, BaseException) for answer in answers)
+        if missing or not (answers or await self.asleep()):
+            raise EngineUnavailable(f"{missing or 'all'} replicas did not answer; send the request again")
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return dict(zip(self._peers, await asyncio.gather(*map(_statuses, self._peers.values())), strict=True))

@@ -16,6 +16,8 @@ from deployments.routing.stats import RoutingReason, RoutingStats
 from engine.wire.messages import EngineUpdate
 from engine.wire.remote_request import KVHolder
 
+MAX_LOST_HOLDS = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
@@ -23,6 +25,7 @@ class RoutingDecision:
     reason: RoutingReason
     cached_tokens: int  #: prompt tokens expected to be cached on the first engine
     holder: KVHolder | None  #: an engine that has more of the prompt cached, and from which the first may fetch it
+    lost_hold: bool = False  #: whether a client held a part of the prompt on an engine that is gone
 
 
 class Balancer:
@@ -40,6 +43,7 @@ class Balancer:
         )
         self._policy = make_policy(config.policy, self._cost, rng or random.Random())
         self._unhealthy: set[str] = set()
+        self._lost_holds: dict[int, None] = {}  # keys of the last blocks of holds whose engines are gone, oldest first
 
     def choose(self, prompt: PromptDigest, engines: Sequence[str]) -> RoutingDecision:
         """Place a prompt on one of the engines; there must be at least one.
@@ -68,7 +72,9 @@ class Balancer:
             self.stats.routed[reason] += 1
             if prompt.adapter:
                 self.stats.adapters["held" if best.holds_adapter else "to_load"] += 1
-        return RoutingDecision(ranked, reason, placement.cached_tokens, self._holder(prompt, best))
+        return RoutingDecision(
+            ranked, reason, placement.cached_tokens, self._holder(prompt, best), self._lost_hold(prompt)
+        )
 
     def _holder(self, prompt: PromptDigest, chosen: EngineCandidate) -> KVHolder | None:
         """Return the engine with the longest prefix of a prompt, if it is longer than that of the chosen engine, which
@@ -112,7 +118,12 @@ class Balancer:
         gone = (self.placements.records.keys() | self._unhealthy).difference(engines)
         self._unhealthy -= gone
         for engine in gone:
+            held = self.placements.engine(engine).held
+            self.stats.holds_broken += len(held)
+            self._lost_holds.update(dict.fromkeys(held))
             self.placements.forget(engine)
+        for key in list(self._lost_holds)[:-MAX_LOST_HOLDS]:
+            del self._lost_holds[key]
 
     def _make_lookup(self, prompt: PromptDigest) -> Lookup:
         records, cached = self.placements.records, 0
@@ -128,6 +139,10 @@ class Balancer:
 
     def _rank(self, prompt: PromptDigest, engines: Sequence[str], lookup: Lookup) -> tuple[list[str], RoutingReason]:
         moved = False
+        if home := self._home(prompt, engines):
+            others = [engine for engine in engines if engine != home]
+            if not self._cost.overloaded(prompt, lookup(home), [lookup(other) for other in others]):
+                return [home, *(self._policy.rank(prompt, others, lookup)[0] if others else [])], "held"
         if prompt.session:
             for home in rendezvous_order(prompt.session, engines):
                 others = [engine for engine in engines if engine != home]
@@ -137,3 +152,20 @@ class Balancer:
                 moved = True
         ranked, reason = self._policy.rank(prompt, engines, lookup)
         return ranked, "session_moved" if moved else reason
+
+    def _home(self, prompt: PromptDigest, engines: Sequence[str]) -> str | None:
+        """Return the engine on which the prompt's client, or another one, holds the longest part of it."""
+        holding = [(e, held) for e in engines if (held := self.placements.engine(e).held)]
+        if holding:
+            for key in reversed(prompt.keys):
+                for engine, held in holding:
+                    if key in held:
+                        return engine
+        return None
+
+    def _lost_hold(self, prompt: PromptDigest) -> bool:
+        """Return whether a part of the prompt was held on an engine that is gone. True once for each hold."""
+        lost = [key for key in prompt.keys if key in self._lost_holds] if self._lost_holds else []
+        for key in lost:
+            del self._lost_holds[key]
+        return bool(lost)

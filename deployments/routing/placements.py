@@ -36,6 +36,7 @@ class EngineRecord:
         default_factory=Counter
     )  #: of placements whose prompts are not computed yet
     peer: Peer | None = None  #: the engine, from which others may fetch KV; None if they may not
+    held: frozenset[int] = frozenset()  #: keys of the last blocks of prompts that clients hold there
     last_update: int | None = None  #: number of the newest update whose block changes were applied
 
     def holds(self, adapter: str) -> bool:
@@ -105,6 +106,8 @@ class Placements:
             record.prefixes.update(block_keys(update.stored), block_keys(update.removed))
         else:
             return False
+        if update.held is not None:
+            record.held = frozenset(block_keys(update.held))
         record.last_update = update.number
         return True
 

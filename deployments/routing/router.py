@@ -71,6 +71,8 @@ class EngineRouter(CallRouter):
         call.note(
             f"routed to {decision.engines[0]}: {decision.reason}, {decision.cached_tokens} tokens cached there{more}"
         )
+        if decision.lost_hold:
+            call.note("a part of the prompt was held on a replica that is gone: the hold is broken")
         loop, end = asyncio.get_running_loop(), partial(self._end, call.prompt.request_id, decision.engines[0])
         call.placed(partial(loop.call_soon_threadsafe, end))
         return [[replicas[engine_id]] for engine_id in decision.engines]

@@ -64,6 +64,8 @@ class BlockPool:
         self._invalid: set[int] = set()
         #: References of blocks that are copied to or from a tier below.
         self.pinned: Counter[int] = Counter()
+        #: References of blocks that holds keep in the prefix cache.
+        self.held: Counter[int] = Counter()
         self.events = NoBlockEvents()
         self._changes: dict[bytes, bool] | None = None  # since the last `take_changes`: hash -> can it be matched now?
 
@@ -106,6 +108,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def match_all(self, hashes: Iterable[bytes]) -> list[int]:
+        """Return the blocks of these hashes, all of which the prefix cache has."""
+        return [self._by_hash[block_hash] for block_hash in hashes]
+
     def find(self, block_hash: bytes) -> int | None:
         """Return the block of a hash, if the prefix cache has one."""
         return self._by_hash.get(block_hash)
@@ -126,6 +132,23 @@ class BlockPool:
         if not self.pinned[block]:
             del self.pinned[block]
         self.release([block if loaded_hash is None else self.cache_block(block, loaded_hash)])
+
+    def hold(self, blocks: list[int]) -> None:
+        """Keep blocks of the prefix cache from being evicted, until `unhold`."""
+        self.reserve(blocks, 0)
+        self.held.update(blocks)
+
+    def unhold(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.held[block] -= 1
+            if not self.held[block]:
+                del self.held[block]
+        self.release(blocks)
+
+    @property
+    def num_only_held(self) -> int:
+        """Number of blocks that only holds keep: no sequence reads them now."""
+        return sum(self._ref_counts[block] == count for block, count in self.held.items())
 
     def reserve(self, matched: list[int], num_new: int, watermark: int = 0) -> list[int] | None:
         """Take references to the `matched` blocks and to `num_new` new ones. Returns None, and takes nothing, if fewer

@@ -17,6 +17,7 @@ from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents, NoKVEvents
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.holds import Holds, NoHolds
 from engine.core.features.image_handoffs import ImageHandoffs
 from engine.core.features.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_fetching import KVFetching, NoFetching
@@ -110,6 +111,7 @@ def build_engine(
         adapters=AdapterSlots(config.max_loras) if loaded.config.enable_lora else None,
         offloading=make_offloading(loaded, tiers, kv_cache, step_times),
         fetching=make_fetching(loaded, channel, kv_cache, handoffs, step_times),
+        holds=make_holds(loaded, kv_cache),
         token_limits=token_limits,
     )
     return EngineCore(
@@ -278,6 +280,19 @@ def make_offloading(
     for block in tiers.found:
         offloading.restore(block.name, block.size, now - block.age_s)
     return offloading
+
+
+def make_holds(loaded: Loaded, kv_cache: KVCacheManager) -> Holds | NoHolds:
+    config = loaded.config
+    if not (config.max_held_share and config.enable_prefix_caching) or loaded.model.bidirectional:
+        return NoHolds()
+    return Holds(
+        kv_cache,
+        max_model_len=loaded.runner.max_model_len,
+        max_share=config.max_held_share,
+        max_share_per_client=config.max_held_share_per_client,
+        max_ttl_s=config.max_hold_s,
+    )
 
 
 def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> KVEvents | NoKVEvents:

@@ -10,13 +10,16 @@ from engine.wire.messages import EngineLoad, EngineStats
 def load_of(scheduler: Scheduler) -> EngineLoad:
     """Return the load by which routers choose an engine."""
     queue, pool = scheduler.queue, scheduler.kv_cache.pool
-    used = max(other.num_used / other.num_blocks for other in scheduler.kv_cache.pools)
+    # Blocks that are only held cost no step anything, and new requests cannot have them: as if there were fewer.
+    held = pool.num_only_held
+    used = max((other.num_used - other.num_only_held) / other.num_blocks for other in scheduler.kv_cache.pools)
+    as_full_as_the_fullest = round(used * pool.num_blocks)
     return EngineLoad(
         sequences=len(queue.running) + queue.num_waiting + len(scheduler.handoffs.receiving),
         queued_tokens=queue.queued_tokens,
-        blocks_used=max(pool.num_used, round(used * pool.num_blocks)),  # as if all groups were as full as the fullest
+        blocks_used=max(pool.num_used - held, as_full_as_the_fullest),
         slots=scheduler.config.max_num_seqs,
-        blocks_total=pool.num_blocks,
+        blocks_total=pool.num_blocks - held,
         queued_embeds=scheduler.images.queued_embeds([*queue.waiting, *queue.running]),
         adapters=tuple(scheduler.adapters.digests),
     )
@@ -61,6 +64,7 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         encoder_cache_hits=scheduler.images.num_hits,
         spec_decode=scheduler.speculation.stats,
         kv_offload=scheduler.offloading.stats,
+        holds=scheduler.holds.stats,
         max_loras=scheduler.adapters.max_loras,
         adapters=scheduler.adapters.digests,
         running_adapters=adapter_names(queue.running),

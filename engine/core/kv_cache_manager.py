@@ -84,6 +84,20 @@ class KVCacheManager:
             count += 1
         return count
 
+    def longest_prefix(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading hashes of this list all KV cache groups have what they need of."""
+        count = len(hashes)
+        while True:
+            longest = count
+            for group in self.groups:
+                count = group.longest_hit(hashes[:count])
+            if count == longest:
+                return count
+
+    def least(self, max_model_len: int) -> int:
+        """Return how many blocks this group needs for one request of the maximum length."""
+        return self.pool.blocks_for(max_model_len)
+
     def needed(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         """Return those of these hashes whose blocks a sequence needs in order to go on after the last one."""
         return hashes
@@ -243,7 +257,7 @@ class KVCacheManager:
         """Raise AssertionError unless every block is free, cached, or held by these requests."""
         self.pool.check()
         tables = [request.tables[self._group] for request in holders if request.tables]
-        held = Counter(block for table in tables for block in table.held) + self.pool.pinned
+        held = Counter(block for table in tables for block in table.held) + self.pool.pinned + self.pool.held
         assert held == Counter({b: n for b, n in enumerate(self.pool.ref_counts()) if n}), "blocks are lost"
 
     def _has(self, block_hash: bytes, below: Below) -> bool:

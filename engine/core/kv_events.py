@@ -32,7 +32,7 @@ class KVEventPublisher:
         self._below = scheduler.offloading.hashes
         self._subscribers: dict[str, _Subscriber] = {}  # by address
         self._sent_at = self._due_at = float("-inf")
-        self._number, self._load = 0, EngineLoad()  # of the last update
+        self._number, self._load, self._held = 0, EngineLoad(), b""  # of the last update
         self._admitted: list[str] = []
         self._prefilled: list[tuple[str, int]] = []
         self._prefilling: set[str] = set()  # admitted, but not reported as prefilled yet
@@ -78,14 +78,16 @@ class KVEventPublisher:
         if now < self._due_at and not new:
             return  # before computing the load: this is called in every step
         load = load_of(self._scheduler)
-        if not (self._pool.has_changes or self._admitted or self._prefilled or load != self._load):
+        held = b"".join(self._scheduler.holds.ends)
+        changed = self._pool.has_changes or load != self._load or held != self._held
+        if not (changed or self._admitted or self._prefilled):
             self._due_at = self._sent_at + HEARTBEAT_S
         synced = [address for address, subscriber in self._subscribers.items() if subscriber.synced]
         if synced and now >= self._due_at:
-            yield self._changes(load), synced
-            self._sent_at, self._due_at, self._load = now, now + UPDATE_PERIOD_S, load
+            yield self._changes(load, None if held == self._held else held), synced
+            self._sent_at, self._due_at, self._load, self._held = now, now + UPDATE_PERIOD_S, load, held
         if new:
-            yield self._snapshot(load), new
+            yield self._snapshot(load, held), new
             for address in new:
                 self._subscribers[address].synced = True
 
@@ -93,7 +95,7 @@ class KVEventPublisher:
         """Return the seconds until the next update is due if nothing else happens; None without subscribers."""
         return max(0.0, self._due_at - now) if self._subscribers else None
 
-    def _changes(self, load: EngineLoad) -> EngineUpdate:
+    def _changes(self, load: EngineLoad, held: bytes | None) -> EngineUpdate:
         self._number += 1
         stored, removed = self._pool.take_changes()
         admitted, self._admitted = self._admitted, []
@@ -107,9 +109,10 @@ class KVEventPublisher:
             removed=b"".join(self._below.gone(removed)),
             admitted=admitted,
             prefilled=prefilled,
+            held=held,
         )
 
-    def _snapshot(self, load: EngineLoad) -> EngineUpdate:
+    def _snapshot(self, load: EngineLoad, held: bytes) -> EngineUpdate:
         """Return the current state. Changes since the update of this number are sent again with the next one,
         harmlessly."""
         return EngineUpdate(
@@ -122,6 +125,7 @@ class KVEventPublisher:
             admitted=list(self._prefilling),
             prefilled=[],
             peer=self._scheduler.fetching.peer,
+            held=held,
             window_blocks=self._scheduler.kv_cache.window_blocks,
         )
 

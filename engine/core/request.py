@@ -11,7 +11,7 @@ from engine.spec_decode.draft_length import SequenceDrafts
 from engine.text.free_text import FREE_TEXT, FreeText
 from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
 from engine.wire.lora import LoRARequest, digest_of
-from engine.wire.messages import GenerateRequest, RequestTimes, TokenLogprob
+from engine.wire.messages import GenerateRequest, HoldMark, HoldOutcome, HoldRequest, RequestTimes, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource, RemoteRequest
@@ -117,6 +117,40 @@ class PrefixUse:
 
 
 @dataclass(slots=True)
+class RequestHolds:
+    """Holds that one request asks for."""
+
+    client: str = ""
+    name: str = ""
+    response_id: str = ""
+    marks: list[HoldMark] = field(default_factory=list)
+    """Marks that have not been decided yet, ascending."""
+    next_mark: int = NEVER
+    """Tokens of the first of them."""
+    outcomes: list[HoldOutcome] = field(default_factory=list)
+    """Decisions that no delta has reported yet."""
+
+    @classmethod
+    def of(cls, message: GenerateRequest, num_prompt: int) -> RequestHolds:
+        asked = message.hold or HoldRequest(marks=[])
+        marks = [HoldMark(min(mark.tokens, num_prompt), mark.ttl_s) for mark in asked.marks]
+        holds = cls(message.client, asked.name, asked.response_id, sorted(marks, key=lambda mark: mark.tokens))
+        holds.next_mark = holds.marks[0].tokens if marks else NEVER
+        return holds
+
+    def take_marks(self, computed: int) -> list[HoldMark]:
+        """Return the marks within the first `computed` tokens, once each."""
+        taken = [mark for mark in self.marks if mark.tokens <= computed]
+        self.marks = self.marks[len(taken) :]
+        self.next_mark = self.marks[0].tokens if self.marks else NEVER
+        return taken
+
+    def take_outcomes(self) -> list[HoldOutcome]:
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes
+
+
+@dataclass(slots=True)
 class RemotePrompt:
     """Remote prefill state of one request's prompt."""
 
@@ -180,6 +214,7 @@ class Request:
     timeline: list[TimelineEvent] = field(default_factory=list)
     """Events since its last delta."""
     prefix: PrefixUse = field(default_factory=PrefixUse)
+    holds: RequestHolds = field(default_factory=RequestHolds)
     remote: RemotePrompt = field(default_factory=RemotePrompt)
     asked_by: RemoteRequest | None = None
     """The request of another engine for which this prompt is computed, if any. A request that moves gets one when it
@@ -211,6 +246,7 @@ class Request:
             reply_to=message.reply_to,
             prefix=PrefixUse(message.cache_salt, digest_of(message.lora), params.prompt_logprobs is not None),
             lora=message.lora,
+            holds=RequestHolds.of(message, num_prompt),
             remote=RemotePrompt(message.prefill, source=message.kv_source, holder=message.kv_holder),
             images=message.mm_features,
             pooling=message.pooling,

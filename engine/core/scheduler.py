@@ -12,6 +12,7 @@ from engine.core.block_allocator import BlockAllocator
 from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.holds import Holds, NoHolds
 from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.moves import Moves
@@ -69,6 +70,7 @@ class Scheduler:
         adapters: AdapterSlots | NoAdapterSlots | None = None,
         offloading: KVOffloading | NoOffloading | None = None,
         fetching: KVFetching | NoFetching | None = None,
+        holds: Holds | NoHolds | None = None,
         token_limits: Sequence[TokenLimit] = (),
     ):
         """token_limits: parts that can lower how many tokens of a request a step computes, besides speculation and
@@ -82,6 +84,7 @@ class Scheduler:
         self.adapters = adapters or NoAdapterSlots()
         self.offloading = offloading or NoOffloading()
         self.fetching = fetching or NoFetching()
+        self.holds = holds or NoHolds()
         #: Every limit is called for each request in each step, so parts that limit nothing are left out.
         self._token_limits = [*token_limits, *self.images.token_limits, *self.speculation.token_limits]
         self._checks = RequestChecks(limits, self.images, self.handoffs, self.adapters)
@@ -137,7 +140,8 @@ class Scheduler:
         return request
 
     def clear_cache(self) -> None:
-        """Empty the prefix cache and the tiers below it."""
+        """Empty the prefix cache and the tiers below it, and end all holds."""
+        self.holds.clear()
         self.kv_cache.clear_cache()
         self.offloading.clear()
         self.fetching.clear()
@@ -178,6 +182,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step. Returns None if nothing can be computed now."""
         before = self.totals.preemptions
+        self.holds.expire(now)
         budget = self._plan_running()
         # a step that preempts starts no request, unless it preempted all running ones: then the next in order starts
         if self.totals.preemptions == before or not self._builder.requests:
@@ -267,6 +272,7 @@ class Scheduler:
             return False
         self.handoffs.count(decision)
         self.totals.observe_scheduled(request, cached, now)
+        self.holds.used(request, matched, now)
         request.note(f"{decision}; {cached} of {len(request.tokens)} tokens are cached")
         if decision.remote:
             self.queue.remove(request)
@@ -314,6 +320,8 @@ class Scheduler:
                 request.computed -= rejected if running else 0
             if running and computed <= request.computed:  # else it was preempted meanwhile, and started again
                 cache_blocks(request, computed)
+                if computed >= request.holds.next_mark:
+                    self.holds.passed(request, computed, now)
             if rows := result.prompt_logprobs[i]:
                 request.add_prompt_logprobs(start, rows)
             if request.asked_by:
@@ -366,6 +374,7 @@ class Scheduler:
 
     def _fail_sampling(self, request: Request, now: float) -> Event:
         """End a request for which no token could be sampled."""
+        self.holds.forget(request)
         self.kv_cache.invalidate(request)
         error: ServingError = EngineError(request.request_id, NO_TOKEN)
         if request.grammar.error and request.params.structured_outputs:
@@ -445,6 +454,7 @@ class Scheduler:
         request.timeline += event.first.timeline
         request.computed, request.in_flight = verified, 1
         request.prefix.num_cached = max(request.prefix.num_cached, event.first.cached)
+        self.holds.passed(request, len(request.tokens), now)
         logprobs = None if event.first.logprob is None else [event.first.logprob]
         events = [self.append_tokens(request, [event.first.token], logprobs, now)]
         self.metrics.observe_tokens([request], now)
@@ -481,4 +491,5 @@ class Scheduler:
         self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased,
                          [*self.offloading.loading, *self.fetching.waiting])  # fmt: skip
         self.offloading.check()
+        self.holds.check()
         self.kv_cache.check([*self.queue.running, *self.queue.waiting_with_kv, *receiving, *leased])

@@ -34,6 +34,7 @@ from engine.wire.messages import (
     MoveRequests,
     Prefill,
     PrefillReplicas,
+    ReleaseHolds,
     RemoteRequestFailed,
     ResetPrefixCache,
     Subscribe,
@@ -128,6 +129,8 @@ class EngineServer:
                     self._move(count)
                 case Subscribe():
                     self._subscribe(command)
+                case ReleaseHolds(name, client):
+                    self._core.scheduler.holds.release(name, client)
                 case ResetPrefixCache():
                     self._core.scheduler.clear_cache()
                 case LoadAdapter(call_id, lora):

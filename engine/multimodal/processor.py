@@ -117,6 +117,10 @@ class ImageProcessor:
             raise PromptTooLong(needed, max_model_len, estimated=True)
         return parts[0] + "".join(image.placeholders + part for image, part in zip(images, parts[1:], strict=True))
 
+    def num_markers(self, text: str) -> int:
+        """Return how many images a rendered conversation shows."""
+        return text.count(self._family.marker)
+
     def place(
         self, text: str, images: Sequence[ProcessedImage], max_model_len: int, add_special_tokens: bool = False
     ) -> tuple[list[int], list[MultiModalFeatureSpec]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,6 +69,12 @@ class Tokenizer:
         if len(encoding) >= max_model_len:
             raise PromptTooLong(len(encoding), max_model_len)
         return encoding.ids
+
+    def count_before(self, text: str, offsets: Sequence[int], add_special_tokens: bool) -> list[int]:
+        """Return how many tokens of a text end at or before each of these characters."""
+        encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        ends = [end for _, end in encoding.offsets]
+        return [bisect_right(ends, offset) for offset in offsets]
 
     def encode_truncated(
         self, text: str, max_tokens: int, side: Literal["left", "right"], add_special_tokens: bool = True

@@ -1,6 +1,6 @@
 """Messages between an engine and the processes that use it (msgspec over ZMQ).
 
-To the engine:      Add, Abort, MoveRequests, Subscribe, ResetPrefixCache, LoadAdapter;
+To the engine:      Add, Abort, MoveRequests, Subscribe, ResetPrefixCache, ReleaseHolds, LoadAdapter;
                     Prefill, CancelPrefill (to an engine that computes prompts for others);
                     RemoteRequestFailed, PrefillReplicas (to an engine whose prompts others compute)    (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
@@ -29,8 +29,43 @@ from engine.wire.timeline import TimelineEvent
 
 PeerPool = Literal["prefill", "encode"]  # of engines that compute for others
 FinishReason = Literal["stop", "length", "abort", "error"]
+HoldRefusal = Literal["off", "ttl", "short", "not_cached", "client_full", "full"]
+# off: the engine keeps no holds. ttl: longer than max_hold_s. short: no full block before the mark. not_cached: the
+# engine does not keep the blocks. client_full, full: the share of the client, or of all clients, is taken.
+HoldEnd = Literal["expired", "released", "cleared", "invalid"]
+# cleared: the prefix cache was emptied. invalid: the numbers in its blocks may not be finite.
 MAX_LIVE_HANDOFFS = 200  # in one EngineStatus
 SUBSCRIPTION_S = 30.0
+
+
+class HoldMark(msgspec.Struct, frozen=True, array_like=True):
+    """Asks to keep the first `tokens` tokens of a prompt for `ttl_s` seconds after their last use."""
+
+    tokens: int
+    ttl_s: float
+
+
+class HoldRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The holds that one request asks for."""
+
+    marks: list[HoldMark]
+    """In ascending order."""
+    response_id: str = ""
+    """Id of the response, by which the holds can be released."""
+    name: str = ""
+    """Name that the client gives to its conversation; the holds can be released by it too."""
+
+
+class HoldOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The engine's answer to a HoldMark."""
+
+    tokens: int
+    """Tokens that are kept; those that the mark asked for if the hold is refused."""
+    ttl_s: float
+    refusal: HoldRefusal | None = None
+    """None if the hold is granted."""
+    reason: str = ""
+    """A sentence about the refusal."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -49,7 +84,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     reply_to: str = ""
     """ZMQ address of the ingress's token channel; empty for in-process use."""
     client: str = ""
-    """Client to whom the compilation of the grammar is charged."""
+    """Client to whom the compilation of the grammar and the blocks of holds are charged."""
     timeout_s: float | None = None
     """Seconds from arrival after which the engine ends the request; None for no limit."""
     priority: int = 0
@@ -71,6 +106,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Model that must serve the request: replicas of other models refuse it. None allows any."""
     session_id: str = ""
     """Session key: routers send requests of one session to one engine if they can. Engines ignore it."""
+    hold: HoldRequest | None = None
+    """Parts of the prompt that the client wants to stay cached."""
     when_idle: bool = False
     """Whether the request runs only on an idle engine: it is refused, or aborted, if the engine has other work."""
 
@@ -129,6 +166,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """One entry per prompt token, of which the first is None; given with the first token if requested."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; given with the first token."""
+    holds: list[HoldOutcome] = []
+    """Answers to the marks of `hold`; given with the first token."""
     prediction_tokens: tuple[int, int] | None = None
     """Numbers of predicted tokens accepted and rejected in this step; None if none was verified."""
     pooled: bytes = b""
@@ -176,6 +215,23 @@ class SpecDecodeStats(msgspec.Struct, kw_only=True):
         per_position += [0] * (drafted - len(per_position))
         for position in range(accepted):
             per_position[position] += 1
+
+
+class HoldStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The holds of one engine, and totals since its start."""
+
+    holds: int = 0
+    clients: int = 0
+    """Clients that have holds."""
+    blocks: int = 0
+    """Blocks that are kept, in the KV cache group that has most of its share in use."""
+    max_blocks: int = 0
+    """Blocks that may be kept in that group."""
+    granted: int = 0
+    refused: dict[str, int] = {}
+    """Refused holds by HoldRefusal."""
+    ended: dict[str, int] = {}
+    """Ended holds by HoldEnd."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,6 +307,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_adapters: list[str] = []
     kv_offload: KVOffloadStats | None = None
     """None without tiers below the KV cache."""
+    holds: HoldStats | None = None
+    """None in an engine that keeps no holds."""
     histograms: dict[str, Histogram] = {}
     """Histograms by the names that engine/core/stats.py gives them."""
 
@@ -327,6 +385,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     it never ran."""
     peer: Peer | None = None
     """This engine, from which others may fetch blocks; None if they may not."""
+    held: bytes | None = None
+    """Hashes of the last blocks of all holds; None if they are those of the update before."""
     window_blocks: int = 0
     """Number of a prefix's last blocks that a request needs to go on from there; 0 if it needs all of them."""
 
@@ -439,6 +499,14 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     lora: LoRARequest
 
 
+class ReleaseHolds(msgspec.Struct, frozen=True, tag=True):
+    """End the holds that have this name, or are of the response with this id."""
+
+    name: str
+    client: str | None = None
+    """Client whose holds end; None for those of all clients."""
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Empty the prefix cache, so that prompts are computed anew."""
 
@@ -448,6 +516,7 @@ Command = (
     | Abort
     | MoveRequests
     | Subscribe
+    | ReleaseHolds
     | ResetPrefixCache
     | LoadAdapter
     | Prefill

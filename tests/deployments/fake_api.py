@@ -71,6 +71,9 @@ class LocalPool:
     async def reset_prefix_cache(self) -> None:
         self._replica.reset_prefix_cache()
 
+    async def release_holds(self, name: str, client: str | None) -> None:
+        self._replica.release_holds(name, client)
+
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return {}
 

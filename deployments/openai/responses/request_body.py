@@ -44,14 +44,12 @@ RENAMED = {
     CHAT_SCHEMA: "text.format.schema",
 }
 SHARED_FOREIGN_FIELDS = (
-    "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "moderation", "prompt_cache_options",
-    "prompt_cache_retention", "vllm_xargs",
+    "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "moderation", "vllm_xargs",
 )  # fmt: skip
 RESPONSES_FOREIGN_FIELDS = ForeignFields(
     unused={
         "client_metadata": "Codex sends it for its own records",
         "max_tool_calls": "it limits tools that a server runs",
-        "prompt_cache_key": FOREIGN_FIELDS.unused["prompt_cache_key"],
     },
     ignored={
         "access_programs": "there are none",
@@ -66,7 +64,6 @@ RESPONSES_FOREIGN_FIELDS = ForeignFields(
         "previous_input_messages": "send the items of the conversation as input",
         "prompt": "no templates are kept; send the text as input or instructions",
     },
-    neutral={"prompt_cache_retention": ["in_memory"]},
 )
 
 

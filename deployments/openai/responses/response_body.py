@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from deployments.openai.response_bodies import ChatTokenLogprob
+from deployments.openai.response_bodies import ChatTokenLogprob, HoldBody
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -63,7 +63,7 @@ class ResponseError(Struct):
 
 class InputTokensDetails(Struct):
     cached_tokens: int
-    cache_write_tokens: int = 0  #: not counted: all computed tokens are cached while there is space
+    cache_write_tokens: int = 0  #: computed tokens that are held
 
 
 class OutputTokensDetails(Struct):
@@ -76,6 +76,7 @@ class ResponseUsage(Struct):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+    holds: list[HoldBody] | UnsetType = UNSET
 
 
 class Response(Struct, kw_only=True):

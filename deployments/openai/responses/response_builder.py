@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from deployments.http.errors import error_body
 from deployments.openai.chat_output import ChatOutput, ChatOutputChunk, tool_call_id
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, Reasoning
-from deployments.openai.response_bodies import ChatTokenLogprob, FinishReason
+from deployments.openai.response_bodies import ChatTokenLogprob, FinishReason, HoldBody
 from deployments.openai.responses.items import SENT_REASONING
 from deployments.openai.responses.request_body import ResponsesBody
 from deployments.openai.responses.response_body import (
@@ -176,10 +176,11 @@ class ResponseBuilder:
         response.completed_at = int(time.time())
         response.usage = ResponseUsage(
             usage.prompt_tokens,
-            InputTokensDetails(usage.cached_tokens),
+            InputTokensDetails(usage.cached_tokens, usage.held_tokens()),
             usage.completion_tokens,
             OutputTokensDetails(self._output.reasoning_tokens or 0),
             usage.prompt_tokens + usage.completion_tokens,
+            HoldBody.all_of(usage),
         )
         if self.error is not None:
             status, body = error_body(self.error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -188,6 +189,7 @@ class ResponsesRoutes:
     async def delete(self, request: Request, name: str) -> HttpResponse:
         owner = owner_of(request)
         await self._background.cancel(owner, name, delete=True)
+        await asyncio.gather(*(pool.release_holds(name, None) for pool in self._models.pools().values()))
         return json_response(DeletedResponse(name))
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from engine.core.features.tier import Tier
-from engine.core.features.tier_hashes import NoHashes, TierHashes
+from engine.core.features.tier import NoHashes, Tier, TierHashes
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
 from engine.core.step_cost import StepTimes

@@ -55,6 +55,9 @@ class StateCacheManager(KVCacheManager):
         borders = range(len(hashes) // step * step, 0, -step)
         return next((count for count in borders if self._has(hashes[count - 1], below)), 0)
 
+    def least(self, max_model_len: int) -> int:
+        return 2  # one to start from, and one that another engine writes or reads
+
     def needed(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         return hashes[-1:]
 
@@ -120,9 +123,11 @@ class StateCacheManager(KVCacheManager):
                 known = self._kv_cache.longest_hit(request.hashes(last // self._kv_size, self._kv_size))
                 borders.add(known * self._kv_size // self.pool.block_size * self.pool.block_size)
             borders.add(last)
+            size = self.pool.block_size
+            borders.update(mark.tokens // size * size for mark in request.holds.marks)
         elif any(states.handed_over):
             borders.add(last)
-        states.wanted = sorted(border for border in borders if border > position)
+        states.wanted = sorted(border for border in borders if position < border <= last)
         self._set_next(states, position)
 
     def add_sequence(self, request: Request) -> None:
@@ -216,6 +221,7 @@ class StateCacheManager(KVCacheManager):
         """Raise AssertionError unless every snapshot is free, cached, or held by these requests."""
         self.pool.check()
         held = Counter(snapshot for request in holders for snapshot in request.states.held) + self.pool.pinned
+        held += self.pool.held
         assert held == Counter({s: n for s, n in enumerate(self.pool.ref_counts()) if n}), "snapshots are lost"
 
     def _last_border(self, request: Request) -> int:

@@ -62,9 +62,16 @@ class WindowedKVCacheManager(KVCacheManager):
         hashes = request.hashes(matched, size)
         blocks = [0] * released + self.pool.match(hashes[released:])
         table = BlockTable(blocks, max(matched, released), released, keeps_all=False)
+        return table, released + min(self.pool.blocks_for(tokens) - released, self._most) - len(blocks)
+
+    def least(self, max_model_len: int) -> int:
+        return min(super().least(max_model_len), self._most)
+
+    @property
+    def _most(self) -> int:
+        """Blocks that a request holds at most."""
         assert self._spec.window is not None
-        most = self.pool.blocks_for(self._spec.window - 1 + self._step_tokens) + 1  # a window begins inside a block
-        return table, released + min(self.pool.blocks_for(tokens) - released, most) - len(blocks)
+        return self.pool.blocks_for(self._spec.window - 1 + self._step_tokens) + 1  # a window begins inside a block
 
     def cache_blocks(self, request: Request, computed: int) -> None:
         super().cache_blocks(request, computed)

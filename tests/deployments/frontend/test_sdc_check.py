@@ -55,6 +55,7 @@ class Replicas:
         return False
 
     async def reset_prefix_cache(self) -> None: ...
+    async def release_holds(self, name: str, client: str | None) -> None: ...
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return {}

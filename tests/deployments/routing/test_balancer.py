@@ -457,3 +457,56 @@ def test_a_question_about_an_image_goes_to_the_engine_that_has_seen_it():
     assert all(cached <= 4 for _, cached in seen.values())  # what comes before the image may be the same
     for image, (engine, _) in seen.items():
         assert asked(f"again {image!r}", image) == (engine, 28)
+
+
+# holds
+
+
+def held_by(engine: str, digest: PromptDigest, blocks: int, number: int = 0, **load: Any) -> EngineUpdate:
+    """A report of an engine that holds the first blocks of a prompt. The other half of each hash is made up."""
+    end = digest.keys[blocks - 1].to_bytes(8, "little") + bytes(8)
+    return msgspec.structs.replace(report(engine, number, **load), held=end)
+
+
+def test_prompt_goes_where_it_is_held_even_if_another_engine_has_less_to_do():
+    router, talk = balancer(), plain(1)
+    for engine in ENGINES:
+        router.update(report(engine))
+    router.update(held_by(ENGINES[2], talk, 3, queued_tokens=talk.num_tokens - 1))
+    decision = router.choose(talk, ENGINES)
+    assert (decision.engines[0], decision.reason) == (ENGINES[2], "held")
+    assert router.choose(plain(2), ENGINES).reason == "no_prefix"
+    router.update(held_by(ENGINES[2], talk, 3, queued_tokens=10 * talk.num_tokens))
+    assert router.choose(replace(talk, request_id="later"), ENGINES).reason != "held", "it would come last there"
+
+
+def test_prompt_goes_where_more_of_it_is_held_and_its_session_comes_second():
+    router, talk = balancer(), replace(plain(1), session="s")
+    for engine in ENGINES:
+        router.update(report(engine))
+    home = router.choose(talk, ENGINES).engines[0]
+    others = [engine for engine in ENGINES if engine != home]
+    router.update(held_by(others[0], talk, 1))
+    router.update(held_by(others[1], talk, 3))
+    assert router.choose(replace(talk, request_id="later"), ENGINES).engines[0] == others[1]
+
+
+def test_hold_that_has_ended_attracts_nobody():
+    router, talk = balancer(), plain(1)
+    router.update(held_by(ENGINES[2], talk, 3))
+    router.update(msgspec.structs.replace(report(ENGINES[2], 1, snapshot=False), held=None))
+    assert router.placements.engine(ENGINES[2]).held, "nothing was said of holds"
+    router.update(msgspec.structs.replace(report(ENGINES[2], 2, snapshot=False), held=b""))
+    assert not router.placements.engine(ENGINES[2]).held
+
+
+def test_holds_of_an_engine_that_goes_are_broken_and_the_next_turn_is_told_once():
+    router, talk = balancer(), plain(1)
+    for engine in ENGINES:
+        router.update(report(engine))
+    router.update(held_by(ENGINES[2], talk, 3))
+    left = [engine for engine in ENGINES if engine != ENGINES[2]]
+    router.keep(left)
+    assert router.stats.holds_broken == 1
+    told = [router.choose(replace(talk, request_id=f"turn {i}"), left).lost_hold for i in range(2)]
+    assert told == [True, False]

@@ -10,7 +10,7 @@ from hypothesis.stateful import rule
 from engine.core.engine_stats import load_of
 from engine.core.kv_events import HEARTBEAT_S, UPDATE_PERIOD_S, KVEventPublisher
 from engine.core.output import Event
-from engine.wire.block_hash import BLOCK_HASH_BYTES
+from engine.wire.block_hash import BLOCK_HASH_BYTES, block_hashes
 from engine.wire.messages import SUBSCRIPTION_S, EngineUpdate, Subscribe
 from tests.engine.core.test_scheduler_machine import GROUPS, DecodeMachine
 from tests.fake_handoffs import DecodeHarness
@@ -214,3 +214,26 @@ def test_a_snapshot_says_how_much_of_a_prefix_is_needed_where_all_layers_have_a_
         assert reader.last_update is not None
         needed.append(reader.last_update.window_blocks)
     assert needed == [0, 0, 2, 2, 1]
+
+
+def test_holds_are_told_when_they_begin_and_end_and_to_those_who_come_late():
+    harness = SubscribedHarness(num_blocks=16, max_model_len=32, held_share=0.5)
+    harness.policy.replicas = []  # computed here
+    early, late = Reader("early"), Reader("late")
+    harness.kv_events.subscribe(Subscribe("early"), harness.now)
+    assert [update.held for update in harness.send(early)] == [b""]
+    prompt = list(range(1, 13))
+    harness.add("held", prompt, max_tokens=2, hold=[(9, 100.0)])
+    while "held" not in harness.finished:
+        harness.step()
+    (end,) = harness.scheduler.holds.ends
+    assert end == split(block_hashes(prompt, harness.config.block_size))[1]
+    assert [update.held for update in harness.send(early)] == [end]
+    harness.add("other", [40], max_tokens=1)
+    while "other" not in harness.finished:
+        harness.step()
+    assert [update.held for update in harness.send(early)] == [None]
+    harness.kv_events.subscribe(Subscribe("late"), harness.now)
+    assert [update.held for update in harness.send(late, after_s=0)] == [end]
+    harness.scheduler.holds.clear()
+    assert [update.held for update in harness.send(early)] == [b""]

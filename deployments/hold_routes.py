@@ -1,0 +1,39 @@
+"""The route that ends holds: prompts that stay cached for a time (docs/holds.md)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import msgspec
+from fastapi import Request, Response
+
+from deployments.http.context import MAX_SESSION_ID, key_client
+from deployments.http.json_body import json_response
+from deployments.http.route import Route
+from deployments.openai.served_models import ServedModels
+from engine.errors import InvalidParameter
+
+
+class ReleasedHolds(msgspec.Struct):
+    id: str
+    object: Literal["hold"] = "hold"
+    deleted: Literal[True] = True
+
+
+class HoldRoutes:
+    def __init__(self, models: ServedModels):
+        self._models = models
+
+    def routes(self) -> list[Route]:
+        what = "End the holds of a session, a prompt_cache_key or a response."
+        return [Route("DELETE", "/v1/holds/{name:path}", self.release, what, result=ReleasedHolds)]
+
+    async def release(self, request: Request, name: str) -> Response:
+        """End the holds of this name on all replicas: those of the request's API key, or on a server without keys those
+        of all clients."""
+        if not 0 < len(name) <= 4 * MAX_SESSION_ID:
+            raise InvalidParameter("name", name, f"between 1 and {4 * MAX_SESSION_ID} characters")
+        client = key_client(request)
+        await asyncio.gather(*(pool.release_holds(name, client) for pool in self._models.pools().values()))
+        return json_response(ReleasedHolds(name))

@@ -1,0 +1,1 @@
+"""Holds, as clients ask for them."""

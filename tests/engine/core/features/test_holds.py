@@ -1,0 +1,319 @@
+"""Holds: what was granted is never evicted before its end, and what was refused changes nothing."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import precondition, rule
+
+from engine.wire.block_hash import block_hashes
+from engine.wire.messages import HoldOutcome
+from tests.engine.core.test_scheduler_machine import PREFIXES, SchedulerMachine, rests
+from tests.examples import examples
+from tests.fake_handoffs import DecodeHarness
+from tests.fake_runner import Harness
+
+PROMPT = list(range(1, 21))  # five blocks of four
+
+
+def make(**options) -> Harness:
+    return Harness(**{"num_blocks": 16, "max_model_len": 32, "held_share": 0.5, **options})
+
+
+def outcomes(harness: Harness, name: str) -> list[HoldOutcome]:
+    return harness.holds_of[name]
+
+
+def held(harness: Harness, name: str, prompt: list[int] = PROMPT, ttl_s: float = 10.0, **options) -> HoldOutcome:
+    """Compute a prompt that its client wants to be held, and return the answer."""
+    harness.add(name, prompt, max_tokens=2, hold=[(len(prompt), ttl_s)], **options)
+    serve(harness, name)
+    (outcome,) = outcomes(harness, name)
+    return outcome
+
+
+def serve(harness: Harness, name: str) -> None:
+    while name not in harness.finished:
+        harness.step()
+
+
+def flood(harness: Harness) -> None:
+    """Have every block that may be evicted hold something else."""
+    for number in range(3):
+        name = f"flood {number} {len(harness.finished)}"
+        harness.add(name, [len(harness.finished)] * 26, max_tokens=2)
+        serve(harness, name)
+
+
+def cached(harness: Harness, prompt: list[int] = PROMPT) -> int:
+    """Tokens of a prompt that a request that begins with it would find."""
+    hashes = block_hashes(prompt, harness.config.block_size)
+    return harness.scheduler.kv_cache.longest_prefix([hashes[i : i + 16] for i in range(0, len(hashes), 16)]) * 4
+
+
+def test_held_prompt_is_cached_after_all_else_was_evicted_and_another_is_not():
+    harness = make()
+    assert held(harness, "held") == HoldOutcome(tokens=20, ttl_s=10.0)
+    other = [*range(21, 40), 1]
+    harness.add("other", other, max_tokens=2)
+    serve(harness, "other")
+    flood(harness)
+    assert (cached(harness), cached(harness, other)) == (20, 0)
+    harness.add("next turn", [*PROMPT, 7, 8], max_tokens=2)
+    serve(harness, "next turn")
+    assert harness.cached_of["next turn"] == 20
+    harness.run()
+
+
+def test_hold_ends_with_its_time():
+    harness = make()
+    held(harness, "held")
+    harness.now = 9.9
+    flood(harness)
+    assert cached(harness) == 20
+    harness.now = 10.0
+    flood(harness)
+    assert cached(harness) == 0
+    assert harness.scheduler.holds.stats.ended == {"expired": 1}
+    harness.run()
+
+
+@pytest.mark.parametrize(("client", "left"), [("alice", 20), ("bob", 0)])
+def test_use_by_its_client_renews_a_hold(client, left):
+    harness = make()
+    held(harness, "held", client="alice")
+    harness.now = 9.0
+    harness.add("next turn", [*PROMPT, 7], max_tokens=2, client=client)
+    serve(harness, "next turn")
+    harness.now = 15.0
+    flood(harness)
+    assert cached(harness) == left
+    harness.run()
+
+
+def test_prompt_that_reads_only_a_part_of_a_hold_does_not_renew_it():
+    harness = make()
+    held(harness, "held")
+    harness.now = 9.0
+    harness.add("branch", [*PROMPT[:16], 40, 41, 42, 43, 44], max_tokens=2)
+    serve(harness, "branch")
+    harness.now = 11.0
+    flood(harness)
+    assert cached(harness) == 0
+    harness.run()
+
+
+@pytest.mark.parametrize("name", ["talk", "resp-held"])
+def test_client_ends_its_hold_by_the_name_of_the_conversation_or_the_response(name):
+    harness = make()
+    held(harness, "held", client="alice", hold_name="talk")
+    harness.scheduler.holds.release(name, "bob")
+    assert harness.scheduler.holds.stats.holds == 1
+    harness.scheduler.holds.release(name, "alice")
+    assert harness.scheduler.holds.stats.ended == {"released": 1}
+    flood(harness)
+    assert cached(harness) == 0
+    harness.run()
+
+
+def test_emptying_the_prefix_cache_ends_all_holds():
+    harness = make()
+    held(harness, "held")
+    harness.scheduler.clear_cache()
+    assert cached(harness) == 0
+    assert harness.scheduler.holds.stats.ended == {"cleared": 1}
+    harness.run()
+
+
+@pytest.mark.parametrize(
+    ("options", "mark", "refusal", "reason"),
+    [
+        ({}, (3, 10.0), "short", "its 3 tokens are less than a block of 4"),
+        ({}, (20, 101.0), "ttl", "its time of 101 s is above max_hold_s (100)"),
+        ({"held_share": 0.25}, (20, 10.0), "full", "all holds would keep 5 blocks, the limit is 4"),
+        ({"held_share_per_client": 0.2}, (20, 10.0), "client_full",
+         "this client's holds would keep 5 blocks, the limit is 3"),
+        ({"held_share": 1.0, "num_blocks": 12}, (20, 10.0), "full", "all holds would keep 5 blocks, the limit is 4"),
+        ({"held_share": 0.0}, (20, 10.0), "off",
+         "this server keeps no holds (max_held_share is 0, or prefix caching is off)"),
+        ({"enable_prefix_caching": False}, (20, 10.0), "not_cached",
+         "this engine does not keep what its first tokens need"),
+    ],
+)  # fmt: skip
+def test_refused_hold_says_why_and_keeps_nothing(options, mark, refusal, reason):
+    harness = make(**options)
+    harness.add("refused", PROMPT, max_tokens=2, hold=[mark])
+    serve(harness, "refused")
+    expected = HoldOutcome(tokens=mark[0], ttl_s=mark[1], refusal=refusal, reason=reason)
+    assert outcomes(harness, "refused") == [expected]
+    assert not harness.pool.held and harness.pool.num_used == 0
+    harness.run()
+
+
+def test_growing_conversation_has_one_hold():
+    harness = make(num_blocks=32)
+    talk = list(PROMPT[:8])
+    for turn in range(4):
+        assert held(harness, f"turn {turn}", list(talk), client="alice").refusal is None
+        talk += [40 + turn] * 4
+    assert harness.scheduler.holds.stats.holds == 1
+    assert max(harness.pool.held.values()) == 1
+    flood(harness)
+    assert cached(harness, talk) == 20
+    harness.run()
+
+
+def test_marks_of_one_request_are_holds_of_their_own():
+    """As Claude Code marks the system prompt for an hour, and the last turn for five minutes."""
+    harness = make(num_blocks=32)
+    for turn in range(2):
+        prompt = PROMPT[: 12 + 4 * turn]
+        harness.add(f"turn {turn}", prompt, max_tokens=2, hold=[(8, 60.0), (len(prompt), 5.0)])
+        serve(harness, f"turn {turn}")
+    assert [(o.tokens, o.ttl_s) for o in outcomes(harness, "turn 1")] == [(8, 60.0), (16, 5.0)]
+    assert harness.scheduler.holds.stats.holds == 2
+    harness.now = 6.0
+    flood(harness)
+    flood(harness)
+    assert cached(harness) == 8
+    harness.run()
+
+
+def test_shorter_hold_does_not_cut_a_longer_one_short():
+    harness = make()
+    held(harness, "long", ttl_s=60.0)
+    assert held(harness, "short", ttl_s=5.0).ttl_s == 60.0
+    harness.now = 30.0
+    flood(harness)
+    assert cached(harness) == 20
+    harness.run()
+
+
+def test_request_that_needs_more_than_is_left_preempts_others_but_never_a_hold():
+    harness = make(num_blocks=12, held_share=1.0)
+    assert held(harness, "held").refusal == "full"
+    assert held(harness, "smaller", PROMPT[:16]).refusal is None
+    for name in ("one", "two"):
+        harness.add(name, [ord(name[0]) % 50] * 8, max_tokens=20)
+    serve(harness, "one")
+    serve(harness, "two")
+    assert harness.scheduler.totals.preemptions
+    assert cached(harness) == 16
+    harness.run()
+
+
+def test_blocks_that_may_be_infinite_are_held_no_longer():
+    harness = make()
+    harness.add("broken", PROMPT, hold=[(20, 10.0)])
+    while "broken" not in harness.holds_of:
+        harness.step()
+    request = harness.scheduler.queue.live["broken"]
+    harness.commit()
+    harness.record([harness.scheduler.append_tokens(request, [-1], None, 0.0)])
+    assert harness.scheduler.holds.stats.ended == {"invalid": 1}
+    assert cached(harness) == 0
+
+
+def test_engine_with_windows_holds_the_windows_before_the_mark():
+    harness = make(num_blocks=0, windows=(None, 5), blocks=[16, 16], step_tokens=8, max_num_batched_tokens=8)
+    harness.add("held", PROMPT, max_tokens=2, hold=[(12, 10.0)])
+    serve(harness, "held")
+    assert outcomes(harness, "held") == [HoldOutcome(tokens=12, ttl_s=10.0)]
+    assert [len(pool.held) for pool in harness.pools] == [3, 1]
+    flood(harness)
+    assert cached(harness) == 12
+    harness.run()
+
+
+def test_engine_with_recurrent_states_holds_the_state_before_the_mark():
+    harness = make(num_blocks=16, chunk=4, num_snapshots=6)
+    harness.add("held", PROMPT, max_tokens=2, hold=[(10, 10.0)])
+    serve(harness, "held")
+    assert outcomes(harness, "held") == [HoldOutcome(tokens=8, ttl_s=10.0)]
+    for number in range(8):
+        harness.add(f"other {number}", [number] * 8, max_tokens=2)
+        serve(harness, f"other {number}")
+    assert cached(harness) == 8
+    harness.run()
+
+
+def test_prompt_that_another_engine_computed_is_held_here():
+    harness = DecodeHarness(num_blocks=16, max_model_len=32, held_share=0.5)
+    harness.add("remote", PROMPT, max_tokens=4, hold=[(20, 10.0)])
+    while not harness.open:
+        harness.step()
+    harness.receive(next(iter(harness.open)))
+    assert outcomes(harness, "remote") == [HoldOutcome(tokens=20, ttl_s=10.0)]
+    harness.run()
+
+
+class HoldsMachine(SchedulerMachine):
+    """Promises are kept in a list of their own, and looked up in the prefix cache by tokens after every rule."""
+
+    def more_options(self, data):
+        self.promises: list[tuple[list[int], float]] = []  # tokens, and the end of their time
+        self.answered: set[str] = set()
+        share, per_client = data.draw(st.sampled_from([0.2, 0.5, 1.0])), data.draw(st.sampled_from([0.3, 1.0]))
+        return {"held_share": share, "held_share_per_client": per_client, "max_hold_s": 50.0}
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        rest=rests,
+        marks=st.lists(st.tuples(st.integers(0, 25), st.sampled_from([1.0, 10.0, 60.0])), min_size=1, max_size=3),
+        client=st.sampled_from(["a", "b"]),
+        name=st.sampled_from(["", "talk"]),
+        max_tokens=st.integers(1, 10),
+        priority=st.integers(-1, 1),
+    )
+    def add_with_hold(self, prefix, rest, marks, client, name, max_tokens, priority):
+        self.count += 1
+        self.h.add(
+            f"r{self.count}", prefix + rest, max_tokens=max_tokens, priority=priority, client=client, hold=marks,
+            hold_name=name,
+        )  # fmt: skip
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps):
+        for _ in range(steps):
+            self.h.step()
+            self.look_up()
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 20.0]))
+    def wait(self, seconds):
+        self.h.now += seconds
+
+    @precondition(lambda self: self.promises)
+    @rule(client=st.sampled_from(["a", "b"]))
+    def release(self, client):
+        before = len(self.h.scheduler.holds.ends)
+        self.h.scheduler.holds.release("talk", client)
+        if len(self.h.scheduler.holds.ends) < before:
+            self.promises.clear()  # which of them has ended is not known here
+        self.h.scheduler.check()
+
+    @rule()
+    def clear(self):
+        self.h.scheduler.clear_cache()
+        self.promises.clear()
+        self.h.scheduler.check()
+
+    def look_up(self):
+        for name in self.h.holds_of.keys() - self.answered:
+            self.answered.add(name)
+            self.promises += [
+                (self.h.prompts[name][: outcome.tokens], self.h.now + outcome.ttl_s)
+                for outcome in self.h.holds_of[name]
+                if outcome.refusal is None
+            ]
+        self.promises = [promise for promise in self.promises if promise[1] > self.h.now]
+        kv_cache, size = self.h.scheduler.kv_cache, self.h.config.block_size
+        for tokens, _ in self.promises:
+            names = block_hashes(tokens, size)
+            hashes = [names[i : i + 16] for i in range(0, len(names), 16)]
+            assert len(hashes) * size == len(tokens)
+            assert kv_cache.longest_prefix(hashes) == len(hashes), "a promise was broken"
+
+
+TestHolds = HoldsMachine.TestCase
+TestHolds.settings = settings(max_examples=examples(150), stateful_step_count=40)
