@@ -1,8 +1,10 @@
-"""Agents whose contexts outgrow the KV cache, with tiers below it and without: `python -m benchmarks.kv_offloading`.
+"""Agents whose contexts outgrow the KV cache, with tiers below it, with holds, and without either:
+`python -m benchmarks.kv_offloading`.
 
 Each agent takes a turn, pauses while a tool runs, and comes back with the answer and the tool's output appended. All
 engines see the same turns in the same order, one after the other: what an agent finds cached depends on the order, and
-not on how fast an engine is.
+not on how fast an engine is. The engines' clocks skip the pauses. With holds, each turn asks that its prompt stays
+cached for five minutes, which is longer than any pause.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 import typer
 
@@ -22,10 +25,11 @@ from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import GenerateRequest, HoldMark, HoldRequest
 from engine.wire.sampling_params import SamplingParams
 
-TIERS = ("none", "host", "disk")
+HELD_S = 300.0
+WITH_HOLDS = ("holds", "host + holds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,42 @@ class Load:
         return self.first + self.turns * (self.tool + self.answer)
 
 
+class Clock:
+    """The clock of an engine, which skips the pauses of agents."""
+
+    def __init__(self) -> None:
+        self.skipped = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.skipped
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def wait_until(self, at: float) -> None:
+        self.skipped += max(0.0, at - self.monotonic())
+
+
+@dataclass(slots=True)
+class Promises:
+    """Holds that the agents were granted."""
+
+    held: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Tokens and end of each agent's newest hold."""
+    kept: int = 0
+    """Turns that came in time and found all that was promised."""
+    broken: int = 0
+    first_token_s: list[float] = field(default_factory=list)
+    """Of turns that came in time."""
+
+    def resumed(self, agent: int, at: float, hit: int, first_token_s: float) -> None:
+        tokens, until = self.held.pop(agent, (0, 0.0))
+        if tokens and at < until:
+            self.kept += hit >= tokens
+            self.broken += hit < tokens
+            self.first_token_s.append(first_token_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     tier: str
@@ -51,6 +91,7 @@ class Outcome:
     seconds: float
     errors: dict[str, int]
     answers: list[list[int]]
+    promises: Promises
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +103,9 @@ class OffloadReport:
     equal_answers: bool
 
 
-def order_of_turns(load: Load) -> list[int]:
-    """Return the agent of each turn. Pauses are 5 s to 5 min, most of them short (log-uniform)."""
+def order_of_turns(load: Load) -> list[tuple[float, int]]:
+    """Return when each turn begins, in seconds, and its agent. Pauses are 5 s to 5 min, most of them short
+    (log-uniform)."""
     draw = random.Random(1)
     due = [(draw.uniform(0, 60), agent) for agent in range(load.agents)]
     left = [load.turns] * load.agents
@@ -71,27 +113,32 @@ def order_of_turns(load: Load) -> list[int]:
     while due:
         due.sort()
         at, agent = due.pop(0)
-        order.append(agent)
+        order.append((at, agent))
         left[agent] -= 1
         if left[agent]:
             due.append((at + 5 * 60 ** draw.random(), agent))
     return order
 
 
-def drive(core: EngineCore, load: Load, tier: str) -> Outcome:
+def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> Outcome:
     draw, vocab_size = random.Random(2), core.model_config.vocab_size
     contexts = [draw.choices(range(3, vocab_size), k=load.first) for _ in range(load.agents)]
     resumed = cached = 0
     first_token_s: list[float] = []
-    answers = []
+    answers, promises = [], Promises()
     params = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True)
-    began = time.perf_counter()
-    for number, agent in enumerate(order_of_turns(load)):
+    began, start = time.perf_counter(), clock.monotonic()
+    for number, (at, agent) in enumerate(order_of_turns(load)):
+        clock.wait_until(start + at)
         context, is_first = contexts[agent], len(contexts[agent]) == load.first
         tool = draw.choices(range(3, vocab_size), k=load.tool)
         prompt = context if is_first else [*context, *tool]
-        started, first = time.perf_counter(), None
-        core.add(GenerateRequest(request_id=str(number), prompt=prompt, params=params))
+        started, first, began_at = time.perf_counter(), None, clock.monotonic()
+        hold = HoldRequest(marks=[HoldMark(len(prompt), HELD_S)]) if tier in WITH_HOLDS else None
+        core.add(
+            GenerateRequest(request_id=str(number), prompt=prompt, params=params, client=f"agent {agent}", hold=hold)
+        )
+        granted = 0
         answer: list[int] = []
         hit = 0
         while core.has_work:
@@ -99,7 +146,11 @@ def drive(core: EngineCore, load: Load, tier: str) -> Outcome:
                 first = first or time.perf_counter()
                 answer += event.delta.token_ids
                 hit += event.delta.num_cached_tokens
+                granted += sum(outcome.tokens for outcome in event.delta.holds if outcome.refusal is None)
         assert first is not None
+        promises.resumed(agent, began_at, hit, first - started)
+        if granted:
+            promises.held[agent] = granted, began_at + HELD_S
         contexts[agent] = [*prompt, *answer]
         answers.append(answer)
         if not is_first:
@@ -107,7 +158,7 @@ def drive(core: EngineCore, load: Load, tier: str) -> Outcome:
             resumed, cached = resumed + len(prompt), cached + hit
     tiers = core.stats().kv_offload
     errors = {} if tiers is None else {f"{t} {k}": n for t, s in tiers.tiers.items() for k, n in s.errors.items()}
-    return Outcome(tier, resumed, cached, first_token_s, time.perf_counter() - began, errors, answers)
+    return Outcome(tier, resumed, cached, first_token_s, time.perf_counter() - began, errors, answers, promises)
 
 
 def measure(model: str, load: Load, threads: int, block_size: int) -> OffloadReport:
@@ -116,21 +167,31 @@ def measure(model: str, load: Load, threads: int, block_size: int) -> OffloadRep
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "none": {},
+            "holds": {},
             "host": {"kv_offloading_size": 1.0},
+            "host + holds": {"kv_offloading_size": 1.0},
             "disk": {"kv_offloading_disk_size": 1.0, "kv_offloading_dir": str(Path(folder, "kv"))},
         }
-        for tier in TIERS:
+        for tier, more in options.items():
             config = EngineConfig(
                 model=model, num_threads=threads, block_size=block_size, num_blocks=-(-tokens // block_size),
-                max_num_seqs=4, max_model_len=load.longest + load.tool, **options[tier],  # type: ignore[arg-type]
+                max_num_seqs=4, max_model_len=load.longest + load.tool, **more,  # type: ignore[arg-type]
             )  # fmt: skip
-            core = build_engine(config)
-            drive(core, Load(2, 2, 64, 16, 4, 1.0), tier)  # warms up
-            core.scheduler.clear_cache()
-            outcomes.append(drive(core, load, tier))
-            core.close()
+            clock = Clock()
+            with mock.patch("engine.core.engine.time", clock):
+                core = build_engine(config)
+                drive(core, Load(2, 2, 64, 16, 4, 1.0), tier, clock)  # warms up
+                core.scheduler.clear_cache()
+                outcomes.append(drive(core, load, tier, clock))
+                core.close()
     equal = all(outcome.answers == outcomes[0].answers for outcome in outcomes)
     return OffloadReport(model, load, tokens, outcomes, equal)
+
+
+def percentiles(times: list[float]) -> tuple[float, float]:
+    """Return P50 and P99."""
+    ordered = sorted(times)
+    return statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))]
 
 
 def show_report(report: OffloadReport) -> None:
@@ -139,11 +200,14 @@ def show_report(report: OffloadReport) -> None:
         f"{load.agents} agents, {load.turns} turns each, contexts up to {load.longest} tokens; "
         f"{report.cache_tokens} tokens fit the cache"
     )
-    table = make_table("tier", "tokens cached", "first token P50 ms", "P99 ms", "ratio of P50", "s")
+    columns = ("tokens cached", "first token P50 ms", "P99 ms", "ratio of P50", "s")
+    table = make_table("tier", *columns, "held turns", "their P50 ms", "P99 ms", "broken")
     plain = statistics.median(report.outcomes[0].first_token_s)
     for outcome in report.outcomes:
-        times = sorted(outcome.first_token_s)
-        p50, p99 = statistics.median(times), times[int(0.99 * (len(times) - 1))]
+        p50, p99 = percentiles(outcome.first_token_s)
+        held, promises = "", outcome.promises
+        if promises.first_token_s:
+            held = f"{len(promises.first_token_s) / len(outcome.first_token_s):.0%}"
         table.add_row(
             outcome.tier,
             f"{outcome.cached_tokens / outcome.resumed_tokens:.0%}",
@@ -151,6 +215,9 @@ def show_report(report: OffloadReport) -> None:
             figure(1000 * p99, 1),
             figure(plain / p50, 2),
             figure(outcome.seconds, 1),
+            held,
+            *([figure(1000 * each, 1) for each in percentiles(promises.first_token_s)] if held else ("", "")),
+            str(promises.broken) if held else "",
         )
     print(title)
     show(table)

@@ -300,6 +300,7 @@ class Harness:
             config = SpeculativeConfig(method="ngram")
             bound = partial(max_drafts, chunk) if chunk else any_number
             speculator = Speculator(config, drafter, lambda sequences: (*step_cost, draft_cost), VOCAB, bound)
+        offloading = self.make_offloading(kv_cache)
         self.scheduler = Scheduler(
             self.config,
             kv_cache,
@@ -308,10 +309,11 @@ class Harness:
             speculation=speculator,
             token_limits=token_limits,
             adapters=adapters,
-            offloading=self.make_offloading(kv_cache),
             fetching=self.make_fetching(kv_cache, handoffs),
+            offloading=offloading,
             holds=Holds(
                 kv_cache,
+                offloading,
                 max_model_len=max_model_len,
                 max_share=held_share,
                 max_share_per_client=held_share_per_client,
@@ -466,7 +468,7 @@ class Harness:
             assert limit > 0, "no end in sight"
         self.drain()
         self.now += 1e9
-        self.scheduler.holds.expire(self.now)
+        self.scheduler.holds.update(self.now)
         self.scheduler.check()
         assert not any(pool.num_used for pool in self.pools)
         for name, prompt in self.prompts.items():

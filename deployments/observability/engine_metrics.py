@@ -200,7 +200,7 @@ LOAD: list[Row] = [
     (Counter, "manta_kv_fetched_tokens", "Prompt tokens whose KV another engine had cached.", "fetched_tokens"),
     (Gauge, "manta_holds", "Prompts that clients hold in the KV cache.", _holds("holds")),
     (Gauge, "manta_held_blocks", "KV blocks that holds keep.", _holds("blocks")),
-    (Gauge, "manta_max_held_blocks", "KV blocks that holds may keep.", _holds("max_blocks")),
+    (Gauge, "manta_max_held_blocks", "KV blocks that holds may keep, without tiers.", _holds("max_blocks")),
     (Counter, "manta_holds_granted", "Holds that were granted.", _holds("granted")),
     (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
     (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found computed.", "encoder_cache_hits"),

@@ -98,6 +98,7 @@ def build_engine(
     )
     kv_cache, token_limits = make_kv_cache(loaded)
     step_times = StepTimes()
+    offloading = make_offloading(loaded, tiers, kv_cache, step_times)
     handoff = loaded.config.handoff
     channel = None if handoff is None else open_channel(handoff, kv_ranks)
     handoffs = make_handoffs(loaded, channel, step_times)
@@ -109,9 +110,9 @@ def build_engine(
         speculation=make_speculation(loaded, step_times),
         images=make_images(loaded, open_channel, image_ranks),
         adapters=AdapterSlots(config.max_loras) if loaded.config.enable_lora else None,
-        offloading=make_offloading(loaded, tiers, kv_cache, step_times),
+        offloading=offloading,
         fetching=make_fetching(loaded, channel, kv_cache, handoffs, step_times),
-        holds=make_holds(loaded, kv_cache),
+        holds=make_holds(loaded, kv_cache, offloading),
         token_limits=token_limits,
     )
     return EngineCore(
@@ -282,12 +283,13 @@ def make_offloading(
     return offloading
 
 
-def make_holds(loaded: Loaded, kv_cache: KVCacheManager) -> Holds | NoHolds:
+def make_holds(loaded: Loaded, kv_cache: KVCacheManager, offloading: KVOffloading | NoOffloading) -> Holds | NoHolds:
     config = loaded.config
     if not (config.max_held_share and config.enable_prefix_caching) or loaded.model.bidirectional:
         return NoHolds()
     return Holds(
         kv_cache,
+        offloading,
         max_model_len=loaded.runner.max_model_len,
         max_share=config.max_held_share,
         max_share_per_client=config.max_held_share_per_client,

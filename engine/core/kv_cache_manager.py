@@ -84,13 +84,14 @@ class KVCacheManager:
             count += 1
         return count
 
-    def longest_prefix(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading hashes of this list all KV cache groups have what they need of."""
+    def longest_prefix(self, hashes: Sequence[bytes], below: Below = nowhere) -> int:
+        """Return up to which of these hashes all KV cache groups have what a sequence needs to go on after it. below:
+        tiers whose blocks count too."""
         count = len(hashes)
         while True:
             longest = count
             for group in self.groups:
-                count = group.longest_hit(hashes[:count])
+                count = group.longest_hit(hashes[:count], below)
             if count == longest:
                 return count
 

@@ -182,7 +182,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step. Returns None if nothing can be computed now."""
         before = self.totals.preemptions
-        self.holds.expire(now)
+        self.holds.update(now)
         budget = self._plan_running()
         # a step that preempts starts no request, unless it preempted all running ones: then the next in order starts
         if self.totals.preemptions == before or not self._builder.requests:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class TierEntry:
 class TierIndex:
     """The blocks of one tier by name, least recently used first. Their sizes never add up to more than `capacity`.
 
-    A block that is being written or read stays; all others may be evicted.
+    A block that is being written or read stays, and so does one that a hold keeps; all others may be evicted.
     """
 
     def __init__(self, capacity: int, ttl_s: float | None = None, slots: bool = False):
@@ -35,6 +35,10 @@ class TierIndex:
         self._entries: OrderedDict[bytes, TierEntry] = OrderedDict()  # least recently used first
         self._by_age: dict[bytes, None] = {}  # oldest first
         self._free = list(range(capacity - 1, -1, -1)) if slots else None
+        #: References of holds.
+        self.held: Counter[bytes] = Counter()
+        #: Whether a block was removed that a hold kept; the caller resets it.
+        self.lost_held = False
         #: Names that were removed; the caller empties it.
         self.removed: list[bytes] = []
 
@@ -86,11 +90,24 @@ class TierIndex:
             if name in self._entries:
                 self._entries.move_to_end(name)
 
+    def hold(self, name: bytes) -> None:
+        """Keep a block from being evicted and from growing too old, until `unhold`."""
+        self.held[name] += 1
+
+    def unhold(self, name: bytes) -> None:
+        """Undo `hold`, also for a block that was removed meanwhile."""
+        if self.held[name] > 1:
+            self.held[name] -= 1
+        else:
+            del self.held[name]
+
     def remove(self, name: bytes) -> bool:
         """Forget a block. Returns False if no block has this name."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return False
+        if self.held.pop(name, 0):
+            self.lost_held = True
         del self._by_age[name]
         self.removed.append(name)
         self.used -= entry.size
@@ -138,12 +155,13 @@ class TierIndex:
 
     def _idle(self, name: bytes) -> bool:
         entry = self._entries[name]
-        return entry.ready and not entry.readers
+        return entry.ready and not entry.readers and name not in self.held
 
     def check(self) -> None:
         """Raise AssertionError unless sizes and slots add up."""
         assert self.used == sum(entry.size for entry in self._entries.values()) <= self.capacity, "bytes are lost"
         assert self._by_age.keys() == self._entries.keys(), "a block is lost"
+        assert self.held.keys() <= self._entries.keys(), "a held block is lost"
         assert all(entry.readers >= 0 for entry in self._entries.values()), "a block was read to its end twice"
         if self._free is not None:
             slots = [entry.slot for entry in self._entries.values()] + self._free

@@ -32,8 +32,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 HoldRefusal = Literal["off", "ttl", "short", "not_cached", "client_full", "full"]
 # off: the engine keeps no holds. ttl: longer than max_hold_s. short: no full block before the mark. not_cached: the
 # engine does not keep the blocks. client_full, full: the share of the client, or of all clients, is taken.
-HoldEnd = Literal["expired", "released", "cleared", "invalid"]
-# cleared: the prefix cache was emptied. invalid: the numbers in its blocks may not be finite.
+HoldEnd = Literal["expired", "released", "cleared", "invalid", "lost"]
+# cleared: the prefix cache was emptied. invalid: the numbers in its blocks may not be finite. lost: a tier lost a
+# block.
 MAX_LIVE_HANDOFFS = 200  # in one EngineStatus
 SUBSCRIPTION_S = 30.0
 
@@ -224,9 +225,11 @@ class HoldStats(msgspec.Struct, frozen=True, kw_only=True):
     clients: int = 0
     """Clients that have holds."""
     blocks: int = 0
-    """Blocks that are kept, in the KV cache group that has most of its share in use."""
-    max_blocks: int = 0
-    """Blocks that may be kept in that group."""
+    """Blocks of the first KV cache group that are kept, on the device or in a tier."""
+    device_blocks: int = 0
+    """Of these, blocks on the device."""
+    max_blocks: int | None = None
+    """Blocks of this group that may be kept; None with tiers, whose share counts instead."""
     granted: int = 0
     refused: dict[str, int] = {}
     """Refused holds by HoldRefusal."""

@@ -141,7 +141,7 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
   }
   card.querySelector(".blocks").setAttribute("aria-label",
     `KV blocks: ${stats.blocks_used} used, ${stats.blocks_cached} cached, ${stats.blocks_free} free`);
-  const holds = stats.holds?.holds ? [`${count(stats.holds.holds)} holds keep ${count(stats.holds.blocks)} of at most ${count(stats.holds.max_blocks)} blocks`] : [];
+  const holds = stats.holds?.holds ? [`${count(stats.holds.holds)} holds keep ${count(stats.holds.blocks)} blocks, ${count(stats.holds.device_blocks)} of them here`] : [];
   card.querySelector(".blocks").title = holds.concat(Object.entries(stats.group_blocks)
     .map(([group, { used, cached, free }]) => {
       const held = bytes((used + cached) * (stats.group_block_bytes[group] ?? 0));

@@ -6,12 +6,19 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from engine.core.features.kv_offloading import KVOffloading, NoOffloading
+from engine.core.features.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request import Request
+from engine.core.request import Request, State
 from engine.wire.messages import HoldEnd, HoldMark, HoldOutcome, HoldRefusal, HoldStats
 
+RETRY_S = 1.0  # after which blocks that are in no tier are copied again
 OFF = "this server keeps no holds (max_held_share is 0, or prefix caching is off)"
+
+
+T = TypeVar("T", int, bytes)
 
 
 class NoHolds:
@@ -33,7 +40,7 @@ class NoHolds:
     def release(self, name: str, client: str | None) -> None:
         pass
 
-    def expire(self, now: float) -> None:
+    def update(self, now: float) -> None:
         pass
 
     def clear(self) -> None:
@@ -50,23 +57,33 @@ class Hold:
     client: str
     name: str
     response_id: str
-    request_id: str
+    request: Request
     """Request whose prompt it is."""
     hashes: list[bytes]
     """Of the first group's blocks; the last one identifies the prefix."""
+    needed: list[list[bytes]]
+    """Hashes of the blocks that are kept in each KV cache group."""
     blocks: list[list[int]]
-    """What is pinned in each KV cache group."""
+    """These blocks on the device; empty lists once a tier keeps them instead."""
     ttl_s: float
     expires_at: float
+    tier: Tier | None = None
+    """Tier that keeps the blocks; None if the device does."""
+    stored_at: float | None = None
+    """When they were last asked to be copied to the tiers."""
     is_live: bool = True
 
     @property
     def end(self) -> tuple[str, bytes]:
         return self.client, self.hashes[-1]
 
+    @property
+    def keys(self) -> list[tuple[int, bytes]]:
+        return [(group, each) for group, hashes in enumerate(self.needed) for each in hashes]
+
 
 class Holds:
-    """Pins prefixes in the prefix cache until their time ends.
+    """Keeps prefixes in the prefix cache, or in a tier below it, until their time ends.
 
     A hold is granted once its prompt is computed up to the mark, or refused then; the first token brings the answer.
     From then on its blocks cannot be evicted until its time ends, it is released, or the prefix cache is emptied. Its
@@ -77,32 +94,32 @@ class Holds:
 
     In each KV cache group, holds never pin more than a share of the blocks, and always leave enough for one request of
     the maximum length: with all other requests preempted, the first in order still gets its blocks.
+
+    With tiers, the share is that of a tier. The device keeps the blocks only until their request has ended and a tier
+    has a copy of all of them. Should a tier lose a block, for instance because a file is damaged, the hold ends.
     """
 
     def __init__(
         self,
         kv_cache: KVCacheManager,
+        offloading: KVOffloading | NoOffloading | None = None,
         *,
         max_model_len: int,
         max_share: float,
         max_share_per_client: float,
         max_ttl_s: float,
     ):
-        """max_share: fraction of each group's blocks for all holds; max_share_per_client: for those of one client.
-        max_ttl_s: longest time of a hold, in seconds."""
-        self._kv_cache, self._max_ttl_s = kv_cache, max_ttl_s
+        """max_share: fraction of each group's blocks, or of a tier, for all holds; max_share_per_client: for those of
+        one client. max_ttl_s: longest time of a hold, in seconds."""
+        self._kv_cache, self._below, self._max_ttl_s = kv_cache, offloading or NoOffloading(), max_ttl_s
         self._block_size = kv_cache.pool.block_size
-        self._limits = [
-            max(0, min(int(max_share * group.pool.num_blocks), group.pool.num_blocks - group.least(max_model_len)))
-            for group in kv_cache.groups
-        ]
-        self._client_limits = [
-            min(limit, int(max_share_per_client * group.pool.num_blocks))
-            for limit, group in zip(self._limits, kv_cache.groups, strict=True)
-        ]
+        self._share, self._share_per_client = max_share, max_share_per_client
+        self._room = [max(0, group.pool.num_blocks - group.least(max_model_len)) for group in kv_cache.groups]
         self._by_end: dict[tuple[str, bytes], Hold] = {}
-        self._clients: dict[str, list[Counter[int]]] = {}  # blocks by client and group
+        self._kept: list[Counter[bytes]] = [Counter() for _ in kv_cache.groups]  # hashes by group
+        self._clients: dict[str, list[Counter[bytes]]] = {}  # the same by client
         self._deadlines: list[tuple[float, int, Hold]] = []  # heap; a hold that was renewed is there with its old time
+        self._to_move: dict[Hold, None] = {}  # holds that a tier is to keep
         self._number = self._granted = 0
         self._refused: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
@@ -128,7 +145,7 @@ class Holds:
                 request.note(f"a hold of {outcome.tokens} tokens is refused: {outcome.reason}")
 
     def _ask(self, request: Request, mark: HoldMark, now: float) -> HoldOutcome:
-        self.expire(now)
+        self.update(now)
         size = self._block_size
         if mark.ttl_s > self._max_ttl_s:
             return refused(mark, "ttl", f"its time of {mark.ttl_s:g} s is above max_hold_s ({self._max_ttl_s:g})")
@@ -144,10 +161,10 @@ class Holds:
                 same.ttl_s, same.expires_at = mark.ttl_s, expires_at
                 self._push(same)
             return HoldOutcome(tokens=len(hashes) * size, ttl_s=same.ttl_s)
-        groups = self._kv_cache.groups
-        blocks = [group.pool.match_all(group.needed(hashes)) for group in groups]
+        needed = [list(group.needed(hashes)) for group in self._kv_cache.groups]
+        blocks = [g.pool.match_all(some) for g, some in zip(self._kv_cache.groups, needed, strict=True)]
         hold = Hold(
-            asked.client, asked.name, asked.response_id, request.request_id, hashes, blocks, mark.ttl_s, expires_at
+            asked.client, asked.name, asked.response_id, request, hashes, needed, blocks, mark.ttl_s, expires_at
         )
         replaced = [earlier for earlier in self._prefixes(asked.client, hashes) if self._replaces(hold, earlier)]
         if (refusal := self._lacks(mark, hold, replaced)) is not None:
@@ -162,31 +179,52 @@ class Holds:
         return [hold for each in hashes if (hold := self._by_end.get((client, each))) is not None]
 
     def _replaces(self, hold: Hold, earlier: Hold) -> bool:
-        is_of_same_request = earlier.request_id == hold.request_id
+        is_of_same_request = earlier.request is hold.request
         return earlier.name == hold.name and earlier.expires_at <= hold.expires_at and not is_of_same_request
 
     def _lacks(self, mark: HoldMark, hold: Hold, replaced: list[Hold]) -> HoldOutcome | None:
         """Return the refusal of a hold for which there is no room, else None."""
-        for group, manager in enumerate(self._kv_cache.groups):
-            new, old = hold.blocks[group], [block for earlier in replaced for block in earlier.blocks[group]]
-            own = self._clients[hold.client][group] if hold.client in self._clients else Counter[int]()
-            for kept, limit, whose, refusal in (
-                (manager.pool.held, self._limits[group], "all holds", "full"),
-                (own, self._client_limits[group], "this client's holds", "client_full"),
-            ):
-                needed = len(kept) + _growth(kept, new, old)
-                if needed > limit:
-                    what = "snapshots" if manager.kind == "mamba" else "blocks"
-                    reason = f"{whose} would keep {needed} {what}, the limit is {limit}"
+        own = self._clients.get(hold.client) or [Counter() for _ in hold.needed]
+        for kept, share, whose, refusal in (
+            (self._kept, self._share, "all holds", "full"),
+            (own, self._share_per_client, "this client's holds", "client_full"),
+        ):
+            counts = [
+                len(kept[group]) + _growth(kept[group], new, [h for each in replaced for h in each.needed[group]])
+                for group, new in enumerate(hold.needed)
+            ]
+            if (tiers := self._below.tiers) and not any(tier.fits(counts, min(share, self._share)) for tier in tiers):
+                reason = f"{whose} would keep {counts[0]} blocks, more than {share:.0%} of any tier"
+                return refused(mark, refusal, reason)  # type: ignore[arg-type]
+            for count, limit, group in zip(counts, self._limits(share), self._kv_cache.groups, strict=True):
+                if count > limit and not tiers:
+                    what = "snapshots" if group.kind == "mamba" else "blocks"
+                    reason = f"{whose} would keep {count} {what}, the limit is {limit}"
                     return refused(mark, refusal, reason)  # type: ignore[arg-type]
+        for group, blocks, room in zip(self._kv_cache.groups, hold.blocks, self._room, strict=True):
+            count = len(group.pool.held) + _growth(group.pool.held, blocks, [])
+            if tiers and count > room:
+                reason = f"{count} blocks would wait on the device to be copied to a tier, the limit is {room}"
+                return refused(mark, "full", reason)
         return None
 
+    def _limits(self, share: float) -> list[int]:
+        """Return how many blocks of each group this share is, without tiers."""
+        share = min(share, self._share)
+        return [
+            min(room, int(share * group.pool.num_blocks))
+            for room, group in zip(self._room, self._kv_cache.groups, strict=True)
+        ]
+
     def _begin(self, hold: Hold) -> None:
-        counters = self._clients.setdefault(hold.client, [Counter() for _ in hold.blocks])
-        for manager, blocks, counter in zip(self._kv_cache.groups, hold.blocks, counters, strict=True):
-            manager.pool.hold(blocks)
-            counter.update(blocks)
+        own = self._clients.setdefault(hold.client, [Counter() for _ in hold.needed])
+        for group, manager in enumerate(self._kv_cache.groups):
+            manager.pool.hold(hold.blocks[group])
+            self._kept[group].update(hold.needed[group])
+            own[group].update(hold.needed[group])
         self._by_end[hold.end] = hold
+        if self._below.tiers:
+            self._to_move[hold] = None
         self._push(hold)
 
     def _push(self, hold: Hold) -> None:
@@ -199,14 +237,14 @@ class Holds:
         """Renew the holds that a request has read: those of its client within its first `matched` blocks, which were
         cached."""
         if self._by_end and matched:
-            self.expire(now)
+            self.update(now)
             for hold in self._prefixes(request.holds.client, request.hashes(matched, self._block_size)):
                 hold.expires_at = max(hold.expires_at, now + hold.ttl_s)
 
-    # -- ending --------------------------------------------------------------------------------------------
+    # -- moving down, and ending ---------------------------------------------------------------------------
 
-    def expire(self, now: float) -> None:
-        """End the holds whose time is over."""
+    def update(self, now: float) -> None:
+        """End the holds whose time is over, and let tiers keep what they have a copy of."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, hold = heapq.heappop(self._deadlines)
             if not hold.is_live:
@@ -215,6 +253,29 @@ class Holds:
                 self._push(hold)  # it was renewed
             else:
                 self._end(hold, "expired")
+        for hold in list(self._to_move):
+            if hold.request.state is State.FINISHED:  # before, its blocks may turn out to hold non-finite numbers
+                self._move(hold, now)
+        for tier in self._below.tiers:
+            for index in [index for index in tier.indexes if index.lost_held]:
+                index.lost_held = False
+                for hold in [hold for hold in self._by_end.values() if hold.tier is tier]:
+                    if not self._below.holds(tier, hold.keys):
+                        self._end(hold, "lost")
+
+    def _move(self, hold: Hold, now: float) -> None:
+        if (tier := self._below.hold(hold.keys)) is not None:
+            self._unpin(hold)
+            hold.tier = tier
+            del self._to_move[hold]
+        elif hold.stored_at is None or now >= hold.stored_at + RETRY_S:
+            hold.stored_at = now
+            self._below.store(hold.keys)
+
+    def _unpin(self, hold: Hold) -> None:
+        for manager, blocks in zip(self._kv_cache.groups, hold.blocks, strict=True):
+            manager.pool.unhold(blocks)
+        hold.blocks = [[] for _ in hold.blocks]
 
     def release(self, name: str, client: str | None) -> None:
         """End the holds that have this name, or are of the response with this id. client: None for all clients."""
@@ -238,11 +299,15 @@ class Holds:
         """End a hold. why: None if another hold replaces it."""
         hold.is_live = False
         del self._by_end[hold.end]
-        counters = self._clients[hold.client]
-        for manager, blocks, counter in zip(self._kv_cache.groups, hold.blocks, counters, strict=True):
-            manager.pool.unhold(blocks)
-            drop(counter, blocks)
-        if not any(counters):
+        self._to_move.pop(hold, None)
+        self._unpin(hold)
+        if hold.tier is not None:
+            self._below.unhold(hold.tier, hold.keys)
+        own = self._clients[hold.client]
+        for group, hashes in enumerate(hold.needed):
+            drop(self._kept[group], hashes)
+            drop(own[group], hashes)
+        if not any(own):
             del self._clients[hold.client]
         if why is not None:
             self._ended[why] += 1
@@ -251,13 +316,12 @@ class Holds:
 
     @property
     def stats(self) -> HoldStats:
-        held = [(len(group.pool.held), limit) for group, limit in zip(self._kv_cache.groups, self._limits, strict=True)]
-        blocks, limit = max(held, key=lambda each: each[0] / max(1, each[1]))
         return HoldStats(
             holds=len(self._by_end),
             clients=len(self._clients),
-            blocks=blocks,
-            max_blocks=limit,
+            blocks=len(self._kept[0]),
+            device_blocks=len(self._kv_cache.pool.held),
+            max_blocks=None if self._below.tiers else self._limits(self._share)[0],
             granted=self._granted,
             refused=dict(self._refused),
             ended=dict(self._ended),
@@ -269,22 +333,29 @@ class Holds:
         for group, manager in enumerate(self._kv_cache.groups):
             pool = manager.pool
             assert pool.held == Counter(b for hold in holds for b in hold.blocks[group]), "a held block is lost"
-            assert len(pool.held) <= self._limits[group], "too many blocks are held"
+            assert len(pool.held) <= self._room[group], "too many blocks are held"
+            assert self._kept[group] == Counter(h for hold in holds for h in hold.needed[group]), "a hold is lost"
             for client, counters in self._clients.items():
-                own = Counter(b for hold in holds if hold.client == client for b in hold.blocks[group])
-                assert counters[group] == own and len(own) <= self._client_limits[group], "a client's blocks are lost"
+                own = Counter(h for hold in holds if hold.client == client for h in hold.needed[group])
+                assert counters[group] == own, "a client's hold is lost"
+                assert self._below.tiers or len(own) <= self._limits(self._share_per_client)[group], "a client has more"
+            assert self._below.tiers or len(self._kept[group]) <= self._limits(self._share)[group], "too much is held"
         for hold in holds:
-            assert self._kv_cache.longest_prefix(hold.hashes) == len(hold.hashes), "a held block was evicted"
+            if hold.tier is None:
+                assert self._kv_cache.longest_prefix(hold.hashes) == len(hold.hashes), "a held block was evicted"
+            elif not any(index.lost_held for index in hold.tier.indexes):
+                assert self._below.holds(hold.tier, hold.keys), "a tier has evicted a held block"
         assert {hold.client for hold in holds} == self._clients.keys(), "a client is lost"
         pending = {hold for _, _, hold in self._deadlines}
         assert all(hold in pending and hold.is_live for hold in holds), "a hold would never end"
+        assert all(hold.is_live and hold.tier is None for hold in self._to_move), "an ended hold would move"
 
 
 def refused(mark: HoldMark, refusal: HoldRefusal, reason: str) -> HoldOutcome:
     return HoldOutcome(tokens=mark.tokens, ttl_s=mark.ttl_s, refusal=refusal, reason=reason)
 
 
-def _growth(kept: Counter[int], new: list[int], old: list[int]) -> int:
+def _growth(kept: Counter[T], new: list[T], old: list[T]) -> int:
     """Return how many more blocks are kept after taking references to `new` blocks and then giving up those to
     `old`."""
     taken = set(new)
@@ -292,9 +363,9 @@ def _growth(kept: Counter[int], new: list[int], old: list[int]) -> int:
     return sum(block not in kept for block in taken) - gone
 
 
-def drop(counter: Counter[int], blocks: Iterable[int]) -> None:
-    """Take one of each block from a counter, and remove blocks that reach zero."""
-    for block in blocks:
-        counter[block] -= 1
-        if not counter[block]:
-            del counter[block]
+def drop(counter: Counter[T], items: Iterable[T]) -> None:
+    """Take one of each item from a counter, and remove items that reach zero."""
+    for item in items:
+        counter[item] -= 1
+        if not counter[item]:
+            del counter[item]

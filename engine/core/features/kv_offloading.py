@@ -39,6 +39,19 @@ class NoOffloading:
     loading: list[Request] = []  # noqa: RUF012 - never changed
     hashes = NoHashes()
     moving = False
+    tiers: Sequence[Tier] = ()
+
+    def store(self, keys: Sequence[tuple[int, bytes]]) -> None:
+        pass
+
+    def hold(self, keys: Sequence[tuple[int, bytes]]) -> Tier | None:
+        return None
+
+    def unhold(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> None:
+        pass
+
+    def holds(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
+        return False
 
     def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
         return False
@@ -393,6 +406,35 @@ class KVOffloading:
     def _unpin(self, pinned: list[tuple[int, int]]) -> None:
         for group, block in reversed(pinned):
             self._kv_cache.groups[group].pool.unpin(block)
+
+    # -- holds ---------------------------------------------------------------------------------------------
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        return self._tiers
+
+    def store(self, keys: Sequence[tuple[int, bytes]]) -> None:
+        """Copy blocks, given by group and hash, to the tiers that lack them. The caller keeps them on the device."""
+        for key in keys:
+            self._to_store.setdefault(key)
+
+    def hold(self, keys: Sequence[tuple[int, bytes]]) -> Tier | None:
+        """Keep blocks in the fastest tier that has all of them, until `unhold`. Returns this tier, or None if there is
+        none."""
+        for tier in self._tiers:
+            if all(tier.has(group, self._name_of(group, block_hash)) for group, block_hash in keys):
+                for group, block_hash in keys:
+                    tier.index(group).hold(self._name_of(group, block_hash))
+                return tier
+        return None
+
+    def unhold(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> None:
+        for group, block_hash in keys:
+            tier.index(group).unhold(self._name_of(group, block_hash))
+
+    def holds(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
+        """Return whether a tier still has these held blocks."""
+        return all(self._name_of(group, block_hash) in tier.index(group).held for group, block_hash in keys)
 
     # -- commands ------------------------------------------------------------------------------------------
 

@@ -41,6 +41,13 @@ class Tier:
     def has(self, group: int, name: bytes) -> bool:
         return not self.rests and self.index(group).has(name)
 
+    def fits(self, counts: Sequence[int], share: float) -> bool:
+        """Return whether so many blocks of each KV cache group take at most this share of the tier."""
+        needed: Counter[int] = Counter()
+        for group, count in enumerate(counts):
+            needed[group if len(self.indexes) > 1 else 0] += count * self.sizes[group]
+        return all(size <= share * self.indexes[i].capacity for i, size in needed.items())
+
     def failed(self, kind: str, count: int, now: float) -> None:
         self.errors[kind] += count
         self.rests, self.rests_until = True, now + REST_S

@@ -9,10 +9,12 @@ from hypothesis.stateful import precondition, rule
 
 from engine.wire.block_hash import block_hashes
 from engine.wire.messages import HoldOutcome
+from tests.engine.core.features.test_kv_offloading import TierMachine
 from tests.engine.core.test_scheduler_machine import PREFIXES, SchedulerMachine, rests
 from tests.examples import examples
 from tests.fake_handoffs import DecodeHarness
 from tests.fake_runner import Harness
+from tests.fake_tiers import TierHarness, name_of
 
 PROMPT = list(range(1, 21))  # five blocks of four
 
@@ -248,6 +250,99 @@ def test_prompt_that_another_engine_computed_is_held_here():
     harness.run()
 
 
+def with_tier(**options) -> TierHarness:
+    return TierHarness(**{"num_blocks": 14, "max_model_len": 32, "held_share": 0.5, "disk_blocks": 40, **options})
+
+
+def moved_down(harness: TierHarness) -> None:
+    """Let tiers take what holds keep."""
+    for _ in range(3):
+        harness.step()
+        harness.drain()
+    assert not harness.pool.held
+
+
+def fill_tier(harness: TierHarness) -> None:
+    for _ in range(8):
+        name = f"filler {len(harness.finished)}"
+        harness.add(name, [20 + len(harness.finished)] * 26, max_tokens=2)
+        serve(harness, name)
+        harness.drain()
+
+
+def in_tier(harness: TierHarness, prompt: list[int]) -> int:
+    """Tokens of a prompt that are cached, or in a tier."""
+    hashes, tiers = block_hashes(prompt, 4), harness.offloading.tiers
+    names = [hashes[i : i + 16] for i in range(0, len(hashes), 16)]
+    return 4 * harness.scheduler.kv_cache.longest_prefix(
+        names, lambda group, each: any(tier.index(group).has(name_of(group, each)) for tier in tiers)
+    )
+
+
+def test_tier_takes_a_hold_and_keeps_it_when_all_else_was_evicted_from_it():
+    harness = with_tier()
+    for name, start in (("one", 1), ("two", 3), ("three", 5)):  # more than the device could hold
+        assert held(harness, name, [start, *PROMPT[1:]]).refusal is None
+        moved_down(harness)
+    assert harness.scheduler.holds.stats.blocks == 15
+    other = [9, *PROMPT[1:]]
+    harness.add("other", other, max_tokens=2)
+    serve(harness, "other")
+    harness.drain()
+    fill_tier(harness)
+    assert [in_tier(harness, [start, *PROMPT[1:]]) for start in (1, 3, 5, 9)] == [20, 20, 20, 0]
+    harness.add("next turn", [*PROMPT, 7], max_tokens=2)
+    while "next turn" not in harness.finished:
+        harness.step()
+        harness.drain()
+    assert harness.cached_of["next turn"] == 20
+    harness.now = 10.5
+    fill_tier(harness)
+    assert [in_tier(harness, [start, *PROMPT[1:]]) for start in (3, 5)] == [0, 0]
+    harness.run()
+
+
+def test_hold_beyond_the_share_of_every_tier_is_refused():
+    harness = with_tier(disk_blocks=16)
+    assert held(harness, "one").refusal is None
+    moved_down(harness)
+    outcome = held(harness, "two", [9, *PROMPT[1:]])
+    assert (outcome.refusal, outcome.reason) == ("full", "all holds would keep 10 blocks, more than 50% of any tier")
+    assert harness.scheduler.holds.stats.holds == 1
+    harness.run()
+
+
+def test_hold_whose_file_is_damaged_ends_and_is_computed():
+    harness = with_tier()
+    held(harness, "held")
+    moved_down(harness)
+    flood(harness)
+    harness.drain()
+    del harness.disk[name_of(0, block_hashes(PROMPT, 4)[:16])]
+    harness.add("next turn", [*PROMPT, 7], max_tokens=2)
+    while "next turn" not in harness.finished:
+        harness.step()
+        harness.drain()
+    harness.step()
+    assert harness.scheduler.holds.stats.ended == {"lost": 1}
+    harness.run()
+
+
+def test_device_keeps_a_hold_while_no_tier_can():
+    harness = with_tier()
+    harness.add("held", PROMPT, max_tokens=2, hold=[(20, 10.0)])
+    serve(harness, "held")
+    while not harness.moving:
+        harness.step()
+    for _ in range(2):
+        (number,) = harness.moving
+        harness.progress(number, failing=lambda count: range(count))
+    harness.take_answers()
+    flood(harness)
+    assert len(harness.pool.held) == 5 and cached(harness) == 20
+    harness.run()
+
+
 class HoldsMachine(SchedulerMachine):
     """Promises are kept in a list of their own, and looked up in the prefix cache by tokens after every rule."""
 
@@ -255,7 +350,8 @@ class HoldsMachine(SchedulerMachine):
         self.promises: list[tuple[list[int], float]] = []  # tokens, and the end of their time
         self.answered: set[str] = set()
         share, per_client = data.draw(st.sampled_from([0.2, 0.5, 1.0])), data.draw(st.sampled_from([0.3, 1.0]))
-        return {"held_share": share, "held_share_per_client": per_client, "max_hold_s": 50.0}
+        holds = {"held_share": share, "held_share_per_client": per_client, "max_hold_s": 50.0}
+        return super().more_options(data) | holds
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -312,8 +408,34 @@ class HoldsMachine(SchedulerMachine):
             names = block_hashes(tokens, size)
             hashes = [names[i : i + 16] for i in range(0, len(names), 16)]
             assert len(hashes) * size == len(tokens)
-            assert kv_cache.longest_prefix(hashes) == len(hashes), "a promise was broken"
+            assert kv_cache.longest_prefix(hashes, self.below) == len(hashes), "a promise was broken"
+
+    def below(self, group, block_hash):
+        """Whether a tier has a block."""
+        return False
+
+
+class HoldsInTiersMachine(HoldsMachine, TierMachine):
+    """Tiers keep holds while files are damaged and blocks go down and come up."""
+
+    h: TierHarness
+
+    @rule()
+    def evict(self):
+        """Holds would not survive it."""
+
+    def look_up(self):
+        if self.h.scheduler.holds.stats.ended.get("lost", 0) > self.lost:
+            self.lost = self.h.scheduler.holds.stats.ended["lost"]
+            self.promises.clear()  # which of them it was is not known here
+        super().look_up()
+
+    lost = 0
+
+    def below(self, group, block_hash):
+        return any(tier.index(group).has(name_of(group, block_hash)) for tier in self.h.offloading.tiers)
 
 
 TestHolds = HoldsMachine.TestCase
-TestHolds.settings = settings(max_examples=examples(150), stateful_step_count=40)
+TestHoldsInTiers = HoldsInTiersMachine.TestCase
+TestHolds.settings = TestHoldsInTiers.settings = settings(max_examples=examples(100), stateful_step_count=40)

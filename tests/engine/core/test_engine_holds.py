@@ -1,0 +1,55 @@
+"""Holds in a real engine: what a client was promised is there after everything else was evicted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.build import build_engine
+from engine.core.engine import EngineCore
+from engine.wire.messages import GenerateRequest, HoldMark, HoldRequest, TokenDelta
+from engine.wire.sampling_params import SamplingParams
+from tests.models import make_model
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+FAMILIES = ["llama", "gemma3", "qwen3_next", "deepseek_v3"]
+
+
+def answer(core: EngineCore, name: str, prompt: list[int], hold: list[HoldMark] | None = None) -> list[TokenDelta]:
+    asked = HoldRequest(marks=hold) if hold else None
+    core.add(GenerateRequest(request_id=name, prompt=prompt, params=PARAMS, client="alice", hold=asked))
+    deltas = []
+    while core.has_work:
+        deltas += [event.delta for event in core.step()]
+        core.scheduler.check()
+    return deltas
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_held_conversation_is_cached_after_a_flood_and_another_is_not(family, tmp_path):
+    folder = make_model(tmp_path, family)
+    config = EngineConfig(
+        model=str(folder), num_blocks=32, block_size=4, max_model_len=64, max_held_share_per_client=0.5
+    )
+    core = build_engine(config)
+    try:
+        draw = random.Random(1)
+        held, other = draw.choices(range(3, 97), k=23), draw.choices(range(3, 97), k=23)
+        (first, *_) = answer(core, "held", held, [HoldMark(23, 60.0)])
+        (outcome,) = first.holds
+        assert outcome.refusal is None and outcome.tokens > 0
+        answer(core, "other", other)
+        for number in range(8):
+            answer(core, f"flood {number}", draw.choices(range(3, 97), k=50))
+        again, missed = answer(core, "held again", [*held, 7]), answer(core, "other again", [*other, 7])
+        assert (again[0].num_cached_tokens, missed[0].num_cached_tokens) == (outcome.tokens, 0)
+        stats = core.stats().holds
+        assert stats is not None and (stats.holds, stats.granted) == (1, 1)
+        core.scheduler.clear_cache()
+        computed = answer(core, "computed", [*held, 7])
+        assert computed[0].num_cached_tokens == 0
+        assert [delta.token_ids for delta in computed] == [delta.token_ids for delta in again]
+    finally:
+        core.close()
