@@ -57,13 +57,13 @@ def test_a_conversation_finds_its_prefix_in_any_replica(tmp_path):
         print(f"\n{cached} of {tokens} prompt tokens cached, {fetched:.0f} of them fetched")
         assert fetched > 0
         assert metric(server, "manta_kv_fetches_total") > 0
-        assert cached > 0.8 * tokens
         server.put(args(False))
         server.wait_until_healthy(3)
         alone = [talk(server, client) for client in range(CLIENTS)]
         assert [talk[0] for talk in found] == [talk[0] for talk in alone]
-        tokens, cached = (sum(talk[i] for talk in alone) for i in (1, 2))
-        print(f"without fetching: {cached} of {tokens} cached")
+        tokens, without = (sum(talk[i] for talk in alone) for i in (1, 2))
+        print(f"without fetching: {without} of {tokens} cached")
+        assert cached > without
     finally:
         (tmp_path / "server.log").write_text("".join(server.log))
         server.stop()

@@ -150,3 +150,14 @@ def test_engines_of_other_sizes_fetch_from_each_other(tmp_path, ranks, here, the
         caches.ask(caches.there, prompt(LENGTH))
         assert caches.ask(caches.here, [*prompt(LENGTH), 7], holder=caches.there) == LENGTH // 16 * 16
         caches.check(make_config(folder, fetching=False, **options))
+
+
+def test_a_decode_engine_fetches_before_it_asks_a_prefill_engine(ranks):
+    config = make_config("pocket", waits=SHORT)
+    assert config.handoff is not None
+    decode = replace(config, handoff=replace(config.handoff, role="decode", policy="never"))
+    with Caches(decode, config, ranks) as caches:
+        caches.ask(caches.there, prompt(LENGTH))
+        assert caches.ask(caches.here, [*prompt(LENGTH), 7], holder=caches.there) == LENGTH // 16 * 16
+        assert caches.here.server._core.stats().prefill_decisions == {"local": {"policy": 1}}
+        caches.check(make_config("pocket", fetching=False))
