@@ -91,7 +91,8 @@ class Usage:
     def count_holds(self, index: int, delta: TokenDelta) -> None:
         """Record the engine's answer in a sequence's first delta, or in its first delta from another engine."""
         if delta.holds:
-            self.holds[index] = PromptHolds(delta.num_cached_tokens, delta.holds)
+            before = self.holds.get(index)
+            self.holds[index] = PromptHolds(delta.num_cached_tokens if before is None else before.cached, delta.holds)
 
     @property
     def hold_outcomes(self) -> list[HoldOutcome]:

@@ -7,7 +7,7 @@ import copy
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -355,18 +355,21 @@ class ServedModel:
         marks = body.cache_marks
         if not marks:
             return []
-        marked = MarkedText()
-        with_words, tools = list(body.messages), body.offered_tools
-        for number, mark in enumerate(marks):
-            if mark.message >= 0:
-                with_words[mark.message] = with_word(with_words[mark.message], mark.part, marked.word(number))
-        rendered = self._render_chat(with_words, tools, body)
-        offsets = marked.offsets(text, rendered, len(marks))
+        marked, tools = MarkedText(), body.offered_tools
+
+        def render(numbers: Sequence[int]) -> str:
+            messages = list(body.messages)
+            for mark, number in ((marks[number], number) for number in numbers):
+                messages[mark.message] = with_word(messages[mark.message], mark.part, marked.word(number))
+            return self._render_chat(messages, tools, body)
+
+        places = marked.offsets(text, [n for n, mark in enumerate(marks) if mark.message >= 0], render)
         for number, mark in enumerate(marks):
             if mark.message < 0:
                 another = Tool(type="function", function=FunctionDefinition(name=f"z{marked.word(number)[:8]}"))
                 longer = [*tools[: mark.part + 1], another, *tools[mark.part + 1 :]]
-                offsets[number] = common_prefix(text, self._render_chat(body.messages, longer, body))
+                places[number] = common_prefix(text, self._render_chat(body.messages, longer, body))
+        offsets = [places[number] for number in range(len(marks))]
         if images and self.images is not None:
             expand, markers = self.images.processor.expand, self.images.processor.num_markers
             offsets = [

@@ -10,8 +10,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from deployments.frontend.api_keys import hash_key
+from deployments.frontend.sequence import Usage
 from deployments.http.middleware import AuthConfig
-from engine.wire.messages import HoldMark, HoldOutcome, ReleaseHolds
+from engine.wire.messages import HoldMark, HoldOutcome, ReleaseHolds, TokenDelta
 from tests.deployments.anthropic.test_messages import TOOLS, serving, text_block
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, chat_tokenizer
@@ -58,6 +59,29 @@ def test_anthropics_marks_are_where_the_marked_blocks_end(template):
             (first, hour), (second, minutes) = marked(api, template)
             assert (hour, minutes) == (3600.0, 300.0)
             assert first.endswith("Be brief.") and second.endswith("\nOne.") and second.startswith(first)
+
+    run(scenario())
+
+
+TRIMS = QWEN.replace("{{- message.content }}", "{{- message.content | trim }}")
+HIDES = QWEN.replace("{{- message.content }}", "{{- message.content if message.role != 'system' else 'Hi.' }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "second"),
+    [(TRIMS, "system\nBe brief.", "user\nhello"), (HIDES, "", "user\nhello \n")],
+)
+def test_mark_is_found_where_the_template_trims_texts_or_leaves_them_out(template, first, second):
+    async def scenario() -> None:
+        async with serving("hi", template) as (client, api):
+            await client.messages.create(
+                **ASKED,
+                system=[{**text_block("Be brief. \n\n"), "cache_control": HOUR}],
+                messages=[{"role": "user", "content": [{**text_block("hello \n"), "cache_control": MINUTES}]}],
+            )
+            found = [text for text, _ in marked(api, template)]
+            assert len(found) == 1 + bool(first)
+            assert found[0].endswith(first or second) and found[-1].endswith(second)
 
     run(scenario())
 
@@ -256,3 +280,11 @@ def test_an_api_key_ends_its_own_holds_only(tmp_path):
             assert api.engine.released == [ReleaseHolds("talk", "key:alice")]
 
     run(scenario())
+
+
+def test_tokens_of_a_hold_that_another_engine_granted_anew_are_counted_once():
+    usage = Usage(prompt_tokens=30, cached_tokens=10)
+    outcome = HoldOutcome(tokens=20, ttl_s=300.0)
+    usage.count_holds(0, TokenDelta(request_id="r", num_cached_tokens=10, holds=[outcome]))
+    usage.count_holds(0, TokenDelta(request_id="r", num_cached_tokens=0, holds=[outcome]))
+    assert (usage.held_tokens(), usage.held_tokens(0, 299)) == (10, 0)

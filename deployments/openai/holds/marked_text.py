@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.wire.messages import HoldMark
 
 
 class MarkedText:
-    """Finds out where marks are in a rendered prompt: it is rendered once more with a random word at each mark. The
-    marks are in the order of the prompt."""
+    """Finds out where marks are in a rendered prompt: it is rendered once more with a random word at each mark."""
 
     def __init__(self) -> None:
         self._word = secrets.token_hex(8)
@@ -19,21 +18,26 @@ class MarkedText:
         """Return the word for mark `number`."""
         return f"{self._word}:{number:03}"
 
-    def offsets(self, text: str, marked: str, count: int) -> list[int]:
-        """Return where the `count` marks are in `text`, given the same text with their words.
+    def offsets(self, text: str, numbers: Sequence[int], render: Callable[[Sequence[int]], str]) -> dict[int, int]:
+        """Return by number where some marks are in `text`, the rendered prompt without words.
 
-        A template may treat the end of a text in some special way: then its mark is where the two texts begin to
-        differ. If a template leaves out the text of a mark, the mark is where the one before it is.
+        render: function that renders the prompt with the words of some marks. A template may treat the end of a text in
+        some special way, such as trimming it. Then the prompt is rendered for each mark alone, and the mark is where
+        the two texts begin to differ. If the template leaves the word out, the mark is where the one before it is.
         """
-        places, rest = [0] * count, ""
-        for number in range(count):
-            before, there, after = marked.partition(self.word(number))
-            if there:
-                rest += before
-                marked = after
-            places[number] = len(rest) if there or not number else places[number - 1]
-        equal = common_prefix(text, rest + marked)
-        return [min(place, equal) for place in places]
+        places, rest, marked = {}, "", render(numbers)
+        for number in numbers:
+            before, _, marked = marked.partition(self.word(number))
+            rest += before
+            places[number] = len(rest)
+        if len(rest) < len(text) and rest + marked == text:
+            return places
+        last = 0
+        for number in numbers:
+            alone = render([number])
+            last = common_prefix(text, alone) if self.word(number) in alone else last
+            places[number] = last
+        return places
 
 
 def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:

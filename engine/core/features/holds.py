@@ -284,10 +284,10 @@ class Holds:
                 self._end(hold, "released")
 
     def forget(self, request: Request) -> None:
-        """End the holds whose blocks a request has computed, since they may hold non-finite numbers."""
-        hashes = request.hashes(min(request.computed, len(request.tokens)) // self._block_size, self._block_size)
-        computed = set(hashes[request.prefix.num_cached // self._block_size :])
-        for hold in [hold for hold in self._by_end.values() if not computed.isdisjoint(hold.hashes)]:
+        """End the holds that share blocks with a request, since these may hold non-finite numbers."""
+        known = min(request.computed, len(request.tokens)) // self._block_size
+        hashes = set(request.hashes(known, self._block_size))
+        for hold in [hold for hold in self._by_end.values() if not hashes.isdisjoint(hold.hashes)]:
             self._end(hold, "invalid")
 
     def clear(self) -> None:

@@ -217,6 +217,17 @@ def test_blocks_that_may_be_infinite_are_held_no_longer():
     assert cached(harness) == 0
 
 
+def test_held_blocks_that_a_failed_request_has_read_are_held_no_longer():
+    harness = make()
+    held(harness, "held")
+    harness.add("broken", [*PROMPT, 7, 8, 9])
+    while not (request := harness.scheduler.queue.live["broken"]).num_output:
+        harness.step()
+    request.in_flight += 1
+    harness.scheduler.append_tokens(request, [-1], None, 0.0)
+    assert harness.scheduler.holds.stats.ended == {"invalid": 1}
+
+
 def test_engine_with_windows_holds_the_windows_before_the_mark():
     harness = make(num_blocks=0, windows=(None, 5), blocks=[16, 16], step_tokens=8, max_num_batched_tokens=8)
     harness.add("held", PROMPT, max_tokens=2, hold=[(12, 10.0)])
