@@ -46,8 +46,9 @@ def build(args: dict[str, Any]) -> Application:
         _warn_without_policy(config, args)
         if ray.is_initialized() and ray_compat.takes_commands_of_anybody():
             logger.warning(
-                "Ray listens at %s without authentication (RAY_AUTH_MODE is not `token`): anyone who can "
-                "connect can run code here. See docs/security.md", ray.util.get_node_ip_address(),
+                "Ray listens at %s without authentication (RAY_AUTH_MODE is not `token`): "
+                "anyone who can connect can run "
+            "code on this cluster. See docs/security.md", ray.util.get_node_ip_address(),
             )  # fmt: skip
         _check_tls()
         infos = [model_info(model, config.ingress) for model in config.models]
@@ -101,8 +102,8 @@ def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:
 def ingress(
     config: AppConfig, infos: list[ModelInfo], pools: list[tuple[Application, dict[PeerPool, Application]]]
 ) -> Application:
-    """Return the ingress application. pools: for each model, its decode replicas, and the pools that compute for
-    these."""
+    """Return the ingress application. pools: for each model, its decode replicas, and the pools that compute prompts or
+    images for them."""
     num = config.ingress.num_replicas
     scaling: dict[str, Any] = {"num_replicas": num}
     if config.autoscales:  # requests waiting in ingresses count as load of the pools
@@ -158,7 +159,7 @@ def warn_of_idle_gpus(config: AppConfig, nodes: Sequence[capacity.Node]) -> None
 
 
 def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, dict[PeerPool, Application]]:
-    """Return a model's decode pool, and the pools that compute for it."""
+    """Return a model's decode pool, and the pools that compute prompts or images for it."""
 
     def pool(kind: type[Decode] | type[Prefill], role: Role, peers: dict[PeerPool, Application]) -> Application:
         spec = replace(model.group_spec(role), log=log)

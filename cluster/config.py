@@ -76,11 +76,11 @@ class PoolSection(Section):
     label_selector: dict[str, str] = Field(default_factory=dict)  #: labels that a rank's node must have
     placement_strategy: Strategy = "PACK"  #: Ray's: PACK: few nodes; STRICT_PACK: one; STRICT_SPREAD: one per rank
     max_ongoing_requests: int | None = Field(default=None, ge=1)
-    """Maximum number of sequences in one replica; None for as many as its engine may run and queue."""
+    """Maximum number of sequences in one replica; None for the number that its engine may run and queue."""
     startup_timeout_s: float = Field(default=600.0, gt=0)  #: limit for starting the ranks and loading the weights
     stall_timeout_s: float = Field(default=10.0, gt=0)
-    """Time after which a replica with queued work is replaced if its engine ends no step. It must exceed any step: a
-    large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt."""
+    """Time after which a replica with queued work is replaced if its engine ends no step. It must exceed the time of
+    any step: a large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt."""
     drain_s: float = Field(default=60.0, ge=0)  #: time for which a stopping replica may continue its requests
 
     @property
@@ -128,7 +128,7 @@ class IngressSection(Section):
     api_keys: list[str] = Field(default=[])  #: more keys, in the form of that file's lines (`manta hash-key`)
     console: bool = True  #: serve the page at `/` (docs/console.md)
     console_texts: bool = False
-    """Show prompts and outputs of requests on that page, and in `manta explain`, to everyone who has a key."""
+    """Show prompts and outputs of requests on the console's page and in `manta explain`, to everyone who has a key."""
     root_path: str = Field(default="", pattern=r"^(/[^/\s]+)*$")  #: prefix of all paths at a proxy in front: `/llm`
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)  #: limit for other request bodies
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: limit for a file; it has proportionally more time
@@ -138,8 +138,9 @@ class IngressSection(Section):
     cors_origins: list[str] = Field(default=[])  #: origins of web pages that may send requests; `*` for all
     unknown_fields: UnknownFields = "ignore"  #: `ignore` or `refuse` request fields that no API here has
     store: str | None = Field(default=None, min_length=1)
-    """Store that all ingresses share, and that survives restarts, for responses, answers and batches:
-    `redis://host:6379/0`, or on one machine `sqlite:///path`. None: the first two in memory, batches in `batch_dir`."""
+    """Store for responses, answers and batches, which all ingresses share and which survives restarts:
+    `redis://host:6379/0`, or on one machine `sqlite:///path`. None keeps responses and answers in memory, and batches
+    in `batch_dir`."""
     store_bytes: int = Field(default=256 * 2**20, ge=2**16)  #: maximum size of the store in memory, or of its file
     response_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: time for which a response is stored
     idempotency_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: time for which an Idempotency-Key's answer is stored
@@ -197,8 +198,8 @@ class LoraSection(Section):
     """Source of LoRA adapters that the configuration does not list (docs/lora.md)."""
 
     dynamic_folder: str | None = Field(default=None, min_length=1)
-    """Folder with an adapter in each sub-folder, served under its name. Every ingress and replica has it, or reads it
-    from a bucket (`s3://`, `gs://`, `abfss://`)."""
+    """Folder with an adapter in each sub-folder, which is served under the name of the sub-folder. Every ingress and
+    replica must have the folder, or read it from a bucket (`s3://`, `gs://`, `abfss://`)."""
 
 
 class SloSection(Section):
@@ -219,8 +220,8 @@ class ModelSection(Section):
     chat_template: str | None = None  #: Jinja file on the machine that builds the ingress, or its text
     default_chat_template_kwargs: dict[str, Any] = Field(default={})  #: variables that requests may change
     generation_config: str = "auto"
-    """Source of default sampling parameters: `auto` for the model's generation_config.json, `vllm` for none, or another
-    folder with such a file."""
+    """Source of default sampling parameters: `auto` for the model's generation_config.json, `vllm` for none, or a
+    folder with another generation_config.json."""
     override_generation_config: dict[str, Any] = Field(
         default={}
     )  #: default sampling parameters: `{"temperature": 0.6}`
@@ -235,8 +236,8 @@ class ModelSection(Section):
     lora: LoraSection = LoraSection()  #: other sources of LoRA adapters (docs/lora.md)
     slo: SloSection = SloSection()  #: latency targets of autoscaling: `ttft_ms`, `itl_ms` (docs/autoscaling.md)
     sdc_check_every: int | None = Field(default=None, ge=1)
-    """Recompute one in this many answers on another replica while all are idle, to detect silent data corruption; for
-    example 1000 (docs/sdc_check.md)."""
+    """Recompute one in this many answers on another replica while all replicas are idle, to detect silent data
+    corruption; for example 1000 (docs/sdc_check.md)."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -285,10 +286,10 @@ class ModelSection(Section):
             self._check_encode(path)
         engines = [self.engine_config(role) for role in self.pools if role != "encode"]
         if self.has_adapters and not all(engine.enable_lora for engine in engines):
-            raise ConfigError(f"{path}.engine.enable_lora", False, "true, or left out, where there are adapters")
+            raise ConfigError(f"{path}.engine.enable_lora", False, "true, or left out, because the model has adapters")
         sizes = {role: self.engine_config(role).block_size for role in self.pools}
         if len(set(sizes.values())) > 1:
-            limit = f"that of the decode pool ({sizes['decode']}), because blocks are transferred unchanged"
+            limit = f"the block size of the decode pool ({sizes['decode']}), because blocks are transferred unchanged"
             role = next(role for role, size in sizes.items() if size != sizes["decode"])
             raise ConfigError(f"{path}.{self._section(role, 'block_size')}block_size", sizes[role], limit)
 
@@ -307,12 +308,14 @@ class ModelSection(Section):
             limit = "1, because every rank would encode all images"
             raise ConfigError(f"{path}.encode.engine.tensor_parallel", encode.tensor_parallel, limit)
         if not self.encode.bounds[0]:
-            limit = "at least 1: nothing would start a replica, because other engines then encode the images"
+            limit = (
+                "at least 1: without replicas, other engines would encode the images, and no replica would ever start"
+            )
             raise ConfigError(f"{path}.encode.min_replicas", 0, limit)
         for key in ALIKE:
             value, wanted = getattr(encode, key), getattr(decode, key)
             if value != wanted:
-                limit = f"that of the decode pool ({wanted}), or it would accept no image from there"
+                limit = f"the value of the decode pool ({wanted}); otherwise the two pools cannot exchange images"
                 raise ConfigError(f"{path}.{self._section('encode', key)}{key}", value, limit)
 
     def engine_config(self, role: Role = "decode") -> EngineConfig:
@@ -426,7 +429,7 @@ class AppConfig(Section):
         config = cls.parse(application.get("args") or {})
         policy = (application.get("autoscaling_policy") or {}).get("policy_function")
         if config.autoscales and policy not in POLICIES:
-            limit = f"{POLICY}, next to `args`, since a pool has max_replicas"
+            limit = f"{POLICY}, next to `args`, because a pool has max_replicas"
             raise ConfigError("autoscaling_policy.policy_function", policy, limit)
         return config
 

@@ -1,7 +1,7 @@
 """`system_fingerprint` of responses: digests of everything that may change the answer to a request.
 
-They are separate so that `manta verify` can tell what has changed. They do not cover the kind of CPU or GPU, because
-the process that makes them is not the one that computes answers.
+There are several digests, so that `manta verify` can tell what has changed. They do not cover the kind of CPU or GPU,
+because the process that makes them does not compute the answers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ KERNEL_PACKAGES = (DISTRIBUTION, "torch", "numba", "triton", "transformers", "to
 
 
 def fingerprint(identity: ModelIdentity, text_folder: Path, pools: Collection[EngineConfig], *more: object) -> str:
-    """Return `fp_`, followed by a digest for each of PARTS but `adapter`, which ModelInfo.adapted adds.
+    """Return `fp_`, followed by a digest for each of PARTS except `adapter`, which ModelInfo.adapted adds.
 
-    text_folder: folder of the tokenizer and the chat template. pools: engine options of all pools that work on an
+    text_folder: folder of the tokenizer and the chat template. pools: engine options of all pools that take part in an
     answer. more: other options that may change an answer.
     """
     ranks = [None if pool.determinism == "strict" else pool.tensor_parallel for pool in pools]
@@ -67,7 +67,8 @@ def _digest_of_files(folder: Path, patterns: Iterable[str], read: Callable[[Path
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    """Return the digest of the parts. Each is digested separately first, so that borders between parts matter."""
+    """Return the digest of the parts. Each part is digested separately first, so that moving a border between parts
+    changes the result."""
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 

@@ -1,4 +1,5 @@
-"""The program `manta-haproxy`, which Ray runs in place of its HAProxy, and which then turns into it."""
+"""The program `manta-haproxy`. Ray runs it in place of its own HAProxy; it changes the configuration and then becomes
+that HAProxy by `exec`."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def _memory_file(content: bytes) -> str:
 
 
 def stop_with_parent() -> None:
-    """Make this process take no new connections once its parent has died, and end with the last open one.
+    """Make this process accept no new connections once its parent has died, and end when the last connection is closed.
 
     Otherwise HAProxy outlives a killed cluster, or its manager in Ray, and holds the ports that the next one needs.
     """
@@ -64,8 +65,8 @@ def node_id() -> str | None:
 
 
 def connections() -> int:
-    """Return how many clients may be connected at a time. A request takes two file descriptors, a waiting or idle
-    client one."""
+    """Return how many clients may be connected at a time. A request takes two file descriptors; a waiting or idle
+    client takes one."""
     if given := os.environ.get(MAXCONN_VARIABLE):
         return int(given)
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -73,7 +74,7 @@ def connections() -> int:
 
 
 def main() -> None:
-    """Become Ray's HAProxy, with the same arguments but without splice(), with our configuration, and ending with its
+    """Become Ray's HAProxy, with the same arguments and our configuration. It does not use splice(), and ends with its
     parent.
 
     Ray's configuration lets HAProxy splice bodies from socket to socket. HAProxy 2.8 then fails to notice between a

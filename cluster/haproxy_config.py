@@ -8,31 +8,30 @@ import re
 # Errors that HAProxy answers itself: type, code and message of OpenAI's error, by status. HAProxy quotes them with '.
 ERRORS = {
     400: ("invalid_request_error", "bad_request", "this is not a valid HTTP request"),
-    408: ("timeout_error", "request_timeout", "the request did not arrive in time"),
+    408: ("timeout_error", "request_timeout", "the request was not received in time"),
     500: ("internal_error", "internal_error", "the proxy failed; its log says why"),
     502: ("service_unavailable_error", "bad_gateway", "the server ended before it answered; send the request again"),
     503: (
         "service_unavailable_error",
         "service_unavailable",
-        "no server is up yet or any more; send the request again",
+        "no server is up at the moment; send the request again",
     ),
     504: ("timeout_error", "gateway_timeout", "the server did not answer in time"),
 }
 HEADERS = {503: " hdr Retry-After 1", 408: " hdr X-Should-Retry false", 504: " hdr X-Should-Retry false"}
-NO_ROUTE = ("not_found_error", "route_not_found", "there is no such route")
+NO_ROUTE = ("not_found_error", "route_not_found", "this route does not exist")
 HEADER_S = 10  # that a client has to send the header of a request
 BACKEND = re.compile(r"(?m)^backend (\S+)\n((?:[ \t].*\n|\n)*)")
 SERVER = re.compile(r"(?m)^ *server .*\n")
 
 
 def rewritten(config: str) -> str:
-    """Return Ray's configuration with OpenAI's error body, and the right status, for errors that HAProxy answers
-    itself.
+    """Return Ray's configuration, changed so that HAProxy's own errors have OpenAI's body and the right status.
 
     Ray's turns 502, 503 and 504 into a 500 of plain text. Requests that HAProxy cannot even parse are refused with a
-    body that no configuration can change. While no application is named yet, 404 becomes 503: every HAProxy starts with
-    such a configuration, including one that replaces another after failed health checks, and no client retries after a
-    404.
+    body that no configuration can change. While the configuration names no application yet, 404 becomes 503, because no
+    client retries after a 404. Every HAProxy starts with such a configuration, even one that replaces another after
+    failed health checks.
     """
     errors = "".join(f"    http-error {_answer(status, *error)}\n" for status, error in ERRORS.items())
     config = re.sub(r"(^ *errorfile .*\n)+", lambda _: errors, config, flags=re.MULTILINE)
@@ -47,10 +46,10 @@ def _answer(status: int, kind: str, code: str, message: str) -> str:
 
 
 def closed_to_others(config: str) -> str:
-    """Return Ray's configuration with statistics on loopback, metrics on the API's address, and an admin socket for one
-    user.
+    """Return Ray's configuration, changed so that statistics are only on loopback, metrics are on the API's address,
+    and only this user can open the admin socket.
 
-    In Ray's own, every machine can see the replicas' addresses, and every local user can stop servers.
+    In Ray's own configuration, every machine can see the replicas' addresses, and every local user can stop servers.
     """
     api = re.search(r"(?m)^frontend http_frontend\n\s*bind (.*):\d+$", config)
     assert api is not None, "Ray's configuration has no frontend"
@@ -61,7 +60,7 @@ def closed_to_others(config: str) -> str:
 
 def over_tls(config: str, certificate: str) -> str:
     """Return Ray's configuration with HTTPS for clients and towards the ingresses, which Serve starts with the same
-    certificate. Towards ingresses the certificate is not verified, since its name is that of the API.
+    certificate. HAProxy does not verify the ingresses' certificate, since it has the name of the API.
 
     certificate: path of a PEM file that includes the private key.
     """
@@ -70,8 +69,8 @@ def over_tls(config: str, certificate: str) -> str:
 
 
 def limited(config: str, connections: int) -> str:
-    """Return Ray's configuration with limits that keep clients that send nothing, or send slowly, from shutting out
-    others: a time limit for headers, and a maximum of connections, a quarter of which no single source can take.
+    """Return Ray's configuration with limits, so that clients that send nothing or send slowly cannot shut out others:
+    a time limit for headers, a maximum number of connections, and at most three quarters of them for one source.
     HTTP/2, which can be expensive in other ways, is disabled.
 
     connections: maximum number of clients at a time.
@@ -95,12 +94,13 @@ def with_header(config: str, header: str, value: str) -> str:
 
 
 def without_fallback(config: str, ingresses: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Return Ray's configuration without Serve's own proxy as a fallback, and the ingresses that it names.
+    """Return Ray's configuration without Serve's own proxy as a fallback, and the ingresses that the configuration
+    names.
 
-    ingresses: server lines, by backend, of the previous configuration. They stay if this one names none: while Serve
-    rebuilds an application it names none for some seconds, although they still answer. Health checks find those that do
-    not, and clients then get 503 at once. The proxy stays in the configuration, because Ray counts the servers that
-    HAProxy shows, but it is disabled.
+    ingresses: server lines, by backend, of the previous configuration. They stay if the new configuration names none:
+    while Serve rebuilds an application, it names no ingresses for some seconds, although they still answer. Health
+    checks find ingresses that do not answer, and clients then get 503 at once. Serve's proxy stays in the configuration
+    but is disabled, because Ray counts the servers that HAProxy shows.
     """
     named: dict[str, str] = {}
 
@@ -119,5 +119,5 @@ def without_fallback(config: str, ingresses: dict[str, str]) -> tuple[str, dict[
 
 def _changed(config: str, pattern: str, to: str) -> str:
     config, found = re.subn(pattern, to, config, count=1)
-    assert found, f"Ray's configuration has nothing like {pattern}"
+    assert found, f"Ray's configuration has no line that matches {pattern}"
     return config

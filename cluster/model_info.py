@@ -86,7 +86,7 @@ def _adapters(model: ModelSection) -> AdapterSources:
     """Read the listed adapters. Raises StartupError for an adapter that cannot be used."""
     max_rank, folder = model.engine_config().max_lora_rank, model.lora.dynamic_folder
     if folder is not None and not is_bucket(folder) and not Path(folder).expanduser().is_dir():
-        limit = f"a folder that is there, or the URL of one in a bucket ({', '.join(SCHEMES)})"
+        limit = f"an existing folder, or the URL of a folder in a bucket ({', '.join(SCHEMES)})"
         raise ConfigError(f"lora.dynamic_folder of model {model.name!r}", folder, limit)
     try:
         place_of(folder).names()
@@ -106,7 +106,7 @@ def _check_pools(model: ModelSection, config: ModelConfig) -> None:
     """Raise StartupError for a pool that the model cannot use, or whose engines could not hold it."""
     if model.prefill is not None and "generate" not in config.supported_tasks:
         tasks = " or ".join(config.supported_tasks.names)
-        limit = f"left out: {model.model} can only {tasks}, so there is nothing to do after the prompt"
+        limit = f"left out: {model.model} can only {tasks}, so a prefill pool has no use"
         raise ConfigError(f"prefill of model {model.name!r}", Described("a pool"), limit)
     if model.encode is not None and config.vision is None:
         limit = f"left out: {model.model} reads text only"

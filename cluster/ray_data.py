@@ -50,14 +50,14 @@ class ProcessorConfig:
     accelerator_type: str | None = None  #: GPU that an engine needs, as Ray names it: L4, H100
     id_column: str | None = None
     """Column that identifies rows. With it, a row has the same seed in any engine at any time. Without it, only rows
-    with temperature 0 or a seed of their own give the same text twice."""
+    with temperature 0 or their own seed give the same text again."""
     should_continue_on_error: bool = False
-    """Whether to continue after a row that cannot be answered. Its error is then in the column `__inference_error__`,
-    and it bypasses `postprocess`; otherwise it ends the job."""
+    """Whether to continue after a row that cannot be answered. The row then bypasses `postprocess`, and the column
+    `__inference_error__` has its error. If False, the error ends the job."""
 
 
 class Processor:
-    """Maps a dataset to one with answers; see `build_processor`."""
+    """Maps a dataset to a dataset with answers; see `build_processor`."""
 
     def __init__(self, config: ProcessorConfig, preprocess: MapRow | None, postprocess: MapRow | None):
         self.config, self._preprocess, self._postprocess = config, preprocess, postprocess
@@ -117,7 +117,7 @@ def _same(row: Row) -> Row:
 
 
 class _Engine:
-    """Base of the actors of both tasks: a persistent engine, and the rows of a batch."""
+    """Base class of the actors for both tasks. An actor keeps its engine, and computes batches of rows."""
 
     def __init__(self, config: ProcessorConfig, preprocess: MapRow, postprocess: MapRow):
         from engine.offline.llm import LLM
@@ -130,7 +130,8 @@ class _Engine:
         return [self._preprocess(row) for row in batch.to_pylist()]
 
     def columns(self, rows: list[Row], answers: list[Answer]) -> dict[str, list[Any]]:
-        """Return the rows with their answers, as columns. Raises the first error, unless the job is to continue."""
+        """Return the rows with their answers, as columns. Raises the first error, unless `should_continue_on_error` is
+        set."""
         found: list[Row] = []
         for row, answer in zip(rows, answers, strict=True):
             if isinstance(answer, Exception):
@@ -195,8 +196,8 @@ class _Generate(_Engine):
         return self
 
     def __next__(self) -> tuple[RequestOutput, SamplingParams]:
-        """Return the next request. StopIteration only means that there is none now: running requests continue, and more
-        may come."""
+        """Return the next request. StopIteration means only that there is none at the moment: running requests
+        continue, and more may follow."""
         while True:
             try:
                 row, done = self._inbox.get_nowait()
@@ -205,7 +206,7 @@ class _Generate(_Engine):
             try:
                 request, params = self.request(row)
                 if request.request_id in self._open:
-                    raise RequestError(f"{self.config.id_column} is that of another row: {request.request_id}")
+                    raise RequestError(f"two rows have the same {self.config.id_column}: {request.request_id}")
             except (ServingError, msgspec.ValidationError) as error:
                 done(error)
                 continue

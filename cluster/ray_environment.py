@@ -1,4 +1,4 @@
-"""Environment with which Ray is started.
+"""Environment variables with which Ray is started.
 
 On Linux, Serve's HAProxy is in front, and each ingress replica answers HTTP itself: a streamed token then costs a
 fraction of what it costs through Serve's Python proxy (docs/measurements/performance.md). Elsewhere that proxy is used.
@@ -61,20 +61,20 @@ def environment() -> dict[str, str]:
 
 
 def proxy_threads(cores: int) -> int:
-    """Return the number of HAProxy's threads. On a small machine the four threads that Ray starts compete, which costs
-    CPU: with two cores, a streamed token takes 23 us with one thread, and 29 us with four."""
+    """Return the number of HAProxy's threads. Ray would start four threads. On a small machine they compete for the
+    cores: with two cores, a streamed token takes 23 us with one thread, and 29 us with four."""
     return min(max(1, cores // CORES_PER_PROXY_THREAD), MAX_PROXY_THREADS)
 
 
 def tls_environment(http_options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that tell HAProxy the certificate; Ray passes it only to the ingresses."""
+    """Return the variables from which HAProxy learns the certificate; Ray passes it only to the ingresses."""
     names = {CERTFILE: "ssl_certfile", KEYFILE: "ssl_keyfile"}
     return {variable: http_options[key] for variable, key in names.items() if http_options.get(key)}
 
 
 def own_environment() -> dict[str, str]:
-    """Return the further variables of a Ray that this process starts. They separate all that two Rays on one machine
-    would otherwise share (docs/operations.md). Raises StartupError."""
+    """Return the further variables of a Ray that this process starts. They separate everything that two Rays on one
+    machine would otherwise share (docs/operations.md). Raises StartupError."""
     return ON_LOOPBACK | server_ports() | server_folder() | _token() | {SERVER_VARIABLE: secrets.token_hex(8)}
 
 

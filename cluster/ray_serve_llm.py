@@ -38,9 +38,9 @@ DEPLOYMENT = {"num_replicas": "num_replicas", "max_ongoing_requests": "max_ongoi
               "graceful_shutdown_timeout_s": "drain_s"}  # fmt: skip
 LEFT_OUT = {  # sections of keys that are left out, and why that does no harm
     "autoscaling_config": "replicas follow `slo`",
-    "deployment_config": "deployments have their own options",
-    "experimental_configs": "tokens are sent as they come",
-    "ingress_deployment_config": "deployments have their own options",
+    "deployment_config": "each deployment has its own options",
+    "experimental_configs": "every token is sent when it is generated",
+    "ingress_deployment_config": "each deployment has its own options",
 }
 HARMLESS_VARIABLES = ("VLLM_", "RAY_SERVE_LLM_")  # prefixes of variables that only affect another engine
 
@@ -61,15 +61,15 @@ def application(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def serving_args(args: Mapping[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:
-    """Convert `args` of `build_openai_app` (llm_configs) or `build_pd_openai_app` to ours. May also contain our own
-    keys above models.
+    """Convert `args` of `build_openai_app` (llm_configs) or `build_pd_openai_app` to ours. `args` may also contain our
+    own keys at the level of `models`.
 
     variables: dict to which the models' environment variables are added. Without it they must already be set, because
     only the application that has these `args` could set them. Raises StartupError.
     """
     _check_keys(args, ("llm_configs", "prefill_config", "decode_config", "ingress_cls_config",
                        "ingress_deployment_config", *ABOVE_MODELS), "")  # fmt: skip
-    _refuse(args, "ingress_cls_config", "", "there is one ingress")
+    _refuse(args, "ingress_cls_config", "", "Manta has only one ingress deployment")
     result: dict[str, Any] = {"models": [], **{key: dict(args[key]) if isinstance(args[key], dict) else args[key]
                                                for key in ABOVE_MODELS if key in args}}  # fmt: skip
     found: list[dict[str, Any]] = []
@@ -96,7 +96,7 @@ def _with_prefill(args: Mapping[str, Any], variables: dict[str, str] | None) -> 
     (prefill,) = _model(args.get("prefill_config"), "prefill_config", variables)["models"]
     for key in ("name", "model"):
         if prefill[key] != decode[key]:
-            raise ConfigError(f"prefill_config ({key})", prefill[key], f"that of decode_config ({decode[key]})")
+            raise ConfigError(f"prefill_config ({key})", prefill[key], f"the same as in decode_config ({decode[key]})")
     pool = prefill["decode"]
     decode["decode"] = {**decode["decode"], "engine": decode.pop("engine", {})}
     decode["prefill"] = {**pool, "engine": prefill.get("engine", {})}
@@ -109,8 +109,8 @@ def _model(given: Any, path: str, variables: dict[str, str] | None) -> dict[str,
     _check_keys(config, MODEL, f"{path}.")
     if config.get("llm_engine", "vLLM") != "vLLM":
         raise ConfigError(f"{path}.llm_engine", config["llm_engine"], "vLLM, or left out: Manta uses its own engine")
-    _refuse(config, "server_cls", path, "the engine is Manta's own")
-    _refuse(config, "callback_config", path, "no code of others is run in engines")
+    _refuse(config, "server_cls", path, "Manta uses its own engine")
+    _refuse(config, "callback_config", path, "engines run no code of users")
     name, model, keys = _loading(config.get("model_loading_config"), f"{path}.model_loading_config")
     keys |= {f"decode.{key}": value for key, value in _hardware(config, path).items()}
     keys |= {
@@ -153,7 +153,9 @@ def _loading(given: Any, path: str) -> tuple[str, str, Keys]:
     given = given if isinstance(given, dict) else {}
     _check_keys(given, ("model_id", "model_source", "tokenizer_source"), f"{path}.")
     if not isinstance(given.get("model_id"), str):
-        raise ConfigError(f"{path}.model_id", given.get("model_id"), "given: what clients send as `model`")
+        raise ConfigError(
+            f"{path}.model_id", given.get("model_id"), "given; it is the name that clients send as `model`"
+        )
     source = given.get("model_source") or given["model_id"]
     if not isinstance(source, str) or "://" in source:
         limit = "a folder or a Hub id: mount the bucket, or copy it to a folder that all nodes have"
@@ -172,13 +174,13 @@ def _lora(given: Mapping[str, Any], path: str, kwargs: Keys) -> Keys:
         kwargs.setdefault("max_cpu_loras", max(count, slots))
     folder = given.get("dynamic_lora_loading_path")
     if folder is not None and "://" in folder and not is_bucket(folder):
-        limit = f"a folder that all nodes have, or the URL of one in a bucket ({', '.join(SCHEMES)})"
+        limit = f"a folder that all nodes have, or the URL of a folder in a bucket ({', '.join(SCHEMES)})"
         raise ConfigError(f"{path}.dynamic_lora_loading_path", folder, limit)
     return {} if folder is None else {"lora.dynamic_folder": folder}
 
 
 def _hardware(config: Mapping[str, Any], path: str) -> Keys:
-    """Return the hardware of each rank, as keys of a pool: a GPU, unless the configuration says CPU."""
+    """Return the hardware of each rank as keys of a pool: one GPU, unless the configuration says CPU."""
     group = config.get("placement_group_config") or {}
     _check_keys(group, ("bundle_per_worker", "bundles", "strategy"), f"{path}.placement_group_config.")
     kind = (config.get("accelerator_config") or {}).get("kind")
@@ -186,7 +188,7 @@ def _hardware(config: Mapping[str, Any], path: str) -> Keys:
     if kind not in (None, "gpu", "cpu"):
         raise ConfigError(f"{path}.accelerator_config.kind", kind, "gpu or cpu")
     if any(bundle != bundles[0] for bundle in bundles) or not bundles[0].keys() <= {"CPU", "GPU"}:
-        limit = "CPUs and GPUs, as many in each bundle: a bundle is a rank"
+        limit = "CPUs and GPUs, the same in each bundle, because a bundle is a rank"
         raise ConfigError(f"{path}.placement_group_config.bundles", bundles, limit)
     pool = {
         "num_gpus": bundles[0].get("GPU", 0),

@@ -48,7 +48,7 @@ class ModelFlags:
         None, "Source of the sampling defaults: auto (the model's), vllm (none), or a folder."
     )
     override_generation_config: str | None = flag(
-        None, "Sampling defaults that replace those: '{\"temperature\": 0.6}'."
+        None, "Sampling defaults that take precedence over --generation-config: '{\"temperature\": 0.6}'."
     )
     tool_call_parser: str | None = flag(None, "Format of tool calls. Default: inferred from the chat template.")
     reasoning_parser: str | None = flag(None, "Format of reasoning. Default: inferred from the chat template.")
@@ -56,7 +56,9 @@ class ModelFlags:
         None, "LoRA adapter: NAME=PATH, or JSON with name, path and base_model_name. Repeatable."
     )
     lora_dynamic_folder: str | None = flag(
-        None, "Folder of LoRA adapters, on a disk or in a bucket, one in each sub-folder, under its name."
+        None,
+        "Folder of LoRA adapters, on a disk or in a bucket. Each sub-folder is an adapter, "
+        "served under the sub-folder's name.",
     )
 
 
@@ -75,7 +77,7 @@ class ServerFlags:
     allow_runtime_lora_updating: bool | None = flag(
         None, "Let requests load and unload LoRA adapters.", envvar="VLLM_ALLOW_RUNTIME_LORA_UPDATING"
     )
-    root_path: str | None = flag(None, "Prefix that a proxy in front adds to all paths, such as /llm.")
+    root_path: str | None = flag(None, "Prefix that a proxy in front of this server adds to all paths, such as /llm.")
     log_level: Literal["debug", "info", "warning", "error"] | None = flag(
         None, "Least severe messages to log.", show_default="info"
     )
@@ -87,11 +89,11 @@ class ReplicaFlags:
     num_replicas: int | None = flag(
         None, "Replicas that answer requests.", "--num-replicas", "--decode-replicas", show_default="1"
     )
-    max_replicas: int | None = flag(None, "Scale with the load up to this number (docs/autoscaling.md).")
+    max_replicas: int | None = flag(None, "Scale with the load, up to this number of replicas (docs/autoscaling.md).")
     min_replicas: int | None = flag(None, "Minimum number of replicas with --max-replicas.", show_default="1")
     prefill_replicas: int | None = flag(None, "Replicas that only compute prompts (docs/handoff.md).")
     num_cpus: float | None = flag(None, "CPUs of each rank of a replica.", show_default="1")
-    num_gpus: float | None = flag(None, "GPUs of each rank, at most 1; 0 means a CPU.", show_default="0")
+    num_gpus: float | None = flag(None, "GPUs of each rank, at most 1; 0 computes on CPUs.", show_default="0")
     accelerator_type: str | None = flag(None, "GPU type that each rank needs, by Ray's name: L4, H100.")
 
 
@@ -190,7 +192,7 @@ def model_args(model: str, given: dict[str, Any]) -> dict[str, Any]:
         for parent in parents:
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
-                raise ConfigError(path, value, f"below a section, which {parent} is not")
+                raise ConfigError(path, value, f"a key inside a section, but {parent} is not a section")
         target[key] = value
     return args
 
@@ -228,7 +230,7 @@ def _lora_modules(text: str) -> list[dict[str, Any]]:
 
 
 def _absolute(path: Any) -> Any:
-    """Return the absolute path of a folder that is here; anything else, such as a Hub id, as it is."""
+    """Return the absolute path of an existing folder. Anything else, such as a Hub id, is returned unchanged."""
     folder = Path(str(path)).expanduser()
     return str(folder.absolute()) if folder.is_dir() else path
 

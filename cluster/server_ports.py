@@ -35,7 +35,7 @@ AGENT_PORTS = {  # offsets of the ports of Ray's agents, by the names of Ray's p
 
 
 class KnownPort(NamedTuple):
-    """A port that people know by its number."""
+    """A port with a well-known number."""
 
     number: int
     offset: int  #: offset of the port that replaces it if another server has it
@@ -52,7 +52,7 @@ def server_ports() -> dict[str, str]:
     """Return the variables that assign ports to this process's server. No other server on this machine gets them while
     this process lives. Variables that are already set stay unchanged.
 
-    HAProxy's statistics and metrics use Ray's ports if no other server has them. Raises StartupError.
+    HAProxy's statistics and metrics use Ray's usual ports, unless another server has them. Raises StartupError.
     """
     if sys.platform != "linux":
         return {}
@@ -77,13 +77,13 @@ def held_port() -> socket.socket:
             return held
         held.close()
     raise StartupError(
-        f"a server needs {SERVER_PORTS} ports for itself, and of every hundred from {FIRST_PORT} to {LAST_PORT} others "
-        "have taken some. Stop a server of this machine"
+        f"a server needs {SERVER_PORTS} free ports in a row, and between {FIRST_PORT} and {LAST_PORT} none are "
+        "left. Stop another server on this machine"
     )
 
 
 def agent_ports() -> dict[str, int]:
-    """Return the ports of the agents of this server's Ray. Raises StartupError."""
+    """Return the ports for the agents of this server's Ray. Raises StartupError."""
     first: int = held_port().getsockname()[1]
     return {name: first + offset for name, offset in AGENT_PORTS.items()}
 

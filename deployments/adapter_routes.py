@@ -22,21 +22,21 @@ MAX_NAME = 256
 
 class LoadAdapterBody(RequestBody):
     lora_name: str = Field(default="", max_length=MAX_NAME)
-    """What requests will name as their `model`."""
+    """Name that requests will send as `model`."""
     lora_path: str = Field(default="", max_length=4096)
     """Folder that all replicas have, or a Hub id."""
     load_inplace: bool = False
-    """It may replace an adapter of its name, for requests from now on."""
+    """Whether it may replace an adapter of the same name, for all later requests."""
     base_model_name: str | None = None
-    """The model that it adapts, where several have adapters."""
+    """The model that it adapts; needed if several models have adapters."""
     is_3d_lora_weight: bool = False
-    """Read from the file."""
+    """Ignored, since this is read from the adapter's files."""
 
 
 class UnloadAdapterBody(RequestBody):
     lora_name: str = Field(default="", max_length=MAX_NAME)
     lora_int_id: int | None = None
-    """Has no meaning here."""
+    """Ignored, since Manta identifies adapters by name."""
 
 
 class AdapterRoutes:
@@ -45,7 +45,7 @@ class AdapterRoutes:
         self._models, self._admin_keys, self._unknown_fields = models, admin_keys, unknown_fields
 
     def routes(self) -> list[Route]:
-        load, unload = "Serve a LoRA adapter.", "Serve it no longer."
+        load, unload = "Serve a LoRA adapter.", "Stop serving a LoRA adapter."
         text = "text/plain"
         return [
             Route("POST", "/v1/load_lora_adapter", self.load, load, body=LoadAdapterBody, result=text),
@@ -61,7 +61,7 @@ class AdapterRoutes:
         if body.lora_name in self._models and not any(
             body.lora_name in one for one in self._models.registries.values()
         ):
-            raise InvalidParameter("lora_name", body.lora_name, "another name than those of the models")
+            raise InvalidParameter("lora_name", body.lora_name, "a name that no model has")
         await registry.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
         return _success(body.lora_name, "added")
 
@@ -77,7 +77,7 @@ class AdapterRoutes:
 
     def _check_key(self, request: Request) -> None:
         if self._admin_keys and key_name(request) not in self._admin_keys:
-            raise NotPermitted("adapters are loaded and unloaded with a key of ingress.admin_keys only")
+            raise NotPermitted("only keys of ingress.admin_keys may load and unload adapters")
 
     def _registry(self, base: str | None) -> AdapterRegistry:
         registries = self._models.registries

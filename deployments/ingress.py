@@ -98,8 +98,8 @@ class Ingress:
         console: ConsoleConfig,
         images: ImageConfig,
     ):
-        """pools: for each model, the handle of its decode replicas, and the handles of the replicas that compute for
-        these."""
+        """pools: for each model, the handle of its decode replicas, and the handles of the replicas that compute
+        prompts or images for them."""
         started = time.monotonic()
         ingress_id = serve.get_replica_context().replica_id.unique_id
         log_to_console(f"ingress-{ingress_id}", log)
@@ -183,8 +183,7 @@ class Ingress:
         return ServedModel(info, tokenizer, pool, self._channel, self._telemetry, loader)
 
     async def _log_state(self) -> None:
-        """Log `ready` once a request would be answered, since `serve run` never reports that. From then on, log
-        totals."""
+        """Log `ready` once requests can be answered, since `serve run` never reports this. From then on, log totals."""
         while (endpoint := await self._ready_endpoint()) is None:
             await asyncio.sleep(READY_INTERVAL_S)
         seconds = time.time() - endpoint.deployed_at

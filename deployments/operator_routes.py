@@ -22,9 +22,9 @@ class OperatorRoutes:
 
     def routes(self) -> list[Route]:
         healthy = "200 if every model has an engine that makes progress."
-        forget = "Have all engines forget their cached prefixes."
+        forget = "Empty the prefix caches of all engines."
         of_node = "Prometheus metrics of the node whose proxy was asked."
-        explained = "What happened to a request; never its text."
+        explained = "The timeline of a request; never its text."
         return [
             Route("GET", "/health", self.health, healthy),
             Route("GET", "/ping", self.health, "The same as /health."),

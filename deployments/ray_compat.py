@@ -1,5 +1,5 @@
-"""All private names of Ray that we use, except those in ray_driver.py. Ray is pinned to a minor version; whoever raises
-the pin should look here first."""
+"""All private names of Ray that we use, except those in ray_driver.py. Ray is pinned to a minor version; before you
+raise the pin, check this file."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class CallRouter(RequestRouter):
     def _get_pending_request_matching_internal_request_id(
         self, request_metadata: RequestMetadata | None = None
     ) -> PendingRequest | None:
-        """Return the pending request with this very metadata. Serve's method looks for the id that all calls of one
-        HTTP request share, so the second call would wait forever."""
+        """Return the pending request with exactly this metadata. Serve's method compares only an id that all calls of
+        one HTTP request share, so the second call would wait forever."""
         waiting = self._pending_requests_to_fulfill
         return next((p for p in waiting if p.metadata is request_metadata and not p.future.done()), None)
 
@@ -140,7 +140,8 @@ def serve_logs_to_console() -> bool:
 
 
 def remember_that_a_model_is_up() -> None:
-    """Record that a model has been up in this job, so that `end_serve_run` spares it. Blocks for a call to the GCS."""
+    """Record that a model has been up in this job, so that `end_serve_run` does not end it. Blocks for a call to the
+    GCS."""
     internal_kv._internal_kv_put(_served_key(), b"yes")
 
 

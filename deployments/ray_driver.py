@@ -153,11 +153,11 @@ def _start_ray(address: str | None, *, configure_logging: bool) -> None:
 def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None]]:
     """Change how `ray.init` starts a node, inside the block.
 
-    It leaves out the monitor of Ray's autoscaler and Ray's dashboard, which would otherwise start before anything that
-    models need. It gives Ray's agents fixed ports, and announces the ports where the raylet looks for them; otherwise
-    the raylet would end after 15 s. It waits for the node as long as the load requires instead of half a minute, but
-    not for a node that has ended. Yields a function that later starts what was left out; it does nothing if Ray was
-    already running.
+    It leaves out the monitor of Ray's autoscaler and Ray's dashboard, which would otherwise start before the processes
+    that models need. It gives Ray's agents fixed ports, and announces the ports where the raylet looks for them;
+    otherwise the raylet would end after 15 s. It waits for the node as long as the load requires instead of half a
+    minute, but not for a node that has ended. Yields a function that later starts what was left out; it does nothing if
+    Ray was already running.
     """
     left_out: list[Callable[[], None]] = []
     nodes: list[Node] = []
@@ -181,7 +181,7 @@ def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None
             except RuntimeError:  # it is not registered yet
                 ended = [name for node in nodes for name, _ in node.dead_processes()]
                 if ended or time.monotonic() - began > NODE_LIMIT_S * patience():
-                    problem = f"{ended[0]} has ended" if ended else "its node takes too long"
+                    problem = f"{ended[0]} has ended" if ended else "its node takes too long to start"
                     raise StartupError(f"Ray does not start: {problem}. {_load()}") from None
             time.sleep(NODE_INTERVAL_S)
 

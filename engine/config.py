@@ -1,4 +1,4 @@
-"""Configuration of one engine: frozen, and limited to what is known before the engine starts."""
+"""Configuration of one engine. It is frozen, and contains only values that are known before the engine starts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HandoffConfig:
         metadata={
             "help": "`prefill` computes prompts for decode engines; `decode` may let prefill engines compute "
             "its prompts; `encode` encodes images for both; `replica` only moves running requests and fetches cached "
-            "KV, as `decode` can too."
+            "KV, which `decode` can also do."
         }
     )
     transport: Literal["auto", "tcp", "nixl"] = option(
@@ -63,24 +63,28 @@ class HandoffConfig:
     )
     heartbeat_s: float = option(1.0, "Seconds between the heartbeats of a decode engine.")
     progress_s: float = option(
-        5.0, "Seconds without an answer to a heartbeat, or without a byte of a read, after which a link counts as cut."
+        5.0,
+        "Seconds without an answer to a heartbeat, or without a byte of a read, after which a link counts as broken.",
     )
     accept_s: float = option(5.0, "Seconds within which a prefill engine must accept a request.")
     quarantine_s: float = option(30.0, "Seconds without handoffs between two engines after their link has failed.")
-    max_attempts: int = option(3, "Remote attempts per request; after them its prompt is computed locally.")
+    max_attempts: int = option(
+        3, "Maximum number of remote attempts per request. If all fail, its prompt is computed locally."
+    )
 
     move_requests: bool = option(
         False,
-        "Whether running requests move to another replica, with their KV, when theirs stops; needs no prefill pool.",
+        "Whether the running requests of a replica that stops move to another replica, with "
+        "their KV. Needs no prefill pool.",
     )
 
     enable_prefix_fetching: bool = option(
         False,
-        "Whether a replica fetches KV that another replica of its pool has cached, where that is faster than "
-        "computing it; needs no prefill pool.",
+        "Whether a replica fetches KV that another replica of its pool has cached, if that is faster than "
+        "computing it. Needs no prefill pool.",
     )
     fetch_timeout_s: float = option(
-        5.0, "Seconds for which a request waits for KV from another replica's cache; after them it is computed."
+        5.0, "Seconds that a request waits for KV from another replica's cache. After this time, the KV is computed."
     )
 
     def __post_init__(self) -> None:
@@ -99,14 +103,16 @@ class SpeculativeConfig:
 
     method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "medusa"] = field(
         metadata={
-            "help": "`ngram` proposes the tokens that followed the newest ones earlier in prompt and output, `suffix` "
-            "those that mostly did there and in earlier answers. The others have weights: a smaller model, or heads "
-            "that read this model's hidden states."
+            "help": "`ngram` looks for the newest tokens earlier in prompt and output, and proposes the tokens "
+            "that followed there. `suffix` also looks in earlier answers, and proposes the most frequent "
+            "continuation. The other methods have weights: a smaller model, or heads that read "
+            "this model's hidden states."
         }
     )
     model: str | None = option(None, "`draft_model`, `eagle3` and `medusa`: folder or Hub id of the weights.")
     num_speculative_tokens: int = option(
-        5, "Maximum number of drafted tokens per sequence and step; load and acceptance decide how many of them."
+        5,
+        "Maximum number of drafted tokens per sequence and step. Fewer are drafted under load, or if few are accepted.",
     )
     prompt_lookup_min: int = option(2, "`ngram`: minimum length of a match, in tokens.")
     prompt_lookup_max: int = option(5, "`ngram`: maximum length of a match, in tokens; the longest match wins.")
@@ -114,7 +120,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = option(10_000, "`suffix`: earlier answers to keep; 0 keeps none.")
     suffix_decoding_max_spec_factor: float = option(1.0, "`suffix`: drafted tokens per token of the match.")
     suffix_decoding_min_token_prob: float = option(
-        0.1, "`suffix`: minimum share of the matches that continue with all drafted tokens."
+        0.1, "`suffix`: share of the matches that must agree with a drafted token and all before it."
     )
 
     def __post_init__(self) -> None:
@@ -148,21 +154,26 @@ class SpeculativeConfig:
 class KVEventsConfig:
     """Options of KV events in vLLM's format, named as in vLLM (docs/routing.md)."""
 
-    enable_kv_cache_events: bool = option(False, "Publish which blocks the prefix cache has, and their tokens.")
+    enable_kv_cache_events: bool = option(False, "Publish the blocks of the prefix cache, and their tokens.")
     publisher: Literal["zmq", "null"] | None = option(None, "`null` publishes nothing. Default: `zmq`.")
     endpoint: str | None = option(
         None,
-        "ZMQ address to publish at: bound if it has a `*` or `::` or begins with `ipc:`, and connected to otherwise, "
-        "as in vLLM. Default: port 5557, bound for this machine alone. An engine whose port is taken binds the next.",
+        "ZMQ address to publish at. As in vLLM, it is bound if it contains `*` or `::` or begins with `ipc:`, "
+        "and connected to otherwise. Default: port 5557, bound for this machine only. If the port is "
+        "taken, an engine binds the next one.",
     )
-    replay_endpoint: str | None = option(None, "ZMQ address to bind for those who ask for batches that they missed.")
-    buffer_steps: int = option(10_000, "Newest batches that are kept for them.")
-    hwm: int = option(100_000, "Batches that may wait for one subscriber; it loses further ones.")
+    replay_endpoint: str | None = option(
+        None, "ZMQ address to bind for subscribers that request batches again which they missed."
+    )
+    buffer_steps: int = option(10_000, "Number of newest batches that are kept for such requests.")
+    hwm: int = option(
+        100_000, "Maximum number of batches that wait for one subscriber. The subscriber loses further batches."
+    )
     topic: str = option("", "First frame of all messages: llm-d expects `kv@ADDRESS@MODEL`.")
     use_int_block_hashes: bool = option(
         True,
-        "Send the low 64 bits of hashes as integers, and not 16 bytes. In vLLM: the environment variable "
-        "`VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`.",
+        "Send the low 64 bits of hashes as integers instead of 16 bytes. vLLM has the environment variable "
+        "`VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES` for this.",
     )
 
     def __post_init__(self) -> None:
@@ -181,7 +192,7 @@ def parse_section(config: type[T], section: str, options: dict[str, Any]) -> T:
     hints = get_type_hints(config)
     for key, value in options.items():
         if key not in hints:
-            raise ConfigError(f"{section}.{key}", value, f"left out; there are {', '.join(hints)}")
+            raise ConfigError(f"{section}.{key}", value, f"left out; the known keys are {', '.join(hints)}")
         kind, kinds = hints[key], get_args(hints[key])
         if kind in (int, bool) and type(value) is not kind:
             raise ConfigError(f"{section}.{key}", value, "an integer" if kind is int else "true or false")
@@ -209,7 +220,7 @@ class EngineConfig:
     quantization: Literal["fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "mxfp4"] | None = option(
         None,
         "`fp8`, `int8` or `int4`: format to which the weights of an unquantized model are rounded as they are loaded. "
-        "The format of a quantized checkpoint is read from it; the option may name it.",
+        "The format of a quantized checkpoint is read from its config.json; this option may also name it.",
     )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
         "auto", "`fp8` (the same as `fp8_e4m3`) stores each number of K and V in one byte; `auto` uses `dtype`."
@@ -226,25 +237,26 @@ class EngineConfig:
     )
     enforce_eager: bool = option(
         False,
-        "Launch every kernel by itself, without CUDA graphs. Slower, with the same tokens.",
+        "Launch every kernel separately, without CUDA graphs. Slower, with the same tokens.",
     )
     disable_custom_all_reduce: bool = option(
         False,
-        "Let ranks on one machine sum by NCCL or gloo alone, without memory that they share (docs/gpu.md).",
+        "Let ranks on one machine use only NCCL or gloo for sums, without shared memory (docs/gpu.md).",
     )
     determinism: Literal["strict"] | None = option(
         None,
         "`strict` gives the same tokens and log-probabilities, bit for bit, with any number of ranks and in any batch "
-        "(docs/determinism.md). With weights that are not quantized; on a GPU, for dense models in bfloat16.",
+        "(docs/determinism.md). Needs unquantized weights; on a GPU, it supports only dense models in bfloat16.",
     )
     torch_compile: bool = option(
         False,
-        "Compile the layers between attentions with torch.compile as the engine starts (docs/gpu.md); excludes "
-        "`enforce_eager`.",
+        "Compile the model's layers, except attention, with torch.compile when the engine starts (docs/gpu.md). "
+        "`enforce_eager` overrides this option.",
     )
     cuda_graph_memory_gib: float = option(
         1.0,
-        "GPU memory kept free for CUDA graphs. Steps of sizes without a graph are padded, or run without.",
+        "GPU memory kept free for CUDA graphs. A step without a graph of its size is padded to a "
+        "larger one, or runs without a graph.",
     )
     load_format: Literal["auto", "dummy"] = option(
         "auto", "`auto` reads the model's weights; `dummy` uses random ones of the same shapes, for measurements."
@@ -263,21 +275,23 @@ class EngineConfig:
         "Maximum number of sequences that run at a time. If it is not set, the offline `LLM` on a GPU and pools with "
         "GPUs use 256.",
     )
-    max_waiting: int = option(1024, "Maximum number of queued requests. Further ones are refused with Overloaded.")
+    max_waiting: int = option(1024, "Maximum number of queued requests. Further requests are refused with Overloaded.")
     encoder_cache_size: int = option(
         16_384,
-        "Capacity for image embeddings, which are kept so that an image is encoded only once. No image may have more. "
-        "A step makes at most `max_num_batched_tokens` of them.",
+        "Number of image embeddings that are cached, so that an image is encoded only once. No image may have "
+        "more embeddings. A step makes at most `max_num_batched_tokens` embeddings.",
     )
     enable_lora: bool = option(False, "Compute requests with low-rank adapters (LoRA) of the model.")
     max_loras: int = option(
-        8, "Adapters that sequences of one step may have, and for which memory is set aside beside the model."
+        8, "Number of different adapters in one step. Memory for this number is reserved in addition to the model."
     )
     max_lora_rank: int = option(
-        16, "Highest rank of an adapter, at most 256; slots are made for it, so no higher than needed."
+        16,
+        "Highest rank of an adapter, at most 256. Every slot takes memory for this rank, so "
+        "set it no higher than needed.",
     )
     max_cpu_loras: int | None = option(
-        None, "Adapters that are kept in host memory, those in slots among them. Default: `max_loras`."
+        None, "Number of adapters that are kept in host memory, including those in slots. Default: `max_loras`."
     )
     language_model_only: bool = option(
         False, "Serve a multimodal model as a text model: its image encoder is not loaded, and images are refused."
@@ -290,8 +304,9 @@ class EngineConfig:
     )
     prefix_cache_retention_interval: int | None = option(
         None,
-        "Tokens between the states of recurrent layers that the prefix cache keeps of a long sequence, besides those "
-        "at ends of prompts and where prompts diverge; 0 for none. Default: as many as have KV of a state's size.",
+        "Number of tokens between two snapshots of recurrent states in a long sequence; 0 for none. Snapshots at "
+        "the end of a prompt, and where prompts diverge, are kept in addition. Default: the number of tokens "
+        "whose KV takes as much memory as a snapshot.",
     )
     max_held_share: float = option(
         0.5, "Fraction of the KV blocks that holds of clients may keep from being evicted (docs/holds.md); 0 for none."
@@ -302,27 +317,29 @@ class EngineConfig:
         None, "GiB of host memory, over all ranks, for KV blocks that the device may evict (docs/kv_offloading.md)."
     )
     kv_offloading_disk_size: float | None = option(
-        None, "GiB of local disk, over all ranks, for KV blocks. They are encrypted."
+        None, "GiB of local disk, over all ranks, for KV blocks. The blocks are encrypted."
     )
-    kv_offloading_dir: str = option("~/.cache/manta/kv", "Folder of these blocks. Engines of one machine may share it.")
+    kv_offloading_dir: str = option(
+        "~/.cache/manta/kv", "Folder of the blocks on disk. Engines of one machine may share it."
+    )
     kv_offloading_key_file: str | None = option(
         None,
-        "File of at least 32 random bytes with which blocks on disk are encrypted. With it they survive restarts; the "
-        "default key lives as long as the cluster, or as an engine without one.",
+        "File of at least 32 random bytes with which blocks on disk are encrypted. Blocks survive a restart only "
+        "if their key does: the default key is lost with the cluster, or with an engine that has no cluster.",
     )
     kv_offloading_ttl_s: float | None = option(
-        None, "Seconds after which a block is deleted from the tiers, used or not. Default: never."
+        None, "Seconds after which a block is deleted from the tiers, even if it is used. Default: never."
     )
     kv_offloading_timeout_s: float = option(
-        2.0, "Seconds that a request waits for KV from a tier; after them it is computed."
+        2.0, "Seconds that a request waits for KV from a tier. After this time, the KV is computed instead."
     )
     kv_events_config: KVEventsConfig | None = option(
         None, "KV events for other routers, as a JSON object of vLLM's keys (docs/routing.md)."
     )
     overlap: bool | None = option(
         None,
-        "Plan step n+1 while step n computes. Default: yes on a GPU; no on a CPU, where both need the same cores "
-        "(docs/measurements/performance.md).",
+        "Plan step n+1 while step n computes. Default: yes on a GPU; no on a CPU, where both would use the same "
+        "cores (docs/measurements/performance.md).",
     )
     num_threads: int | None = option(
         None,
@@ -335,7 +352,7 @@ class EngineConfig:
     )
     handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs, in any role.")
     encode: HandoffConfig | None = option(
-        None, "Options for image handoffs of an engine for which encode replicas may encode images."
+        None, "Options for image handoffs, in an engine whose images may be encoded by encode replicas."
     )
 
     @property
@@ -346,7 +363,7 @@ class EngineConfig:
     @property
     def known_block_size(self) -> int:
         """`block_size`, for callers without an engine. Raises AssertionError if the device is to choose it."""
-        assert self.block_size is not None, "only an engine can choose it, on its device"
+        assert self.block_size is not None, "an engine chooses the block size by its device"
         return self.block_size
 
     @property
@@ -387,10 +404,12 @@ class EngineConfig:
             object.__setattr__(self, "kv_events_config", kv_events)
         if self.kv_events_config is not None and self.kv_events_config.publishes and not self.enable_prefix_caching:
             raise ConfigError(
-                "enable_prefix_caching", False, "true with KV events: they tell what the prefix cache has"
+                "enable_prefix_caching",
+                False,
+                "true with KV events, because they report the blocks of the prefix cache",
             )
         if self.handoff is not None and self.handoff.enable_prefix_fetching and not self.enable_prefix_caching:
-            limit = "true with `handoff.enable_prefix_fetching`: KV is fetched into the prefix cache"
+            limit = "true with `handoff.enable_prefix_fetching`, because KV is fetched into the prefix cache"
             raise ConfigError("enable_prefix_caching", False, limit)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
@@ -408,8 +427,8 @@ class EngineConfig:
             if value is not None and not value > 0:
                 raise ConfigError(key, value, "above 0, or left out")
         if self.offloads_kv and not self.enable_prefix_caching:
-            limit = "true with kv_offloading_size or kv_offloading_disk_size: blocks are found by the prefix cache"
+            limit = "true with kv_offloading_size or kv_offloading_disk_size, because the prefix cache finds the blocks"
             raise ConfigError("enable_prefix_caching", False, limit)
         if self.kv_offloading_disk_size is None and self.kv_offloading_key_file is not None:
-            limit = "left out without kv_offloading_disk_size: only blocks on disk are encrypted"
+            limit = "left out without kv_offloading_disk_size, because only blocks on disk are encrypted"
             raise ConfigError("kv_offloading_key_file", self.kv_offloading_key_file, limit)

@@ -203,7 +203,8 @@ class CudaDevice(Device):
 
 
 def copy_to(values: ArrayLike, torch_device: torch.device) -> Tensor:
-    """Copy values to a device, through pinned memory. For copies of any other memory the host would have to wait."""
+    """Copy values to a device through pinned memory. With any other memory, the host would have to wait for the
+    copy."""
     host = torch.from_numpy(np.asarray(values))
     if torch_device.type == "cuda":
         host = host.pin_memory()  # torch keeps it until the copy has ended
@@ -211,8 +212,8 @@ def copy_to(values: ArrayLike, torch_device: torch.device) -> Tensor:
 
 
 def sleep_precisely() -> None:
-    """Let this thread, and threads that it starts, sleep only as long as they ask to. Otherwise Linux adds up to 50 µs,
-    which `CudaEvent.reached` would lose at every step."""
+    """Let this thread, and threads that it starts, sleep only as long as they ask to. Otherwise Linux adds up to 50 µs
+    to each wait, which would delay every step in `CudaEvent.reached`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
@@ -231,8 +232,8 @@ def open_device(name: str) -> Device:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory freed by one step for the next. By default it returns the memory to the system, and
-    getting it back page by page took a tenth of a prompt's time."""
+    """Make glibc keep the memory freed by one step for the next. By default glibc returns the memory to the system.
+    Getting it back page by page took a tenth of the time of a prompt."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for option, size in MALLOPTS.items():
             mallopt(option, size)
@@ -246,6 +247,6 @@ def numba_found() -> bool:
     except ImportError as error:  # also raised when numba was built for another numpy
         installed = importlib.util.find_spec("numba") is not None
         why = f"cannot be imported ({error})" if installed else "is not installed"
-        logger.warning("numba %s: plain torch is used instead, several times slower on a CPU", why)
+        logger.warning("numba %s, so plain torch is used, which is several times slower on a CPU", why)
         return False
     return True

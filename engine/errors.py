@@ -28,8 +28,8 @@ ServingError
     ├── OutOfMemory                too little memory, with the numbers and what to change
     └── RendezvousTimeout          ranks of one model did not find each other: names the missing ones
 
-Each knows its HTTP status, its OpenAI error `type`, and whether another replica could do better.
-Constructor arguments equal `args`, so that errors pickle between processes.
+Each error has its HTTP status, its OpenAI error `type`, and whether a retry in another replica could help. Constructor
+arguments equal `args`, so that errors pickle between processes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RequestError(ServingError):
 
 
 class Described(str):
-    """A description of a value, which errors show without quotes in place of a value that would say less."""
+    """A description of a value. Errors show it without quotes, in place of a value that would tell less."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -116,7 +116,7 @@ class AdapterNotFound(AdapterError):
 
 
 def _head(value: object) -> object:
-    """Return the beginning of `value` for a message, since printing a whole long list takes long."""
+    """Return the beginning of `value` for a message, since printing a whole list may take long."""
     match value:
         case str():
             return value[:100]
@@ -148,7 +148,7 @@ class PromptTooLong(RequestError):
         self.message = (
             f"{prompt} has {'at least ' if estimated else ''}{tokens} tokens, but at most {limit - answer} fit: "
             f"this model's maximum context length is {limit} tokens"
-            + (", and at least one is needed for the answer" if answer else "; truncate_prompt_tokens can cut it")
+            + (", and the answer needs at least one token" if answer else "; truncate_prompt_tokens can shorten it")
         )
 
     @property
@@ -163,11 +163,11 @@ class ModelNotFound(RequestError):
 
     def __init__(self, model: str, known: list[str]):
         Exception.__init__(self, model, known)
-        self.message, self.param = f"model {model!r} does not exist; served here: {', '.join(known)}", "model"
+        self.message, self.param = f"model {model!r} does not exist; this server has: {', '.join(known)}", "model"
 
 
 class RequestNotFound(RequestError):
-    """The requested request is unknown, or already forgotten."""
+    """The request that was asked about is unknown, or already forgotten."""
 
     status, type = 404, "not_found_error"
 
@@ -265,7 +265,7 @@ class EngineUnavailable(ServingError):
 
 
 class Moved(ServingError):
-    """The replica is about to stop, or lacks room, and lets another one go on with the request."""
+    """The replica is about to stop, or has no room, and lets another replica continue the request."""
 
     status, type, retryable = 503, "service_unavailable_error", True
 
@@ -273,11 +273,11 @@ class Moved(ServingError):
         super().__init__(request_id)
 
     def __str__(self) -> str:
-        return f"request {self.args[0]} goes on in another replica"
+        return f"request {self.args[0]} continues in another replica"
 
 
 class OtherModel(ServingError):
-    """The replica serves another model under the same name, because one is being replaced by the other.
+    """The replica serves another model under the same name, because one model is being replaced by the other.
 
     weights, vocabulary: ModelIdentity of the replica that refused.
     """
@@ -289,7 +289,7 @@ class OtherModel(ServingError):
         self.weights, self.vocabulary = weights, vocabulary
 
     def __str__(self) -> str:
-        return f"another model has replaced the one that request {self.args[0]} needs"
+        return f"the model that request {self.args[0]} needs has been replaced by another model"
 
 
 class StartupError(ServingError):

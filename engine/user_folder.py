@@ -1,4 +1,4 @@
-"""Folders for the user's files, with a fallback where the home cannot be written, as in a container."""
+"""Folders for the user's files, with a fallback if the home folder cannot be written, for instance in a container."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def user_folder(path: str) -> Path:
     expanded = Path(os.path.expanduser(path))  # Path.expanduser would raise where there is no home at all
     if not path.startswith("~/") or can_write(expanded) or (private := private_folder()) is None:
         return expanded
-    logger.warning("%s cannot be written: %s is used, which may not outlive a restart of the machine", path, private)
+    logger.warning("%s cannot be written, so %s is used, which may be emptied when the machine restarts", path, private)
     return private / path.removeprefix("~/")
 
 

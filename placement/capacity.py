@@ -1,4 +1,5 @@
-"""Checks whether the cluster could ever hold a replica. Ray itself would silently wait forever for a fitting node."""
+"""Checks whether the cluster could ever hold a replica. Ray itself would wait silently, for ever, for a node that is
+large enough."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def _capacity(resources: Mapping[str, float], bundle: Mapping[str, float]) -> in
 
 
 def _describe_shortage(spec: GroupSpec, nodes: Sequence[Node]) -> str:
-    """Return which resource of the first bundle no node has enough of."""
+    """Return the resource of the first bundle that no node has enough of."""
     for resource, amount in spec.bundles[0].items():
         largest = max(node.resources.get(resource, 0.0) for node in nodes)
         if largest + EPSILON < amount:

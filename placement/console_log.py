@@ -1,4 +1,4 @@
-"""Log lines of our processes, as text or JSON; Ray forwards them to the console of `serve run`."""
+"""Writes the log lines of our processes as text or JSON. Ray forwards them to the console of `serve run`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def console_handler(who: str, config: LogConfig = LogConfig()) -> logging.Handle
 class JsonFormatter(logging.Formatter):
     """Formats each line as a JSON object. Values that a message names, as in `steps=%d`, are separate keys.
 
-    They are taken from the arguments of the call, not from the finished text, so a client's request id cannot forge a
-    key.
+    The values come from the arguments of the logging call, not from the finished text, so a client's request id cannot
+    forge a key.
     """
 
     def __init__(self, who: str):
@@ -71,7 +71,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def named_values(message: object, args: object) -> dict[str, Any]:
-    """Return the `%` arguments that are preceded by a name, by name."""
+    """Return, by name, the `%` arguments that have a name before them."""
     if not isinstance(message, str) or not isinstance(args, tuple):
         return {}
     names = [match[1] for match in CONVERSION.finditer(message.replace("%%", ""))]

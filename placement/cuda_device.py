@@ -1,8 +1,8 @@
 """Selects the GPU of a rank among those that its process can see.
 
 By default Ray shows a process only its own GPU, so every rank would be device 0, and torch's symmetric memory refuses
-ranks of one machine that have the same device index. So ranks see all GPUs of their node, as in vLLM, and each makes
-its own the current one. This has not run on a GPU yet.
+ranks of one machine that have the same device index. So ranks see all GPUs of their node, as in vLLM, and each selects
+its own. This has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ SEE_ALL = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def rank_options(spec: GroupSpec) -> dict[str, Any]:
-    """Return the options of a rank's actor. Without a GPU it needs no environment, so Ray can use a process that is
-    ready."""
+    """Return the options of a rank's actor. Without a GPU the actor needs no environment of its own, so Ray can use a
+    process that it has started in advance."""
     resources: dict[str, Any] = {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus}
     return resources | {"runtime_env": {"env_vars": SEE_ALL}} if spec.num_gpus else resources
 

@@ -28,7 +28,8 @@ RELAYED = re.compile(r"rank \d+( cannot be reached|: )")  # matches errors about
 
 
 class RankGroup:
-    """Rank actors, from their start to the first death among them. The control actor owns them, so they die with it."""
+    """The rank actors of an engine, from their start until one of them dies. The control actor owns them, so they die
+    with it."""
 
     def __init__(self, spec: GroupSpec):
         self._spec = spec
@@ -85,7 +86,7 @@ class RankGroup:
     def _create(self) -> list[Any]:
         """Create one actor per bundle."""
         group = ray.util.get_current_placement_group()
-        assert group is not None, "a replica is deployed with the bundles of its GroupSpec"
+        assert group is not None, "a replica must be deployed with the bundles of its GroupSpec"
         actor = ray.remote(RankActor)
         return [
             actor.options(
@@ -95,7 +96,7 @@ class RankGroup:
         ]
 
     async def _all(self, calls: Sequence[Awaitable[Any]], deadline: float) -> list[Any]:
-        """Return the answers to all calls, which are in the order of `self._ranks`."""
+        """Return the answers to the calls, in the order of `self._ranks`."""
         waiting = [asyncio.ensure_future(call) for call in calls]
         try:
             done, late = await asyncio.wait(
@@ -115,8 +116,8 @@ class RankGroup:
 
 
 async def _ended(rank: Any, number: int) -> str | None:
-    """Wait for the rank's end, and return its reason, which is short because clients read it; None after an orderly
-    end."""
+    """Wait until the rank ends, and return the reason; None after an orderly end. The reason is short because clients
+    read it."""
     try:
         await rank.run.remote()
     except RayTaskError as error:
@@ -133,8 +134,8 @@ async def _ended(rank: Any, number: int) -> str | None:
 def _verdict(errors: Sequence[BaseException | None]) -> ServingError:
     """Return the error to report after ranks failed to start. errors: one per rank, in rank order.
 
-    A death has no cause in another rank, so it takes precedence; then a rank's own error; then errors about other
-    ranks.
+    A rank's death is never caused by another rank, so it takes precedence; then a rank's own error; then errors about
+    other ranks.
     """
     deaths: list[ServingError] = []
     own: list[ServingError] = []

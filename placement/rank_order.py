@@ -23,7 +23,8 @@ def rank_order(locations: Sequence[RankLocation], home: str) -> list[int]:
     """Return bundle indices in rank order: ranks of one node are adjacent, in the order of their devices.
 
     locations: one per bundle. home: the control actor's node, which comes first if any bundle is there.
-    Ray guarantees neither: with PACK, adjacent bundles may be on different nodes, and devices come in any order.
+    Ray guarantees neither property: with PACK, adjacent bundles may be on different nodes, and devices are in no
+    particular order.
     """
     first_bundle: dict[str, int] = {}
     for bundle, location in enumerate(locations):
@@ -47,5 +48,5 @@ def meeting_host(hosts: Sequence[str]) -> str:
 
 
 def _number(device: str) -> tuple[float, str]:
-    """Return a sort key by which device 10 comes after 9. Devices may also be UUIDs."""
+    """Return a sort key that puts device 10 after device 9. Devices may also be UUIDs."""
     return (int(device) if device.isdigit() else float("inf")), device

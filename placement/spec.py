@@ -42,7 +42,7 @@ class GroupSpec:
     def bundles(self) -> list[dict[str, float]]:
         """One bundle per rank. The first also holds the control actor.
 
-        So one rank is always on the control actor's node, and n ranks on n nodes need n nodes, not n + 1.
+        So one rank is always on the control actor's node, and n ranks on separate nodes need n nodes, not n + 1.
         """
         first = self.rank_bundle
         first["CPU"] = round(first.get("CPU", 0.0) + self.control_cpus, DIGITS)

@@ -32,8 +32,8 @@ POOL_TAGS = ("model_name", "pool")
 
 class Policy:
     """Autoscaling policy in Serve's controller, which creates it when the application is deployed and calls it in its
-    control loop. It never raises, which would stop that loop for all applications. If it cannot decide, the numbers
-    stay as they are."""
+    control loop. It never raises an error, since an error would stop that loop for all applications. If it cannot
+    decide, the numbers stay as they are."""
 
     def __init__(self) -> None:
         if not ray_compat.serve_logs_to_console():  # behind HAProxy, Serve's loggers write to files only
@@ -56,7 +56,7 @@ class Policy:
                 self._decided = {name: context.target_num_replicas for name, context in contexts.items()}
                 if now >= self._complain_at:
                     self._complain_at = now + COMPLAINT_INTERVAL_S
-                    logger.exception("autoscaling cannot decide, so all stays as it is")
+                    logger.exception("autoscaling cannot decide, so the numbers of replicas stay as they are")
         return self._decided, None
 
     def _decide(self, contexts: dict[Any, Any], now: float) -> dict[Any, int]:
@@ -89,7 +89,7 @@ class Policy:
 
 
 def pool_load(context: AutoscalingContext, waiting: int = 0, waiting_tokens: int = 0) -> PoolLoad:
-    """Return the load from the reports of a pool's replicas. waiting, waiting_tokens: as from `queue_of`."""
+    """Return the load from the reports of a pool's replicas. waiting, waiting_tokens: as returned by `queue_of`."""
     reports: Any = context.raw_metrics or {}
     replicas = [replica for replica, points in reports.get("running", {}).items() if points]
     return PoolLoad(
@@ -148,17 +148,19 @@ def _replica_load(reports: Mapping[str, Mapping[Any, Sequence[Any]]], replica: o
 
 
 class ScalingMetrics:
-    """Publishes decisions: all of them as metrics, each change also in the log of Serve's controller and on the
-    console.
+    """Publishes decisions. Every decision goes to the metrics; a change also goes to the log of Serve's controller and
+    to the console.
 
     Ray exports the metrics on its own port, under names that begin with ray_ (docs/autoscaling.md).
     """
 
     def __init__(self) -> None:
-        self._replicas = Gauge("manta_autoscaling_desired_replicas", "Replicas that there should be.", POOL_TAGS)
+        self._replicas = Gauge("manta_autoscaling_desired_replicas", "Replicas that the pool should have.", POOL_TAGS)
         self._running = Gauge("manta_autoscaling_running_replicas", "Replicas that are up.", POOL_TAGS)
         self._desired = Gauge(
-            "manta_autoscaling_wished_replicas", "Replicas for the load of now, undelayed.", POOL_TAGS
+            "manta_autoscaling_wished_replicas",
+            "Replicas that the current load needs, without delays for stability.",
+            POOL_TAGS,
         )
         self._min = Gauge("manta_autoscaling_min_replicas", "Minimum number of replicas.", POOL_TAGS)
         self._max = Gauge("manta_autoscaling_max_replicas", "Maximum number of replicas.", POOL_TAGS)
@@ -170,7 +172,7 @@ class ScalingMetrics:
         self._newest: deque[ScalingChange] = deque(maxlen=NUM_SHARED_CHANGES)
 
     def record(self, pool: PoolSettings, before: int, decision: ScalingDecision) -> None:
-        """Record a decision. before: number of replicas that the pool was to have so far."""
+        """Record a decision. before: number of replicas that the previous decision asked for."""
         tags = {"model_name": pool.model, "pool": pool.role}
         self._replicas.set(decision.replicas, tags)
         self._running.set(decision.inputs["running_replicas"], tags)

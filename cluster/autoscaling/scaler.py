@@ -59,7 +59,7 @@ class PoolLoad:
 
     @property
     def sequences(self) -> int:
-        """Sequences that are running, or would be if there were capacity."""
+        """Sequences that run, and those that wait only for capacity."""
         return self.waiting + sum(r.running + r.waiting for r in self.replicas)
 
     @property
@@ -91,7 +91,7 @@ class ModelScaler:
     """
 
     def __init__(self, slo: Slo, limits: dict[Role, Limits]):
-        """limits: those of all pools of the model. A pool of fixed size has min_replicas equal to max_replicas."""
+        """limits: the limits of all pools of the model. A pool of fixed size has min_replicas equal to max_replicas."""
         alone = "prefill" not in limits
         self._scalers = {
             role: PoolScaler(slo, limit, prompts=role != "decode" or alone, decodes=role == "decode")
@@ -148,8 +148,8 @@ class PoolScaler:
         return ScalingDecision(replicas, size.replicas, size.reason, self._inputs(demand, load))
 
     def _size(self, demand: Demand, current: int) -> Size:
-        """Return the required size. It grows only if the current sequences need it, and shrinks only if the tokens per
-        second allow it."""
+        """Return the required size. It grows only if the current sequences need more, and shrinks only if the tokens
+        per second allow less."""
         max_replicas = self._limits.max_replicas
         size, if_fewer = self._sizing.now(demand, max_replicas), self._sizing.if_fewer(demand, max_replicas)
         if size.replicas >= min(if_fewer.replicas, current):
@@ -206,7 +206,7 @@ def _mean_costs(load: PoolLoad, known: EngineCosts) -> EngineCosts:
 
 
 class Mean:
-    """Mean of a rate, with exponentially fading weights. The first value counts as if it had always held."""
+    """Mean of a rate, with exponentially fading weights. The first value becomes the mean."""
 
     def __init__(self, memory_s: float):
         self._memory_s = memory_s

@@ -49,7 +49,8 @@ class Sizing:
         """Return the size for the current tokens per second.
 
         Fewer replicas make slower steps, so the same stream of requests keeps more of them in flight (Little's law).
-        After a replica is removed, `now` may therefore reverse its verdict; this method does not.
+        After a replica is removed, `now` may therefore ask for that replica again; this method would not have removed
+        it.
         """
         return self._fewest(demand, max_replicas, None, SCALE_DOWN_MARGIN)
 
@@ -92,14 +93,15 @@ class Sizing:
         return "kv" if growth * demand.kv_replicas / replicas > margin * MAX_KV_FRACTION else ""
 
     def _step_s(self, demand: Demand, replicas: int, sequences: float) -> float:
-        """Return the seconds between tokens: a decode step, in the time that computing prompts leaves."""
+        """Return the seconds between tokens: the time of a decode step, stretched by the share of time that prompts
+        take."""
         at_once = min(sequences / replicas, self._max_num_seqs)
         left = max(1 - demand.prefill_share / replicas, 1 - MAX_PREFILL_FRACTION)
         return (demand.decode_step_s + demand.decode_sequence_s * at_once) / left
 
     def _steady(self, demand: Demand, replicas: int) -> tuple[float, float]:
-        """Return the sequences in flight and the step time, once a stream with the same tokens per second has
-        settled."""
+        """Return the sequences in flight and the step time in the steady state of a stream with the same tokens per
+        second."""
         load = (demand.prefill_share + demand.decode_sequence_s * demand.output_tokens_per_s) / replicas
         if load >= 1:
             return float("inf"), float("inf")

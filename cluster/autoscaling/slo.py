@@ -1,4 +1,4 @@
-"""Targets and limits of autoscaling, and their way to the policy in Serve's controller. Pure Python."""
+"""Targets and limits of autoscaling, and how they reach the policy in Serve's controller. Pure Python."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def autoscaling_config(low: int, high: int, full: int, pool: PoolSettings | None
     """Return the autoscaling_config of a Serve deployment.
 
     low, high: bounds of the number of replicas.
-    full: number of requests that fill a replica, which Serve displays and our policy ignores.
+    full: number of requests that fill a replica. Serve displays it; our policy ignores it.
     pool: settings that our policy reads from policy_kwargs. Serve passes those only to deployments' own policies.
     """
     return {

@@ -36,7 +36,7 @@ class Answer:
 
     @property
     def figures(self) -> str:
-        """Known token counts and times, on one line."""
+        """The token counts and times that are known, on one line."""
         parts = [] if self.tokens is None else [f"{self.tokens} token" + "s" * (self.tokens != 1)]
         if self.first_s is not None:
             if self.tokens is not None and self.tokens > 1 and self.seconds > self.first_s:
@@ -118,7 +118,7 @@ def chat(url: str, model: str | None, system: str | None, api_key: str | None, o
 async def _answer_once(conversation: Conversation, question: str) -> None:
     """Write the answer, and nothing else, to stdout as it arrives."""
     if not question.strip():
-        raise RequestError("stdin has no question", "question")
+        raise RequestError("stdin contains no question", "question")
     async for text, reasoning in conversation.ask(question.strip(), Answer()):
         if not reasoning:
             print(text, end="", flush=True)

@@ -69,7 +69,7 @@ def summary_of(timeline: SequenceTimeline) -> list[tuple[str, str]]:
     waits = {
         "for admission": timeline.admission_s,
         "in the engine's queue": timeline.queue_s,
-        "for the first token since then": timeline.prefill_s,
+        "for the first token after that": timeline.prefill_s,
     }
     output = f"{timeline.output_tokens} tokens" + ("" if first_s is None else f", the first after {first_s:.3f} s")
     if first_s is not None and timeline.seconds is not None and timeline.output_tokens > 1:

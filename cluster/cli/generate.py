@@ -44,7 +44,7 @@ class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class Index(msgspec.Struct):
-    """The only field read from an earlier answer."""
+    """The field of an earlier answer that is read."""
 
     index: int
 
@@ -55,7 +55,7 @@ class Summary:
     written: int
     failed: int
     finished: list[tuple[float, float]]
-    """(seconds since the start of the first, output tokens) of each answer, in the order of writing"""
+    """(seconds since the first answer started, output tokens) of each answer, in the order of writing"""
 
 
 def generate_file(
@@ -64,14 +64,14 @@ def generate_file(
     """Answer every line of `input_file` that `output_file` does not answer yet. Returns a summary.
 
     An input line is {"prompt": text or token ids} or {"messages": [...]}, with any fields of SamplingParams; `defaults`
-    has values for fields that lines leave open. Answers are written in input order, each once all before it are
-    written. So a killed run leaves complete answers and at most one partial line, which is removed here. A line that
-    cannot be served is answered with an `error`. `llm` is called only if there is work to do.
+    has values for fields that lines leave open. Answers are written in input order. So a killed run leaves complete
+    answers and at most one partial line, which the next run removes. A line that cannot be served is answered with an
+    `error`. `llm` is called only if there is work to do.
     """
     lines = [line for line in input_file.read_bytes().split(b"\n") if line.strip()]
     done = complete_lines(output_file)
     if done > len(lines):
-        problem = f"{output_file} has {done} answers for {len(lines)} lines; is it the output of another input?"
+        problem = f"{output_file} has {done} answers for {len(lines)} lines; was it written for another input?"
         raise RequestError(problem, "output")
     if done == len(lines):
         return Summary(done, 0, 0, [])
@@ -182,7 +182,7 @@ def to_answer(index: int, name: Any, output: RequestOutput) -> Answer:
 
 
 def in_order(answers: Iterator[Answer], first: int) -> Iterator[Answer]:
-    """Yield answers sorted by index; an early one waits for those before it."""
+    """Yield answers sorted by index. An answer waits for all answers before it."""
     early: dict[int, Answer] = {}
     for answer in answers:
         early[answer.index] = answer

@@ -29,8 +29,8 @@ Try it in two terminals. You need no model of your own:
 
   manta chat
 
-`manta COMMAND --help` explains a command and gives an example. Help texts name files in docs/ and k8s/; `manta init`
-copies those, and serve_config.yaml, into a folder.
+`manta COMMAND --help` explains a command and gives an example. Help texts refer to files in docs/ and k8s/.
+`manta init` copies these files and serve_config.yaml into a folder.
 """
 RUN, ASK, INSPECT = "Run a server", "Ask a model", "Inspect and measure"
 COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -69,7 +69,8 @@ def init(
         Path, typer.Argument(file_okay=False, help="Target folder; created if it does not exist.")
     ] = Path("."),
 ) -> None:
-    """Copy the files that help texts name into a folder: example configurations, documentation, Kubernetes manifests.
+    """Copy the files to which help texts refer into a folder: example configurations, documentation, Kubernetes
+    manifests.
 
     Example: manta init my-server && cd my-server && manta serve serve_config.yaml
     """
@@ -82,12 +83,12 @@ def check(
     what: Annotated[
         str, typer.Argument(help="A Serve configuration (.yaml), as for `serve run`; or a model: a folder or a Hub id.")
     ] = "serve_config.yaml",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of ranks to split a model over.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of ranks over which a model is split.")] = 1,
 ) -> None:
     """Check a serve_config.yaml or a model, without starting or downloading anything. Prints one line.
 
     For a configuration, it checks every key, the model folders, and that each listed LoRA adapter fits its model. For a
-    model, it reads only config.json, and says whether the architecture runs and whose code computes it. Exit code 1 if
+    model, it reads only config.json, and says whether the architecture runs and which code computes it. Exit code 1 if
     there is a problem.
 
     Example: manta check serve_config_pd.yaml
@@ -130,7 +131,8 @@ def models(
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/models.md.")] = False,
 ) -> None:
-    """List the architectures that tests cover, whose code computes each, and what is compared with transformers.
+    """List the architectures that tests cover, which code computes each, and which outputs tests compare with
+    transformers.
 
     Other architectures of transformers may run too: try `manta check MODEL`.
 
@@ -165,8 +167,8 @@ def doctor(
 ) -> None:
     """Show what this machine and its Ray cluster can run, and what is missing.
 
-    It lists packages, GPUs, ports and the cluster's nodes. For a configuration, it also says whether its replicas fit,
-    how large their weights are, and how much KV cache remains. Exit code 1 if there is a problem.
+    Lists packages, GPUs, ports and the cluster's nodes. For a configuration, it also says whether its replicas fit, how
+    large their weights are, and how much KV cache remains. Exit code 1 if there is a problem.
 
     Example: manta doctor --config serve_config_pd.yaml
     """
@@ -237,7 +239,7 @@ def verify(
         str, typer.Option(help="The model or serve_config.yaml given to `manta serve`.")
     ] = smollm2.DEFAULT,
 ) -> None:
-    """Compute the answer to a chat or completion again, without the server, and compare the two bit by bit.
+    """Compute the answer to a chat or completion again, without the server, and compare both answers bit by bit.
 
     If the request has `return_token_ids` and `logprobs`, tokens and log-probabilities are compared, otherwise the text.
     All other fields are compared too, except ids, times and cached tokens. The request must be greedy or have a seed.
@@ -268,7 +270,7 @@ def top(
 ) -> None:
     """Show the cluster's replicas, KV blocks, rates, newest requests and events. Ctrl-C exits.
 
-    It refreshes every two seconds, and shows the same as the console's page (docs/console.md).
+    The display refreshes every two seconds, and shows the same as the console's page (docs/console.md).
 
     Example: manta top --url http://127.0.0.1:8000
     """
@@ -289,7 +291,7 @@ def generate(
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 1.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Probability mass to sample from. Default: 1.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of lines without one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of lines that set none.")] = None,
     html: HtmlOption = None,
 ) -> None:
     """Answer a file of prompts, without a server. To resume after a kill, run it again.
@@ -310,7 +312,7 @@ def generate(
         from cluster.cli.bench.charts import write_generation_report
 
         write_generation_report(html, summary)
-    message = f"{summary.written} lines answered, {summary.failed} of them with an error"
+    message = f"answered {summary.written} lines, {summary.failed} of them with an error"
     print(f"{message}; {summary.resumed} were answered before" if summary.resumed else message, file=sys.stderr)
     raise typer.Exit(1 if summary.failed else 0)
 
@@ -318,9 +320,9 @@ def generate(
 @app.command(name="hash-key", rich_help_panel=RUN)
 def print_key_line(
     name: Annotated[str, typer.Argument(help="Owner of the key, for logs and fair sharing.")],
-    generate: Annotated[bool, typer.Option(help="Make a new key and show it once.")] = False,
+    generate: Annotated[bool, typer.Option(help="Generate a new key, and show it once.")] = False,
     models: Annotated[
-        str, typer.Option(help="Models and adapters it may use, separated by commas. Default: all.")
+        str, typer.Option(help="Models and adapters that the key may use, separated by commas. Default: all.")
     ] = "",
 ) -> None:
     """Print the line of an API key for `ingress.api_keys_file`. The key itself is stored nowhere.

@@ -31,7 +31,7 @@ class Architecture:
 
 
 def architectures() -> Iterator[Architecture]:
-    """Yield every architecture covered by tests, native ones first."""
+    """Yield every architecture that tests cover, native ones first."""
     for name, family in FAMILIES.items():
         tests = LATENT_TESTS if family.model.startswith("deepseek.") else NATIVE_TESTS
         yield Architecture(name, "", "native", HYBRID_TESTS if "recurrent" in family.defaults else tests)

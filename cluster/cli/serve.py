@@ -38,7 +38,7 @@ YAML = (".yaml", ".yml")
 
 
 class TakesVllmFlags(TyperCommand):
-    """A command that accepts the flags of `vllm serve`, and prints one line about those that it ignores."""
+    """A command that accepts the flags of `vllm serve`, and prints one line about the flags that it ignores."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the arguments. Raises RequestError for a vLLM flag that must be written differently here."""
@@ -66,11 +66,14 @@ def serve(
     ] = False,
     sets: SetOption = None,
     log_requests: Annotated[
-        bool, typer.Option("--log-requests", help="On a terminal, also show each request that ends.")
+        bool, typer.Option("--log-requests", help="On a terminal, show a line for each request when it ends.")
     ] = False,
     address: Annotated[
         str | None,
-        typer.Option(help="Address of a running Ray, or `auto`. Default: $RAY_ADDRESS; without it, start a Ray."),
+        typer.Option(
+            help="Address of a running Ray cluster, or `auto` to find one on this machine. Default: $RAY_ADDRESS; if "
+            "it is not set, start a Ray."
+        ),
     ] = None,
 ) -> None:
     """Serve a model behind an OpenAI-compatible API, until Ctrl-C.
@@ -108,9 +111,11 @@ def written_configuration(file: Path, server: ServerFlags, *, flags: bool) -> di
     """Return the Serve configuration in a file. Raises InvalidParameter if there are flags too, in `server` or
     otherwise."""
     if server.api_key:
-        raise InvalidParameter("--api-key", "a key", "left out, like MANTA_API_KEY: put keys into the file")
+        raise InvalidParameter("--api-key", "a key", "left out, as must MANTA_API_KEY: put keys into the file")
     if flags or http_options(server):
-        raise InvalidParameter("MODEL", str(file), "a model if there are flags: a file takes none")
+        raise InvalidParameter(
+            "MODEL", str(file), "a model, because flags cannot be combined with a configuration file"
+        )
     from cluster.cli.check.serve_config import load  # `manta --help` does without
 
     return load(file)
@@ -122,7 +127,9 @@ def say_what_the_default_is(serve_config: Mapping[str, Any]) -> None:
     models = [model for given in sections for model in given.get("models") or ()]
     asked = any(isinstance(model, dict) and model.get("model") == smollm2.DEFAULT for model in models)
     if asked and smollm2.default_model() != smollm2.NAME:
-        message = f"manta: {smollm2.NAME} has not been fetched (manta pull {smollm2.NAME}): the pocket model answers"
+        message = (
+            f"manta: serves the pocket model, because {smollm2.NAME} has not been fetched (manta pull {smollm2.NAME})"
+        )
         print(message, file=sys.stderr, flush=True)
 
 
@@ -187,7 +194,7 @@ def run(serve_config: dict[str, Any], address: str | None, *, log_requests: bool
     needs."""
     for name, port in given_ports().items():
         if port != KNOWN_PORTS[name].number:
-            print(f"{KNOWN_PORTS[name].use} are at port {port}", file=sys.stderr, flush=True)
+            print(f"{KNOWN_PORTS[name].use} are on port {port}", file=sys.stderr, flush=True)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup
         print(f"Ctrl-C has no effect here; stop with: kill {os.getpid()}", file=sys.stderr, flush=True)
     from deployments.ray_driver import serve_until_interrupted  # Ray takes a while to import

@@ -116,9 +116,12 @@ class ServeTerminal:
             self._show(fields, message, who)
 
     def stopping(self, states: dict[str, int]) -> None:
-        """Show what the end is waiting for. states: number of replicas still stopping, by deployment."""
+        """Show what still has to stop. states: number of replicas still stopping, by deployment."""
         waits = ", ".join(f"{name} ({number})" if number > 1 else name for name, number in states.items())
-        text = f"Stopping. Requests under way may end first; Ctrl-C again ends at once. Waits for {waits or 'Ray'}"
+        text = (
+            "Stopping. Running requests may finish first; press Ctrl-C again to stop at once. "
+            f"Waiting for {waits or 'Ray'}"
+        )
         with self._lock:
             self._stopping = text
             if not (self._live.is_started or self._file.closed):

@@ -25,14 +25,14 @@ def simulate(
     plan: Annotated[
         bool, typer.Option("--plan", help="Find the fewest GPUs that meet the limits, with one pool or two.")
     ] = False,
-    max_gpus: Annotated[int, typer.Option(min=1, help="GPUs that --plan may use.")] = 256,
+    max_gpus: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs for --plan.")] = 256,
     as_json: JsonOption = False,
     html: HtmlOption = None,
 ) -> None:
     """Run traffic on a simulated cluster, to find how many replicas it needs and how to split them into pools.
 
     The schedulers, block pools, routers and the autoscaler are the real ones. The time of a step is computed from data
-    sheets, or measured once (--cost). docs/simulator.md states the errors.
+    sheets, or measured once (--cost). docs/simulator.md states how far results are from a real cluster.
 
     Examples:
 
@@ -118,8 +118,8 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
     if any(candidate.prefill for candidate in plan.tried):
         show(f"two pools: {_found(plan.split)}")
     else:
-        show("two pools: not tried; --prefill-replicas 1 tries them too")
-    show(f"take {plan.best.name}" if plan.best else "nothing within the GPUs allowed meets the SLO")
+        show("two pools: not tried; try them with --prefill-replicas 1")
+    show(f"take {plan.best.name}" if plan.best else "no cluster within the allowed number of GPUs meets the SLO")
 
 
 def _found(candidate: Candidate | None) -> str:
@@ -150,8 +150,8 @@ def _replicas(use: PoolUse) -> str:
 def _never_up(report: Report) -> list[str]:
     """Return a note for each pool that never had as many replicas as the autoscaler wanted."""
     return [
-        f"{role}: the autoscaler wanted up to {use.scaled.wanted} replicas, and at most {use.scaled.max} were up in "
-        "time; more --requests are longer traffic"
+        f"{role}: the autoscaler wanted up to {use.scaled.wanted} replicas, but at most {use.scaled.max} were up "
+        "in time; raise --requests to simulate a longer time"
         for role, use in report.pools.items()
         if use.scaled is not None and use.scaled.wanted > use.scaled.max
     ]

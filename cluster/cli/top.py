@@ -24,8 +24,8 @@ CLOCK = "%H:%M:%S"
 
 
 def top(url: str, api_key: str | None, *, once: bool) -> None:
-    """Show the cluster until Ctrl-C. once: whether to print it only once, after two polls whose difference gives the
-    rates."""
+    """Show the cluster until Ctrl-C. once: whether to print the view only once. Its rates come from the difference
+    between two polls."""
     console = Console(highlight=False)
     try:
         asyncio.run(_show(OpenAIClient(url, api_key, timeout_s=30.0), console, once=once))

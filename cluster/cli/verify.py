@@ -1,7 +1,7 @@
 """`manta verify`: recomputes a server's answer, and compares the two bit by bit.
 
-The request passes through the code of the routes up to the point where its answer would be read from a store. There the
-engine in this process computes it. So everything that a request may ask for is covered.
+The request passes through the code of the routes up to the point where an answer could be read from a store. An engine
+in this process computes the answer instead. So every feature of a request is covered.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from engine.wire.messages import GenerateRequest
 
 Json = dict[str, Any]
 Step = tuple[int | None, str | None, float | None]
-"""Id, name and log-probability of a token; None for those that the answer lacks."""
+"""Id, name and log-probability of a token; each is None if the answer lacks it."""
 
 ROUTES = {"chat.completion": "chat", "text_completion": "completion"}  # by the `object` field of answers
 NOT_COMPARED = ("id", "created", "prompt_tokens_details", "accepted_prediction_tokens", "rejected_prediction_tokens")
@@ -91,7 +91,7 @@ class Recomputation(LiveSource):
     async def start(
         self, context: SequenceContext, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
     ) -> LoggedGeneration:
-        """Compute the answer. Raises RequestError if its tokens were drawn at random."""
+        """Compute the answer. Raises RequestError if the tokens were drawn at random."""
         log = DeltaLog()
         for choice, request in enumerate(request for requests in prompts for request in requests):
             if request.params.seed is None and not request.params.greedy:
@@ -107,8 +107,8 @@ class Recomputation(LiveSource):
 
 
 def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
-    """Recompute an answer and compare it. model: as for `manta serve`. Raises OSError, or ServingError if it cannot be
-    recomputed."""
+    """Recompute an answer and compare it. model: as for `manta serve`. Raises OSError, or ServingError if the answer
+    cannot be recomputed."""
     answer, request = _read(answer_file), _read(request_file)
     incomplete = RequestError(f"{answer_file} is not a full answer of {' or '.join(ROUTES)} with a system_fingerprint")
     try:
@@ -136,8 +136,8 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
 
 
 def differences(answer: Json, again: Json, tokenizer: Tokenizer) -> list[str]:
-    """Return the first difference in each choice and in each other field. again: the recomputed answer, with as many
-    choices."""
+    """Return the first difference in each choice and in each other field. again: the recomputed answer, with the same
+    number of choices."""
     pairs = enumerate(zip(answer["choices"], again["choices"], strict=True))
     found = [_difference(i, *pair, tokenizer) for i, pair in pairs]
     names = sorted((answer.keys() | again.keys()) - {"choices", *NOT_COMPARED})
@@ -170,8 +170,8 @@ def _as_sent(response: msgspec.Struct) -> Json:
 
 
 def _difference(index: int, choice: Json, again: Json, tokenizer: Tokenizer) -> str | None:
-    """Return where two choices first differ: in the tokens and log-probabilities that the answer has, then in
-    the rest."""
+    """Return where two choices first differ. Tokens and log-probabilities that the answer has are compared first, then
+    the other fields."""
     given, found = _steps(choice), _steps(again)
     if choice.get("logprobs") is None:  # those of an echoed prompt are not in the answer either
         found = found[len(found) - len(again["token_ids"]) :]

@@ -58,8 +58,8 @@ class Cluster:
         self._done = 0
 
     def run(self, progress: Progress = lambda done: None) -> None:
-        """Run until the last request of the trace has ended. progress: called now and then with the number of ended
-        requests."""
+        """Run until the last request of the trace has ended. progress: called from time to time with the number of
+        ended requests."""
         loop, arrivals, come = self.loop, self.trace.arrivals_s.tolist(), 0
         while self._done + self.results.refused < len(arrivals):
             next_at = loop.next_at
@@ -68,7 +68,7 @@ class Cluster:
                 self._arrive(come)
                 come += 1
             else:
-                assert next_at is not None, "requests wait, and nothing will happen"
+                assert next_at is not None, "requests wait, but no event is left that could start them"
                 self.turns += 1
                 if (replica := loop.step()) is not None:
                     self._after(replica)
@@ -146,7 +146,7 @@ class Cluster:
         self.pools[replica.role].publish(replica, self.loop.now)
 
     def _poll(self) -> None:
-        """Run what the real cluster does about once a second."""
+        """Do what the real cluster does about once a second."""
         self._polled_at = now = self.loop.now
         for pool in self.pools.values():
             pool.poll(now)

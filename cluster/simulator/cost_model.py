@@ -24,7 +24,7 @@ ACTIVATIONS = 0.05
 
 
 class LayerKind(NamedTuple):
-    """Layers with attention that see equally many tokens."""
+    """Attention layers that all see the same number of tokens."""
 
     window: int | None  #: tokens that a token sees, itself included; None for all before it
     pairs: float  #: fraction of the model's `pair_flops`
@@ -42,7 +42,7 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What a model's layers read of a sequence in a step. The default is a model whose layers see all tokens."""
+    """The part of a sequence that a model's layers read in a step. By default, all layers see all tokens."""
 
     kinds: tuple[LayerKind, ...] = (LayerKind(None, 1.0, 1.0),)
     state: float = 0.0  #: bytes of a sequence's recurrent states, with the rows since a border, in KV of a token
@@ -78,7 +78,7 @@ class Layers:
     def handed_over(self, start: int, stop: int, skip: int, end: int) -> float:
         """Return how much KV a handoff of the tokens from `skip` to `end` reads once the tokens from `start` to `stop`
         are ready. The unit is the KV of one token in all layers. States, and the part of the prompt that windows see,
-        are read at its end."""
+        are read at the end of the prompt."""
         total = 0.0
         for kind in self.kinds:
             if kind.window is None:
@@ -97,7 +97,8 @@ class Work(NamedTuple):
     tokens: int  #: computed tokens
     sequences: int  #: sequences to which they belong
     pairs: float
-    """Sum over computed tokens of the tokens that each attends to, itself included; mean of all layers."""
+    """For each computed token, the number of tokens that it attends to, itself included; summed over tokens, averaged
+    over layers."""
     context: float  #: tokens whose KV is read, once for each sequence; mean of all layers, and states as KV
 
     @classmethod
@@ -148,7 +149,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class LinearCostModel:
-    """Cost model that is a sum of terms measured on an engine, for hardware without a known peak rate, above all
+    """Cost model that is a sum of terms measured on an engine. It is for hardware without a known peak rate, such as
     CPUs."""
 
     step_s: float
@@ -180,7 +181,7 @@ def read_cost(path: Path) -> Measured:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Measured)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        limit = f"a file that `python -m benchmarks.simulator.fit` wrote ({error})"
+        limit = f"a file written by `python -m benchmarks.simulator.fit` ({error})"
         raise InvalidParameter("--cost", str(path), limit) from None
 
 
@@ -288,8 +289,8 @@ def usable_bytes(card: Card, tensor_parallel: int) -> float:
 
 
 def kv_tokens(model: ModelShape, card: Card, tensor_parallel: int = 1) -> int:
-    """Return the number of tokens whose KV fits besides the weights. Raises InvalidParameter if the weights do
-    not fit."""
+    """Return the number of tokens whose KV fits into memory beside the weights. Raises InvalidParameter if the weights
+    do not fit."""
     tokens = int((usable_bytes(card, tensor_parallel) - model.weight_bytes) / model.kv_bytes)
     if tokens < 1:
         need = model.weight_bytes / 1e9

@@ -12,7 +12,7 @@ STEP, MESSAGE, TIMER = 0, 1, 2  # kinds of events, in their order at the same mo
 
 
 class EventLoop:
-    """Steps of replicas, and messages between them, in order of time."""
+    """Runs the steps of replicas, and messages between them, in order of time."""
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds since the start of the simulation

@@ -1,4 +1,4 @@
-"""Runs many steps of plain decoding at once, with the same outcome as one by one."""
+"""Runs many steps of plain decoding at once, with the same outcome as single steps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FastForward:
             request.computed = computed = request.computed + steps
             if computed > request.capacity:
                 grown = self._scheduler.kv_cache.grow(request, computed)
-                assert grown, "a fast-forward is only as long as blocks suffice"
+                assert grown, "a fast-forward must end before blocks run out"
             tokens += tokens[-1:] * (steps - 1)
             self._scheduler.kv_cache.take_states([request])
             self._scheduler.kv_cache.cache_blocks(request, computed)

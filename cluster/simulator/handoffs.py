@@ -1,7 +1,9 @@
-"""Simulates the transfer of KV from prefill to decode replicas: the schedulers decide, and the actions take time here.
+"""Simulates the transfer of KV from prefill to decode replicas: the schedulers decide, and this module gives their
+actions a duration.
 
-No message is lost and no engine dies here, so leases and heartbeats (engine/kv_transfer/protocol/) are left out, except
-for the time of their messages. As in reality, reading begins with the first chunk, while prefill computes the next.
+In the simulation no message is lost and no engine dies. So leases and heartbeats (engine/kv_transfer/protocol/) are
+left out, except for the time of their messages. As in reality, reading begins with the first chunk, while prefill
+computes the next.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Literal
 from engine.config import option
 
 TRAFFIC, CLUSTER, ENGINE, GOAL = (
-    {"rich_help_panel": panel} for panel in ("Traffic", "Cluster", "Engine", "What is good enough")
+    {"rich_help_panel": panel} for panel in ("Traffic", "Cluster", "Engine", "Latency targets")
 )
 
 HandoffPolicy = Literal["auto", "always"]
@@ -22,29 +22,39 @@ class SimulationOptions:
 
     trace: str = option(
         "azure-conversation",
-        "azure-conversation, azure-code, mooncake, shared-prefix, fixed (512 in, 64 out), or a file of JSON lines in "
-        "Mooncake's format: timestamp (ms), input_length, output_length and maybe hash_ids (one per 512 tokens).",
+        "azure-conversation, azure-code, mooncake, shared-prefix, fixed (512 in, 64 out), or a file of JSON "
+        "lines in Mooncake's format: timestamp (ms), input_length, output_length and, optionally, "
+        "hash_ids (one per 512 tokens).",
         **TRAFFIC,
     )
-    requests: int = option(2000, "Number of requests; of a file, this many from its start.", **TRAFFIC, min=1)
-    rate: float | None = option(None, "Requests per second; default: 10, and of a file its own times.", **TRAFFIC)
-    burstiness: float = option(1.0, "1 is a Poisson process, below 1 requests come in bursts.", **TRAFFIC)
+    requests: int = option(2000, "Number of requests; with a file, the first requests of the file.", **TRAFFIC, min=1)
+    rate: float | None = option(None, "Requests per second. Default: 10, or the times in the file.", **TRAFFIC)
+    burstiness: float = option(
+        1.0, "Shape of the arrivals: 1 is a Poisson process; below 1, requests arrive in bursts.", **TRAFFIC
+    )
     seed: int = option(0, "Equal seeds give equal traces and results.", **TRAFFIC)
-    replicas: int = option(4, "Replicas that answer requests; with --plan it is searched.", **CLUSTER, min=1)
+    replicas: int = option(4, "Replicas that answer requests; --plan searches this number.", **CLUSTER, min=1)
     prefill_replicas: int = option(
         0,
-        "Replicas that compute prompts for them. With --plan: 0 tries one pool only, more tries two pools as well.",
+        "Replicas that only compute prompts. With --plan, 0 tries one pool only, and any other "
+        "number tries two pools as well.",
         **CLUSTER,
         min=0,
     )
     router: RouterName = option("prefix_aware", "prefix_aware, power_of_two, round_robin or random.", **CLUSTER)
     handoff: HandoffPolicy = option(
-        "always", "always, or auto: as the engines' own weighing decides. For two pools.", **CLUSTER
+        "always",
+        "Where prompts are computed with two pools: `always` by the prefill pool, or `auto` if "
+        "the engines compare the costs.",
+        **CLUSTER,
     )
-    network_gbit: float | None = option(None, "Per replica, for KV; default: that of its cards.", **CLUSTER)
+    network_gbit: float | None = option(
+        None, "Network bandwidth of a replica for KV, in Gbit/s. Default: that of its cards.", **CLUSTER
+    )
     autoscale: int | None = option(
         None,
-        "Begin with --replicas, and let the autoscaler use up to this many in each pool; not with --plan.",
+        "Begin with --replicas, and let the autoscaler use up to this number of replicas in "
+        "each pool; not with --plan.",
         **CLUSTER,
         min=1,
     )
@@ -58,16 +68,19 @@ class SimulationOptions:
     tensor_parallel: int = option(1, "Cards per replica.", **ENGINE, min=1)
     cost: Path | None = option(
         None,
-        "What steps cost, as `python -m benchmarks.simulator.fit` measured it; default: what data sheets say.",
+        "File with the measured cost of steps, written by `python -m benchmarks.simulator.fit`. "
+        "Default: computed from data sheets.",
         **ENGINE,
         exists=True,
         dir_okay=False,
     )
-    num_blocks: int | None = option(None, "KV blocks of a replica; default: what fits.", **ENGINE, min=1)
+    num_blocks: int | None = option(None, "KV blocks of a replica. Default: the number that fits.", **ENGINE, min=1)
     block_size: int = option(64, "Tokens per KV block.", **ENGINE, min=1)
-    max_num_batched_tokens: int = option(2048, "Tokens that one step may compute: the prompt chunk.", **ENGINE, min=1)
-    max_num_seqs: int = option(256, "Sequences that run at a time.", **ENGINE, min=1)
-    prefix_caching: bool = option(True, "Reuse the KV of equal prefixes.", **ENGINE)
+    max_num_batched_tokens: int = option(
+        2048, "Maximum number of tokens of a step, and so of a prompt chunk.", **ENGINE, min=1
+    )
+    max_num_seqs: int = option(256, "Maximum number of sequences that run at a time.", **ENGINE, min=1)
+    prefix_caching: bool = option(True, "Reuse the KV of shared prefixes.", **ENGINE)
     ttft_ms: float = option(2000.0, "Limit of the time to the first token.", **GOAL)
-    tpot_ms: float = option(50.0, "Limit of the mean time per token after it.", **GOAL)
-    good: float = option(0.9, "Fraction of requests that must keep both.", **GOAL, min=0, max=1)
+    tpot_ms: float = option(50.0, "Limit of the mean time per token after the first.", **GOAL)
+    good: float = option(0.9, "Fraction of requests that must keep both limits.", **GOAL, min=0, max=1)

@@ -45,7 +45,7 @@ class Plan:
 
 
 class Planner:
-    """Searches up to `max_gpus` GPUs.
+    """Searches clusters of up to `max_gpus` GPUs.
 
     It assumes that more replicas of a pool never lower the fraction of good requests, except by chance.
     """
@@ -57,7 +57,7 @@ class Planner:
         max_gpus: int,
         on_result: Callable[[Candidate], None] = lambda candidate: None,
     ):
-        """spec: cluster whose numbers of replicas are searched; without prefill replicas, no split is tried."""
+        """spec: cluster whose numbers of replicas are searched. Without prefill replicas, two pools are not tried."""
         self._spec, self._trace, self._max_gpus, self._on_result = spec, trace, max_gpus, on_result
         self._tried: dict[tuple[int, int], Candidate] = {}
 
@@ -67,7 +67,8 @@ class Planner:
         return Plan(shared, split, list(self._tried.values()))
 
     def _split(self) -> Candidate | None:
-        """Double the pool that gains more until both suffice, then shrink each as far as possible."""
+        """Double the pool that improves the result more until both pools suffice, then shrink each pool as far as
+        possible."""
         best = self._try(1, 1)
         while not self._suffices(best):
             larger = [(2 * best.decode, best.prefill), (best.decode, 2 * best.prefill)]
@@ -84,7 +85,7 @@ class Planner:
         return best
 
     def _fewest(self, of: Callable[[int], Candidate], limit: int) -> Candidate | None:
-        """Return the smallest n up to `limit` that suffices, by doubling, then by bisection."""
+        """Return the smallest number up to `limit` that suffices, found by doubling and then by bisection."""
         low = high = 1
         while not self._suffices(found := of(high)):
             if high >= limit:

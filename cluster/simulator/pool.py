@@ -48,7 +48,7 @@ class Pool:
         return self.up[self._balancer.choose(prompt, self._names).engines[0]]
 
     def ended(self, request_id: str) -> None:
-        """Record that the request has ended, or that nothing is computed for it any more."""
+        """Record that the request has ended, or needs nothing more from this pool."""
         if self._balancer is not None:
             self._balancer.end(request_id, confirmed=True)
 
@@ -56,7 +56,7 @@ class Pool:
         """Pass the engine's updates to the router, if they are due."""
         for update in replica.updates(now):
             if replica.name in self.up and self._balancer is not None:
-                assert self._balancer.update(update), "no message is lost here"
+                assert self._balancer.update(update), "the simulation loses no message"
 
     @property
     def capacity(self) -> int:

@@ -29,8 +29,8 @@ MAX_FAST_FORWARD_STEPS = 64  # limited, because the next arrival may cut it shor
 
 
 class Replica:
-    """A simulated engine. Its step loop (engine/core/engine.py) runs without overlap: what arrives during a step is
-    planned for in the next step."""
+    """A simulated engine. Its step loop (engine/core/engine.py) runs without overlap: requests that arrive during a
+    step are planned in the next step."""
 
     def __init__(
         self, name: str, role: Role, spec: ClusterSpec, handoffs: HandoffManager, times: StepTimes | None, at_once: int
@@ -102,7 +102,7 @@ class Replica:
         return [update for update, _ in self._kv_events.messages(now)]
 
     def prefill_state(self, now: float) -> PrefillReplica:
-        """Return the figures by which decode engines decide where to compute a prompt."""
+        """Return the figures from which decode engines decide where to compute a prompt."""
         assert self.times is not None
         self.catch_up(now)
         per_step, per_token = self.times.by_tokens.coefficients

@@ -20,7 +20,8 @@ SMALLEST_S = 1e-6
 
 @dataclass(slots=True)
 class LatencyHistogram:
-    """Times between tokens, which are too many to keep, counted in classes of a factor of 2 ** (1 / PER_DOUBLING)."""
+    """Histogram of the times between tokens, which are too many to keep. Each bucket ends at 2 ** (1 / PER_DOUBLING)
+    times its start."""
 
     _counts: list[int] = field(default_factory=lambda: [0] * (40 * PER_DOUBLING))
 
@@ -28,7 +29,7 @@ class LatencyHistogram:
         self._counts[self._index(seconds)] += count
 
     def add_steps(self, ends: Sequence[float], count: int) -> None:
-        """Add the times between consecutive ends, each `count` times. They must not decrease."""
+        """Add the times between consecutive `ends`, each `count` times. The ends must not decrease."""
         first, last = self._index(ends[1] - ends[0]), self._index(ends[-1] - ends[-2])
         if first == last:
             self._counts[first] += count * (len(ends) - 1)
@@ -141,7 +142,7 @@ class Report:
 
 
 def figures(report: Any) -> dict[str, Any]:
-    """Return a Report, or a dataclass that contains some, for JSON: all fields except `series`."""
+    """Return a Report, or a dataclass that contains Reports, in a form for JSON: all fields except `series`."""
     return asdict(report, dict_factory=lambda pairs: {key: value for key, value in pairs if key != "series"})
 
 

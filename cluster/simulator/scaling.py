@@ -16,7 +16,7 @@ from engine.fairness.fair_queue import FairQueue
 
 
 class Scaling:
-    """Starts and drains replicas as the autoscaler decides."""
+    """Starts and drains replicas as decided by the autoscaler."""
 
     def __init__(self, spec: ClusterSpec, limits: Limits, pools: dict[Role, Pool], queue: FairQueue, loop: EventLoop):
         self._startup_s, self._pools, self._queue, self._loop = spec.startup_s, pools, queue, loop
@@ -55,7 +55,7 @@ class Scaling:
     def _replica_load(self, replica: Replica, now: float) -> ReplicaLoad:
         replica.catch_up(now)
         scheduler, times = replica.scheduler, replica.times
-        assert times is not None, "an autoscaler needs what engines learn of their steps"
+        assert times is not None, "an autoscaler needs the step times that engines learn"
         totals, seen = scheduler.totals, self._seen.setdefault(replica, deque())
         last = times.prefill_tokens, totals.prefix_hit_tokens, times.prefills, totals.generation_tokens
         seen.append((now, last))

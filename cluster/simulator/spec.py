@@ -80,8 +80,8 @@ class ClusterSpec:
         return self.prefill_engine or self.engine if role == "prefill" else self.engine
 
     def with_request(self, request_s: float) -> ClusterSpec:
-        """Return the spec with `request_s`, the measured time to the first token outside of steps, divided evenly over
-        both directions."""
+        """Return the spec with `request_s`, the measured time to the first token outside of steps. Half of it counts
+        for each direction."""
         return replace(self, call_s=request_s / 2, token_s=request_s / 2)
 
 
@@ -100,7 +100,9 @@ def find_trace(options: SimulationOptions) -> Trace:
 def check_plan(options: SimulationOptions, max_gpus: int) -> None:
     """Raise InvalidParameter for options that contradict a search for the fewest GPUs."""
     if options.autoscale is not None:
-        raise InvalidParameter("--autoscale", options.autoscale, "left out with --plan, whose clusters keep their size")
+        raise InvalidParameter(
+            "--autoscale", options.autoscale, "left out with --plan, because planned clusters have a fixed size"
+        )
     min_gpus = options.tensor_parallel * (2 if options.prefill_replicas else 1)
     if max_gpus < min_gpus:
         limit = f"at least {min_gpus}, the GPUs of the smallest cluster (--tensor-parallel {options.tensor_parallel})"
@@ -170,10 +172,10 @@ def _check(options: SimulationOptions) -> None:
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise InvalidParameter(f"--{name.replace('_', '-')}", value, "above 0 and finite")
     if options.handoff == "auto" and not options.prefill_replicas:
-        raise InvalidParameter("--handoff", "auto", "always where there is no prefill pool (--prefill-replicas)")
+        raise InvalidParameter("--handoff", "auto", "always, because there is no prefill pool (--prefill-replicas)")
     for flag, replicas in (("--replicas", options.replicas), ("--prefill-replicas", options.prefill_replicas)):
         if options.autoscale is not None and options.autoscale < replicas:
-            limit = f"at least {flag} ({replicas}), with which the pool begins"
+            limit = f"at least {flag} ({replicas}), the initial size of the pool"
             raise InvalidParameter("--autoscale", options.autoscale, limit)
     if not math.isfinite(options.startup_s):
         raise InvalidParameter("--startup-s", options.startup_s, "finite")

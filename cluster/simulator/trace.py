@@ -1,12 +1,13 @@
 """Requests of a simulation: when they arrive, how long they are, and which prefixes they share.
 
-Traces are read from files, or drawn from published figures. Equal arguments draw equal traces. Lengths are log-normal,
+Traces are read from files, or drawn at random to match published figures. Equal arguments give equal traces. Lengths
+are log-normal,
 given by median and mean: sigma = sqrt(2 ln(mean / median)).
 
-docs/simulator.md has the figures and their sources. What these leave open is chosen here: a session of `mooncake` draws
-one of a few system prompts by Zipf's law, and each turn appends the last answer and a new question, so that prompts
-grow as in the published trace. Gaps between arrivals are gamma distributed, as described for BurstGPT
-(arXiv:2401.17644).
+docs/simulator.md has the figures and their sources. Where the sources leave something open, this module decides: a
+session of `mooncake` draws one of a few system prompts by Zipf's law, and each turn appends the last answer and a new
+question, so that prompts grow as in the published trace. Gaps between arrivals are gamma distributed, as described for
+BurstGPT (arXiv:2401.17644).
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Trace:
         return int((self.prompt_tokens + self.output_tokens).max(initial=1))
 
     def prompt(self, index: int) -> list[int]:
-        """Return the token ids of a prompt. They are equal to another prompt's exactly as far as the trace says so."""
+        """Return the token ids of a prompt. Two prompts have equal tokens exactly as far as the trace gives them equal
+        hash_ids."""
         length = int(self.prompt_tokens[index])
         if self.hash_ids is None:
             return [index] * length
@@ -89,7 +91,7 @@ class Trace:
         return Trace(self.name, *arrays, self.hash_ids and self.hash_ids[:requests])
 
     def at_rate(self, requests_per_s: float) -> Trace:
-        """Return the same requests, with arrival times scaled to this rate. Raises InvalidParameter."""
+        """Return the same requests with arrival times scaled to `rate`. Raises InvalidParameter."""
         if not requests_per_s > 0:
             raise InvalidParameter("rate", requests_per_s, "above 0")
         if not self.duration_s:
@@ -160,8 +162,8 @@ def shared_prefix(
 ) -> Trace:
     """Return a trace in which every request begins with the system prompt of one of `groups` groups, drawn uniformly.
 
-    system: tokens of a system prompt, rounded down to whole pieces. turns: if given, each group has exactly this many
-    requests, in random order.
+    system: tokens of a system prompt, rounded down to a whole number of pieces. turns: if given, each group has exactly
+    this many requests, in random order.
     """
     size, pieces = len(arrivals), system // PIECE
     group = random.integers(groups, size=size) if not turns else random.permutation(np.arange(size) % groups)
@@ -192,8 +194,8 @@ LONGEST = 120_000
 
 
 def _mooncake(arrivals: Times, random: Random) -> Trace:
-    """Return a trace in which every arrival is the next turn of the session that is due, or the first turn of a new
-    one."""
+    """Return a trace in which every arrival is the next turn of a session that is due, or the first turn of a new
+    session."""
     weights = 1 / np.arange(1, SYSTEM_PROMPTS + 1) ** ZIPF
     ids = count()
     systems = [[next(ids) for _ in range(random.integers(*SYSTEM_PIECES))] for _ in range(SYSTEM_PROMPTS)]

@@ -29,7 +29,7 @@ class Command:
     args: list[str] = field(default_factory=list)
     """Our flags, and words that are not flags."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Flags that were left out, each with the reason why that does no harm."""
+    """Flags that were left out, each with the reason why this is harmless."""
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Values of flags in OBJECTS."""
     seen: dict[str, str | None] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Command:
         for flag, why in self.ignored.items():
             reasons.setdefault(why, []).append(flag)
         left_out = "; ".join(f"{' '.join(flags)} ({why})" for why, flags in reasons.items())
-        return left_out and f"left out: {left_out}"
+        return left_out and f"ignored: {left_out}"
 
 
 def translated(args: list[str]) -> Command:
@@ -108,7 +108,7 @@ def _take(command: Command, name: str, value: str | None, rest: list[str]) -> No
         _merge(command, base, path, value)
     elif row is None or row.effect == "refused":
         assert row is not None, base
-        raise RequestError(f"{name} is vLLM's: {row.note}")
+        raise RequestError(f"{name} is not supported: {row.note}")
     elif row.effect == "ignored":
         command.ignored[name] = row.note
     else:
@@ -116,7 +116,7 @@ def _take(command: Command, name: str, value: str | None, rest: list[str]) -> No
 
 
 def _take_negated(command: Command, name: str) -> None:
-    """Leave out a switch that asks for the default, or negate one that has another name here."""
+    """Leave out a switch that asks for the default, or negate a switch that has another name in Manta."""
     row = find(_switch(name))
     assert row is not None
     if row.effect == "other name":
@@ -180,7 +180,7 @@ def _add_object(command: Command, flag: str, content: dict[str, Any]) -> None:
         left_out = [key for key in NOT_DRAFTED if key in content]
         content = {key: value for key, value in content.items() if key not in left_out}
         for key in left_out:
-            command.ignored[f"{flag}.{key}"] = "drafts are made on the model's ranks, fewer of them under load"
+            command.ignored[f"{flag}.{key}"] = "drafts are made on the model's ranks, and become fewer under load"
     if flag == "--kv-events-config" and content.pop("max_queue_size", None) is not None:
         command.ignored[f"{flag}.max_queue_size"] = "batches are sent at the end of each step, without a queue"
     command.args += [flag, json.dumps(content)]
@@ -199,18 +199,18 @@ def _add_images(command: Command, limits: dict[str, Any]) -> None:
 
 
 def _check_experts(command: Command) -> None:
-    """Raise RequestError if vLLM would distribute experts over replicas, which is not supported: each replica here has
-    them all."""
+    """Raise RequestError if vLLM would distribute experts over replicas. This is not supported: each of our replicas
+    has all experts."""
     seen = command.seen
     size = next((seen[name] for name in ("--data-parallel-size", "-dp") if name in seen), "1")
     if size != "1" and not seen.keys().isdisjoint(("--enable-expert-parallel", "-ep")):
-        instead = f"a replica has all experts: --tensor-parallel-size {size} splits them over as many GPUs"
-        raise RequestError(f"--enable-expert-parallel with --data-parallel-size is vLLM's: {instead}")
+        instead = f"use --tensor-parallel-size {size}, which splits the experts of a replica over {size} GPUs"
+        raise RequestError(f"--enable-expert-parallel with --data-parallel-size is not supported: {instead}")
 
 
 def _with_file(args: list[str]) -> list[str]:
-    """Return the arguments preceded by the flags of a `--config FILE`, which they override, and without `--model`.
-    Raises ConfigError."""
+    """Return the arguments without `--config FILE` and `--model`. The flags of the file come first, so the arguments
+    override them. Raises ConfigError."""
     found: list[str] = []
     rest, before = list(args), []
     while rest:
@@ -232,7 +232,7 @@ def _flags_of_file(file: Path, args: list[str]) -> list[str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError("--config", str(file), f"a YAML file that can be read ({type(error).__name__})") from None
     if not isinstance(content, dict) or "applications" in content:
-        limit = "flags of vllm serve in YAML; what `serve run` takes is given as MODEL: manta serve FILE.yaml"
+        limit = "flags of `vllm serve` in YAML; pass a Serve configuration as MODEL instead: manta serve FILE.yaml"
         raise ConfigError("--config", str(file), limit)
     given = {_dashed(word.partition("=")[0]) for word in args}
     kept = {key: value for key, value in content.items() if f"--{str(key).replace('_', '-')}" not in given}
@@ -259,8 +259,8 @@ def _switch(name: str) -> str:
 
 
 def _repeated(args: list[str]) -> list[str]:
-    """Repeat a flag in SEVERAL before each of its values, if the model precedes all flags, as in vLLM's examples.
-    Otherwise a second value might be the model."""
+    """If the model precedes all flags, as in vLLM's examples, repeat a flag in SEVERAL before each of its values.
+    Otherwise a second value might be the model, so nothing is changed."""
     if not args or args[0].startswith("-"):
         return args
     result: list[str] = []

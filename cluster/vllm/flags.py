@@ -62,27 +62,31 @@ TABLE = (
     same("--distributed-timeout-seconds=", "decode.startup_timeout_s={}"),
     # the server
     refused("--grpc --uds= --tokens-only", "the API is HTTP over TCP: --host, --port"),
-    refused("--ssl-ca-certs= --ssl-cert-reqs=", "clients are known by --api-key, not by certificates"),
-    refused("--ssl-ciphers=", "TLS 1.2 and 1.3 have HAProxy's default ciphers"),
-    refused("--enable-ssl-refresh", "a renewed certificate is read when the server starts again"),
-    refused("--middleware=*", "put a proxy in front: there are no plugins"),
+    refused("--ssl-ca-certs= --ssl-cert-reqs=", "clients identify themselves by --api-key, not by certificates"),
+    refused("--ssl-ciphers=", "HAProxy's default ciphers for TLS 1.2 and 1.3 are used"),
+    refused(
+        "--enable-ssl-refresh", "the certificate is read when the server starts; restart the server after a renewal"
+    ),
+    refused("--middleware=*", "the server has no plugins; put a proxy in front of it"),
     refused("--shutdown-timeout=", "--set ingress.drain_s=N, and decode.drain_s"),
-    refused("--enable-force-include-usage", "clients ask for it by stream_options.include_usage"),
-    refused("--return-tokens-as-token-ids", "requests may ask for it by a field of that name"),
+    refused("--enable-force-include-usage", "clients can set stream_options.include_usage"),
+    refused("--return-tokens-as-token-ids", "requests can set return_tokens_as_token_ids"),
     ignored("--response-role=assistant", "answers have the role assistant"),
     refused("--response-role=", "answers have the role assistant"),
-    ignored("--allow-credentials", "browsers send an API key without it; there are no cookies"),
-    ignored("--allowed-methods=* --allowed-headers=*", "--allowed-origins may send any"),
+    ignored("--allow-credentials", "the server uses no cookies, and browsers send an API key without this flag"),
+    ignored("--allowed-methods=* --allowed-headers=*", "pages of --allowed-origins may use any method and header"),
     ignored("--h11-max-incomplete-event-size= --h11-max-header-count=", "--set ingress.max_body_bytes=N limits bodies"),
-    ignored("--disable-fastapi-docs --enable-offline-docs", "/openapi.json is served, without a page that shows it"),
+    ignored(
+        "--disable-fastapi-docs --enable-offline-docs", "/openapi.json is always served, without a page that shows it"
+    ),
     ignored("--enable-request-id-headers", "X-Request-Id is always sent back"),
-    ignored("--enable-server-load-tracking", "/load is always there"),
-    ignored("--enable-prompt-tokens-details", "usage always says how many tokens were cached"),
+    ignored("--enable-server-load-tracking", "/load is always served"),
+    ignored("--enable-prompt-tokens-details", "usage always contains the number of cached tokens"),
     ignored("--enable-per-request-metrics", "manta explain ID shows where a request spent its time"),
     ignored("--enable-tokenizer-info-endpoint", "the server does not show its templates"),
     ignored("--fingerprint-mode= --fingerprint-value=", "system_fingerprint is a digest of weights and options"),
     ignored("--disable-frontend-multiprocessing", "HTTP and engine are always separate processes"),
-    ignored("--trust-request-chat-template", "templates are code, and no code of a request is run"),
+    ignored("--trust-request-chat-template", "templates are code, and the server runs no code from requests"),
     # logs and metrics
     ignored(
         "--enable-log-requests --enable-log-outputs --enable-log-deltas --max-log-len=",
@@ -90,66 +94,66 @@ TABLE = (
     ),
     ignored(
         "--disable-log-requests --disable-uvicorn-access-log --disable-access-log-for-endpoints=",
-        "the end of each request is one line at level info, without its text",
+        "each request is logged when it ends, as one line at level info without its text",
     ),
     ignored("--log-config-file= --log-error-stack", "--log-level, and --set log_format=json"),
-    ignored("--disable-log-stats --aggregate-engine-logging", "figures are only at /metrics"),
+    ignored("--disable-log-stats --aggregate-engine-logging", "statistics are served at /metrics, not logged"),
     refused("--otlp-traces-endpoint=", "--set tracing.otlp_endpoint=http://HOST:4318/v1/traces"),
     ignored(
         "--collect-detailed-traces= --show-hidden-metrics-for-version= --kv-cache-metrics --kv-cache-metrics-sample= "
         "--cudagraph-metrics --enable-mfu-metrics --enable-logging-iteration-details --per-request-spec-decode-metrics",
-        "/metrics has all there is (docs/observability.md)",
+        "/metrics has all metrics (docs/observability.md)",
     ),
     ignored(
         "--enable-layerwise-nvtx-tracing --profiler-config= --jit-monitor-mode= --jit-monitor-verbose",
-        "python -m benchmarks.step measures a step",
+        "use python -m benchmarks.step to measure a step",
     ),
     # chats
-    ignored("--enable-auto-tool-choice", "models whose calls can be parsed may always call tools"),
-    ignored("--exclude-tools-when-tool-choice-none", "the model is not shown tools that it must not call"),
+    ignored("--enable-auto-tool-choice", "tools are always enabled if the model's calls can be parsed"),
+    ignored("--exclude-tools-when-tool-choice-none", "the model never sees tools that it must not call"),
     ignored("--enable-reasoning", "reasoning is always separated; see --reasoning-parser"),
     ignored("--structured-outputs-config= --guided-decoding-backend=", "structured outputs are always on"),
     ignored("--chat-template-content-format=auto|string", "templates get the content as text"),
     refused("--chat-template-content-format=", "templates get the content as text, and images as they expect them"),
-    refused("--reasoning-config=", "--reasoning-parser says how a model writes its reasoning"),
+    refused("--reasoning-config=", "use --reasoning-parser to name the format of reasoning"),
     refused(
         "--tool-parser-plugin= --reasoning-parser-plugin= --logits-processors=* --logits-processor-pattern= "
         "--io-processor-plugin=",
-        "there are no plugins; see --tool-call-parser and --reasoning-parser",
+        "the server has no plugins; see --tool-call-parser and --reasoning-parser",
     ),
-    refused("--tool-server=", "clients run their tools themselves"),
-    refused("--cohere-is-reasoning-model --cohere-format=", "there is no API of Cohere's"),
+    refused("--tool-server=", "clients have to run tools themselves"),
+    refused("--cohere-is-reasoning-model --cohere-format=", "the server has no Cohere API"),
     # the model
     ignored(
         "--trust-remote-code --code-revision=",
-        "code from a model's folder is never run; `manta check MODEL` says by whose code it runs",
+        "code from a model's folder is never run; `manta check MODEL` shows which code computes it",
     ),
-    ignored("--model-impl=", "`manta check MODEL` says by whose code it runs"),
-    refused("--model-class-overrides=", "`manta check MODEL` says by whose code it runs"),
-    ignored("--runner= --convert= --task= --enable-flash-late-interaction", "the model's folder says what it can do"),
-    refused("--pooler-config= --override-pooler-config=", "how a model pools is read from its folder"),
+    ignored("--model-impl=", "`manta check MODEL` shows which code computes a model"),
+    refused("--model-class-overrides=", "`manta check MODEL` shows which code computes a model"),
+    ignored("--runner= --convert= --task= --enable-flash-late-interaction", "the model's folder determines its task"),
+    refused("--pooler-config= --override-pooler-config=", "the method of pooling is read from the model's folder"),
     ignored("--config-format=", "config.json is always read, in transformers' format"),
     ignored("--tokenizer-mode=auto|hf|slow|mistral", "tokenizer.json is read, or tokenizer.model"),
     refused("--tokenizer-mode=", "tokenizer.json is read, or tokenizer.model, and the folder's chat template"),
-    ignored("--allow-deprecated-quantization", "the model's folder says how it is quantized"),
+    ignored("--allow-deprecated-quantization", "the quantization is read from the model's folder"),
     refused(
         "--hf-config-path= --tokenizer-revision= --quantization-config= --kv-cache-dtype-skip-layers=* "
         "--calculate-kv-scales",
-        "it is read from the model's folder",
+        "this is read from the model's folder",
     ),
-    refused("--skip-tokenizer-init --enable-prompt-embeds", "prompts are text or token ids"),
+    refused("--skip-tokenizer-init --enable-prompt-embeds", "prompts can only be text or token ids"),
     refused("--hf-token=", "set HF_TOKEN in the environment"),
     refused("--download-dir=", "set HF_HOME in the environment"),
     ignored(
         "--ignore-patterns=* --model-loader-extra-config= --safetensors-load-strategy= "
         "--safetensors-prefetch-num-threads= --safetensors-prefetch-block-size= --use-tqdm-on-load "
         "--pt-load-map-location= --max-parallel-loading-workers=",
-        "weights are read from safetensors, each rank its part",
+        "weights are read from safetensors; each rank reads its part",
     ),
     refused("--weight-transfer-config=", "weights are read from safetensors when an engine starts"),
-    ignored("--seed=", "requests bring their own `seed`"),
-    ignored("--max-logprobs=5|10|20", "the limit is 20"),
-    refused("--max-logprobs=", "the limit is 20"),
+    ignored("--seed=", "each request sets its own `seed`"),
+    ignored("--max-logprobs=5|10|20", "the limit is always 20"),
+    refused("--max-logprobs=", "the limit is always 20"),
     ignored("--logprobs-mode=raw_logprobs", "log-probabilities are those of the model, before temperature"),
     refused(
         "--logprobs-mode= --return-sampling-mask --enable-return-routed-experts --use-fp64-gumbel "
@@ -158,16 +162,16 @@ TABLE = (
     ),
     ignored(
         "--enable-sleep-mode --enable-cumem-allocator --enable-nccl-comm-suspend",
-        "--min-replicas 0 --max-replicas N gives an idle model's GPUs back",
+        "--min-replicas 0 --max-replicas N releases the GPUs of an idle model",
     ),
     ignored("--lora-dtype=auto", "adapters have the model's data type"),
     refused("--lora-dtype=", "adapters have the model's data type"),
-    ignored("--fully-sharded-loras", "adapters are split over ranks as their layers are"),
-    ignored("--lora-target-modules=*", "an adapter may be of any linear layers"),
-    ignored("--specialize-active-lora", "a step costs what the adapters of its requests do"),
+    ignored("--fully-sharded-loras", "adapters are split over ranks like the layers that they change"),
+    ignored("--lora-target-modules=*", "an adapter may change any linear layer"),
+    ignored("--specialize-active-lora", "a step computes only the adapters of its own requests"),
     refused(
         "--enable-tower-connector-lora --default-mm-loras= --enable-mixed-moe-lora-format --enable-moe-shared-loras",
-        "adapters are of the language model's linear layers (docs/lora.md)",
+        "adapters can change only linear layers of the language model (docs/lora.md)",
     ),
     # images
     same("--limit-mm-per-prompt=", "ingress.images.max_per_request={}"),
@@ -179,45 +183,45 @@ TABLE = (
         "--skip-mm-profiling --mm-tensor-ipc= --mm-processor-device= --mm-ipc-gpu-memory-gb= "
         "--mm-device-do-normalize --renderer-num-workers= --disable-chunked-mm-input --enable-mm-processor-cache "
         "--disable-mm-preprocessor-cache",
-        "images are encoded once and kept as ingress.images and --encoder-cache-size say (docs/images.md)",
+        "see ingress.images and --encoder-cache-size, which limit images and their cache (docs/images.md)",
     ),
     ignored("--allowed-local-media-path=", "images come in the request or from a URL, never from the server's files"),
     refused(
         "--enable-mm-embeds --media-io-kwargs= --mm-processor-kwargs= --mm-encoder-only --interleave-mm-strings "
         "--video-pruning-rate= --video-pruning-method= --ec-transfer-config= --ec-manager-config= --diffusion-config= "
         "-dc=",
-        "models take text and images, as the model's folder and ingress.images say",
+        "models take only text and images, processed by the settings in the model's folder and in ingress.images",
     ),
     ignored(
         "--mamba-backend= --mamba-ssu-algorithm= --mamba-block-size= --mamba-cache-mode= --replayssm-buffer-len= "
         "--use-replayssm --gdn-prefill-backend= --kda-prefill-backend= --disable-hybrid-kv-cache-manager",
-        "it is about layers of other kinds than attention",
+        "Manta chooses caches and kernels of hybrid models itself",
     ),
     refused(
         "--enable-mamba-cache-stochastic-rounding --mamba-cache-philox-rounds= --mamba-cache-dtype= "
         "--mamba-ssm-cache-dtype=",
-        "states have the model's own data type",
+        "recurrent states always have the model's own data type",
     ),
     # ranks, nodes and replicas
     ignored(
         "--pipeline-parallel-size=1 -pp=1 --decode-context-parallel-size=1 -dcp=1 "
         "--prefill-context-parallel-size=1 -pcp=1",
-        "there is one stage",
+        "1 is the only value; see --tensor-parallel-size",
     ),
     refused(
         "--pipeline-parallel-size= -pp= --decode-context-parallel-size= -dcp= --prefill-context-parallel-size= -pcp= "
         "--dcp-comm-backend= --dcp-q-replicate --dcp-kv-cache-interleave-size= --cp-kv-cache-interleave-size=",
-        "--tensor-parallel-size N splits a model over N ranks; there is no other way",
+        "only tensor parallelism is supported: --tensor-parallel-size N splits a model over N ranks",
     ),
     ignored(
         "--enable-expert-parallel -ep --enable-ep-weight-filter --all2all-backend= --enable-eplb --eplb-config= "
         "--expert-placement-strategy= --enable-elastic-ep",
-        "--tensor-parallel-size splits experts too",
+        "--tensor-parallel-size also splits experts",
     ),
     ignored(
         "--enable-dbo --ubatch-size= --dbo-decode-token-threshold= --dbo-prefill-token-threshold= "
         "--enable-batch-sharded-sampling",
-        "ranks compute one batch together",
+        "all ranks compute each batch together",
     ),
     refused(
         "--headless --data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= --data-parallel-hybrid-lb -dph "
@@ -233,23 +237,37 @@ TABLE = (
         "--engine-use-ray --cpu-distributed-timeout-seconds=",
         "Ray places ranks and replicas on nodes; --address joins a cluster",
     ),
-    refused("--device-ids=*", "CUDA_VISIBLE_DEVICES says which GPUs Ray may give to ranks"),
-    refused("--worker-cls= --worker-extension-cls= --scheduler-cls=", "there is one worker, and one scheduler"),
-    ignored("--enable-fault-tolerance --fault-tolerance-config=", "requests of a replica that dies continue elsewhere"),
+    refused("--device-ids=*", "set CUDA_VISIBLE_DEVICES to limit the GPUs that Ray gives to ranks"),
+    refused(
+        "--worker-cls= --worker-extension-cls= --scheduler-cls=",
+        "Manta has only one worker class and one scheduler class",
+    ),
+    ignored(
+        "--enable-fault-tolerance --fault-tolerance-config=",
+        "if a replica dies, another one always continues its requests",
+    ),
     refused("--kv-transfer-config=", "--prefill-replicas N starts replicas that compute prompts for the others"),
     # KV cache and memory
     refused("--kv-cache-memory-bytes=", "--kv-cache-memory-gib has the same meaning, in GiB"),
     ignored(
         "--prefix-caching-hash-algo= --prefix-match-unit=",
-        "blocks are found by a hash of their tokens (docs/routing.md)",
+        "the hash of a block is fixed (docs/routing.md)",
     ),
-    ignored("--swap-space= --preemption-mode= --cpu-offload-gb=0", "KV is computed again, never swapped"),
-    ignored("--kv-offloading-backend=native", "--kv-offloading-size and --kv-offloading-disk-size have one backend"),
-    refused("--kv-offloading-backend=", "tiers are --kv-offloading-size and --kv-offloading-disk-size"),
+    ignored(
+        "--swap-space= --preemption-mode= --cpu-offload-gb=0", "after preemption, KV is computed again, never swapped"
+    ),
+    ignored(
+        "--kv-offloading-backend=native",
+        "this is the only backend of --kv-offloading-size and --kv-offloading-disk-size",
+    ),
+    refused(
+        "--kv-offloading-backend=",
+        "use --kv-offloading-size and --kv-offloading-disk-size, which have only one backend",
+    ),
     refused(
         "--cpu-offload-gb= --cpu-offload-params=* --offload-backend= --offload-group-size= --offload-num-in-group= "
         "--offload-prefetch-step= --offload-params=*",
-        "weights stay on their device: --tensor-parallel-size or --quantization fp8 make them fit",
+        "weights always stay on the device; use --tensor-parallel-size or --quantization fp8 to make them fit",
     ),
     # scheduler and kernels
     ignored(
@@ -260,27 +278,27 @@ TABLE = (
     ignored(
         "--scheduler-reserve-full-isl --watermark= --num-lookahead-slots= --num-scheduler-steps= "
         "--use-v2-block-manager",
-        "there is one scheduler; see --scheduling-policy",
+        "Manta has only one scheduler; see --scheduling-policy",
     ),
-    ignored("--stream-interval=", "tokens are sent as they come, several at once to a client that is slow"),
+    ignored("--stream-interval=", "every token is sent when it is generated; a slow client gets several at once"),
     ignored(
         "--compilation-config= -cc= --optimization-level= -O= --performance-mode= --cudagraph-capture-sizes=* "
         "--max-cudagraph-capture-size= --cuda-graph-sizes=* --max-seq-len-to-capture=",
-        "--torch-compile compiles, --enforce-eager does without CUDA graphs",
+        "use --torch-compile to compile, and --enforce-eager to turn off CUDA graphs",
     ),
     ignored(
         "--attention-backend= --attention-config= -ac= --kernel-config= --ir-op-priority= "
         "--enable-flashinfer-autotune --enable-bf16x3-router-gemm --moe-backend= --linear-backend= "
         "--disable-cascade-attn --kv-sharing-fast-prefill",
-        "the fastest kernels that fit the device are taken",
+        "Manta uses the fastest kernels that fit the device",
     ),
-    refused("--disable-sliding-window", "a model's windows are part of it"),
-    refused("--additional-config=", "it is for plugins of vLLM's"),
-    ignored("--fail-on-environ-validation", "variables of vLLM's are not read, except VLLM_API_KEY"),
+    refused("--disable-sliding-window", "a model trained with a sliding window needs it"),
+    refused("--additional-config=", "it configures plugins of vLLM"),
+    ignored("--fail-on-environ-validation", "Manta reads no environment variables of vLLM, except VLLM_API_KEY"),
 )
 SPECIAL = {  # flags handled by the command line itself
-    "--model=": "the model itself, which has no flag here",
-    "--config=": "a YAML file of flags, which are read instead",
+    "--model=": "give the model as the first argument, without a flag",
+    "--config=": "the flags in the YAML file are read",
 }
 VALUES: dict[str, dict[str, str | None]] = {  # renamed values of flags with the same name; None drops the flag
     "--dtype": {"half": "float16", "float": "float32"},
@@ -316,7 +334,7 @@ def markdown() -> str:
         named = [f"{name}={values}" if values and values != "*" else name for name, values in row.named()]
         flags = " ".join(f"`{flag}`" for flag in named).replace("|", "\\|")
         ours = f"--set {row.note.format('N')}" if row.note.endswith("={}") else row.note
-        what = {"other name": f"`{ours}`", "ignored": row.note, "refused": f"**ends the start**: {row.note}"}
+        what = {"other name": f"`{ours}`", "ignored": row.note, "refused": f"**not supported**: {row.note}"}
         lines.append(f"| {flags} | {what[row.effect]} |")
     return "\n".join([*lines, *(f"| `{name.rstrip('=')}` | {what} |" for name, what in SPECIAL.items())])
 

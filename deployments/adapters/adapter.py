@@ -18,7 +18,7 @@ class Adapter(msgspec.Struct, frozen=True):
     path: str
     """Folder or Hub id."""
     digest: str
-    """What tells it from others: its name and path may get other weights."""
+    """Digest that identifies its weights. Name and path do not, since they may get other weights later."""
     parent: str
     """The model that it adapts, as /v1/models names it."""
     created: int
@@ -38,7 +38,7 @@ class Adapter(msgspec.Struct, frozen=True):
         return cls(lora.lora_name, lora.lora_path, lora.digest, parent, int(time.time()))
 
     def is_unchanged(self) -> bool:
-        """Read the adapter's files again, and return whether they still exist and still have its digest."""
+        """Read the adapter's files again, and return whether they still exist and have the same digest."""
         try:
             return open_adapter(self.path, self.name).digest == self.digest
         except AdapterError:

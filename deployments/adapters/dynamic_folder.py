@@ -11,7 +11,7 @@ from deployments.adapters.places import Version, place_of
 from engine.errors import AdapterError
 
 MISSING_S = 5.0
-"""How long a name counts as missing, or as that of an adapter that cannot be used, without another look."""
+"""Seconds after which the folder is searched again for a name that was missing, or whose adapter could not be used."""
 MAX_KNOWN = 4096  # names, of each kind
 MAX_LISTED = 1000
 
@@ -19,7 +19,7 @@ _Found = tuple[float, Version, Adapter]  # with when its version was looked at
 
 
 class DynamicFolder:
-    """Finds adapters by the names that clients send, so no name may lead out of the folder.
+    """Finds adapters by the names that clients send. So no name may lead out of the folder.
 
     The files of a sub-folder are checked for changes with each request, or in a bucket every few seconds. Changed
     weights count as another adapter.

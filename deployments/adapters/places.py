@@ -14,16 +14,16 @@ from engine.lora.bucket import WEIGHTS_FILE, Bucket, is_bucket
 logger = logging.getLogger(__name__)
 
 BUCKET_S = 5.0
-"""How long what was read of a bucket is taken for true."""
+"""Seconds for which data that was read from a bucket counts as current."""
 PATTERNS = frozenset("*?[]#")  # which libraries of buckets read as more than a name
 
 Version = tuple[str, ...]
-"""What changes with the files of an adapter."""
+"""A value that changes whenever an adapter's files change."""
 
 
 class AdapterPlace(Protocol):
     fresh_s: float
-    """How long a version is taken for true."""
+    """Seconds for which a version counts as current."""
 
     def version(self, name: str) -> Version | None:
         """Return the version of an adapter, or None if there is no adapter of this name. Raises AdapterError."""
@@ -67,7 +67,7 @@ class NoPlace:
 
 
 class LocalPlace:
-    """A folder on a disk. Neither a name nor a link leads out of it."""
+    """A folder on a disk. Names and links that lead out of the folder count as missing."""
 
     fresh_s = 0.0
 

@@ -1,4 +1,4 @@
-"""The adapters of one model, as far as one ingress knows them."""
+"""The adapters of one model that one ingress knows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from engine.errors import InvalidParameter, ServingError
 logger = logging.getLogger(__name__)
 
 READ_S = 1.0
-"""How old the table may be that an adapter is found in. Ingresses tell each other of changes; one may be too busy."""
+"""Maximum age in seconds of the table in which an adapter is looked up. Ingresses tell each other of changes, but one
+may be too busy to do so."""
 READ_AGAIN_S = 0.1  # the same for a name that is not in it
 
 
@@ -65,7 +66,7 @@ class AdapterRegistry:
         """Load an adapter. Returns once an engine has read it and every ingress that answers knows it. Raises
         RequestError, AdapterError, ReportedError, EngineUnavailable."""
         if name in self._names or not name.isprintable():
-            raise InvalidParameter("lora_name", name, "printable, and not the name of a model that is served")
+            raise InvalidParameter("lora_name", name, "printable, and not the name of a served model")
         async with self._lock(name):
             await self._read(0.0)
             if name in self._known and not in_place:
@@ -107,7 +108,7 @@ class AdapterRegistry:
 
     async def _read(self, max_age_s: float) -> None:
         """Read the table, unless it was read within `max_age_s` and has not changed since. If it cannot be read, keep
-        what is known."""
+        the known adapters."""
         asked_at = time.monotonic()
         async with self._reading:
             if asked_at - self._read_at < max_age_s and self._num_heard == self._table.num_heard:

@@ -7,14 +7,14 @@ from typing import Protocol
 from deployments.adapters.adapter import Adapter
 
 Changes = dict[str, Adapter | None]
-"""Adapters by name; None for one of the configuration that was unloaded."""
+"""Adapters by name; None for an adapter of the configuration that was unloaded."""
 
 
 class AdapterTable(Protocol):
     """Table of adapters by name. Every method raises ServingError if the table cannot be reached."""
 
     num_heard: int
-    """Changes that other ingresses have told of."""
+    """Number of changes that other ingresses have reported."""
 
     async def changes(self) -> Changes: ...
 

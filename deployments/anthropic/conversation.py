@@ -21,7 +21,7 @@ prefix cache hits."""
 
 
 class Block(BaseModel):
-    """A JSON object of which only these fields are read."""
+    """A JSON object. Fields other than these are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
@@ -131,8 +131,8 @@ class Turn(BaseModel):
 
 
 def check_blocks(content: object, allowed: tuple[str, ...], where: str) -> object:
-    """Raise an error that names a block of an unsupported type. Pydantic's errors for each branch of a union would hide
-    it."""
+    """Raise an error that names a block of an unsupported type. Pydantic would report one error for each branch of the
+    union, and hide this one."""
     for block in content if isinstance(content, list) else ():
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind not in allowed:
@@ -159,8 +159,8 @@ def chat_messages(system: Text, turns: list[Turn]) -> list[Message]:
     """Return the conversation with one message per tool result, and with consecutive turns of one role merged:
     Anthropic's API treats them as one, and some templates refuse two.
 
-    Many templates also refuse system messages after others, which Claude Code sends. Those become user text, in the
-    tags that Claude Code itself uses for models without such messages.
+    Many templates also refuse a system message after other messages, but Claude Code sends such messages. They become
+    user text, in the tags that Claude Code itself uses for models that do not accept them.
     """
     messages = []
     parts = [part for part in text_parts(system) if part.text and not part.text.startswith(BILLING)]

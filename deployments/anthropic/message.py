@@ -149,7 +149,7 @@ def _extend(block: Content, delta: TextDelta | ThinkingDelta | SignatureDelta | 
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as far as they are complete, as Anthropic's client does for streams."""
+    """Return the complete part of a call's arguments, as Anthropic's client does for streams."""
     try:
         found = from_json(arguments, allow_partial=True)
     except ValueError:

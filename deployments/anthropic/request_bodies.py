@@ -28,23 +28,23 @@ from engine.wire.sampling_params import MAX_STOP_STRINGS
 
 FOREIGN_FIELDS = ForeignFields(
     unused={
-        "fallback_credit_token": "nothing is billed",
-        "service_tier": "all requests are served alike",
+        "fallback_credit_token": "the server does not bill",
+        "service_tier": "the server has no service tiers for this API",
     },
     ignored={
-        "billing_policy": "nothing is billed",
-        "context_management": "the conversation is taken as it is sent",
-        "diagnostics": "a response does not say why its prompt was not cached",
-        "fallbacks": "no request is declined, so no other model takes it over",
-        "speed": "all requests run as fast as they can",
+        "billing_policy": "the server does not bill",
+        "context_management": "the server does not edit conversations",
+        "diagnostics": "the server does not report why a prompt was not cached",
+        "fallbacks": "the server declines no requests, so it needs no other model",
+        "speed": "all requests run at full speed",
     },
     refused={
         "compaction": "ask for a summary in a message instead",
-        "container": "no code is run here",
-        "inference_geo": "a request is computed where this server is",
-        "mcp_servers": "no MCP server is called; the client has to call its tools",
+        "container": "the server runs no code",
+        "inference_geo": "the server computes requests only at its own location",
+        "mcp_servers": "the server does not call MCP servers; the client has to call their tools",
         "output_format": "use output_config.format",
-        "thread": "nothing is stored; send the whole conversation",
+        "thread": "the server stores no conversations; send the whole conversation",
     },
     neutral={"speed": ["standard"]},
 )
@@ -63,7 +63,7 @@ class CustomTool(Block):
     def _is_custom(cls, tool: object) -> object:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind not in (None, "custom"):
-            limit = f"a tool with an input_schema: what {str(kind)[:64]} is, only Anthropic's models know"
+            limit = f"a tool with an input_schema, because only Anthropic's models know the tool {str(kind)[:64]}"
             raise PydanticCustomError("not_custom", "{limit}", {"limit": limit})
         return tool
 
@@ -95,7 +95,8 @@ class ToolChoiceBody(StrictModel):
 class Thinking(StrictModel):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=1, le=INT32)
-    """Reasoning tokens after which its end is forced; required with the type `enabled`, and only allowed then."""
+    """Number of reasoning tokens after which the end of reasoning is forced; required with the type `enabled`, and only
+    allowed then."""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted` drops the reasoning from the response; the model still reasons."""
 
@@ -113,7 +114,7 @@ class OutputConfig(StrictModel):
 
 class Metadata(Block):
     user_id: str | None = Field(default=None, max_length=1024)
-    """Whose fair share of the server the request counts to, where there are no API keys."""
+    """User to whose fair share of the server the request counts, if the server has no API keys."""
 
 
 class CountTokensBody(RequestBody):

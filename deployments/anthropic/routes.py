@@ -24,7 +24,7 @@ class AnthropicRoutes:
 
     def routes(self) -> list[Route]:
         path, summary = "/v1/messages", "Answer a conversation, by Anthropic's API."
-        messages, count = self._idempotent.once(path)(self.messages), "The length of its prompt."
+        messages, count = self._idempotent.once(path)(self.messages), "Count the tokens of a prompt."
         return [
             Route("POST", path, messages, summary, body=MessagesBody, result=AnthropicMessage, streams=True),
             Route("POST", f"{path}/count_tokens", self.count_tokens, count, body=CountTokensBody, result=TokenCount),

@@ -61,7 +61,7 @@ class ClusterWatcher:
         self._replays: dict[str, int] = {}  # number of replays, by request
 
     async def poll(self) -> ClusterState:
-        """Return the state of everything that answers within a few seconds."""
+        """Return the state of all replicas and ingresses that answer within a few seconds."""
         models, overviews, scaling = await asyncio.gather(
             ModelReplicas.of_all(self._pools),
             self._telemetry.overviews(),

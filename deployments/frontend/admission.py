@@ -1,9 +1,9 @@
 """Queue of one model in one ingress, before the engines' own queues.
 
-Engines get only as many sequences as they can run and a few more, so that they never idle. The next request is chosen
-here, where clients are known, by engine/fairness/fair_queue.py. With several ingresses, each gets a fraction of the
-engines' capacity and is fair among the clients that it serves. So a client that reaches only one ingress is limited to
-the fraction of that ingress.
+Engines get only as many sequences as they can run and a few more, so that they never idle. The ingress knows the
+clients, so it chooses the next request (engine/fairness/fair_queue.py). With several ingresses, each gets an equal part
+of the engines' capacity and shares it fairly among its own clients. So a client that reaches only one ingress is
+limited to the part of that ingress.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AdmissionLimits:
     max_waiting: int
     """Maximum number of sequences that wait in one ingress."""
     max_waiting_tokens: int
-    """Maximum number of their prompt tokens."""
+    """Maximum number of prompt tokens of the sequences that wait in one ingress."""
 
 
 class Admission:
@@ -118,9 +118,9 @@ class Admission:
             self._watch = asyncio.create_task(self._watch_engines())
 
     async def _watch_engines(self) -> None:
-        """Adjust the window to the engines' reports, as long as they work for this ingress.
+        """Adjust the window to the engines' reports, as long as the engines work for this ingress.
 
-        While they are down it keeps polling even without running requests, unless they are scaled to zero.
+        While all engines are down, keeps polling even without running requests, unless the engines are scaled to zero.
         """
         while self._queue.num_running or (self.availability.is_down and not await self._pool.asleep()):
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -135,12 +135,13 @@ class Admission:
 
     def _overloaded(self) -> Overloaded:
         self.stats.refused += 1
-        message = f"{self.num_waiting} sequences are waiting, the limit is {self._limits.max_waiting} sequences"
+        message = f"{self.num_waiting} sequences are waiting, and the limit is {self._limits.max_waiting} sequences"
         message += f" and {self._limits.max_waiting_tokens} prompt tokens"
         return Overloaded(message, self._retry_after_s())
 
     def _retry_after_s(self) -> float:
-        """Return the seconds until the current queue will be served, if requests take as long as recent ones did."""
+        """Return the seconds until the present queue will have been served, if requests take as long as recent requests
+        did."""
         mean_s = sum(self._durations_s) / len(self._durations_s)
         return min(max(mean_s * self.num_waiting / self._queue.window, 1.0), MAX_RETRY_AFTER_S)
 
@@ -156,8 +157,8 @@ async def _wait(started: asyncio.Future[None], request_id: str, timeout_s: float
 def window(statuses: Sequence[EngineStatus], limits: AdmissionLimits) -> int:
     """Return how many sequences one ingress may have in the engines.
 
-    Each engine contributes the maximum that it runs, and a few more to continue with. An engine whose requests wait for
-    KV blocks contributes only the sequences that it actually runs, and the same few more.
+    Each engine contributes the maximum that it can run, plus a few to start next. An engine whose requests wait for KV
+    blocks contributes only the sequences that it actually runs, plus the same few.
     """
     headroom, total = _headroom(limits), 0
     for stats in (status.stats for status in statuses):

@@ -27,7 +27,7 @@ _Version = tuple[int, int, int]
 class ApiKey:
     name: str
     models: frozenset[str] | None
-    """Models and adapters that requests with it may name; None for all."""
+    """Models and adapters that requests with this key may name; None for all."""
 
 
 def hash_key(key: str) -> str:
@@ -50,8 +50,8 @@ class ApiKeys:
     """
 
     def __init__(self, path: Path | None, lines: Iterable[str] = ()):
-        """lines: further keys, as lines of such a file. Raises ConfigError if the file cannot be read, if a line is
-        wrong, or if there is no key."""
+        """lines: further keys, each as a line of the file would state it. Raises ConfigError if the file cannot be
+        read, if a line is wrong, or if there is no key."""
         self._path = path
         self._fixed = _keys("ingress.api_keys", lines)
         self._polled_at = time.monotonic()
@@ -74,7 +74,7 @@ class ApiKeys:
             found for known, found in [*self._fixed.items(), *self._keys.items()] if hmac.compare_digest(known, digest)
         ]
         if not matches:
-            raise InvalidApiKey("the API key is not known here")
+            raise InvalidApiKey("the API key is unknown")
         return matches[0]
 
     def models_of(self, name: str) -> frozenset[str] | None:

@@ -19,7 +19,7 @@ class Availability:
 
     @property
     def is_down(self) -> bool:
-        """Whether a request has waited in vain for a replica, and none has been seen since."""
+        """Whether a request has found no replica, and no replica has been seen since."""
         return self._down_since is not None
 
     def report_up(self) -> None:
@@ -31,4 +31,4 @@ class Availability:
         if self._down_since is None:
             self._down_since = time.monotonic()
             level, yet = (logging.WARNING, "") if self.was_up else (logging.INFO, " yet")  # a start may take long
-            logger.log(level, "no replica is up%s, requests wait model=%s", yet, self._model)
+            logger.log(level, "no replica is up%s; requests wait model=%s", yet, self._model)

@@ -16,13 +16,14 @@ from engine.text.text_stream import TextChunk
 from engine.wire.messages import GenerateRequest, TokenDelta
 
 TIMEOUT_GRACE_S = 10.0
-"""Seconds beyond a request's deadline for its engine or replica to end it, in case both are lost."""
+"""Seconds after a request's deadline in which its engine or replica may end the request. After them the ingress ends
+it, because both are lost."""
 
 STARTED_AT_ONCE = 32
 
 
 class LiveGeneration:
-    """Generation that runs the sequences of one HTTP request in the engines, once."""
+    """Runs the sequences of one HTTP request in the engines. An object can be used only once."""
 
     def __init__(
         self, context: SequenceContext, prompts: list[list[GenerateRequest]], client: str, record: Record | None = None

@@ -1,7 +1,7 @@
-"""State that lets a sequence continue in another engine when its own is lost. Uses no socket and no clock.
+"""State that lets a sequence continue in another engine when its present engine is lost. Uses no socket and no clock.
 
 Each attempt has its own request id: `<id>`, then `<id>.1`, `<id>.2`. The ingress accepts only deltas of the newest
-attempt, so late tokens of an engine that was wrongly thought dead are dropped.
+attempt. So it drops late tokens of an engine that it wrongly took for dead.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class RetryState:
         return True
 
     def add(self, delta: TokenDelta) -> TokenDelta:
-        """Record a delta of the current attempt, and return it without the fields that belong to a sequence's first
-        token only. Raises TokensLost if an earlier delta is missing, because its connection broke."""
+        """Record a delta of the current attempt, and return it. Fields that belong to the first token only are left out
+        in later attempts. Raises TokensLost if an earlier delta is missing, because its connection broke."""
         if delta.position != len(self.output):
             raise TokensLost(self.request_id)
         if self.output and delta.num_cached_tokens:
@@ -114,7 +114,7 @@ class RetryState:
         return delta
 
     def replay(self, error: BaseException, source: KVSource | None = None, engine: str = "") -> str | None:
-        """Begin another attempt after this error. Returns the reason, or None if another attempt is no use.
+        """Begin another attempt after this error. Returns the reason, or None if another attempt would be useless.
 
         A full queue ends a new request, but not a request that was already running. If the request moves, no engine has
         failed, so such attempts are not limited. source: engine that holds the KV of a request that moves; None if no
@@ -139,13 +139,13 @@ class RetryState:
             case ServingError(code="request_timeout"):
                 return self.timeout()
             case ServingError(code="engine_unavailable"):
-                return EngineUnavailable("no engine is up that could finish the request; send it again")
+                return EngineUnavailable("no engine is up to finish the request; send it again")
             case _:
                 return error
 
     def timeout(self) -> RequestTimeout:
-        """Return a timeout error with the client's own limit. The engine's error would state only what was left for its
-        attempt."""
+        """Return a timeout error that states the client's limit. The engine's error would state only the time that was
+        left for the last attempt."""
         return RequestTimeout(self.request.request_id, self.request.timeout_s or 0.0)
 
 

@@ -1,8 +1,9 @@
 """Detects silent data corruption: another replica recomputes a sample of the answers (docs/sdc_check.md).
 
-If answers have the same bits in any batch, an answer is generated again, and must be equal. Otherwise the other
-replica computes the log-probability of each token of the answer, given the tokens before it, and must find about the
-same. So where two tokens were almost equally likely, a different choice does not make all later tokens differ.
+If answers have the same bits in any batch, the other replica generates the answer again, and both must be equal.
+Otherwise the other replica computes the log-probability of each token of the answer, given the tokens before it, and
+the log-probabilities must be about equal. A second generation would not do here: where two tokens are almost equally
+likely, another choice changes all later tokens.
 """
 
 from __future__ import annotations
@@ -76,13 +77,15 @@ class SampledAnswer:
         return self._quietly(reply_to, params=again)
 
     def given(self, reply_to: str) -> GenerateRequest:
-        """Return a request that computes the log-probability of each token but the last, given the tokens before it."""
+        """Return a request that computes the log-probability of each token except the last, given the tokens before
+        it."""
         prompt = [*self.request.prompt, *(token for token, _ in self.tokens[:-1])]
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, prompt_logprobs=1, ignore_eos=True)
         return self._quietly(reply_to, params=params, prompt=prompt)
 
     def _quietly(self, reply_to: str, **changes: Any) -> GenerateRequest:
-        """Return the request with `changes`. It uses no cached prefixes, and runs only in an idle engine."""
+        """Return the request with `changes`. The new request uses no cached prefixes, and runs only in an idle
+        engine."""
         return msgspec.structs.replace(
             self.request,
             request_id=f"sdc-check-{secrets.token_hex(8)}",
@@ -96,8 +99,8 @@ class SampledAnswer:
 
 
 def first_difference(answer: SampledAnswer, again: SampledAnswer) -> tuple[int, Found, Found] | None:
-    """Return the first position at which answers differ, with both tokens and their log-probabilities; None if there is
-    none. again: the answer of `SampledAnswer.again`."""
+    """Return the first position at which two answers differ, with both tokens and their log-probabilities; None if they
+    are equal. again: the answer to the request `SampledAnswer.again`."""
     pairs = enumerate(zip_longest(answer.tokens, again.tokens, fillvalue=(None, None)))
     return next(((i, first, second) for i, (first, second) in pairs if first != second), None)
 
@@ -105,7 +108,8 @@ def first_difference(answer: SampledAnswer, again: SampledAnswer) -> tuple[int, 
 def far_difference(answer: SampledAnswer, given: SampledAnswer) -> tuple[int, Found, Found] | None:
     """Return the position of the largest difference, as in `first_difference`; None if all are small.
 
-    given: the answer of `SampledAnswer.given`. A token that was the most likely one must be almost as likely there.
+    given: the answer to the request `SampledAnswer.given`. A token that was the most likely one in `answer` must be
+    almost the most likely one in `given`.
     """
     found, there = [], []
     entries = given.prompt_logprobs[len(answer.request.prompt) :]

@@ -29,7 +29,7 @@ from engine.wire.remote_request import KVSource
 logger = logging.getLogger(__name__)
 
 FINAL_DELTA_S = 2.0
-"""Seconds after a call's end in which the final delta may still arrive: tokens do not travel through the call."""
+"""Seconds after a call's end in which the final delta may still arrive, since tokens do not travel through the call."""
 
 LEFT: set[asyncio.Task[None]] = set()
 """Calls of requests that have moved on, until they end."""
@@ -136,7 +136,7 @@ class Aborted(EngineError):
 
 
 AttemptError = (ReportedError, Aborted, TokensLost)
-"""Errors that `Sequence.add` raises if the attempt has failed."""
+"""The errors that `Sequence.add` raises if the attempt has failed."""
 
 
 class Attempt:
@@ -152,7 +152,7 @@ class Attempt:
         """Start the call. wake: function called when `error` is set."""
         self.request_id = request_id
         self.error: BaseException | None = None
-        """Reason why the final delta will not come, once known."""
+        """Reason why the final delta will not arrive; None while it may arrive."""
         self._wake = wake
         self._closed = False
         self._call = asyncio.create_task(call)
@@ -196,8 +196,8 @@ class Sequence:
         *,
         first: bool,
     ):
-        """index: index of the sequence in the HTTP request. first: whether it is the first for its prompt, whose cached
-        tokens count."""
+        """index: index of the sequence in the HTTP request. first: whether this is the first sequence for its prompt.
+        Cached prompt tokens are counted for the first sequence only."""
         self.index = index
         self._record = record
         self._sdc_check = context.sdc_check
@@ -270,8 +270,8 @@ class Sequence:
         return None if self._attempt is None else self._attempt.error
 
     def go_on(self, error: BaseException, inbox: Inbox) -> None:
-        """Abort the current attempt, which has failed, and start another. Raises an error if another attempt is
-        no use."""
+        """Abort the current attempt, which has failed, and start another. Raises an error if another attempt would be
+        useless."""
         failed = self.retry.request_id
         source, engine = None, ""
         if isinstance(error, ReportedError) and error.code == "moved":
@@ -306,7 +306,7 @@ class Sequence:
             self._channel.abort(self._attempt.request_id)
 
     def _texts(self) -> tuple[str, str]:
-        """Return prompt and output, with their special tokens, up to the length that a timeline keeps."""
+        """Return prompt and output with their special tokens, each cut to the length that a timeline keeps."""
         prompt, output = (
             b"".join(map(self._tokenizer.token_bytes, tokens[:MAX_TEXT_TOKENS])).decode(errors="replace")
             for tokens in (self.retry.request.prompt, self.retry.output)

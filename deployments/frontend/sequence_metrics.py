@@ -35,8 +35,8 @@ class SequenceMetrics:
         quiet: bool = False,
         texts: Callable[[], tuple[str, str]] | None = None,
     ):
-        """quiet: whether another sequence represents this one in logs, traces and timelines, as long as nothing goes
-        wrong. texts: function that returns the prompt and output to show in the timeline."""
+        """quiet: whether another sequence represents this one in logs, traces and timelines, unless an error occurs.
+        texts: function that returns the prompt and output to show in the timeline."""
         self.answered = False  #: whether the current attempt has produced a token
         self._http, self._stats, self._timelines = http, stats, timelines
         self._availability, self._quiet, self._texts = availability, quiet, texts
@@ -109,8 +109,8 @@ class SequenceMetrics:
         timeline.preemptions += delta.num_preemptions
 
     def ended(self, reason: Reason, error: Exception | None = None) -> None:
-        """Record the end of the sequence as the client sees it. `refused` counts as no end. Only the first call has an
-        effect. Failures caused by a model that is still starting are logged at level `debug` only."""
+        """Record the end of the sequence as the client sees it. `refused` does not count as an end. Only the first call
+        has an effect. Failures caused by a model that is still starting are logged at level `debug` only."""
         now, timeline = time.monotonic(), self._timeline
         if timeline.state == "ended":
             return

@@ -39,11 +39,11 @@ class Inbox:
         self.put(None)
 
     async def take(self) -> list[TokenDelta | None]:
-        """Wait for a delta, and return all that have arrived. If there are many, those of each sequence are merged into
-        one.
+        """Wait for a delta, and return all that have arrived. If there are many, the deltas of each sequence are merged
+        into one.
 
-        So a slow client gets fewer and larger chunks, and falls no further behind than necessary. None comes last. A
-        delta that reports an error is not merged.
+        So a slow client gets fewer and larger chunks, and falls no further behind than necessary. An entry None is
+        returned last. A delta that reports an error is not merged.
         """
         if not self._waiting:
             self._reader = asyncio.get_running_loop().create_future()
@@ -97,7 +97,7 @@ class TokenChannel:
         self._working.pop(old, None)
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> None:
-        """End the request in its engine, if that engine is known. It is known from the first delta on."""
+        """End the request in its engine. Has no effect before the first delta, which makes the engine known."""
         if request_id in self._working:
             _, address = self._working[request_id]
             self._engines.forget_unused()

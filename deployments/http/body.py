@@ -78,7 +78,7 @@ class RequestBody(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Fields that can have no effect in any model; the client gets a warning about them."""
+        """Fields that have no effect with any model; the client gets a warning about them."""
         return self._ignored
 
     def check(self) -> None:

@@ -35,13 +35,13 @@ class RequestContext:
     created: int
     """Seconds since 1970."""
     client: str
-    """Client whose fair share the request counts to."""
+    """Client to whose fair share the request counts."""
     timeout_s: float | None = None
     """Time limit that the client asks for, in seconds; None for the server's."""
     session_id: str = ""
     """Session id: requests of one session should go to one engine, which caches what they share; empty for none."""
     background: bool = False
-    """Whether the request yields to all others."""
+    """Whether all other requests take precedence over this one."""
     source: GenerationSource = field(default_factory=LiveSource)
     """Source of the tokens."""
 
@@ -94,7 +94,8 @@ def allowed_models(request: Request) -> frozenset[str] | None:
 
 def _client(request: Request, body: EngineBody) -> str:
     """Return the client for which fairness counts: the API key's name or, on a server without keys, the user in the
-    body or else the client's address. With keys the body is not trusted, or one client could take the shares of many.
+    body or else the client's address. With keys, the user in the body is not trusted, since one client could use the
+    shares of many.
     """
     if (background := getattr(request.state, BACKGROUND_CLIENT, None)) is not None:
         return str(background)

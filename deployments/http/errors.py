@@ -59,8 +59,8 @@ class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
 
 
 def error_body(error: Exception) -> tuple[int, ErrorBody]:
-    """Return the HTTP status and body of an error. An unexpected error is our bug: it is logged, and its text is not
-    shown."""
+    """Return the HTTP status and body of an error. An unexpected error is a bug of Manta: it is logged, and the client
+    does not get its text."""
     match error:
         case ReportedError(info=info):
             return info.status, _body(info.message, info.type, info.param, info.code)
@@ -69,7 +69,7 @@ def error_body(error: Exception) -> tuple[int, ErrorBody]:
         case ClientDisconnect():
             return CLIENT_LEFT, _body("the client left", "invalid_request_error", None, "client_left")
         case HTTPException(status_code=404):
-            return 404, _body("there is no such route", "not_found_error", None, "route_not_found")
+            return 404, _body("this route does not exist", "not_found_error", None, "route_not_found")
         case HTTPException(status_code=status, detail=detail):
             code = HTTPStatus(status).name.lower()
             return status, _body(str(detail), "invalid_request_error", None, code)

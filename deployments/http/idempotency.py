@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key, and streams that are resumed (docs/idempotency.md)."""
+"""Handles requests with an Idempotency-Key, and resumes streams (docs/idempotency.md)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIXED_HEADERS = ("x-request-id", SESSION_HEADER, TIMEOUT_HEADER, "content-type")
 
 
 class IdempotentRoutes:
-    """Routes whose answers are kept if the request asks for that."""
+    """Routes whose answers are kept if the request has an Idempotency-Key."""
 
     def __init__(self, jobs: Jobs):
         self.jobs = jobs
@@ -65,7 +65,7 @@ class IdempotentRoutes:
         return decorate
 
     async def begin(self, request: Request, route: str) -> Response:
-        """Handle a request of a route as if it had a key, which only the server knows."""
+        """Handle a request of a route as if it had a key. The server chooses the key, and nobody else knows it."""
         owner, body = key_name(request) or "", await read_json(request)
         new = JobRecord.new(owner, route, body, _fixed_headers(request))
         return await self._respond(request, secrets.token_hex(16), owner, None, new, None)

@@ -39,7 +39,7 @@ class AuthConfig:
     admin_keys: tuple[str, ...] = ()
     """Names of the keys that may load and unload adapters; empty for all."""
     allow_lora_updating: bool = False
-    """Adapters can be loaded and unloaded by requests."""
+    """Whether requests may load and unload adapters."""
     root_path: str = ""
     """Prefix of all paths at a proxy in front. The proxy may or may not strip it."""
     max_body_bytes: int = 16 * 2**20
@@ -89,14 +89,14 @@ class HeadersMiddleware:
             return InvalidParameter(name.decode("latin-1"), value.decode("utf-8", "replace"), "text in UTF-8")
         # the HAProxy of a killed server may still have connections, while another server has taken over its ports
         if self._server is not None and name == SERVER_HEADER.encode() and value.decode() != self._server:
-            return EngineUnavailable("the server that this request was sent to has ended; send it again")
+            return EngineUnavailable("the server to which this request was sent has ended; send it again")
         return None
 
 
 class RootPathMiddleware:
     """ASGI middleware that restores the prefix of a proxy in the path if the proxy has stripped it.
 
-    Serve's own proxy calls an empty prefix "/", and would take the page at "/" for the prefix itself.
+    Serve's own proxy calls an empty prefix "/", and would mistake the page at "/" for the prefix itself.
     """
 
     def __init__(self, app: ASGIApp, root_path: str):

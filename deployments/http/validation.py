@@ -58,9 +58,10 @@ class ForeignFields:
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Fields ignored with a Warning header; the request succeeds."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Fields refused, because without them the answer would be of another kind or to another question."""
+    """Fields refused, because the answer would not be what the client expects if they were ignored."""
     neutral: Mapping[str, list[JsonValue]] = field(default_factory=dict)
-    """Values, besides those in NOTHING, with which ignored and refused fields ask for nothing: dropped silently."""
+    """Values, besides those in NOTHING, with which ignored and refused fields have no effect. Such fields are dropped
+    silently."""
 
     def drop(
         self, body: dict[str, Any], known: Container[str], unknown_fields: UnknownFields

@@ -69,7 +69,7 @@ class DeltaLog(Log[tuple[int, TokenDelta]]):
 class LoggedGeneration:
     """A Generation that a job computes or has computed: reads the job's log, and yields one token per chunk.
 
-    So chunks, and the events made of them, depend only on the tokens and not on how they arrived.
+    So chunks, and the events made of them, depend only on the tokens and not on how the tokens arrived.
     """
 
     def __init__(

@@ -27,9 +27,11 @@ class StreamNotFound(RequestError):
     def __init__(self, stream_id: str, ttl_s: float, shared: bool):
         Exception.__init__(self, stream_id, ttl_s, shared)
         where = (
-            "" if shared else " in the memory of each ingress; with ingress.store all find them, also after a restart"
+            ""
+            if shared
+            else " in the memory of each ingress (with ingress.store, all ingresses find them, even after a restart)"
         )
-        self.message = f"there is no stream {stream_id[:100]!r} here: answers are stored for {ttl_s:g} s{where}"
+        self.message = f"there is no stream {stream_id[:100]!r}: answers are stored for {ttl_s:g} s{where}"
         self.param = "stream_id"
 
 
@@ -54,8 +56,9 @@ class AnswerDiverged(RequestError):
     def __init__(self, index: int, tokens: int):
         Exception.__init__(self, index, tokens)
         self.message = (
-            f"choice {index} of this answer differs from the first {tokens} tokens that Last-Event-ID stands for: they "
-            "were computed again and came out otherwise, or the id is not from this stream; begin the stream from its "
+            f"choice {index} of this answer differs from the first {tokens} tokens that Last-Event-ID stands for: "
+            "they were computed again with another result, or the id is not from this stream; "
+            "begin the stream from its "
             "start, or send the request again with a new Idempotency-Key"
         )
         self.param = "Last-Event-ID"

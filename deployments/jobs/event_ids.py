@@ -122,8 +122,8 @@ class EventIds(NoEventIds):
         self._new: list[TextChunk] = []  # chunks new to the client, held back while it catches up
 
     def ordered(self, chunk: TextChunk) -> Iterator[TextChunk]:
-        """Yield chunks of one token, or an end; chunks that the client already has come first. The client may lack some
-        events of the last of these chunks. The next events are made of the yielded chunk.
+        """Yield chunks of one token, or an end; chunks that the client already has come first. The client may not have
+        all events of the last of these chunks. The next events are made of the yielded chunk.
 
         Raises AnswerDiverged if the client has other tokens.
         """

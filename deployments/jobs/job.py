@@ -1,4 +1,4 @@
-"""One job: an answer found in the store, or computed here by a task that no client can interrupt."""
+"""One job: an answer that is found in the store, or computed in this ingress by a task that no client can interrupt."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def started(self) -> bool:
-        """Whether the computation of the answer has begun, here or, if the answer is complete, anywhere."""
+        """Whether this ingress has begun to compute the answer, or the answer is complete."""
         return self._task is not None or self._log.ended
 
     async def read(
@@ -63,7 +63,7 @@ class Job:
         fingerprint: str | None,
         ids: NoEventIds,
     ) -> LoggedGeneration:
-        """Return the answer from its start, and begin to compute it unless that has begun already.
+        """Return the answer from its start, and begin to compute it unless it is being computed already.
 
         fingerprint: fingerprint of the model that would compute it. ids: event ids of the reader's stream. Raises
         StoreUnavailable, IdempotencyKeyInUse, AnswerNotReproducible.
@@ -166,7 +166,7 @@ class Job:
                     await self._store.delete(self._key)
                 await self._lease.release()
         except StoreUnavailable as unavailable:
-            logger.warning("lease not given back job_id=%s error=%s", self.job_id, unavailable)
+            logger.warning("lease not released job_id=%s error=%s", self.job_id, unavailable)
 
 
 def _adapter(frontend: SequenceContext, prompts: list[list[GenerateRequest]]) -> Adapter | None:

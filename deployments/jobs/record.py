@@ -25,7 +25,7 @@ class JobRecord(msgspec.Struct):
     route: str
     body: bytes
     headers: list[tuple[str, str]]
-    """Relevant headers of the first request, which apply to all that follow."""
+    """Relevant headers of the first request, which apply to all later requests with the same key."""
     created: int
     """Seconds since 1970."""
     secret: str
@@ -33,7 +33,7 @@ class JobRecord(msgspec.Struct):
     fingerprint: str | None = None
     """Fingerprint of the model that began it (ModelInfo)."""
     adapter: Adapter | None = None
-    """Adapter that its request named, whatever has that name now; None for none."""
+    """Adapter that its request named, even if the name belongs to another adapter now; None for no adapter."""
     outputs: list[TokenDelta] | None = None
     """Output of each choice, once all have ended."""
 

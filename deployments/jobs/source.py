@@ -47,7 +47,7 @@ class GenerationSource(Protocol):
 
     @property
     def job_id(self) -> str | None:
-        """Id by which the answer's job is found again; None if nothing is kept."""
+        """Id by which the answer's job can be found later; None if the answer is not kept."""
         ...
 
     @property

@@ -28,8 +28,8 @@ class ImageConfig:
     max_in_flight: int = option(32, "Images that an ingress loads or processes at a time; others wait.")
     max_processed_bytes: int = option(
         2**31,
-        "Bytes of processed images in one ingress. They count from before processing until their answers have ended; "
-        "meanwhile other requests with images wait.",
+        "Bytes of processed images in one ingress. An image counts from before it is processed until its answer "
+        "has ended. If the limit is reached, other requests with images wait.",
     )
     max_processing: int = option(2, "Images that are decoded and resized at a time, each in a thread.")
 

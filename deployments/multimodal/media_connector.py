@@ -31,7 +31,11 @@ class MediaConnector:
         if url[:5].lower() == "data:":
             return self._decode(url, field)
         if not self._config.fetch_urls:
-            raise InvalidImage(field, url, "a data: URL, since this server loads none (ingress.images.fetch_urls)")
+            raise InvalidImage(
+                field,
+                url,
+                "a data: URL, because this server loads no images from other URLs (ingress.images.fetch_urls)",
+            )
         refused: list[str] = []
         try:
             async with asyncio.timeout(self._config.fetch_timeout_s):

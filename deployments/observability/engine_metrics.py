@@ -135,7 +135,7 @@ def _lora_requests(stats: EngineStats) -> dict[int, dict[str, dict[str, float]]]
 REQUESTS: list[Row] = [
     (Counter, "vllm:prompt_tokens", "Prompt tokens computed or found in the cache.", "prompt_tokens"),
     (Counter, "vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
-    (Counter, "vllm:num_preemptions", "Requests that lost their KV blocks to others.", "preemptions"),
+    (Counter, "vllm:num_preemptions", "Requests that lost their KV blocks to other requests.", "preemptions"),
     (Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queried_tokens"),
     (Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
     (
@@ -144,10 +144,15 @@ REQUESTS: list[Row] = [
         "Prompt tokens looked up in the tiers below the KV cache.",
         _offload("queried_tokens"),
     ),
-    (Counter, "vllm:external_prefix_cache_hits", "Prompt tokens whose KV came from there.", _offload("hit_tokens")),
+    (
+        Counter,
+        "vllm:external_prefix_cache_hits",
+        "Prompt tokens whose KV came from these tiers.",
+        _offload("hit_tokens"),
+    ),
     *histograms(
         {
-            "inter_token_latency_seconds": "From one token of a request to the next.",
+            "inter_token_latency_seconds": "Time from one token of a request to the next.",
             "request_time_per_output_token_seconds": "Mean over a request's tokens after the first.",
             "request_queue_time_seconds": "From arrival in the engine to the first step.",
             "request_prefill_time_seconds": "From the first step to the first token.",
@@ -200,16 +205,35 @@ LOAD: list[Row] = [
     (Counter, "manta_kv_fetched_tokens", "Prompt tokens whose KV another engine had cached.", "fetched_tokens"),
     (Gauge, "manta_holds", "Prompts that clients hold in the KV cache.", _holds("holds")),
     (Gauge, "manta_held_blocks", "KV blocks that holds keep.", _holds("blocks")),
-    (Gauge, "manta_max_held_blocks", "KV blocks that holds may keep, without tiers.", _holds("max_blocks")),
+    (
+        Gauge,
+        "manta_max_held_blocks",
+        "Maximum number of KV blocks that holds keep, without tiers.",
+        _holds("max_blocks"),
+    ),
     (Counter, "manta_holds_granted", "Holds that were granted.", _holds("granted")),
     (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
-    (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found computed.", "encoder_cache_hits"),
+    (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found in the cache.", "encoder_cache_hits"),
 ]
 LABELLED: list[Row] = [
     (Gauge, "manta_kv_blocks", "KV blocks by state.", _blocks, "state"),
-    (Gauge, "manta_kv_group_blocks", "KV blocks of each of several groups.", "group_blocks", "group", "state"),
-    (Gauge, "manta_kv_group_block_bytes", "Bytes of one of these on a rank.", "group_block_bytes", "group"),
-    (Counter, "pd_decision", "Prompts by where they were computed, and why.", "prefill_decisions", "where", "reason"),
+    (
+        Gauge,
+        "manta_kv_group_blocks",
+        "KV blocks by KV cache group, if there are several.",
+        "group_blocks",
+        "group",
+        "state",
+    ),
+    (Gauge, "manta_kv_group_block_bytes", "Bytes of one block of a group on a rank.", "group_block_bytes", "group"),
+    (
+        Counter,
+        "pd_decision",
+        "Prompts by where they were computed, and by the reason.",
+        "prefill_decisions",
+        "where",
+        "reason",
+    ),
     (Counter, "manta_holds_refused", "Holds that were refused, by reason.", _hold_totals("refused"), "reason"),
     (Counter, "manta_holds_ended", "Holds that ended, by reason.", _hold_totals("ended"), "reason"),
     (Counter, "manta_moves", "Running requests that moved, by outcome.", "moves", "outcome"),
@@ -250,9 +274,19 @@ HANDOFFS: list[Row] = [
     (Gauge, "manta_handoff_overlap_ratio", "Fraction of bytes read while computing.", _overlap),
     (Gauge, "manta_handoffs_live", "Handoffs under way.", "live"),
     (Gauge, "manta_handoff_resting_peers", "Engines whose link has failed.", lambda stats: len(stats.quarantined)),
-    (Counter, "manta_handoff_bytes_overlapped", "Bytes of KV read while prefill still computed.", "bytes_overlapped"),
-    (Counter, "manta_handoff_lease_expiries", "Handoffs whose decode engine fell silent.", "lease_expiries"),
-    (Counter, "manta_handoff_stale_messages", "Messages of handoffs or engines that are gone.", "stale_messages"),
+    (
+        Counter,
+        "manta_handoff_bytes_overlapped",
+        "Bytes of KV read before prefill had computed the prompt.",
+        "bytes_overlapped",
+    ),
+    (
+        Counter,
+        "manta_handoff_lease_expiries",
+        "Handoffs that ended because the decode engine fell silent.",
+        "lease_expiries",
+    ),
+    (Counter, "manta_handoff_stale_messages", "Dropped messages of ended handoffs or engines.", "stale_messages"),
 ]
 # of EngineStatus
 SOCKETS: list[Row] = [

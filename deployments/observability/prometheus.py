@@ -2,8 +2,8 @@
 
 There are two kinds of series: those of engines have the label `engine`, those of ingresses `ingress`. Each engine and
 ingress keeps its own counts from its start, and every scrape asks all of them, so it does not matter which ingress is
-scraped. When a replica ends, its series end too. Nothing is summed over replicas here, so no counter ever runs
-backwards. A scrape of one node contains only its own engines and ingresses, so over all nodes each series occurs once.
+scraped. When a replica ends, its series end too. Nothing is summed over replicas, so no counter ever decreases. A
+scrape of one node contains only its own engines and ingresses, so each series belongs to exactly one node.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROUTE_LABELS = ["handler", "method", "ingress"]
 
 REPLICAS: list[Row] = [
     (Gauge, "manta_up", "Healthy replicas.", lambda replicas: len(replicas.decode)),
-    (Gauge, "manta_asleep", "1 while it is scaled to zero.", "asleep"),
+    (Gauge, "manta_asleep", "1 while the model is scaled to zero.", "asleep"),
 ]
 MODELS: list[Row] = [
     (Counter, "vllm:request_success", "Ended requests, as their clients saw it.", "finished", "finished_reason"),
@@ -49,7 +49,7 @@ MODELS: list[Row] = [
         {
             "time_to_first_token_seconds": "From the HTTP request to the first token.",
             "e2e_request_latency_seconds": "From the HTTP request to the last token.",
-            "request_params_n": "Sequences asked for per prompt.",
+            "request_params_n": "Sequences requested per prompt.",
         }
     ),
     (Counter, "vllm:admission_rejections", "Requests refused with 429.", lambda m: {"queue_full": m.refused}, "reason"),
@@ -58,7 +58,7 @@ MODELS: list[Row] = [
     (
         HistogramMetricFamily,
         "manta_move_pause_seconds",
-        "Without a token, when moving to another engine.",
+        "Seconds without a token while a sequence moves to another engine.",
         "move_pauses",
     ),
     (Counter, "manta_adapter_requests", "Ended requests of LoRA adapters.", "adapters", "adapter"),
@@ -83,7 +83,7 @@ GEN_AI: list[Row] = [
     }.items()
 ]  # fmt: skip
 INGRESSES: list[Row] = [
-    (Counter, "manta_dropped_deltas", "Token deltas that came for no open request.", "dropped_deltas"),
+    (Counter, "manta_dropped_deltas", "Token deltas that arrived for no open request.", "dropped_deltas"),
     (Counter, "manta_store_errors", "Calls of `ingress.store` that failed.", "store_errors", "reason"),
     (
         Counter,
@@ -97,7 +97,8 @@ INGRESSES: list[Row] = [
 
 
 def _status_classes(route: RouteStats) -> dict[str, int]:
-    """Return counts of all status classes, including zeros: a rate cannot show the error with which a series begins."""
+    """Return counts of all status classes, including zeros: if a series began with its first error, a rate would not
+    show that error."""
     return {f"{kind}xx": sum(n for status, n in route.statuses.items() if status // 100 == kind) for kind in (2, 4, 5)}
 
 
@@ -105,15 +106,21 @@ def _status_classes(route: RouteStats) -> dict[str, int]:
 ROUTES: list[Row] = [
     (Counter, "http_requests", "HTTP requests.", _status_classes, "status"),
     (Counter, "manta_http_responses", "HTTP answers.", lambda route: dict(sorted(route.statuses.items())), "status"),
-    (HistogramMetricFamily, "http_request_duration_seconds", "Time until all of the response was sent.", "seconds"),
+    (HistogramMetricFamily, "http_request_duration_seconds", "Time until the whole response was sent.", "seconds"),
     (Summary, "http_request_size_bytes", "Bodies of requests.", lambda r: (r.seconds.count, r.request_bytes)),
     (Summary, "http_response_size_bytes", "Bodies of answers.", lambda r: (r.seconds.count, r.response_bytes)),
 ]
 ROUTING_COUNTERS = {
-    "manta_routing_estimated_cached_tokens": ("Prompt tokens that the router took to be cached.", "estimated_tokens"),
-    "manta_routing_cached_tokens": ("Prompt tokens that were cached, of the same calls.", "cached_tokens"),
-    "manta_holds_broken": ("Holds whose replica has gone before their end.", "holds_broken"),
-    "manta_routing_drift_tokens": ("Difference of estimated and actual cached tokens, added up.", "drift_tokens"),
+    "manta_routing_estimated_cached_tokens": (
+        "Prompt tokens that the router expected to be cached.",
+        "estimated_tokens",
+    ),
+    "manta_routing_cached_tokens": ("Prompt tokens of the same calls that were in fact cached.", "cached_tokens"),
+    "manta_holds_broken": ("Holds whose replica stopped before they ended.", "holds_broken"),
+    "manta_routing_drift_tokens": (
+        "Sum of the differences between estimated and actual cached tokens.",
+        "drift_tokens",
+    ),
 }
 
 
@@ -160,9 +167,12 @@ class _Snapshot(Collector):
     def _routing(self) -> Iterator[Metric]:
         """Yield the routing counters. Labels differ, since routers to decode engines run in ingresses and others in
         replicas."""
-        text = "Sequences and prefill requests by why they went to their engine."
+        text = "Sequences and prefill requests by the reason for the choice of their engine."
         routed = Counter("manta_routed_requests", text)
-        adapters = Counter("manta_routed_adapter_requests", "Those with a LoRA adapter, by whether it was held there.")
+        adapters = Counter(
+            "manta_routed_adapter_requests",
+            "Sequences and prefill requests with a LoRA adapter, by whether their engine had loaded it.",
+        )
         tokens = {field: Counter(name, text) for name, (text, field) in ROUTING_COUNTERS.items()}
         for labels, stats in self._routers():
             for reason, count in stats.routed.items():

@@ -99,7 +99,7 @@ class IngressStats(msgspec.Struct):
         return self.models.setdefault(name, ModelStats())
 
     def answered(self, name: str, status: int, seconds: float, request_bytes: int, response_bytes: int) -> None:
-        """Count an HTTP request after its answer was sent, as far as possible."""
+        """Count an HTTP request after its answer, or as much of it as possible, was sent."""
         route = self.routes.setdefault(name, RouteStats())
         route.statuses[status] = route.statuses.get(status, 0) + 1
         route.seconds.observe(seconds)

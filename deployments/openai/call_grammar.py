@@ -65,8 +65,8 @@ class Lark:
     @staticmethod
     def _until_token(end: list[str | int]) -> str:
         """Return a rule for free text up to and including `end`, which contains a special token. Free text cannot
-        contain that token, because regular expressions never match special tokens; it must end before any literal text
-        that precedes it in `end`."""
+        contain that token, because regular expressions never match special tokens. If `end` has literal text before the
+        token, free text must end before that literal text."""
         before = end[0] if isinstance(end[0], str) else ""
         rest = end[1:] if before else end
         parts = [f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in rest]
@@ -83,7 +83,7 @@ class CallGrammar:
 
     @property
     def opener(self) -> str:
-        """Text that begins calls and nothing else."""
+        """Text with which calls begin, and which occurs nowhere else."""
         return re.split("[{\n]|(?<=>)", self.syntax.begin or self.syntax.call)[0]
 
     def calls(self, *, parallel: bool, opened: bool = False) -> str:
@@ -124,7 +124,9 @@ class CallGrammar:
         rules = []
         root: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         if field and schema.keys() & {"anyOf", "allOf", "oneOf", "not", "$ref", "patternProperties"}:
-            raise InvalidParameter(field, schema, "an object with plain properties, since this model writes no JSON")
+            raise InvalidParameter(
+                field, schema, "an object with plain properties, because this model does not write arguments as JSON"
+            )
         for key, value in (schema.get("properties") or {}).items():
             is_text = "string" in argument_types(schema, key)
             before = self.syntax.parameter.format(key=key, is_text=str(is_text).lower())
@@ -146,7 +148,10 @@ class CallGrammar:
         if choices and all(isinstance(choice, str) for choice in choices):
             return f"({' | '.join(self.lark.text(choice + end) for choice in choices)})"
         if field and (unknown := schema.keys() - _OF_TEXTS):
-            limit = f"without {', '.join(sorted(unknown))}, which cannot be enforced where this model writes plain text"
+            limit = (
+                f"without {', '.join(sorted(unknown))}, which cannot be enforced because this model "
+                "writes the value as plain text"
+            )
             raise InvalidParameter(f"{field}.properties.{key}", schema, limit)
         return self.lark.until(end)
 

@@ -49,15 +49,15 @@ class ChatBody(GenerationBody, TemplateBody):
     include_reasoning: bool = True
     """False drops the reasoning from the response; the model still reasons."""
     thinking_token_budget: Whole | None = Field(default=None, ge=0, le=INT32)
-    """Reasoning tokens after which the closing tag is forced, as in vLLM."""
+    """Number of reasoning tokens after which the closing tag is forced, as in vLLM."""
     max_completion_tokens: Whole | None = None
     logprobs: bool = False
     top_logprobs: Whole | None = None
     documents: list[dict[str, str]] | None = Field(default=None, max_length=MAX_PARTS)
-    """Variable of the chat template, which may show them to the model."""
+    """Variable of the chat template, which may show the documents to the model."""
     prediction: Prediction | None = None
     add_special_tokens: bool = False
-    """Whether to add special tokens to those of the chat template."""
+    """Whether to add special tokens in addition to those of the chat template."""
     cache_control: CacheControl | None = None
     """Asks that the prompt stays cached up to the end of the last message."""
 
@@ -77,7 +77,8 @@ class ChatBody(GenerationBody, TemplateBody):
             self._check_predicted()
 
     def _check_predicted(self) -> None:
-        """Refuse the fields that OpenAI refuses together with a prediction, so that requests mean the same in both."""
+        """Refuse the fields that OpenAI refuses together with a prediction, so that a request means the same in both
+        APIs."""
         for field, limit, fits in (
             ("n", "1", self.n == 1),
             ("logprobs", "left out", not self.logprobs),
@@ -91,7 +92,7 @@ class ChatBody(GenerationBody, TemplateBody):
 
     @property
     def field_variables(self) -> dict[str, dict[str, Any]]:
-        """Variables of the chat template set by fields of the request, by field."""
+        """The fields of the request that set variables of the chat template, each with its variables."""
         fields: dict[str, dict[str, Any]] = {}
         if self.reasoning_effort is not None:
             switch = {"enable_thinking": False} if self.reasoning_effort == "none" else {}

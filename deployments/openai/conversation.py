@@ -126,7 +126,7 @@ class ImagePart(Part):
     detail: Detail | None = None
     """`low` may downscale the image to take fewer tokens; all other values are equivalent."""
     _path: str = PrivateAttr("")
-    """Path of the part for errors, if it came from another API than chat."""
+    """Path of the part for errors, if the request came through another API than chat."""
 
     @property
     def url(self) -> str:
@@ -142,12 +142,12 @@ ContentPart = TextPart | RefusalPart | ImagePart
 
 
 def known_parts(content: object) -> object:
-    """Raise an error that names a part of an unsupported type. Pydantic's errors for each branch of a union would hide
-    it."""
+    """Raise an error that names a part of an unsupported type. Pydantic would report one error for each branch of the
+    union, and hide this one."""
     for i, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in OTHER_PARTS:
-            limit = f"texts and images: {kind} parts (the one at [{i}]) are not read"
+            limit = f"a list of texts and images; part [{i}] is of the unsupported type {kind}"
             raise PydanticCustomError("not_read", "{limit}", {"limit": limit})
         if kind in ("image_url", "input_image"):
             try:
@@ -218,7 +218,9 @@ def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
     names: dict[str, None] = {}  # in order
     for i, tool in enumerate(tools or []):
         if tool.function.name in names:
-            raise InvalidParameter(f"tools[{i}].function.name", tool.function.name, "different from all other names")
+            raise InvalidParameter(
+                f"tools[{i}].function.name", tool.function.name, "different from the names of all other tools"
+            )
         names[tool.function.name] = None
         if tool.arguments_schema["type"] != "object":
             field = f"tools[{i}].function.parameters"
@@ -226,6 +228,6 @@ def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
     match choice:
         case "required" | NamedToolChoice() if not tools:
             name = choice if isinstance(choice, str) else choice.function.name
-            raise InvalidParameter("tool_choice", name, '"none" or "auto" where no tools are given')
+            raise InvalidParameter("tool_choice", name, '"none" or "auto" if the request has no tools')
         case NamedToolChoice(function=FunctionName(name=name)) if name not in names:
             raise InvalidParameter("tool_choice", name, f"one of the tools ({', '.join(names)})")

@@ -10,7 +10,7 @@ from engine.wire.messages import TokenLogprob
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
-    """Return a token's text; with `as_id`, vLLM's name for it."""
+    """Return a token's text; with `as_id`, the name `token_id:N` that vLLM gives it."""
     return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
 
 

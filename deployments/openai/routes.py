@@ -31,7 +31,7 @@ class OpenAIRoutes:
     def routes(self) -> list[Route]:
         once, chats, completions = self._idempotent.once, "/v1/chat/completions", "/v1/completions"
         answer, continue_text = "Answer a conversation.", "Continue a text."
-        tokens, text = "Text or messages to token ids.", "Token ids to text."
+        tokens, text = "Convert text or messages to token ids.", "Convert token ids to text."
         return [
             Route("POST", chats, once(chats)(self.chat), answer, body=ChatBody, result=ChatCompletion, streams=True),
             Route(
@@ -52,7 +52,7 @@ class OpenAIRoutes:
                 body=DetokenizeBody,
                 result=DetokenizedText,
             ),
-            Route("GET", "/v1/models", self.list_models, "The models that are served.", result=ModelList),
+            Route("GET", "/v1/models", self.list_models, "The served models.", result=ModelList),
             Route("GET", "/v1/models/{name:path}", self.retrieve_model, "One model.", result=ModelCard),
         ]
 

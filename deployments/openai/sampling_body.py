@@ -87,7 +87,7 @@ class SamplingBody(EngineBody):
     """Side on which a longer prompt is cut: `left` keeps its end."""
     structured_outputs: StructuredOutputs | None = None
     priority: Whole = Field(default=0, ge=-INT32, le=INT32)
-    """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
+    """Requests with smaller numbers run first, if the engine's `scheduling_policy` is `priority`."""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
     """`priority` runs before other tiers and `flex` after them, if the engine's `scheduling_policy` is `priority`."""
 
@@ -127,17 +127,17 @@ class GenerationBody(SamplingBody):
 
     n: Whole = 1
     best_of: Whole | None = None
-    """Number of answers to sample, of which the best `n` should be returned; in fact the first `n` are."""
+    """Number of answers to sample. OpenAI's API would return the best `n`; this server returns the first `n`."""
     max_tokens: Whole | None = None
     echo: bool = False
-    """Whether to begin the response with the text it continues: the prompt of a completion, or a chat's last message
-    if it is the assistant's."""
+    """Whether to begin the response with the text that it continues. This is the prompt of a completion, or the last
+    message of a chat if the assistant wrote it."""
     prompt_logprobs: Whole | None = None
     """Number of alternatives to report per prompt token; not with `stream`."""
     return_token_ids: bool = False
     """Whether to add the token ids of prompt and output to the response."""
     return_tokens_as_token_ids: bool = False
-    """Whether log-probabilities name tokens as `token_id:7` instead of by text, which several tokens may share."""
+    """Whether log-probabilities name tokens by id, as `token_id:7`, since several tokens may have the same text."""
     response_format: ResponseFormat | None = None
     guided_json: str | dict[str, Any] | None = None
     """vLLM's older name for `structured_outputs.json`."""
@@ -205,11 +205,11 @@ class GenerationBody(SamplingBody):
         if guided:
             field = f"guided_{next(iter(guided))}"
             if outputs is not None or response_format is not None or len(guided) > 1:
-                raise RequestError(f"{field} must be the only form that the answer is to have", field)
+                raise RequestError(f"{field} must be the only field that sets a form for the answer", field)
             return StructuredOutputsParams(**guided, field=field)
         if response_format is not None and response_format.type != "text":
             if outputs is not None:
-                raise RequestError("response_format and structured_outputs do not go together", "structured_outputs")
+                raise RequestError("response_format and structured_outputs cannot be combined", "structured_outputs")
             if response_format.type == "structural_tag":
                 tag = response_format.model_dump(exclude={"type"}, exclude_none=True)
                 return StructuredOutputsParams(
@@ -217,7 +217,10 @@ class GenerationBody(SamplingBody):
                 )
             schema = response_format.json_schema
             if (schema is not None) != (response_format.type == "json_schema"):
-                raise RequestError('response_format.json_schema goes with the type "json_schema"', "response_format")
+                raise RequestError(
+                    'response_format.json_schema is required with the type "json_schema", and only allowed with it',
+                    "response_format",
+                )
             if schema is None:
                 return StructuredOutputsParams(json_object=True, field="response_format")
             return StructuredOutputsParams(json=schema.content, field="response_format.json_schema.schema")

@@ -90,7 +90,7 @@ class ModelInfo:
     supported_tasks: SupportedTasks = SupportedTasks()  # noqa: RUF009  frozen
     """Tasks that the model supports; by default it generates."""
     max_replays: int = 3
-    """Maximum number of times that a sequence resumes in another engine after losing its own."""
+    """Maximum number of times that a sequence resumes in another engine because its engine was lost."""
     sdc_check_every: int | None = None
     """One in this many answers is recomputed to detect silent data corruption; None for none."""
     same_bits: bool = False
@@ -114,10 +114,10 @@ class ModelInfo:
     adapters: AdapterSources | None = None
     """Adapters of the model; None if its engines compute none."""
     adapter: Adapter | None = None
-    """What the engines are to compute in addition to the model; None for the model itself."""
+    """The adapter with which requests are computed; None for the model itself."""
 
     def adapted(self, adapter: Adapter) -> ModelInfo:
-        """Return the facts of the model with this adapter, as those of a model of its own."""
+        """Return the facts about the model with this adapter, which is listed as a separate model."""
         fingerprint = self.fingerprint and f"{self.fingerprint}_{adapter.digest[:8]}"
         return replace(self, name=adapter.name, root=adapter.path, aliases=(), fingerprint=fingerprint, adapter=adapter)
 
@@ -175,19 +175,19 @@ class ServedModel:
         return ["text"] if self.images is None or self.images.refuses_all else ["text", "image"]
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run tokenization or detokenization in a thread, and return its result. Its thread pool does nothing else, so
+        """Run tokenization or detokenization in a thread, and return its result. The thread pool does nothing else, so
         that other work of an ingress, such as reading a file, never waits for long texts."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     def check_priority(self, priority: int) -> None:
         """Raise InvalidParameter for a priority if the engines ignore priorities."""
         if priority and not self.info.has_priorities:
-            raise InvalidParameter("priority", priority, "0, since this server runs requests as they come")
+            raise InvalidParameter("priority", priority, "0, because this server runs requests in order of arrival")
 
     def new_request(self, context: RequestContext, priority: int, cache_salt: str) -> GenerateRequest:
         """Return an engine request with the fields that all requests of one HTTP request share, without a prompt.
 
-        priority: priority that the client asks for. A request without a waiting client comes after all others.
+        priority: priority that the client asks for. A background request gets a priority below all others.
         """
         limit_s = self.info.request_timeout_s
         return GenerateRequest(
@@ -237,13 +237,13 @@ class ServedModel:
         )
 
     async def _load_images(self, messages: list[Message], request_id: str, timeout_s: float) -> list[ProcessedImage]:
-        """Load the images of a conversation. Raises RequestError, even if the model just reads no images, and
+        """Load the images of a conversation. Raises RequestError, also for a model that reads no images, and
         RequestTimeout."""
         wanted = [RequestedImage(path, part.url, part.low_detail) for path, part in image_parts(messages)]
         if not wanted:
             return []
         if self.images is None:
-            limit = f"text: model {self.info.name!r} reads no images"
+            limit = f"text, because model {self.info.name!r} reads no images"
             raise InvalidImage(wanted[0].field, Described("an image"), limit)
         try:
             async with asyncio.timeout(timeout_s):
@@ -292,7 +292,7 @@ class ServedModel:
         return DetokenizedText(await self.in_thread(self._detokenize, body.tokens))
 
     def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Tokens:
-        """Return the tokens of a text. It may exceed the context, but not by orders of magnitude."""
+        """Return the tokens of a text. A text may exceed the context, but is refused if it is many times longer."""
         self.tokenizer.check_length(text, self.info.max_model_len)
         token_ids = self.tokenizer.encode(text, add_special_tokens)
         strings = [self.tokenizer.token(i) or "" for i in token_ids] if with_strings else None

@@ -17,7 +17,8 @@ from engine.errors import ModelNotFound, RequestError
 
 
 class ServedModels(Mapping[str, ServedModel]):
-    """Models by the name under which they are served. A single model also answers requests that name none.
+    """Models by the name under which they are served. If there is only one model, it also answers requests that name
+    none.
 
     Requests name adapters as models too, but those are not values of this mapping: there may be any number of them.
     """
@@ -44,13 +45,13 @@ class ServedModels(Mapping[str, ServedModel]):
         return len(self._models)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether requests may use this name, which may also be an alias or an adapter known since the last
-        `read`. May look into a folder."""
+        """Return whether requests may use this name of a model, an alias, or an adapter known since the last `read`.
+        May look into a folder."""
         known = name in self._models or name in self._aliases
         return known or any(name in registry for registry in self.registries.values())
 
     async def read(self) -> None:
-        """Update the adapters that `in` finds with those that other ingresses have loaded and unloaded."""
+        """Update the known adapters, which `in` consults, to what other ingresses have loaded and unloaded."""
         for registry in self.registries.values():
             await registry.read()
 
@@ -64,7 +65,7 @@ class ServedModels(Mapping[str, ServedModel]):
         if not name:
             served = [model for model in self.values() if allowed is None or model.info.name in allowed]
             if len(served) != 1:
-                raise RequestError(f"model is required; served here: {', '.join(self._known(allowed))}", "model")
+                raise RequestError(f"model is required; this server has: {', '.join(self._known(allowed))}", "model")
             return served[0]
         if allowed is None or name in allowed:
             if (model := self._models.get(name) or self._aliases.get(name)) is not None:

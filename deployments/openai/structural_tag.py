@@ -22,7 +22,7 @@ def structural_tag_grammar(tag: dict[str, Any] | str, field: str) -> str:
         given = json.loads(tag) if isinstance(tag, str) else tag
         rule = builder.rule(_triggered_tags(given) if "structures" in given else given["format"], 0)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise InvalidParameter(field, tag, f"a structural tag as vLLM knows it ({error!r})") from None
+        raise InvalidParameter(field, tag, f"a structural tag in vLLM's format ({error!r})") from None
     lines = ["%llguidance {}", f"start: {rule}", *builder.lark.lines, r"TEXT: /(?s:.*)/"]
     return "\n".join(lines)
 
@@ -69,7 +69,7 @@ class _Builder:
         raise InvalidParameter(self._field, part["type"], f"a format of type {kinds}")
 
     def _tag(self, tag: dict[str, Any], begin: str, depth: int) -> str:
-        """Return the rule for a tag. begin: the part of its beginning that is still to come."""
+        """Return the rule for a tag. begin: the part of the tag's beginning that follows the trigger."""
         ends = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
         if tag["content"]["type"] == "any_text" and all(ends):
             return f"{json.dumps(begin)} {self.lark.until(*ends)}"
@@ -84,7 +84,7 @@ class _Builder:
             tags = [tag for tag in part["tags"] if tag["begin"].startswith(trigger)]
             rules = [self._tag(tag, tag["begin"][len(trigger) :], depth) for tag in tags]
             if not rules:
-                raise InvalidParameter(self._field, trigger, "a trigger that a tag begins with")
+                raise InvalidParameter(self._field, trigger, "a trigger with which at least one tag begins")
             found.append(f"{self.lark.until(trigger)} ({' | '.join(rules)})")
         call = f"({' | '.join(found)})"
         if part.get("stop_after_first"):

@@ -72,6 +72,6 @@ class TokenizeBody(TemplateBody):
         if self.tools and self.messages is None:
             raise RequestError("tools is only allowed with messages", "tools")
         if self.add_special_tokens and self.messages is not None:
-            limit = "false with messages, whose template brings the special tokens"
+            limit = "false with messages, because the chat template adds the special tokens"
             raise InvalidParameter("add_special_tokens", self.add_special_tokens, limit)
         self.check_template()

@@ -21,12 +21,13 @@ from engine.wire.pooling_params import PoolingParams
 PART_PROMPTS, PART_TOKENS = 32, 8192
 """Maximum size of a part. It is admitted as a whole; other clients get their turns between parts."""
 PARTS_PER_ENGINE = 4
-"""Parts of one HTTP request per engine at a time: enough to keep it busy, few enough not to delay others for long."""
+"""Parts of one HTTP request per engine at a time: enough to keep the engine busy, but few enough not to delay other
+requests for long."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompt:
-    """One prompt to pool, in a tenth of the memory that a list of its tokens takes."""
+    """One prompt to pool, in a tenth of the memory of a list of its tokens."""
 
     tokens: array[int]
     params: PoolingParams

@@ -18,18 +18,18 @@ MAX_PAIR_CHARACTERS = 2**26
 """Limit for all queries and documents together; a query counts once per document, because it is read again."""
 FOREIGN_FIELDS = ForeignFields(
     ignored={
-        "max_chunks_per_doc": "a document is read as a whole",
-        "mm_processor_kwargs": "inputs are text",
+        "max_chunks_per_doc": "documents are never split into chunks",
+        "mm_processor_kwargs": "inputs can only be text",
     },
     refused={
-        "embed_dtype": "numbers have 32 bits",
-        "endianness": "numbers are little endian",
+        "embed_dtype": "only float32 is supported",
+        "endianness": "only little-endian numbers are supported",
         "max_tokens_per_doc": "use truncate_prompt_tokens",
         "messages": "put the text into input",
         "normalize": "use use_activation",
-        "padding": "texts are computed without",
-        "rank_fields": "documents are texts",
-        "truncation_side": "it is the end that is cut",
+        "padding": "texts are never padded",
+        "rank_fields": "documents can only be texts",
+        "truncation_side": "longer texts are always cut at the end",
     },
     neutral={
         "embed_dtype": ["float32"],
@@ -98,7 +98,7 @@ class PairsBody(PoolingBody):
     """Fields of requests that compare documents with queries."""
 
     instruction: str | None = None
-    """What a generative reranker should look for, in place of its default."""
+    """Instruction for a generative reranker, which replaces its default."""
 
 
 class ScoreBody(PairsBody):

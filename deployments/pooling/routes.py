@@ -23,8 +23,8 @@ class PoolingRoutes:
         self._models, self._unknown_fields = models, unknown_fields
 
     def routes(self) -> list[Route]:
-        vectors, fit = "Texts to vectors.", "How well documents fit queries."
-        ranked = "Documents by how well they fit a query."
+        vectors, fit = "Texts to vectors.", "Score how well documents fit queries."
+        ranked = "Rank documents by how well they fit a query."
         return [
             Route("POST", "/v1/embeddings", self.embeddings, vectors, body=EmbeddingBody, result=EmbeddingList),
             *(Route("POST", path, self.score, fit, body=ScoreBody, result=ScoreList) for path in SCORE_PATHS),

@@ -11,9 +11,11 @@ from engine.wire.messages import ErrorInfo, GenerateRequest, PeerPool
 
 
 class SharedCall:
-    """EnginePool for the requests of one Generation, whose first attempts share a call; later attempts have their own.
+    """EnginePool for the requests of one Generation. The first attempts of all requests share a call; each later
+    attempt has its own call.
 
-    The call is made once all requests have arrived. It ends for all of them together, and is cancelled when all are.
+    The call is made once all requests have arrived. It ends for all of them together, and is cancelled when all of them
+    are cancelled.
     """
 
     def __init__(self, pool: EnginePool, num_requests: int):

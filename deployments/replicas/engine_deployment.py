@@ -116,7 +116,8 @@ class EngineDeployment:
     async def _exit_with_engine(self, ranks: RankGroup) -> None:
         """End this process when a rank dies or the engine hangs.
 
-        An orderly stop by Serve would give the requests of a hanging replica `drain_s` to end, in vain.
+        If Serve stopped a hanging replica in an orderly way, it would wait `drain_s` in vain for the replica's
+        requests.
         """
         ends = [asyncio.create_task(ranks.run()), asyncio.create_task(self._engine.until_unhealthy())]
         try:
@@ -125,7 +126,7 @@ class EngineDeployment:
             for end in ends:
                 end.cancel()
         reason = done.pop().result()
-        logger.error("replica exits, since its engine ended: %s", reason)
+        logger.error("replica exits, because its engine ended: %s", reason)
         self._engine.fail(reason)
         ranks.kill()  # those whose `run` failed still live
         # Serve replaces the group at once when the process exits; failing health checks would take much longer
@@ -149,7 +150,7 @@ class EngineDeployment:
         if not signalled.is_set():
             await departing
             return
-        logger.warning("replica stops, since it got a SIGTERM")
+        logger.warning("replica stops, because it got a SIGTERM")
         self._engine.refuse("the replica is about to stop; send the request again")
         with suppress(TimeoutError):
             await asyncio.wait_for(departing, TERM_S)

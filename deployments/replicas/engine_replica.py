@@ -1,4 +1,4 @@
-"""Control side of one engine: starts and ends requests there, and judges its health. Independent of Ray."""
+"""Control side of one engine: starts and ends its requests, and checks its health. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class EngineReplica:
         """Start a request in the engine, and return when it has ended there, for any reason. A RemoteRequest has ended
         when its handoff has.
 
-        Tokens and KV do not come here. If this call is cancelled, the engine drops the request at once. Raises
-        EngineUnavailable if the engine breaks.
+        Tokens and KV do not pass through this call. If the call is cancelled, the engine drops the request at once.
+        Raises EngineUnavailable if the engine breaks.
         """
         name, timeout_s = request.request_id, request.timeout_s
         if reason := self._broken or self._refuses:
@@ -152,7 +152,7 @@ class EngineReplica:
         return len(self._calls)
 
     def move_requests(self, count: int) -> None:
-        """Let other engines go on with up to `count` requests."""
+        """Let other engines continue up to `count` requests."""
         self._send(MoveRequests(count))
 
     def refuse(self, reason: str) -> None:
@@ -224,7 +224,7 @@ class EngineReplica:
             for dispatcher in self._dispatchers.values():
                 dispatcher.cancel(notice.handoff_id)
         else:
-            self._notices.refuse("unexpected", f"{type(notice).__name__}: there is no such pool")
+            self._notices.refuse("unexpected", f"{type(notice).__name__}: this replica has no such pool")
 
     def _update(self, status: EngineStatus) -> None:
         self._status, self._status_at = status, time.monotonic()

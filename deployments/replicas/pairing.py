@@ -28,7 +28,7 @@ async def pair(engine: EngineReplica, pool: RemotePool, timeout_s: float) -> Non
     except TimeoutError:
         raise StartupError(f"no prefill replica came up within startup_timeout_s={timeout_s:.0f}") from None
     if partner is None:
-        logger.warning("no prefill replica is up: prompts are computed here until one is")
+        logger.warning("no prefill replica is up; until one is, this engine computes all prompts itself")
     else:
         logger.info("prefill engine %s fits this decode engine", partner.engine_id)
 

@@ -48,7 +48,8 @@ class ServePool:
         """peers: handles of the deployments that compute for this pool.
         block_size: tokens per KV block of the replicas; None if they share no prefixes.
         may_sleep: whether the pool may have no replicas while none is needed.
-        note: function called with each request id and the place to which the request is sent; from any thread."""
+        note: function called from any thread, with each request id and a sentence that says to which replica the
+        request is sent."""
         self._may_sleep = may_sleep
         self.routing = RoutingStats()
         self._handle, self._peers, self._prompts = handle, peers or {}, PromptDigester(block_size)
@@ -188,4 +189,4 @@ def _translate(error: Exception) -> ServingError:
     if isinstance(error, TaskCancelledError):
         return EngineUnavailable("the replica is shutting down; send the request again")
     logger.warning("call to a replica failed: %r", error)
-    return EngineUnavailable("the replica that was to run this request is gone; send the request again")
+    return EngineUnavailable("the replica for this request is gone; send the request again")

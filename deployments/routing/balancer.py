@@ -1,4 +1,4 @@
-"""Chooses an engine for each request, and remembers what the next choice needs. No clock, no socket, no Ray."""
+"""Chooses an engine for each request, and keeps the state for later choices. Uses no clock, no socket and no Ray."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ class Balancer:
         return self.placements.update_blocks(update)
 
     def end(self, request_id: str, *, confirmed: bool) -> None:
-        """Record that the request's call has ended. confirmed: its engine had the request, and will report the prompt's
-        outcome."""
+        """Record that the request's call has ended. confirmed: whether its engine had the request, and will report the
+        prompt's outcome."""
         self.placements.end(request_id, confirmed=confirmed)
 
     def mark_unhealthy(self, engine: str) -> None:

@@ -32,7 +32,7 @@ class RoutingConfig:
     # twice what loading one takes: another one has to make place, and is missed by a later request
     adapter_weight: float = option(
         32.0,
-        "Cost of a LoRA adapter that an engine has to load first, in blocks of prompt; 0 ignores adapters.",
+        "Cost of loading a LoRA adapter that an engine lacks, in blocks of prompt; 0 ignores adapters.",
     )
     running_weight: float | None = option(
         None, "Cost of a KV block that other requests use. Default: 0.25 in a decode pool, 0 in a prefill pool."

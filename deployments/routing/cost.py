@@ -25,7 +25,7 @@ class RoutingCost:
 
     decode:  prefix_weight * uncached blocks + queued blocks + running_weight * blocks in use
              + adapter_weight where the adapter has to be loaded
-    prefill: the same with a running_weight of 0, since blocks that only wait to be read slow nothing down
+    prefill: the same with a running_weight of 0, since no later step reads the blocks in use
 
     Queued blocks are prompt blocks of other requests that the engine still has to compute, so they count as much as the
     request's own. Blocks in use are read by every later decode step, which costs less than computing them. Each image
@@ -78,11 +78,11 @@ class RoutingCost:
         return no_slot or 0 < load.blocks_total < load.blocks_used + self.new_blocks(prompt, candidate)
 
     def overloaded(self, prompt: PromptDigest, candidate: EngineCandidate, others: Sequence[EngineCandidate]) -> bool:
-        """Return whether the request is better off on one of `others`, even if its whole prompt were cached here, and
-        neither the prompt nor its adapter were there.
+        """Return whether the request is better served by one of `others`. For this comparison, the whole prompt counts
+        as cached in this engine, and neither the prompt nor its adapter counts as present in the other.
 
-        That is so if the request would have to wait here but not there, or if this engine has more work queued than
-        another would have with the whole prompt added.
+        This is the case if the request would have to wait in this engine but not in another one, or if this engine has
+        more work queued than another would have with the whole prompt added.
         """
         with_capacity = [other for other in others if not self.would_wait(prompt, other)]
         if self.would_wait(prompt, candidate) and with_capacity:

@@ -59,10 +59,11 @@ UNKNOWN = EngineRecord()  # never changed
 
 
 class Placements:
-    """Records of all engines and of all placed requests.
+    """The records of all engines and of all placed requests.
 
-    A report replaces the one before, and the requests that it lists as admitted stop being pending. A placement also
-    stops being pending when its request ends. So errors never accumulate: a wrong estimate goes with its request.
+    A report replaces the previous one, and the requests that it lists as admitted are no longer pending. A placement
+    also stops being pending when its request ends. So errors never accumulate: a wrong estimate is forgotten with its
+    request.
     """
 
     def __init__(self) -> None:
@@ -71,11 +72,11 @@ class Placements:
         self._ended: set[str] = set()  # placements whose call has ended, but whose engine has not reported the outcome
 
     def engine(self, engine: str) -> EngineRecord:
-        """Return what is known of the engine. Do not modify the result."""
+        """Return the record of the engine. Do not modify it."""
         return self.records.get(engine, UNKNOWN)
 
     def place(self, request_id: str, placement: Placement) -> None:
-        """Record that the request was sent to `placement.engine`, in place of any earlier engine."""
+        """Record that the request was sent to `placement.engine`, which replaces any earlier engine."""
         self.resolve(request_id)
         self._placements[request_id] = placement
         record = self.records[placement.engine]
@@ -114,8 +115,8 @@ class Placements:
     def end(self, request_id: str, *, confirmed: bool) -> bool:
         """Record the end of a request's call. Returns whether the request was placed.
 
-        confirmed: its engine had the request, and so will report the prompt's outcome. The blocks stay expected until
-        then.
+        confirmed: whether its engine had the request. The engine then reports the prompt's outcome, and the prompt's
+        blocks stay expected until that report.
         """
         placement = self._placements.get(request_id)
         if placement is None:
@@ -128,7 +129,7 @@ class Placements:
         return True
 
     def resolve(self, request_id: str) -> Placement | None:
-        """Remove and return a placement whose prompt is computed, or never will be."""
+        """Remove and return a placement whose prompt has been computed or will never be computed."""
         self._settle_load(request_id)
         self._ended.discard(request_id)
         placement = self._placements.pop(request_id, None)
@@ -153,7 +154,7 @@ class Placements:
         assert self._ended <= self._placements.keys()
 
     def _settle_load(self, request_id: str) -> None:
-        """Record that a placement is contained in a report now, or is over."""
+        """Record that a report includes a placement's load, or that its request has ended."""
         if (placement := self._placements.get(request_id)) is not None:
             record = self.records[placement.engine]
             if record.pending.pop(request_id, None) is not None:

@@ -1,4 +1,4 @@
-"""Policies that rank the engines for a prompt. Pure: knowledge of the engines and randomness are arguments."""
+"""Policies that rank the engines for a prompt. Pure functions: engine states and random numbers are passed in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from deployments.routing.routing_context import PromptDigest
 from deployments.routing.stats import RoutingReason
 
 Lookup = Callable[[str], EngineCandidate]
-"""Returns what is known of an engine. This takes time, so policies call it only for engines that they compare."""
+"""Returns the candidate for an engine's name. This takes time, so policies call it only for engines that they
+compare."""
 
 
 class Policy(Protocol):
@@ -66,7 +67,7 @@ class PowerOfTwo:
 
 
 class RoundRobin:
-    """Takes engines in turn, in the order of their names, while engines come and go."""
+    """Takes engines in turn, in the order of their names, also while engines are added and removed."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -92,8 +93,8 @@ def make_policy(name: PolicyName, cost: RoutingCost, rng: random.Random) -> Poli
 def rendezvous_order(key: str, engines: Iterable[str]) -> list[str]:
     """Return the engines in an order that depends only on the key and their names, so it is the same in every process.
 
-    When an engine goes, only the keys that preferred it move, evenly to all others. When an engine comes, it takes an
-    even share of each other engine's keys. Highest random weight hashing: Thaler and Ravishankar, A Name-Based Mapping
+    When an engine is removed, only its own keys move, spread evenly over the other engines. A new engine takes an equal
+    share of the keys of each other engine. Highest random weight hashing: Thaler and Ravishankar, A Name-Based Mapping
     Scheme for Rendezvous, 1996.
     """
     seed = hashlib.blake2b(key.encode(), digest_size=16).digest()  # hashed, since blake2b limits the length of its key

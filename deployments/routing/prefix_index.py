@@ -1,4 +1,4 @@
-"""KV blocks of one engine, as far as one router knows them. No clock, no socket."""
+"""The KV blocks of one engine that one router knows. Uses no clock and no socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ FOLD_AT = 2048  # changes
 
 
 def block_keys(hashes: bytes) -> list[int]:
-    """Return the first 64 bits of each block hash. If two hashes share a key, only an estimate is wrong."""
+    """Return the first 64 bits of each block hash. If two hashes have the same key, an estimate is wrong, and nothing
+    else."""
     words = array("Q")
     words.frombytes(hashes)
     return words[:: BLOCK_HASH_BYTES // words.itemsize].tolist()
@@ -26,7 +27,8 @@ class PrefixIndex:
 
     An engine never has a block without the previous block of the chain (`BlockPool` evicts a chain from its end), so a
     binary search finds how much of a prompt the engine has. If all layers of the engine's model have a window, the
-    engine gives up the first blocks first. Then the blocks of a window are looked for, from the end of the prompt.
+    engine evicts the first blocks first. The index then searches for a window's blocks backwards from the end of the
+    prompt.
 
     Memory: 8 bytes per reported block, and about 150 per block of a prompt that was sent. Both are bounded by the
     engine's own cache and queue, so nothing is ever dropped to save memory.

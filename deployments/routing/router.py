@@ -1,5 +1,5 @@
-"""Serve's request router with our Balancer inside. Serve creates one for every handle: for decode replicas in each
-ingress, for prefill replicas in each decode replica."""
+"""Serve's request router, which asks a Balancer. Serve creates one router for every handle: each ingress has one for
+decode replicas, each decode replica has one for prefill replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engine_id_of(replica_id: ReplicaID) -> str:
 
 
 def eligible_replicas(candidates: list[RunningReplica], call: RoutingContext) -> list[RunningReplica]:
-    """Return the replicas that serve the call's model, without those to avoid if there are others.
+    """Return the replicas that serve the call's model. Replicas to avoid are left out if others remain.
 
     If no replica serves that model, all are eligible, and will refuse the call.
     """
@@ -47,7 +47,7 @@ class EngineRouter(CallRouter):
     _receive_task: asyncio.Task[None] | None = None
 
     def initialize_state(self, *, role: Role, block_size: int, **routing: Any) -> None:
-        """Take over RequestRouterConfig.request_router_kwargs. routing: fields of RoutingConfig."""
+        """Called by Serve with RequestRouterConfig.request_router_kwargs. routing: fields of RoutingConfig."""
         self._balancer = Balancer(RoutingConfig(**routing), role, block_size)
 
     async def choose_replicas(

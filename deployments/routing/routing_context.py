@@ -66,8 +66,8 @@ EMPTY = PromptDigest("", 0, ())
 class RoutingContext:
     """Context of one call. The router runs in the caller's process, but possibly in another thread.
 
-    Only `holder` travels to the replica. The caller closes it when the call has ended, which Serve
-    may not know yet: over gRPC, Serve learns that a replica has accepted a call only when the call ends.
+    Of the context, the replica gets only `holder`. The caller closes the context when the call has ended. Serve may
+    learn of that later: over gRPC, Serve learns that a replica has accepted a call only when the call ends.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RoutingContext:
         """stats: where the router counts.
         avoid: ids of engines that should not get the call if there are others.
         model: model that the call needs, if any engine serves it.
-        note: function called each time the router sends the call somewhere, with a sentence that says where."""
+        note: function called with a sentence each time the router chooses a replica."""
         self.prompt, self.avoid, self.model = prompt, avoid, model
         self.stats = RoutingStats() if stats is None else stats
         self.note = note or (lambda _: None)
@@ -90,7 +90,7 @@ class RoutingContext:
         self._release: Callable[[CallOutcome], object] | None = None
 
     def placed(self, release: Callable[[CallOutcome], object]) -> None:
-        """Register `release`, which is called when the call has ended: perhaps twice, and from any thread."""
+        """Register `release`. It is called when the call has ended, perhaps twice, and from any thread."""
         self._release = release
         if self._outcome is not None:  # `close` may have run just before `release` was set
             release(self._outcome)

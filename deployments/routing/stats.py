@@ -17,13 +17,13 @@ RoutingReason = Literal[
 
 
 class RoutingStats(msgspec.Struct):
-    """Routing totals. Tokens are counted over the requests whose engine has reported what was cached."""
+    """Routing totals. Tokens are those of requests for which an engine has reported how many were cached."""
 
     policy: PolicyName = "prefix_aware"
     routed: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(get_args(RoutingReason), 0))
     adapters: dict[str, int] = msgspec.field(default_factory=lambda: {"held": 0, "to_load": 0})
-    """Requests with a LoRA adapter, by whether the engine that they went to had it or was to load it."""
-    holds_broken: int = 0  #: holds whose engine has gone before their end
+    """Requests with a LoRA adapter, by whether their engine had the adapter already or had to load it."""
+    holds_broken: int = 0  #: holds whose engine stopped before they ended
     estimated_tokens: int = 0  #: prompt tokens that were expected to be cached
     cached_tokens: int = 0  #: prompt tokens that were cached
     drift_tokens: int = 0  #: sum over requests of the absolute difference of the two

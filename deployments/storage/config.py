@@ -19,8 +19,8 @@ class StoreConfig:
     url: str | None = None
     """`redis://host:6379/0`, `rediss://` for TLS, `sqlite:///path`; None for the memory of each ingress."""
     max_bytes: int = 256 * 2**20
-    """Maximum size. A full store in memory drops its oldest values; a full file takes no more until some have expired.
-    Redis has its own `maxmemory`."""
+    """Maximum size. A full store in memory drops its oldest values; a full file accepts no new values until some have
+    expired. Redis has its own `maxmemory`."""
     response_ttl_s: float = 24 * 3600.0
     idempotency_ttl_s: float = 24 * 3600.0
 
@@ -31,7 +31,7 @@ class StoreConfig:
         if not self.url.startswith(REDIS):
             raise ConfigError("ingress.store", self.url, "a URL like redis://host:6379/0 or sqlite:///path")
         if find_spec("redis") is None:
-            limit = "left out where redis is not installed (pip install 'manta-serve[redis]')"
+            limit = "left out, because redis is not installed (pip install 'manta-serve[redis]')"
             raise ConfigError("ingress.store", self.url, limit)
 
 

@@ -39,7 +39,7 @@ class StoredValueCorrupt(ServingError):
         super().__init__(key)
 
     def __str__(self) -> str:
-        return f"the stored value {self.args[0]} cannot be read: send the request again, and not under the same name"
+        return f"the stored value {self.args[0]} cannot be read; send the request again under another name"
 
 
 class KeyValueStore(ABC):
@@ -65,7 +65,7 @@ class KeyValueStore(ABC):
         """Return the decoded content of a value made by `sealed`. Raises StoredValueCorrupt."""
         try:
             if value != sealed(value[CHECKSUM_BYTES:]):
-                raise msgspec.DecodeError("its check sum is wrong")
+                raise msgspec.DecodeError("its checksum is wrong")
             return decode(value[CHECKSUM_BYTES:])
         except msgspec.DecodeError as error:  # corrupt, or written by another version
             self.errors["corrupt"] += 1
@@ -90,8 +90,8 @@ class KeyValueStore(ABC):
     async def delete(self, key: str) -> None: ...
 
     async def settled(self) -> None:  # noqa: B027  most stores do not forget leases, nor end while others live
-        """Wait until all holders have had time to renew their leases after the store was unavailable. Call it before
-        taking one."""
+        """Wait until all holders have had time to renew their leases after the store was unavailable. Call this before
+        taking a lease."""
 
     @abstractmethod
     async def close(self) -> None:

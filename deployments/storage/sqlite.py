@@ -41,7 +41,7 @@ class SqliteStore(KeyValueStore):
             file.chmod(0o600)  # it contains prompts and answers, and so does its log, which gets the same mode
             self._database = _open(file, max_bytes)
         except (OSError, sqlite3.Error) as error:
-            raise ConfigError("ingress.store", path, f"a file of SQLite that can be written ({error})") from None
+            raise ConfigError("ingress.store", path, f"a writable SQLite file ({error})") from None
         self._cleaned_up_at = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._work, daemon=True, name="sqlite")
@@ -99,8 +99,8 @@ class SqliteStore(KeyValueStore):
                 self._database.execute("delete from stored where expires_at <= ?", (time.time(),))
 
     def _commit(self, calls: list[Call]) -> None:
-        """Run all calls in one transaction. If that fails, run each in its own, so that no call fails because of
-        another."""
+        """Run all calls in one transaction. If that fails, run each call in its own transaction, so that no call fails
+        because of another."""
         begun = False
         try:
             self._database.execute("begin immediate")

@@ -64,7 +64,7 @@ class BlockAllocator:
         unshared = self._kv_cache.num_unshared(request)
         logger.info("preempted request_id=%s computed_tokens=%d unshared_blocks=%d times=%d",
                     request.request_id, request.computed, unshared, request.num_preemptions + 1)  # fmt: skip
-        request.note(f"preempted, since blocks ran out; {request.computed} computed tokens are given up")
+        request.note(f"preempted because blocks ran out; the KV of {request.computed} tokens is dropped")
         self._queue.remove(request)
         self._kv_cache.release(request)
         self._queue.wait(request)

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class NoBlockEvents:
-    """Takes no notice of what happens to the blocks of a pool. Its methods are those of BlockEvents
-    (features/block_events.py)."""
+    """Ignores all changes of a pool. Has the methods of BlockEvents (features/block_events.py)."""
 
     def describe(self, request: Request, first: int, end: int) -> None:
-        """Record whose tokens are in the blocks [first, end) of a request, before they enter the prefix cache."""
+        """Record that the blocks [first, end) of a request hold its tokens. Called before they enter the prefix
+        cache."""
 
     def stored(self, block_hash: bytes) -> None:
         """Record that a block has entered the prefix cache."""
@@ -28,7 +28,7 @@ class NoBlockEvents:
 
 
 class BlockPool:
-    """Fixed set of KV blocks with reference counts and a prefix cache.
+    """A fixed set of KV blocks with reference counts and a prefix cache.
 
     Every block is in exactly one of three states:
       free    no sequence holds it, its content means nothing
@@ -83,7 +83,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that `allocate` could return: the free ones, and the cached ones, which it would evict."""
+        """Number of blocks that `allocate` could return: free blocks, and cached blocks, which it would evict."""
         return len(self._free) + len(self._cached)
 
     def blocks_for(self, tokens: int) -> int:

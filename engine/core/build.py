@@ -358,8 +358,10 @@ def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return the options of an engine whose model takes a whole prompt in one step. Raises ConfigError if an option
     forbids that."""
     if config.handoff is not None:
-        raise ConfigError("handoff", config.handoff.role, "left out: this model keeps no KV that could be handed over")
+        raise ConfigError(
+            "handoff", config.handoff.role, "left out, because this model keeps no KV that could be handed over"
+        )
     if config.torch_compile:
-        raise ConfigError("torch_compile", True, "left out: it compiles models that generate")
+        raise ConfigError("torch_compile", True, "left out, because only models that generate are compiled")
     longest = model.longest_sequence(config.max_model_len)
     return replace(config, max_num_batched_tokens=max(config.max_num_batched_tokens, longest))

@@ -170,13 +170,13 @@ class EngineCore:
         return self.scheduler.abort(request_id, time.monotonic(), reason=reason)
 
     def move(self, count: int) -> list[Event]:
-        """Let other engines go on with up to `count` requests. Returns the final events of those that were not
+        """Let other engines continue up to `count` requests. Returns the final events of those requests that were not
         running."""
         return self.scheduler.move(count, time.monotonic())
 
     def _admit(self, request: Request, now: float, client: str = "") -> None:
-        """Start the deadline of a new request, and the compilation of its grammar. client: client in whose turn the
-        grammar is compiled."""
+        """Start the deadline of a new request, and the compilation of its grammar. client: the client to whom the
+        compilation is charged."""
         if self.idle:
             self.idle, self.last_step_at = False, now
         if request.params.structured_outputs is not None:
@@ -294,8 +294,8 @@ class EngineCore:
         return self.runner.collect(launched)
 
     def _name_lost_rank(self) -> None:
-        """Raise EngineUnavailable naming the lost rank, if it becomes known within RANK_CHECK_INTERVAL_S. A failed
-        collective may be noticed earlier, and only says that a connection has ended."""
+        """Raise EngineUnavailable naming the lost rank, if it becomes known within RANK_CHECK_INTERVAL_S. The failure
+        of a collective may be noticed earlier, but it says only that a connection has ended."""
         deadline = time.monotonic() + RANK_CHECK_INTERVAL_S
         while self._broadcaster and time.monotonic() < deadline:
             self._broadcaster.check()

@@ -60,7 +60,7 @@ class KVCacheManager:
 
     @property
     def window_blocks(self) -> int:
-        """Number of last blocks of a prefix that suffice to go on after it; 0 if all blocks are needed."""
+        """Number of blocks at the end of a prefix that suffice to continue after it; 0 if all blocks are needed."""
         return 0
 
     @property
@@ -100,7 +100,7 @@ class KVCacheManager:
         return self.pool.blocks_for(max_model_len)
 
     def needed(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """Return those of these hashes whose blocks a sequence needs in order to go on after the last one."""
+        """Return which of these hashes belong to blocks that a sequence needs to continue after the last block."""
         return hashes
 
     def pin(self, needed: Sequence[bytes], watermark: int) -> tuple[list[int], list[int]] | None:
@@ -222,8 +222,9 @@ class KVCacheManager:
         self.pool.invalidate(table.blocks[max(first, table.num_released) :])
 
     def hold(self, request: Request) -> list[HeldBlocks]:
-        """Return the blocks that another engine needs to go on after the known tokens, one entry for each KV cache
-        group. All known tokens must be computed. Returns an empty list if no engine could go on from here."""
+        """Return the blocks that another engine needs to continue after the known tokens, one entry for each KV cache
+        group. All known tokens must be computed. Returns an empty list if no engine could continue from these
+        blocks."""
         table = request.tables[self._group]
         last = self.pool.blocks_for(len(request.tokens))
         return [HeldBlocks(table.num_released, table.blocks[table.num_released : last])]

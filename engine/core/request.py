@@ -80,7 +80,7 @@ class RequestStates:
     wanted: list[int] = field(default_factory=list)
     """Future positions in its known tokens at which its state is saved, ascending."""
     last_wanted: int = 0
-    """The last of the wanted positions that it has passed."""
+    """The last of the wanted positions that the sequence has passed."""
     next_save: int = NEVER
     """The next position at which a snapshot is saved."""
     newest: bytes = b""
@@ -227,7 +227,7 @@ class Request:
     """Compiled grammar of a structured output; FREE_TEXT without one, or until it is compiled."""
     drafts: SequenceDrafts = field(default_factory=SequenceDrafts)
     leaving: int = 0
-    """Tokens after which the request may stop, so that another engine goes on with it; 0 if it stays."""
+    """Number of tokens after which the request may stop, so that another engine continues it; 0 if it stays."""
 
     @classmethod
     def create(cls, message: GenerateRequest, order: tuple[int, int], max_model_len: int, now: float) -> Request:
@@ -286,8 +286,8 @@ class Request:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether no step can be planned for the request yet: it is unknown how many tokens the step in flight will
-        yield or which tokens the grammar allows next, or the request will stop at the token in flight."""
+        """Whether no step can be planned for the request yet. Either it is unknown how many tokens the step in flight
+        will yield or which tokens the grammar allows next, or the request will stop at the token in flight."""
         undecided = self.drafts.in_flight > 0 or self.grammar.waits(self.in_flight)
         return undecided or (self.leaving > 0 and self.in_flight > 0)
 

@@ -44,11 +44,15 @@ class RequestChecks:
         params.check_vocabulary(self._limits.vocab_size)
         given = 0 if message.num_prompt is None else len(message.prompt) - message.num_prompt
         if params.max_tokens is not None and given >= params.max_tokens:
-            raise InvalidParameter("max_tokens", params.max_tokens, f"above the {given} that are given already")
+            raise InvalidParameter(
+                "max_tokens", params.max_tokens, f"above {given}, the number of output tokens that already exist"
+            )
         self._images.check_images(message.mm_features, message.prompt[: message.num_prompt])
         whole = params.prompt_logprobs is not None or pooling is not None
         if message.prefill == "remote" and (whole or not self._handoffs.decides):
-            raise InvalidParameter("prefill", message.prefill, "auto or local where no other engine computes prompts")
+            raise InvalidParameter(
+                "prefill", message.prefill, "auto or local, because no other engine can compute this prompt"
+            )
 
     def check_remote(self, asked_by: RemoteRequest) -> None:
         self._adapters.check(asked_by.lora)

@@ -89,7 +89,9 @@ class RequestQueue:
         }
         assert len(self.live) == sum(map(len, by_state.values())), "a request is lost"
         for state, requests in by_state.items():
-            assert all(request.state is state for request in requests), f"a request that is {state.value} is not"
+            assert all(request.state is state for request in requests), (
+                f"a request in the collection for {state.value} has another state"
+            )
         slots = [request.slot for request in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), "a slot is lost"
         assert all(r.num_output for r in self.waiting_with_kv), "a waiting request holds blocks without KV"

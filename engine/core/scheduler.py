@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEFORE_OTHERS = 1 << 40  # arrivals
-NO_TOKEN = "no token can be sampled: all are banned, or the model's logits are not finite"
+NO_TOKEN = "no token can be sampled: all tokens are banned, or the model's logits are not finite"
 NOT_FINITE = "the model's hidden states are not finite"
 
 
@@ -171,8 +171,8 @@ class Scheduler:
         return self._finish(request, "error" if error else reason, now, error=error)
 
     def move(self, count: int, now: float) -> list[Event]:
-        """Let other engines go on with up to `count` requests. Running requests leave after their next token, with
-        their KV. If `count` is not reached, waiting requests leave at once."""
+        """Let other engines continue up to `count` requests. Running requests leave after their next token, with their
+        KV. If `count` is not reached, waiting requests leave at once."""
         others = [*self.handoffs.receiving.values(), *self.offloading.loading, *self.fetching.waiting]
         at_once = self.moves.choose(self.queue, others, count)
         return [self._finish(request, "error", now, error=Moved(request.request_id)) for request in at_once]
@@ -363,8 +363,7 @@ class Scheduler:
         return Event(request, delta)
 
     def _let_go(self, request: Request, last: TokenDelta, now: float) -> Event:
-        """End a request here, so that another engine goes on with it. last: the request's last delta from this
-        engine."""
+        """End a request here, so that another engine continues it. last: the request's last delta from this engine."""
         self.totals.generation_tokens -= 1  # the other engine counts the token that the client has not got
         error = Moved(request.request_id)
         if last.kv_source is None:

@@ -150,7 +150,7 @@ class EngineServer:
             return
         try:
             if request.when_idle and self._core.scheduler.has_work:
-                raise Overloaded("the engine has other requests, for which this one was to make way")
+                raise Overloaded("the engine has other requests, and this one may only run while there are none")
             self._make_way(request.request_id if request.when_idle else None)
             self._core.add(request)
         except ServingError as error:
@@ -177,7 +177,7 @@ class EngineServer:
 
     def _move(self, count: int) -> None:
         if self._core.handoff_channel is None:
-            self._inbox.refuse("unexpected", "MoveRequests: this engine hands no KV over")
+            self._inbox.refuse("unexpected", "MoveRequests: this engine does not hand over KV")
             return
         for event in self._core.move(count):
             self._reply(event.request.reply_to, event.delta)
@@ -211,7 +211,7 @@ class EngineServer:
                     images.channel.submit(command)
                     return
         if channel is None:
-            self._inbox.refuse("unexpected", f"{type(command).__name__}: this engine hands no KV over")
+            self._inbox.refuse("unexpected", f"{type(command).__name__}: this engine does not hand over KV")
             return
         match command:
             case Prefill(remote_request):
@@ -274,4 +274,4 @@ class EngineServer:
 
     def _push(self, address: str, message: bytes) -> None:
         if not self._peers.send(address, message):
-            logger.warning("receiver takes no messages, dropped one: %s", address)
+            logger.warning("dropped a message, because its receiver accepts none: %s", address)

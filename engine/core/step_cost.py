@@ -85,7 +85,7 @@ class DecodeCost:
 
     @property
     def coefficients(self) -> tuple[float, float]:
-        """(seconds per step, additional seconds per sequence); zeros while nothing is known.
+        """(seconds per step, additional seconds per sequence); zeros before the first observation.
 
         While only one size is known, half of its time is attributed to its sequences.
         """

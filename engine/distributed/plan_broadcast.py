@@ -1,4 +1,4 @@
-"""Keeps ranks in step: rank 0 broadcasts every plan once, and the others execute it without replying.
+"""Keeps all ranks synchronized: rank 0 broadcasts every plan once, and the other ranks execute it without replying.
 
 All ranks get the same logits and draw the same random numbers, so each rank finds the sampled tokens by itself. A later
 plan carries a checksum of the tokens that rank 0 sampled, and a rank that sampled others stops. For the cost see
@@ -50,7 +50,7 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
     """Step whose tokens `checksum` covers; 0 if none."""
     checksum: int
     command: AdapterLoad | TierCommand | None = None
-    """Instead of a plan, something else to do."""
+    """A command that is sent instead of a plan."""
 
 
 class PlanBroadcaster:
@@ -78,7 +78,7 @@ class PlanBroadcaster:
             raise
 
     def send(self, plan: StepPlan | None) -> None:
-        """Send a plan without waiting; None ends the other ranks. A lost rank is noticed by `check`, not here."""
+        """Send a plan without waiting; None ends the other ranks. Does not notice lost ranks; `check` does."""
         self._number += 1
         self._socket.send(self._encode(PlanMessage(self._number, plan, self._checked, self._checksum)), zmq.NOBLOCK)
 
@@ -190,7 +190,9 @@ class PlanReceiver:
                 return None
             self._number += 1
             if message.number != self._number:
-                raise EngineUnavailable(f"rank {self._rank} missed plan {self._number}; plan {message.number} came")
+                raise EngineUnavailable(
+                    f"rank {self._rank} missed plan {self._number} and received plan {message.number}"
+                )
             return message
         if ready:
             raise EngineUnavailable(f"rank 0 is gone, so rank {self._rank} ends")
@@ -198,7 +200,8 @@ class PlanReceiver:
 
     def answer(self, answer: RankAnswer) -> None:
         """Send rank 0 the outcome of a command. A subscription is the only message that this socket can send, so the
-        answer is its topic. The topic contains the rank, since equal topics of several ranks would arrive as one."""
+        answer is its topic. The topic contains the rank, because equal topics of several ranks would be delivered only
+        once."""
         topic = ANSWER + msgspec.msgpack.encode((self._rank, answer))
         self._socket.subscribe(topic)
         self._socket.unsubscribe(topic)

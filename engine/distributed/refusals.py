@@ -46,7 +46,7 @@ class Refusals:
 
 
 REFUSALS = Refusals()
-"""Refusals of this process; there is one, since metrics are per process too."""
+"""The refusals of this process. There is only one such object, since metrics are also per process."""
 
 
 def add_up(*several: Counts) -> Counts:

@@ -10,7 +10,7 @@ microseconds, by `python -m benchmarks.ranks collectives`:
                    bfloat16    8     10     18     85    332
 
 So gloo is not used within a machine, except on systems other than Linux, which lack memfd, pidfd and /proc. The memory
-has no name (memfd): nothing is left of it, however a rank ends.
+has no name (memfd), so none of it remains, however a rank ends.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _write(_: Any, counters: Any, index: Any, value: Any) -> Any:
 @njit("int64(int64[::1], int64, int64, int64)", nogil=True, cache=True)  # nogil: other threads go on meanwhile
 def _barrier(counters: Any, rank: int, number: int, nap_us: int) -> int:
     """Announce that `rank` has reached `number`, and wait for the others. Returns -1 once all have reached it. After a
-    while, returns a rank that has not, so that the caller can check what is wrong and call again."""
+    while, returns a rank that has not reached it, so that the caller can look for the reason and call again."""
     step = CACHE_LINE_BYTES // 8
     _write(counters, rank * step, number)
     for other in range(len(counters) // step):
@@ -149,15 +149,15 @@ class SharedMemory:
         return out.view(self.size, *x.shape)
 
     def abort(self, reason: str) -> None:
-        """Make the present wait and all later ones raise EngineUnavailable."""
+        """Make the current wait and all later waits raise EngineUnavailable."""
         self._broken = reason
 
     def close(self) -> None:
-        """Signal the ranks that may be waiting for this one that it has left; its process may live on."""
+        """Tell ranks that may be waiting for this one that it has left. The process itself may continue."""
         self._left[self.rank] = 1
 
     def _exchange(self, chunk: Tensor) -> list[Tensor]:
-        """Return every rank's chunk. The tensors stay valid during the next exchange, and not after it."""
+        """Return every rank's chunk. The tensors are valid until the end of the next exchange."""
         self._number += 1
         buffers = self._typed.get(chunk.dtype)
         if buffers is None:
@@ -178,7 +178,7 @@ class SharedMemory:
             if dead or self._left[late]:
                 raise EngineUnavailable(f"rank {min(dead, default=late)} is gone")
             if time.monotonic() > deadline:
-                raise EngineUnavailable(f"rank {late} did not come to a collective within {self._timeout_s:.0f} s")
+                raise EngineUnavailable(f"rank {late} did not join a collective within {self._timeout_s:.0f} s")
 
     def __del__(self) -> None:
         for file in getattr(self, "_peers", ()):

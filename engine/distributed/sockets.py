@@ -28,7 +28,7 @@ Message = TypeVar("Message")
 class HandshakeMonitor:
     """Counts the peers that ZMQ turns away from a bound socket. Without the cluster's key, nothing they send is read.
 
-    A peer that does not even speak ZMQ may be missed if it comes and goes while another peer's handshake ends.
+    A peer that does not speak ZMQ may be missed if it connects and disconnects while another peer's handshake ends.
     """
 
     def __init__(self, context: zmq.Context[Any], listener: zmq.Socket[Any], name: str):
@@ -72,7 +72,7 @@ class HandshakeMonitor:
 
 
 class PullSocket(Generic[Message]):
-    """A bound PULL socket for messages of one type. It counts any other bytes as refused, and goes on."""
+    """A bound PULL socket for messages of one type. Any other bytes are counted as refused and dropped."""
 
     def __init__(self, context: zmq.Context[Any], host: str, message: Any, *, name: str, key: ClusterKey | None = None):
         """host: an IP address of this machine.
@@ -132,7 +132,7 @@ class PullSocket(Generic[Message]):
 class PushSockets:
     """PUSH sockets, one per receiver, opened when first needed. For use in one thread.
 
-    Sending never blocks. Messages that a receiver does not take are kept until its socket is forgotten or closed.
+    Sending never blocks. Messages that a receiver has not accepted are kept until its socket is forgotten or closed.
     """
 
     def __init__(

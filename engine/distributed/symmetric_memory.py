@@ -3,8 +3,8 @@
 Each GPU reads the others' addends itself over NVLink. Small tensors take one kernel, which copies, adds and writes the
 result. Larger tensors are summed in parts, by NVLink's switch where it can. NCCL takes more hops, which matters for the
 small tensors of decode steps; it still sums tensors larger than the buffer. The kernels are torch's, and can be
-captured in a CUDA graph. They wait for the other ranks on the device. If a rank dies, only the end of the process ends
-that wait.
+captured in a CUDA graph. They wait for the other ranks on the device. If a rank dies, this wait ends only with the
+process.
 
 This has not run on a GPU yet. Names of `torch._C` as in torch 2.11 to 2.14.
 """
@@ -55,8 +55,9 @@ class SymmetricMemory:
         return self._plain.all_gather(x)
 
     def check(self, rank: int) -> str:
-        """Compare some sums with those of `plain`. Returns which of them torch refuses or gets wrong, or "". Every rank
-        must compute all sums, since the other ranks wait for it, and would wait forever for a dead rank."""
+        """Compare some sums with those of `plain`. Returns a description of the first sum that fails or is wrong, or
+        "". Every rank must compute all sums, since the other ranks wait for it. They would wait forever for a dead
+        rank."""
         if self._buffer.is_cuda:
             torch.cuda.set_device(self._buffer.device)  # each thread has its own
         wrong = []

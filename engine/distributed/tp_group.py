@@ -1,6 +1,6 @@
 """Tensor-parallel group: the only file that imports torch.distributed.
 
-The ranks of one model come together like this:
+The ranks of one model form a group like this:
 
     rank 0       group = TPGroup.listen(size, host)     the others are given group.address
                  group.join(timeout_s)
@@ -175,7 +175,7 @@ class ConnectedGroup(TPGroup):
             answers = self.exchange(json.dumps([self.size, _machine(), os.getpid()]), timeout_s)
             sizes, machines, pids = zip(*map(json.loads, answers), strict=True)
             if set(sizes) != {self.size}:
-                raise StartupError(f"the ranks were given different sizes of their group: {sizes}")
+                raise StartupError(f"the ranks were given different group sizes: {sizes}")
             self.local_size = machines.count(_machine())
             if self.size > 1:
                 self._collectives = self._connect(list(pids), deadline)
@@ -225,7 +225,7 @@ class ConnectedGroup(TPGroup):
                     if not self._store.check(["failed"]):
                         self._store.set("failed", f"rank {self.rank}: {str(error) or type(error).__name__}")
                 except RuntimeError:  # rank 0 is gone, and no rank is left to tell
-                    logger.warning("rank %d could not tell the others that it failed", self.rank)
+                    logger.warning("rank %d could not report its failure to the other ranks", self.rank)
             raise
 
     def before_close(self, release: Callable[[], None]) -> None:
@@ -287,7 +287,7 @@ class ConnectedGroup(TPGroup):
 
     def _check_shared(self, shared: SymmetricMemory) -> str:
         """Return the result of `shared.check`, or raise StartupError if another rank keeps it waiting. The check runs
-        in a thread that is never joined, since nothing can end its wait."""
+        in a thread that is never joined, since its wait cannot be ended."""
         found: Future[str] = Future()
 
         def check() -> None:
@@ -302,7 +302,9 @@ class ConnectedGroup(TPGroup):
             while not wait([found], POLL_INTERVAL_S).done:
                 self._check_others()
                 if time.monotonic() > deadline:
-                    limit = f"had not ended after {COLLECTIVE_TIMEOUT_S:.0f} s; disable_custom_all_reduce does without"
+                    limit = (
+                        f"had not ended after {COLLECTIVE_TIMEOUT_S:.0f} s; set disable_custom_all_reduce to avoid it"
+                    )
                     raise StartupError(f"a sum over memory that the GPUs share {limit}")
         return found.result()
 
@@ -336,7 +338,7 @@ class ConnectedGroup(TPGroup):
         return shared if all_can else None
 
     def _check_sum(self) -> None:
-        """Check one sum. It makes NCCL connect."""
+        """Check one sum. This also makes NCCL connect."""
         device = "cuda" if self._cuda else "cpu"
         total = self.all_reduce(torch.tensor([2**self.rank], dtype=torch.float32, device=device))
         assert total.item() == 2**self.size - 1, "the ranks' first sum is wrong"
@@ -377,7 +379,7 @@ class ProcessGroup:
             if work is not None:  # None if it runs in the caller's stream
                 work.wait()
         except RuntimeError as error:
-            raise EngineUnavailable(f"a collective failed, as when another rank has died: {error}") from error
+            raise EngineUnavailable(f"a collective failed, perhaps because another rank has died: {error}") from error
 
 
 def gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
@@ -410,4 +412,4 @@ def _lost_rank_0() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise StartupError(f"rank 0 cannot be reached any more: {error}") from error
+        raise StartupError(f"rank 0 cannot be reached: {error}") from error

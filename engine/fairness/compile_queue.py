@@ -1,7 +1,7 @@
 """Threads that compile grammars. Clients take turns, and long texts do not delay short ones.
 
-A text takes time in proportion to its length, so short texts have threads that long texts never get. Among short and
-among long texts, the client whose grammars have taken the least time comes next (engine/fairness/fair_queue.py).
+The time for a text grows with its length, so some threads serve only short texts. Both among short and among long
+texts, the client whose grammars have taken the least time is served next (engine/fairness/fair_queue.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Chooses the next request when clients want more than can run. A request is one for an engine, in an ingress, or a
-grammar to compile, in an engine; the cost of a grammar is counted in characters. Pure: no clock, no tasks.
+"""Chooses the next request when there are more requests than can run. In an ingress, these are requests for an engine;
+in an engine, grammars to compile, whose cost is counted in characters. Pure: no clock, no tasks.
 
 Fairness is the Virtual Token Counter of arXiv:2401.00588: every client has a counter of the tokens served to it, and
-the client with the smallest counter is next. A client that returns starts no lower than those that kept waiting, so
-being away earns nothing. No capacity is reserved for any client.
+the client with the smallest counter is next. A client that returns starts no lower than the clients that kept waiting,
+so it gains nothing by its absence. No capacity is reserved for any client.
 
-When the queue is full, a newcomer replaces the newest requests of the client that fills most of it. So a flood is
-refused at its own expense, and a client with little in the queue is always let in. If there are no other clients, the
-newcomer itself is refused.
+When the queue is full, a new request replaces the newest requests of the client that fills most of the queue. So a
+client that floods the queue loses its own requests, and a client with few requests is always admitted. If there are no
+other clients, the new request itself is refused.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class _Client:
 
 
 class FairQueue:
-    """Waiting and running requests of all clients. As many run as fit the window.
+    """Waiting and running requests of all clients. The number of running sequences is limited by the window.
 
     A request starts as a whole as soon as the window is not full, so the last request to start may exceed the window.
     """
 
     def __init__(self, window: int, max_waiting: int, max_waiting_tokens: int):
-        """max_waiting, max_waiting_tokens: most sequences that may wait, and most prompt tokens of these. A single
+        """max_waiting, max_waiting_tokens: maximum number of waiting sequences, and of their prompt tokens. A single
         request may exceed both."""
         self.window = window  #: sequences that may run at once; may be changed at any time
         self.num_waiting = self.num_running = self.waiting_tokens = 0  # sequences, sequences, tokens
@@ -142,5 +142,5 @@ class FairQueue:
         return sequences > self._max_waiting or tokens > self._max_tokens
 
     def _fraction(self, sequences: int, tokens: int) -> float:
-        """Return the fraction of the queue that these sequences and tokens fill, by whichever of the two is scarcer."""
+        """Return the fraction of the queue that these sequences or these tokens fill, whichever is larger."""
         return max(sequences / self._max_waiting, tokens / self._max_tokens)

@@ -17,8 +17,8 @@ Bytes = NDArray[np.uint8]
 class DeviceBlocks:
     """The blocks of all KV cache groups on the device. All layers of a block lie side by side.
 
-    On a GPU, copies run on a stream of their own, through pinned memory. A copy waits for the work that the steps had
-    queued when it began. This class has not run on a GPU yet.
+    On a GPU, copies run on a stream of their own, through pinned memory. A copy first waits for all work that steps
+    have queued on the GPU by then. This class has not run on a GPU yet.
     """
 
     def __init__(self, caches: Sequence[Tensor]):

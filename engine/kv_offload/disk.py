@@ -33,11 +33,12 @@ class FoundBlock:
 
 
 class DiskFolder:
-    """Files `<root>/<scope>/<number>/<2 hex digits>/<name>`, each with one sealed block. A file has all layers of its
-    block, so one read fetches the block.
+    """A folder of files `<root>/<scope>/<number>/<2 hex digits>/<name>`, each with one sealed block. A file holds all
+    layers of its block, so one read fetches the block.
 
-    Only the owner can read files and folders. Engines of one machine share `root`: each locks the first folder that is
-    free, so a restarted engine finds what its predecessor wrote. A file is written under a temporary name, then
+    Only the owner can read files and folders. The engines of one machine share `root`. Each locks the first free
+    folder, so a restarted engine finds the blocks that its predecessor wrote. A file is written under a temporary name,
+    then
     renamed. There is no fsync: a block damaged by a power loss does not open, and counts as missing.
 
     Methods may be called from several threads, for different names.
@@ -65,7 +66,7 @@ class DiskFolder:
         return sorted(found, key=lambda block: -block.age_s)
 
     def write(self, name: bytes, block: memoryview) -> None:
-        """Write a block. Raises OSError, and leaves nothing behind."""
+        """Write a block. If this fails, raises OSError and leaves no file behind."""
         file = self._file(name)
         temporary = file.with_suffix(TEMPORARY)
         sealed = self._sealer.seal(name, block)
@@ -109,11 +110,11 @@ def sealed_size(block_bytes: int) -> int:
 
 
 def delete_stale(root: Path, own: Path, ttl_s: float | None, key: str = "") -> None:
-    """Delete what nobody will read, from folders that no engine has locked: blocks older than `ttl_s`, and all blocks
-    whose key ended with its cluster or engine.
+    """Delete blocks that nobody will read from folders that no engine has locked. These are blocks older than `ttl_s`,
+    and all blocks whose key was temporary and is lost with its cluster or engine.
 
     own: folder of this engine. key: prefix of the scopes of this engine's key, if that is a temporary one. Other
-    engines and ranks with this key may be just restarting, so only `ttl_s` counts there.
+    engines and ranks with this key may be restarting, so of their blocks only those older than `ttl_s` are deleted.
     """
     folders: list[Path] = []
     with suppress(OSError):  # here and below: others may be deleting too
@@ -157,7 +158,8 @@ def _lock_folder(scope: Path) -> tuple[Path, int]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a path is a folder of this user, and no link to one: others may be able to write to the root."""
+    """Return whether a path is a folder of this user, not a link to one. The check is needed because other users may be
+    able to write to the root."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 

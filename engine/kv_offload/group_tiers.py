@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # it needs pyzmq
 
 
 class NoTiers:
-    """An engine without tiers. Its methods are those of GroupTiers."""
+    """Stand-in for GroupTiers in an engine without tiers."""
 
     def submit(self, commands: list[TierCommand]) -> None:
         pass
@@ -39,7 +39,7 @@ class GroupTiers:
             self._worker.submit(command)
 
     def answers(self) -> list[TierAnswer]:
-        """Return the answers that all ranks have given since the last call, those of all ranks combined into one."""
+        """Return one combined answer for each command that all ranks have answered since the last call."""
         others = [] if self._broadcaster is None else self._broadcaster.take_answers(TierAnswer)
         done = []
         for answer in [*self._worker.answers(), *others]:

@@ -42,22 +42,22 @@ def open_tiers(
 ) -> RankTiers | None:
     """Open this rank's tiers; return None if the config has none. Every rank must call this within `group.starting()`.
 
-    caches: as for DeviceBlocks. scope: text of all that determines the content of a block with a given hash, apart from
-    rank and device. opened: stack that closes the tiers when it is left. Raises StartupError.
+    caches: as for DeviceBlocks. scope: text that contains everything that determines the content of a block with a
+    given hash, apart from rank and device. opened: exit stack that closes the tiers. Raises StartupError.
     """
     if not config.offloads_kv:
         return None
     block_bytes = [cache[:1].nbytes for cache in caches]
     if not all(block_bytes):
         key = "kv_offloading_size" if config.kv_offloading_size is not None else "kv_offloading_disk_size"
-        raise ConfigError(key, getattr(config, key), "left out: this model keeps no KV in blocks")
+        raise ConfigError(key, getattr(config, key), "left out, because this model keeps no KV in blocks")
     slots = host_slots(config, [len(cache) for cache in caches], block_bytes, tp.size)
     per_rank = int((config.kv_offloading_disk_size or 0) * GIB) // tp.size
     secret, disk = choose_secret(config.kv_offloading_key_file, tp.key), None
     names = BlockNames(secret)
     if config.kv_offloading_disk_size is not None:
         if per_rank < max(map(sealed_size, block_bytes)):
-            limit = "enough for a block of each rank"
+            limit = "enough for one block on each rank"
             raise ConfigError("kv_offloading_disk_size", config.kv_offloading_disk_size, limit)
         # numbers differ between devices and numbers of ranks, and a rank's file has its heads only
         own = f"{scope} object={LAYOUT_VERSION} device={caches[0].device.type} rank={tp.rank}/{tp.size}"
@@ -80,12 +80,12 @@ def host_slots(config: EngineConfig, counts: list[int], block_bytes: list[int], 
     device = sum(count * each for count, each in zip(counts, block_bytes, strict=True))
     slots = [int(count * size * GIB / ranks / device) for count in counts]
     if not all(slots):
-        raise ConfigError("kv_offloading_size", size, "enough for a block of each KV cache group")
+        raise ConfigError("kv_offloading_size", size, "enough for one block of each KV cache group")
     return slots
 
 
 def on_all_ranks(disk: DiskFolder, tp: TPGroup) -> list[FoundBlock]:
-    """Return the blocks of which every rank has its part. Deletes this rank's part of all other blocks."""
+    """Return the blocks for which every rank has its part. Deletes this rank's part of all other blocks."""
     found = disk.find()
     names = tp.exchange(json.dumps([block.name.hex() for block in found]))
     everywhere = set.intersection(*(set(json.loads(text)) for text in names))

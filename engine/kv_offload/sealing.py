@@ -21,20 +21,20 @@ MIN_KEY_BYTES = 32
 
 
 class Unsealable(Exception):
-    """Raised for a sealed block whose content is not what was sealed under its name with this key."""
+    """Raised for a sealed block that is damaged, or that was sealed under another name or with another key."""
 
 
 class Sealer:
     """Encrypts and authenticates blocks. A sealed block is MAGIC, nonce, and AES-256-GCM (NIST SP 800-38D) ciphertext
     with its tag.
 
-    The tag covers the block's name too, so a file from another name, engine layout or rank is refused. The tag is also
+    The tag covers the block's name too, so a file of another name, engine layout or rank is refused. The tag is also
     the checksum: a truncated or damaged file never opens.
     """
 
     def __init__(self, secret: bytes, scope: str):
-        """secret: 32 bytes or more. scope: text of all that determines the content of a block with a given name on this
-        rank."""
+        """secret: 32 bytes or more. scope: text that contains everything that determines the content of a block with a
+        given name on this rank."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._cipher, self._scope = AESGCM(_derive(secret, "blocks")), hashlib.blake2b(scope.encode()).digest()
@@ -57,8 +57,8 @@ class Sealer:
 
 
 class BlockNames:
-    """Names of blocks in the tiers. They depend on a key, since plain hashes of a prompt would confirm a guess of its
-    text."""
+    """Names of blocks in the tiers. They depend on a key: with plain hashes, an attacker who guesses a prompt could
+    verify the guess."""
 
     def __init__(self, secret: bytes):
         self._key = _derive(secret, "names")

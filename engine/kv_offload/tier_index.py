@@ -15,7 +15,7 @@ class TierEntry:
     size: int
     added_at: float
     slot: int = -1
-    """Place of a fixed size, in a tier that has such."""
+    """Number of its slot in a tier with slots of a fixed size; -1 in other tiers."""
     ready: bool = False
     """Whether it has been written, and can be read."""
     readers: int = 0

@@ -29,8 +29,8 @@ def num_answers(command: TierCommand) -> int:
 
 
 class TaskThreads:
-    """Daemon threads that run tasks in order. A thread that hangs in a system call, as on a dead network disk, does not
-    keep the process from ending."""
+    """Daemon threads that run tasks in order. The process can end even if a thread hangs in a system call, for instance
+    on a dead network disk."""
 
     def __init__(self, name: str, count: int = 1):
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -70,7 +70,7 @@ class TierWorker:
     """One rank's tiers. Threads carry out the commands, so `submit` never waits.
 
     A block from disk is checked and decrypted in host memory. It is copied to the device only if the load has not been
-    stopped meanwhile, so a disk that hangs never keeps a block of the device.
+    stopped meanwhile, so a disk that hangs never holds a block on the device.
     """
 
     def __init__(

@@ -89,8 +89,8 @@ class HandoffChannel:
     def events(self) -> list[HandoffEvent]:
         """Return the events since the last call.
 
-        Raises EngineUnavailable if this engine must end, because the channel's thread has died, or because a rank did
-        not stop writing into blocks, which can then never be used again.
+        Raises EngineUnavailable if this engine must end: the channel's thread has died, or a rank did not stop writing
+        into blocks, so that these blocks can never be used again.
         """
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
@@ -110,7 +110,7 @@ class HandoffChannel:
             return self._protocol.stats()
 
     def refused_by_ranks(self) -> Counts:
-        """Return the counts of messages refused by ranks above 0, which report them only to this channel."""
+        """Return the counts of messages refused by ranks above 0. These ranks report them only to this channel."""
         with self._lock:
             return add_up(*self._refused.values())
 
@@ -200,7 +200,7 @@ class HandoffChannel:
         try:
             self._peers.send(address, data)  # if it is lost, the protocol repeats it or gives up
         except zmq.ZMQError as error:
-            self._inbox.refuse("unexpected", f"nothing can be sent to {address!r}: {error}")
+            self._inbox.refuse("unexpected", f"cannot send to {address!r}: {error}")
 
 
 def _log(event: HandoffEvent) -> None:

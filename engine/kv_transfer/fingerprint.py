@@ -27,15 +27,14 @@ def fingerprint(
     determinism: str | None = None,
     tensor_parallel: int = 1,
 ) -> str:
-    """Return a text that is equal for engines with the same KV in the same layout, and readable enough to explain a
-    mismatch.
+    """Return a text that is equal for engines with the same KV in the same layout. People can read a mismatch from it.
 
     dtype: type of activations. `config` already says how weights are quantized; the scales of an FP8 cache are weights.
     tensor_parallel: number of ranks. It is part of the text only for models with recurrent layers, since each rank
     reads the states of the other engine's rank of the same number.
 
-    The text covers weights by the names, sizes and headers of their files and a sample of their pages. That
-    distinguishes models and versions in milliseconds, but does not detect deliberate changes of a few bytes. Raises
+    The text identifies weights by the names, sizes and headers of their files and a sample of their pages. This takes
+    milliseconds and distinguishes models and versions, but does not detect deliberate changes of a few bytes. Raises
     ModelFolderError.
     """
     fields = {

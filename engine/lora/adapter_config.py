@@ -22,16 +22,16 @@ UNSUPPORTED = {
     "use_dora": f"DoRA scales each output by a norm of the merged weight; {MERGE}",
     "modules_to_save": f"whole modules in an adapter are not supported; {MERGE}",
     "trainable_token_indices": f"embeddings of single tokens are not supported; {MERGE}",
-    "alora_invocation_tokens": "an adapter holds for all tokens of a request",
-    "layer_replication": "the layers are those of the served model",
+    "alora_invocation_tokens": "an adapter applies to all tokens of a request",
+    "layer_replication": "an adapter cannot repeat layers of the served model",
     "lora_bias": f"biases in an adapter are not supported; {MERGE}",
-    "use_qalora": "QA-LoRA pools the inputs of an adapter",
+    "use_qalora": "QA-LoRA, which pools the inputs of an adapter, is not supported",
     "use_bdlora": "block-diagonal adapters are not supported",
     "kasa_config": f"KaSA changes the model's own weights; {MERGE}",
     "arrow_config": "routing between adapters is not supported",
-    "monteclora_config": "MonteCLoRA draws its weights at random",
+    "monteclora_config": "MonteCLoRA, which draws its weights at random, is not supported",
 }
-UNKNOWN_VARIANT = "left out: this variant of LoRA is not known here"
+UNKNOWN_VARIANT = "left out: Manta does not know this variant of LoRA"
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
 
 
@@ -43,14 +43,15 @@ class AdapterConfig:
     use_rslora: bool = False
     """Divides alpha by the square root of the rank (arXiv:2312.03732)."""
     alpha_pattern: dict[str, float] = field(default_factory=dict)
-    """Alpha of the modules whose names end with, or match at their end, the key; the first of them decides."""
+    """Alpha by module. A key is the end of a module's name, or a regular expression for it; the first key that matches
+    decides."""
     base_model: str = ""
-    """Model that it was trained on, as its trainer called it; for people."""
+    """Name of the model that the adapter was trained on, as given by its trainer. Only shown to people."""
 
     @classmethod
     def read(cls, folder: Path, adapter: str) -> AdapterConfig:
-        """Read the file in `folder`. Raises AdapterError, naming `adapter`, for an adapter that this engine would not
-        compute as it was trained."""
+        """Read the file in `folder`. Raises AdapterError, naming `adapter`, if the engine would compute something else
+        than the adapter's training did."""
         raw = _read_object(folder / CONFIG_FILE, adapter)
         _check(raw, adapter)
         config = cls(
@@ -62,8 +63,8 @@ class AdapterConfig:
         init = raw.get("init_lora_weights")
         if isinstance(init, str) and init.startswith(CHANGED_BASES):
             logger.warning(
-                "adapter %s was trained with init_lora_weights=%s, which changes the model's own weights: it is right "
-                "only if it was converted when it was saved",
+                "adapter %s was trained with init_lora_weights=%s, which changes the model's own weights; "
+                "its output is right only if it was converted when it was saved",
                 adapter, init,
             )  # fmt: skip
         return config
@@ -115,7 +116,7 @@ def _number(raw: dict[str, Any], key: str, default: float, adapter: str) -> floa
 def _patterns(raw: dict[str, Any], key: str, adapter: str) -> dict[str, float]:
     patterns = raw.get(key) or {}
     if not isinstance(patterns, dict):
-        raise AdapterError(adapter, key, patterns, "a JSON object of names and numbers")
+        raise AdapterError(adapter, key, patterns, "a JSON object from names to numbers")
     for pattern in patterns:
         try:
             re.compile(pattern)

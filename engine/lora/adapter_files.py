@@ -37,7 +37,8 @@ class TensorEntry(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """The factors A and B of one linear layer, to whose product an adapter adds B A x, scaled."""
+    """The factors A and B of one linear layer. An adapter adds B A x, scaled, to the output of this layer for an input
+    x."""
 
     a: TensorEntry
     """[rank, inputs]"""
@@ -54,10 +55,10 @@ class AdapterFiles:
     """An adapter as its folder holds it."""
 
     name: str
-    """As errors name it."""
+    """Name of the adapter in error messages."""
     config: AdapterConfig
     modules: dict[str, LowRank]
-    """By the module's name in the model that it was trained on."""
+    """Factors by the name of their module in the model that the adapter was trained on."""
     digest: str
     """Hash of all that decides what the adapter computes; 32 hexadecimal digits."""
 
@@ -71,7 +72,7 @@ class AdapterFiles:
 def open_adapter(path: str | Path, name: str = "") -> AdapterFiles:
     """Read an adapter from its folder, a bucket or the Hugging Face Hub. name: for errors, instead of the path.
 
-    The files are read whole and only once, so what was hashed is what is used, whatever happens to the files later.
+    The files are read whole and only once, so the hash belongs to the weights in use even if the files change later.
     Raises AdapterError.
     """
     adapter = name or str(path)
@@ -105,7 +106,7 @@ def _folder(path: str | Path, adapter: str) -> Path:
         files = [CONFIG_FILE, WEIGHTS_FILE]
         return Path(snapshot_download(hub["repo"], revision=hub["revision"], allow_patterns=files))
     except (OSError, ValueError) as error:  # unreachable, offline, not found, gated, disk full
-        reason = f"a folder, or on the Hugging Face Hub, which did not give it: {type(error).__name__}"
+        reason = f"a folder, or a repository that the Hugging Face Hub can deliver ({type(error).__name__})"
         raise AdapterNotFound(adapter, "path", str(path), reason) from error
 
 
@@ -132,7 +133,7 @@ def _modules(tensors: Iterable[TensorEntry], adapter: str) -> dict[str, LowRank]
             raise AdapterError(adapter, WEIGHTS_FILE, tensor.name, f"{WHOLE}{why}{MERGE}")
         pair = factors.setdefault(match["module"], {})
         if match["factor"] in pair:
-            limit = f"one adapter: {pair[match['factor']].name} is there too"
+            limit = f"of the same adapter as {pair[match['factor']].name}"
             raise AdapterError(adapter, WEIGHTS_FILE, tensor.name, limit)
         pair[match["factor"]] = tensor
     if not factors:

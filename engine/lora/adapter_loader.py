@@ -24,8 +24,8 @@ NICE = 10  # of the thread, so that steps keep the cores
 
 
 class AdapterLoader:
-    """Keeps the most recently used adapters in host memory, and copies them into slots. An adapter that cannot be
-    loaded is answered with an error, and changes nothing."""
+    """Keeps the most recently used adapters in host memory, and copies them into slots. If an adapter cannot be loaded,
+    the answer is an error and nothing changes."""
 
     def __init__(self, adapters: ModelAdapters, capacity: int, device: Device):
         """capacity: number of adapters in host memory."""
@@ -85,7 +85,7 @@ class AdapterLoader:
             return self._kept[lora.digest]
         files = open_adapter(lora.lora_path, lora.lora_name)
         if files.digest != lora.digest:
-            limit = f"the file whose digest is {lora.digest}: it has changed since the request came"
+            limit = f"the file with the digest {lora.digest}; the file has changed since the request arrived"
             raise AdapterError(lora.lora_name, WEIGHTS_FILE, files.digest, limit)
         factors = self._adapters.factors(files)
         self._kept[lora.digest] = factors

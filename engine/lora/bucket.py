@@ -99,8 +99,8 @@ def _delete_old(copies: Path, keep: Path) -> None:
 
 
 def _answered(url: str, call: Callable[[], T]) -> T:
-    """Return the result of a call to a bucket's library. Raises AdapterNotFound for a missing file, and AdapterError
-    for all other exceptions, since those libraries share no exception class."""
+    """Call a bucket's library and return the result. Raises AdapterNotFound for a missing file, and AdapterError for
+    all other exceptions, since those libraries share no exception class."""
     try:
         return call()
     except FileNotFoundError:

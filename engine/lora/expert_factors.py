@@ -26,10 +26,10 @@ def of_each_expert(
     """Return the parameter that an adapter changes, the projections that this parameter consists of, and each expert's
     A [rank, inputs] and B [outputs, rank].
 
-    a: [experts * rank, inputs], the rows of one expert side by side. b: [outputs, rank * experts], neighbouring columns
-    of different experts. The file does not name the parameter, so it is found by its sizes. Versions of PEFT before
-    0.19 took inputs for outputs where a model stores [experts, outputs, inputs], and so gave A the size of B and B that
-    of A. Raises AdapterError for sizes that fit no parameter, and for sizes that fit more than one.
+    a: [experts * rank, inputs]; the rows of one expert are neighbours. b: [outputs, rank * experts]; neighbouring
+    columns belong to different experts. The file does not name the parameter, so it is found by its sizes. If a model
+    stores [experts, outputs, inputs], versions of PEFT before 0.19 confused inputs with outputs, and so exchanged the
+    sizes of A and B. Raises AdapterError if the sizes fit no parameter or more than one.
     """
     experts, hidden, inner, gated = sizes
     up = ("gate_up_proj", ("gate_proj", "up_proj")) if gated else ("up_proj", ("up_proj",))
@@ -43,7 +43,7 @@ def of_each_expert(
     ]
     if len(a) % experts or len(fits) != 1:
         limit = f"of {experts} experts with {hidden} inputs and {wide} outputs, or {inner} and {hidden}"
-        limit += "; these sizes may mean both the one and the other way" if fits else ""
+        limit += "; these sizes fit more than one parameter" if fits else ""
         raise AdapterError(adapter, module, Described(f"{list(a.shape)} and {list(b.shape)}"), limit)
     (parameter, projections), swapped = fits[0]
     each_a, each_b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)

@@ -23,23 +23,23 @@ from engine.model.tensor_names import HEADS
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NOT_IN_STEPS = (*HEADS, "pooler.", "causal.")  # paths of what is computed for some of a step's tokens only
 REASONS = {
-    "experts": "only on a CPU are adapters of experts computed, and not those of gpt-oss and of Llama 4",
-    "kv_b_proj": "only on a CPU do adapters change what latent attention absorbs into queries and outputs",
+    "experts": "adapters of experts are supported on CPUs only, and not for gpt-oss and Llama 4",
+    "kv_b_proj": "adapters of this layer of latent attention are supported on CPUs only",
     "lm_head": "adapters of the output head are not supported",
-    "intermediate.dense": "it is computed together with its activation",
+    "intermediate.dense": "it is computed in one kernel with its activation",
 }
 
 
 @dataclass(slots=True)
 class Place:
-    """One slice of a product, to which an adapter adds."""
+    """One slice of a layer's output, to which an adapter adds its part."""
 
     layer: LinearAdapters | GroupedAdapters
     product: int
-    """Number of the expert or head; 0 in a layer with one product."""
+    """Number of the expert or head; 0 in a layer without experts or heads."""
     slice: int
     shard: Shard
-    """This rank's part of the weight of a layer of the checkpoint, or of a part of it."""
+    """This rank's part of the layer's weight in the checkpoint."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Change:
     """What an adapter adds to one layer of the checkpoint."""
 
     name: str
-    """As the adapter names the layer."""
+    """Name of the layer in the adapter."""
     a: Tensor
     """[rank, inputs]"""
     b: Tensor
@@ -88,7 +88,7 @@ class ModelAdapters:
 
     def factors(self, files: AdapterFiles) -> dict[int, Factors]:
         """Return this rank's part of an adapter, by layer number. Raises AdapterError if the adapter does not fit the
-        model, above all if it changes a layer that the model lacks: without that layer's part it would be another
+        model, in particular if it changes a layer that the model lacks. To ignore that layer would make it another
         adapter."""
         changes = list(self._changes(files))
         rank = max(len(change.a) for change in changes)
@@ -192,7 +192,7 @@ def check_places(files: AdapterFiles, changes: Sequence[Change]) -> None:
         return
     shown = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
     why = next((f" ({reason})" for part, reason in REASONS.items() if part in lost[0]), "")
-    got = Described(f"{len(lost)} of {len(files.modules)} that find no place: {shown}")
+    got = Described(f"{len(lost)} of {len(files.modules)} without a matching layer: {shown}")
     raise AdapterError(files.name, WEIGHTS_FILE, got, f"of linear layers that this model has{why}")
 
 

@@ -1,1 +1,1 @@
-"""A model: its configuration, its layers, its weights, and the ops and quantized formats they are made of."""
+"""A model: its configuration, layers, weights, ops and quantized formats."""

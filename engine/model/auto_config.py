@@ -21,7 +21,7 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attent
 # Fields of a configuration that the paged KV cache does not support, with the reason.
 REFUSED = {
     "index_topk": "its attention is sparse, with an indexer",
-    "kv_lora_rank": "its attention keeps latent vectors (MLA), and the KV cache holds whole heads",
+    "kv_lora_rank": "its attention keeps latent vectors (MLA), but the KV cache holds only whole heads",
     "num_kv_shared_layers": "some of its layers read the KV of others",
     "global_head_dim": "the heads of its layers differ in size",
 }
@@ -54,7 +54,7 @@ def _read(raw: Fields, architecture: str, max_model_len: int | None) -> Fields:
     types, num_heads = getattr(config, "layer_types", None) or [], getattr(config, "num_attention_heads", None)
     only_attention = num_heads and types and ATTENTION.issuperset(types)  # possible in a hybrid family
     if not num_heads or (any(getattr(config, field, None) for field in RECURRENT) and not only_attention):
-        reason = "its layers, or some of them, keep a recurrent state, and the KV cache holds keys and values only"
+        reason = "some or all of its layers keep a recurrent state, but the KV cache holds only keys and values"
         raise UnsupportedArchitecture(architecture, reason)
     num_layers = _get(config, "num_hidden_layers")
     if other := sorted(set(types) - ATTENTION):

@@ -46,11 +46,11 @@ class KVGroup:
 
 @dataclass(slots=True)
 class Batch:
-    """Sequences laid end to end, each with the tokens that this step computes.
+    """The tokens that a step computes, sequence after sequence.
 
-    Rows and sequences at the end may be padding, so that a few sizes are enough (runner/cuda_graphs.py): rows that
-    belong to no sequence have slot_mapping -1, and sequences without rows have kv_len 0. No KV is written or read for
-    padding, and attention does not write its rows.
+    Rows and sequences at the end may be padding, so that CUDA graphs for a few sizes serve all batches
+    (runner/cuda_graphs.py). Rows that belong to no sequence have slot_mapping -1, and sequences without rows have
+    kv_len 0. No KV is written or read for padding, and attention does not write its rows.
     """
 
     positions: Tensor
@@ -73,12 +73,12 @@ class Batch:
     chunks: list[Chunk]
     """All other sequences, known on the host."""
     tiles: Tensor | None = None
-    """How a CPU's kernels divide `single` and `chunks`, made by the first layer for all; or the tiles of the chunks, an
-    input of a CUDA graph. See `row_tiles`."""
+    """On a CPU, how kernels divide `single` and `chunks`; the first layer computes it for all layers. On a GPU, the
+    tiles of the chunks, which are an input of a CUDA graph. See `row_tiles`."""
     latent_tiles: Tensor | None = None
-    """The same for the CPU kernel of latent attention."""
+    """Like `tiles`, but for the CPU kernel of latent attention."""
     plans: dict[object, Tensor] = field(default_factory=dict)
-    """What a GPU's attention derives from lengths, once for all layers: see `plan` in ops/gpu/attention.py."""
+    """What attention on a GPU derives from lengths once for all layers; see `plan` in ops/gpu/attention.py."""
     kv_scales: Tensor | None = None
     """[layers, 2 (K, V)] float32, for a cache in float8_e4m3fn: a value is the stored number times its scale. The
     tensor's address stays the same as long as the cache exists."""
@@ -86,8 +86,9 @@ class Batch:
     """[tokens] int64, 1 for tokens of the second text of a pair; None if there are no pairs."""
     deepstack: DeepStack | None = None
     image_ends: Tensor | None = None
-    """[tokens] int32, the end of what a token sees: the end of its image, in a model whose image tokens see each other,
-    else the position after its own. None if it is the position after its own for all tokens."""
+    """[tokens] int32, the position before which a token's visible keys end. For an image token, in a model whose image
+    tokens see each other, this is the end of its image; for any other token, the position after its own. None if all
+    tokens see only up to their own position."""
     rope_table: Tensor | None = None
     """[tokens, rotary_dim], used in place of the layers' tables when tokens of images have positions in height and
     width too; `positions` are then its rows."""

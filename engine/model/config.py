@@ -64,7 +64,7 @@ class ModelConfig:
     """One per layer."""
     window: tuple[int | None, ...]
     """One per layer: with a window w, a token sees itself and the w - 1 tokens before it, and if `bidirectional` also
-    the w - 1 after it; None shows it all."""
+    the w - 1 tokens after it. None means no window."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -80,7 +80,7 @@ class ModelConfig:
     """The type of each layer in a family with recurrent layers (`block_types` in config_parts/recurrent.py)."""
     multipliers: Multipliers = field(default_factory=Multipliers)
     gemma: GemmaConfig | None = None
-    """What Gemma 3n and Gemma 4 have and Gemma 3 lacks."""
+    """Options that Gemma 3n and Gemma 4 have and Gemma 3 lacks."""
     attn_logit_softcapping: float | None = None
     """Limit on the absolute value of attention scores, by tanh."""
     final_logit_softcapping: float | None = None
@@ -116,7 +116,7 @@ class ModelConfig:
     ) -> ModelConfig:
         """Read the configuration of a model.
 
-        quantization: the method by which weights are rounded as they are loaded, or by which they are stored.
+        quantization: the method by which weights are rounded as they are loaded, or in which they are stored already.
         max_model_len: the longest sequence, on which the frequencies of `longrope` depend; None for the model's
         context. language_model_only: leave out the vision encoder.
 
@@ -158,8 +158,8 @@ class ModelConfig:
 
     @property
     def supported_tasks(self) -> SupportedTasks:
-        """The tasks that requests may ask for. A generative model also makes embeddings; it also gives scores, by its
-        tokens for yes and no, unless its files name modules for embeddings only."""
+        """The tasks that requests may ask for. A generative model can also make embeddings. Unless its files name
+        modules for embeddings only, it can also give scores, from the logits of its tokens for yes and no."""
         pooling = self.pooling
         is_reranker = pooling.score_token_ids is not None or not pooling.is_embedding
         names: dict[Head, tuple[Task, ...]] = {
@@ -370,7 +370,11 @@ def _quantization(raw: Fields) -> scheme.Scheme | None:
         return None
     found = scheme.parse(config)
     if not raw.get("tie_word_embeddings") and found.quantizes("lm_head"):
-        raise UnsupportedScheme("ignore", config.get("ignore"), "a list with lm_head, which is not quantized here")
+        raise UnsupportedScheme(
+            "ignore",
+            config.get("ignore"),
+            "a list that contains lm_head, because the head is not loaded in quantized form",
+        )
     return found
 
 

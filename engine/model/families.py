@@ -30,7 +30,7 @@ class Family:
     keys: tuple[str, ...] = ()
     """The fields in OPTIONAL that transformers' code of this family reads."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Values of fields that its config.json may lack: transformers' defaults, or constants of the family's code."""
+    """Values for fields that a config.json may lack: transformers' defaults, or constants of the family's code."""
     activations: tuple[str, ...] = ("silu", "gelu_pytorch_tanh")
     """The activations that its MLPs support."""
     encoder: bool = False
@@ -449,7 +449,7 @@ def find_family(architecture: str) -> Family | None:
     if head_of(architecture) == "lm":
         return None
     if architecture.endswith("ForMaskedLM") or f"{base}ForCausalLM" not in FAMILIES:
-        reason = "embeddings and scores are computed by native families only, and none of them has it"
+        reason = "embeddings and scores are computed only by native families, and none of them has this architecture"
         raise UnsupportedArchitecture(architecture, reason)
     return FAMILIES[f"{base}ForCausalLM"]
 

@@ -34,8 +34,8 @@ LEAST_OUTPUTS = 2
 
 
 VOCAB_MULTIPLE = 4
-"""torch's softmax on a GPU reads a row in pieces of so many float32, from the first address that is a multiple of them.
-With another size of the vocabulary, its sums depend on which row it is."""
+"""torch's softmax on a GPU reads a row in pieces of this many float32, from the first address that is a multiple of a
+piece. If the size of the vocabulary is not a multiple, the order of the sums depends on the row's index."""
 
 MAX_HEAD_DIM = 128
 """Largest size of a head for which our strict attention fits into the registers of a GPU."""
@@ -54,7 +54,9 @@ def check(config: EngineConfig, model_config: ModelConfig, device: torch.device,
         ("quantization", config.quantization or "that of the model", model_config.quantization is None),
     ):
         if not known:
-            raise ConfigError(name, value, "another value, or determinism left out: `strict` does not support it yet")
+            raise ConfigError(
+                name, value, "another value, or determinism left out, because `strict` does not support this value yet"
+            )
     if not on_cpu and (parts := unknown_on_gpu(model_config)):
         limit = f"left out: on a GPU it does not support {', '.join(parts)} of {model_config.architecture} yet"
         raise ConfigError("determinism", "strict", limit)
@@ -81,8 +83,8 @@ def unknown_on_gpu(model: ModelConfig) -> list[str]:
 
 
 def use_gpu_kernels(model: nn.Module) -> None:
-    """Give packed layers the kernels in which a row has the same bits in any batch. Row-parallel layers take theirs in
-    `linear_parts`; other kernels compute each row, head or token on its own, in every mode."""
+    """Give packed layers the kernels in which a row has the same bits in any batch. Row-parallel layers already use
+    such kernels in `linear_parts`. All other kernels compute each row, head or token separately in every mode."""
     from engine.model.ops.gpu.strict import attention
     from engine.model.ops.gpu.strict.linear import Product
 
@@ -124,7 +126,7 @@ class FixedOrder(TPGroup):
         return tree_sum.tree_sum_plain(ranks).to(dtype)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum rows of the embedding, which are zero on all ranks but one, so that order does not matter."""
+        """Sum rows of the embedding. A row is zero on all ranks except one, so the order does not matter."""
         return self._tp.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A model whose layers are alike has one group. If some layers have a window and others see all tokens, as in gpt-oss or
 Gemma 3, each kind is a group with its own blocks, and a group with a window frees the blocks that no future token sees.
-The idea is that of vLLM's hybrid KV cache manager. In vLLM, groups share one tensor, and their blocks have the same
-size in bytes; here each group has its own tensor and size, over one chain of hashes.
+vLLM's hybrid KV cache manager has the same idea. In vLLM, groups share one tensor, and their blocks have the same size
+in bytes. In Manta, each group has its own tensor and block size, and all groups share one chain of hashes.
 """
 
 from __future__ import annotations

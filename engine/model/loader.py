@@ -1,6 +1,6 @@
 """Loads the weights in a model folder into the sharded parameters of one rank.
 
-Files are memory-mapped, and of each tensor only this rank's shard is read. Tensors are read one at a time, so loading
+Files are memory-mapped, and only this rank's shard of each tensor is read. Tensors are read one at a time, so loading
 needs memory for the parameters and one tensor only.
 """
 
@@ -76,7 +76,7 @@ def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
     head = getattr(model, "lm_head", None)
     if isinstance(head, TiedLMHead) and has_own_head(files, canonical):
         logger.warning(
-            "config.json says tie_word_embeddings, but %s differs from %s: the head is not tied folder=%s",
+            "config.json sets tie_word_embeddings, but %s differs from %s, so the head is not tied folder=%s",
             HEAD, EMBEDDING, folder,
         )  # fmt: skip
         head.untie()
@@ -107,7 +107,7 @@ def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
 
 
 def pack_weights(model: Loadable) -> None:
-    """Convert loaded weights to the form that the ops need, layer by layer, each replacing the original."""
+    """Convert loaded weights to the form that the ops need, layer by layer. The result replaces the original."""
     for layer in model.modules():
         if isinstance(layer, Sharded):
             layer.pack()

@@ -26,7 +26,7 @@ class AdapterRows:
         self.tile_rows = TILE_ROWS[device.type]
         self.table = torch.zeros(1 + 4 * max_tokens, dtype=torch.int32, device=device)
         self.any = False
-        """Whether a row has one, as the host knows."""
+        """Whether any row has an adapter; the host knows this without asking the device."""
 
     def begin(self, table: Tensor | None) -> None:
         """Take the table of a step, as returned by `row_table`; None if no row has an adapter."""
@@ -77,7 +77,7 @@ class Factors:
     b: Tensor
     """[products, rank, outputs]"""
     used: list[bool]
-    """Which products it changes."""
+    """For each product, whether the adapter changes it."""
 
 
 @dataclass(slots=True)
@@ -90,11 +90,12 @@ class LowRankWeights:
     b: Tensor
     """[slots, rank, outputs]: B, transposed, each slice's outputs filled up to a multiple of LANES."""
     ranks: Tensor
-    """[slots] int32: columns of A and rows of B beyond are not used; 0 where an adapter leaves the layer alone."""
+    """[slots] int32: the rank of each slot's adapter. Further columns of A and rows of B are not used. 0 if the adapter
+    does not change this layer."""
     blocks: Tensor
     """[blocks, 4] int32: first output, number of outputs, slice and first column of `b`."""
     rank: int
-    """The highest of an adapter, a multiple of LANES."""
+    """The highest rank that an adapter may have, a multiple of LANES."""
     slices: int
 
     @classmethod

@@ -36,8 +36,8 @@ class Shard:
 
     @classmethod
     def of_rank(cls, shape: tuple[int, ...], dim: int, tp: TPGroup, what: str) -> Shard:
-        """Return this rank's slice of a tensor that is split evenly along `dim`. what: name of that dimension in
-        errors. Raises ConfigError if the dimension cannot be split evenly."""
+        """Return this rank's slice of a tensor that is split evenly along `dim`. what: name of the dimension in error
+        messages. Raises ConfigError if the dimension cannot be split evenly."""
         size, rest = divmod(shape[dim], tp.size)
         if rest:
             raise ConfigError("tensor_parallel", tp.size, f"a divisor of the model's {what} ({shape[dim]})")
@@ -60,7 +60,7 @@ class Shard:
         return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])
 
     def load(self, source: TensorSlice, target: Tensor) -> None:
-        """Copy the slice into `target`, converted to its dtype and device."""
+        """Copy the slice into `target`, and convert it to the target's dtype and device."""
         if self.size == 0:  # a rank past the end of an odd vocabulary
             return
         if not source.get_shape():  # a single number, which some tools store without a dimension

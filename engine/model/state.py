@@ -2,8 +2,8 @@
 
 A state stands at a border, a position that is a multiple of CHUNK. Tokens after the border are kept as rows until the
 next border, where all of them are put into the state at once. So a token has the same bits whether it belongs to a
-prompt or is decoded; a prefix cache needs nothing but a copy of the state at a border; and refused drafts leave nothing
-behind, since their rows are overwritten.
+prompt or is decoded. A prefix cache needs only a copy of the state at a border. And rejected drafts do no harm, since
+their rows are overwritten.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 64
 RING = 16
-"""Convolution inputs that are kept, the one of position p at index p % RING. More than the convolution reads, so that
-refused drafts overwrite none that it still reads."""
+"""Convolution inputs that are kept, the one of position p at index p % RING. This is more than the convolution reads,
+so rejected drafts cannot overwrite an input that it still needs."""
 
 ALIGNED = 64
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 Shape = tuple[tuple[int, ...], str]
 States = dict[str, "Tensor"]
 """The tensors of one layer by name, [slots, *shape], with any stride between slots. A slot need not be cleared for a
-new sequence, whose position tells what it has written."""
+new sequence: the sequence's position shows which values it has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class StateSpec:
     """The tensors that one recurrent layer has on this rank for each sequence, by name."""
 
     kept: dict[str, Shape]
-    """Tensors that make up a state at a border: `state`, and `conv` with RING inputs."""
+    """The tensors of a state at a border: `state`, and `conv` with RING inputs."""
     rows: dict[str, Shape] = field(default_factory=dict)
     """Tensors with the up to CHUNK rows since the last border. Running sequences have them, snapshots do not."""
 

@@ -54,7 +54,7 @@ class NativeNames:
 
     packed: ClassVar[dict[str, str]] = {}
     embedding_name: ClassVar[str] = "embed_tokens"
-    """Name of the embedding in the checkpoint; the next field is that of the last norm."""
+    """Name of the embedding in the checkpoint. `final_norm_name` is the name of the last norm."""
     final_norm_name: ClassVar[str] = "norm"
 
     def checkpoint_name(self, path: str) -> str:

@@ -2,9 +2,9 @@
 
 Each layer is compiled as a whole, once for all layers of a kind: for any number of tokens and, since torch.compile
 treats it separately, for one token. Norms and activations are replaced by the plain ones, which Inductor fuses with
-each other and with their neighbours. What torch.compile cannot or should not trace becomes an `OpaqueCall`: attention,
-which needs the batch and has its own kernels; products with quantized or packed weights; experts, whose tokens may be
-counted on the host; sums over ranks.
+each other and with their neighbours. Code that torch.compile cannot or should not trace becomes an `OpaqueCall`:
+attention, which needs the batch and has its own kernels; products with quantized or packed weights; experts, whose
+tokens may be counted on the host; and sums over ranks.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def compile_layer(layer: Any) -> None:
 
 
 def prepare(layer: nn.Module, cfg: ModelConfig, tp: TPGroup) -> None:
-    """Replace what Inductor can fuse by plain operations, and what it must not trace by opaque calls."""
+    """Replace ops that Inductor can fuse by plain operations, and code that it must not trace by opaque calls."""
     sums = tp if tp.size == 1 else OpaqueSums(tp)
     if isinstance(layer.mlp, MixtureOfExperts):
         layer.mlp = OpaqueCall(layer.mlp)

@@ -34,7 +34,7 @@ class ImageFamily:
     arguments: tuple[str, ...]
     """Outputs of the image processor that the encoder takes besides `pixel_values`."""
     max_pixels: Callable[[Any], int]
-    """Return the most pixels that an image has after the image processor, roughly."""
+    """Return roughly the maximum number of pixels that an image has after the image processor."""
     options: Callable[[Fields], dict[str, Any]] = lambda config: {}
     """Options of the image processor that follow from config.json."""
 
@@ -109,8 +109,8 @@ class ImageProcessor:
         marker = self._family.marker
         parts = text.split(marker)
         if len(parts) - 1 != len(images):
-            message = f"the prompt has {len(parts) - 1} times {marker!r} for {len(images)} images: "
-            message += "no text may have it, and the chat template must show images where they are"
+            message = f"the prompt contains {marker!r} {len(parts) - 1} times for {len(images)} images: "
+            message += "texts must not contain it, and the chat template must write it for each image"
             raise RequestError(message, "messages")
         needed = sum(image.num_embeds for image in images)
         if needed >= max_model_len:
@@ -129,7 +129,7 @@ class ImageProcessor:
         prompt = self._tokenizer.encode_prompt(whole, max_model_len, add_special_tokens)
         places = [i for i, token_id in enumerate(prompt) if token_id == self._token_id]
         if len(places) != sum(image.num_embeds for image in images):
-            raise RequestError(f"messages: no text together with images may have {self._token!r}", "messages")
+            raise RequestError(f"messages: with images, no text may contain {self._token!r}", "messages")
         features, start = [], 0
         for image in images:
             first, last = places[start], places[start + image.num_embeds - 1]
@@ -145,9 +145,9 @@ class ImageProcessor:
 
 
 def _pixel_table(processor: Any) -> np.ndarray:
-    """Return what the image processor makes of each byte in each channel: [3, 256] float32.
+    """Return the image processor's output for each byte in each channel: [3, 256] float32.
 
-    Rescaling and normalising treat each value alone, so looking it up gives the same bits.
+    Rescaling and normalising treat each value separately, so a table gives the same bits.
     """
     ramp: np.ndarray = np.tile(np.arange(256, dtype=np.uint8), (3, 1, 1))
     if processor.do_rescale:

@@ -186,7 +186,7 @@ class LLM:
         if not images:
             return self.tokenizer.apply_chat_template(messages, **template_arguments)
         if self._model_config.vision is None:
-            raise InvalidParameter("messages", Described("an image"), "text: this model reads no images")
+            raise InvalidParameter("messages", Described("an image"), "text, because this model reads no images")
         if self._image_processor is None:
             from engine.multimodal.processor import ImageProcessor
 
@@ -235,7 +235,7 @@ class LLM:
         """Return how well each document fits the query, in the order of the documents.
 
         A reranker reads query and document together. For an embedding model the score is the cosine of the two
-        embeddings. instruction: what a generative reranker should look for, in place of its default. Raises the same
+        embeddings. instruction: the instruction for a generative reranker, which replaces its default. Raises the same
         errors as `embed`.
         """
         documents = [documents] if isinstance(documents, str) else list(documents)

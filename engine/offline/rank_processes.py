@@ -1,7 +1,7 @@
 """Ranks above 0 of an offline engine, as child processes. In a cluster, placement/ starts them as Ray actors.
 
 A child is `python -m engine.offline.rank_processes`. It reads its task from stdin, and ends when stdin closes, which
-happens however the parent ends. (multiprocessing's spawn would run the user's script again in every child.)
+always happens when the parent ends. (`spawn` of multiprocessing would run the user's script again in every child.)
 """
 
 from __future__ import annotations

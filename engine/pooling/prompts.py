@@ -28,7 +28,7 @@ class PoolingPrompt:
 def refuse_instruction(instruction: str | None) -> None:
     """Raise RequestError if there is an instruction. Called for models whose prompt has no place for one."""
     if instruction is not None:
-        raise RequestError("instruction must be left out: this model takes none", "instruction")
+        raise RequestError("instruction must be left out, because this model takes none", "instruction")
 
 
 class PoolingPrompts:
@@ -71,8 +71,8 @@ class PoolingPrompts:
     ) -> list[PoolingPrompt]:
         """Return one prompt for each pair of query and document, for a model that reads both together.
 
-        A model that does not generate reads them as a pair. There, a query is tokenized once if consecutive pairs have
-        it, also across calls.
+        A model that does not generate reads them as a pair. For such a model, a query is tokenized only once if
+        consecutive pairs have the same query, even in different calls.
         """
         kept = self._kept(params)
         if "generate" in self._supported:
@@ -100,7 +100,7 @@ class PoolingPrompts:
             name = next((name for name in usual if name in prompts), self._supported.default_prompt_name)
         elif name not in prompts:
             known = ", ".join(prompts)
-            limit = f"one of the model's prompts ({known})" if known else "left out: this model has no prompts"
+            limit = f"one of the model's prompts ({known})" if known else "left out, because this model has no prompts"
             raise InvalidParameter("prompt_name", name, limit)
         return "" if name is None else prompts[name]
 
@@ -123,5 +123,5 @@ class PoolingPrompts:
             return list(self._supported.score_token_ids)
         found = [token for word in (YES, NO) if (token := self._tokenizer.token_id(word)) is not None]
         if len(found) < 2:
-            raise RequestError(f"this model cannot score: {YES!r} and {NO!r} are not both tokens of it", "model")
+            raise RequestError(f"this model cannot score: {YES!r} and {NO!r} are not both in its vocabulary", "model")
         return found

@@ -1,18 +1,19 @@
 """Runs steps as CUDA graphs: a step replays a graph that was captured for as many tokens or a few more.
 
 A step is hundreds of short kernels, which the host cannot launch as fast as a GPU runs them; a replay is one launch. A
-graph repeats the same kernels on the same memory, so there is one graph for each of a few shapes. Inputs lie in buffers
-that never move, and a step smaller than its shape is padded. Some graphs are for steps that only decode, as in vLLM and
-nano-vLLM, some for steps that verify drafts, and some for steps that also compute chunks of prompts. The tiles into
-which attention cuts drafts and chunks are one more input.
+graph repeats the same kernels on the same memory, so there is a graph for each of a few shapes. Inputs are in buffers
+that never move, and a step that is smaller than its shape is padded. Some graphs are for steps that only decode, as in
+vLLM and nano-vLLM, some for steps that verify drafts, and some for steps that also compute chunks of prompts. The tiles
+into which attention cuts drafts and chunks are one more input.
 
 Padding consists of tokens that belong to no sequence and have no slot for their KV (-1); of sequences without tokens
 (kv_len 0); of entries of `Batch.single` that name no sequence (-1); and of tiles without rows. Padding reads and writes
 no KV, and its rows of the output are never read. Rows are independent, so real rows do not depend on padding.
 
-All graphs are captured as the engine starts, the largest first. They share one memory pool, in which a capture reuses
-what a larger graph before it has freed, so all together take little more than the largest. A graph that does not fit
-into the budget is left out, and steps of its size use the next larger graph. None of this has run on a GPU yet.
+All graphs are captured as the engine starts, the largest first. They share one memory pool, in which each capture
+reuses memory that larger graphs have freed. So all graphs together take little more memory than the largest. A graph
+that does not fit into the budget is left out, and steps of its size use the next larger graph. None of this has run on
+a GPU yet.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class StepShape:
 
     @property
     def longest(self) -> int:
-        """The most tokens that one sequence may have."""
+        """The maximum number of tokens of one sequence."""
         return self.verified or (self.tokens if self.tile_rows else 1)
 
     @property

@@ -26,21 +26,21 @@ def can_capture(setup: RankSetup) -> bool:
     if config.enforce_eager:
         why = "enforce_eager"
     elif not asynchronous and (config.torch_compile or model.transformers):
-        why = "its kernels are not ours"
+        why = "some of its kernels are not Manta's"
     elif not asynchronous and config.enable_lora and (model.moe is not None or model.latent is not None):
         why = "adapters of experts and of heads are added step by step"
     elif not asynchronous and model.gemma is not None:
-        why = "its layers take more than what the one before gives"
+        why = "its layers need more inputs than the output of the previous layer"
     elif asynchronous and model.recurrent is not None and not dispatch.gpu_kernels(setup.dtype, setup.torch_device):
-        why = "states of its recurrent layers are found on the host"
+        why = "the host looks up the states of its recurrent layers"
     elif asynchronous and model.latent is not None and not dispatch.gpu_kernels(setup.dtype, setup.torch_device):
         why = "latent attention is plain torch"
     elif model.latent is not None and model.latent.index is not None:
-        why = "tokens are selected in plain torch"
+        why = "sparse attention selects tokens in plain torch"
     elif model.bidirectional:
-        why = "this model does not decode"
+        why = "this model does not generate"
     elif setup.torch_device.type == "cuda" and not dispatch.triton_found():
-        why = "plain torch takes the place of Triton's kernels"
+        why = "Triton's kernels are not available, so plain torch is used"
     if why:
         logger.info("steps run without graphs: %s", why)
     return why is None

@@ -66,8 +66,8 @@ class PromptImages:
 def rotary_positions(images: list[MultiModalFeatureSpec], merge_size: int) -> np.ndarray:
     """Return positions in time, height and width: [3, tokens up to the end of the last image].
 
-    Text continues one above the largest position before it. All tokens of an image have the same time, and its rows and
-    columns are counted from where it begins: Qwen2-VL, arXiv:2409.12191, section 2.1.
+    Text after an image continues at the largest position so far, plus one. All tokens of an image have the same time;
+    its rows and columns are counted from the position at which it begins: Qwen2-VL, arXiv:2409.12191, section 2.1.
     """
     pieces, end, position = [], 0, 0
     for image in images:

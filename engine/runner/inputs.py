@@ -88,7 +88,7 @@ class StepInputs:
     pooled_rows: list[PooledRows]
     image_rows: EmbeddingRows | None
     adapter_rows: Tensor | None
-    """Which tokens have which adapter, from `row_table`; None if none has one."""
+    """The adapter of each token, from `row_table`; None if no token has an adapter."""
     received_blocks: list[Tensor]  #: [n] int64 each, of the inbox, of each image in `plan.received`
     rotary_positions: Tensor | None
     """[tokens] int64, or [3, tokens] if some are in images; None if they equal the batch's positions."""

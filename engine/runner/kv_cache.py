@@ -49,8 +49,8 @@ class GroupNeed:
         return whole if window is None else min(whole, -(-window // self.block_size) + 1)
 
     def most(self, length: int, seqs: int) -> int:
-        """Return the most blocks that `seqs` concurrent sequences can make use of. In a group with a window, that is
-        more than the sequences hold, since the prefix cache keeps another window for each."""
+        """Return the maximum number of blocks that `seqs` concurrent sequences can use. In a group with a window, this
+        is more than the sequences hold, since the prefix cache keeps another window for each."""
         window = self.group.spec.window
         return self.of(length, seqs) + (0 if window is None else seqs * self.held(length))
 
@@ -80,8 +80,8 @@ def group_needs(
 
 
 def window_step_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """Return how many tokens of one prompt every step has room for in a group with a window. A step computes more
-    tokens if blocks are to spare."""
+    """Return how many tokens of one prompt every step has room for in a group with a window. A step may compute more
+    tokens if more blocks are free."""
     image = 0 if model.vision is None else model.vision.mm_tokens_per_image
     return max(min(config.max_num_batched_tokens, WINDOW_STEP_TOKENS), image)
 
@@ -226,7 +226,8 @@ def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tu
         requested = int(config.kv_cache_memory_gib * GIB)
         if requested > free_bytes:
             raise OutOfMemory(
-                f"kv_cache_memory_gib={config.kv_cache_memory_gib} does not fit: {free_bytes / GIB:.2f} GiB are free"
+                f"kv_cache_memory_gib={config.kv_cache_memory_gib} does not fit: only "
+                f"{free_bytes / GIB:.2f} GiB are free"
             )
         return requested, f"kv_cache_memory_gib ({config.kv_cache_memory_gib})"
     if device.type == "cuda":
@@ -270,7 +271,7 @@ def read_scales(folder: Path, num_layers: int, device: torch.device) -> Tensor:
 
 
 def free_host_bytes() -> int:
-    """Return how many bytes of memory the machine has free."""
+    """Return how many bytes of the machine's memory are free."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -73,7 +73,7 @@ def load_adapters(setup: RankSetup, model: Model) -> AdapterLoader | None:
 def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int], None]) -> None:
     """Compile the model's layers with torch.compile. run_step: computes a step of (tokens, sequences)."""
     if setup.config.enforce_eager:
-        logger.info("torch_compile is set aside by enforce_eager")
+        logger.info("torch_compile has no effect, because enforce_eager is set")
         return
     from engine.model.torch_compile import compile_layers  # importing torch's compiler takes seconds
 

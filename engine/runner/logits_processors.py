@@ -1,8 +1,8 @@
 """Changes to logits before sampling, in vLLM's order: bans, minimum length, bias, penalties, end of reasoning.
 
 All rows of a step are changed together, by operations whose sizes the host knows. So nothing here waits for the newest
-tokens, which are only on the device. Only the entries of [rows, vocab] that change are touched: the cost of a row grows
-with its own tokens and those that its request names, not with the vocabulary.
+tokens, which are only on the device. Only the entries of [rows, vocab] that change are read and written. So the cost of
+a row grows with its own tokens and the tokens that its request names, not with the vocabulary.
 """
 
 from __future__ import annotations

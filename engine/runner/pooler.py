@@ -1,5 +1,5 @@
-"""Makes embeddings and scores from hidden states. If a prompt is computed in several chunks, the pooler keeps what it
-needs of earlier chunks until the last chunk."""
+"""Makes embeddings and scores from hidden states. If a prompt is computed in several chunks, the pooler keeps
+intermediate results until the last chunk."""
 
 from __future__ import annotations
 

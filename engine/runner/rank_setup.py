@@ -38,7 +38,7 @@ class RankSetup:
             limit = f"false for {model.architecture}, which transformers' own code computes"
             raise ConfigError("torch_compile", True, limit)
         if config.torch_compile and config.enable_lora:
-            raise ConfigError("torch_compile", True, "false with enable_lora: what it compiles has no adapters")
+            raise ConfigError("torch_compile", True, "false with enable_lora, because compiled layers have no adapters")
         if model.recurrent is not None or model.latent is not None or model.gemma is not None:
             check_layers(config, model)
         device = open_device(config.device)
@@ -73,7 +73,7 @@ def check_layers(config: EngineConfig, model: ModelConfig) -> None:
         windowed = any(group.spec.window is not None for group in model.kv_groups)
         refused["handoff"] = config.handoff is not None and windowed
     for key in filter(refused.get, refused):
-        limit = f"left out for {model.architecture}, which does not go with it yet"
+        limit = f"left out for {model.architecture}, which does not support it yet"
         raise ConfigError(key, getattr(config, key), limit)
 
 

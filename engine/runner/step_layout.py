@@ -19,10 +19,11 @@ class Sequences:
     ends: np.ndarray  #: length after this step, in tokens
 
     def divided(self, chosen: np.ndarray) -> tuple[Sequences, np.ndarray]:
-        """Turn each token of the chosen sequences into a sequence of one token, which reads the tokens before it from
-        shared KV.
+        """Turn each token of the chosen sequences into a separate sequence of one token, which reads the tokens before
+        it from shared KV.
 
-        So tokens that verify drafts are computed by the kernels and graphs of decoding, and have their bits.
+        So tokens that verify drafts are computed by the kernels and graphs of decoding, and have the same bits as
+        decoded tokens.
         chosen: [n] bool. Returns the new sequences, and for each old one the index of its first new one.
         """
         pieces = np.where(chosen, self.counts, 1)

@@ -51,8 +51,8 @@ class DraftCache:
         return min(blocks, step.tables.shape[1]) * self.block_size
 
     def own(self, batch: Batch) -> Batch:
-        """Return the target's batch with this cache in place of the target's, and without state derived for the
-        target's heads."""
+        """Return the target's batch with this cache instead of the target's, and without the state that was prepared
+        for the target's heads."""
         own = replace(batch, kv_cache=self.kv, kv_scales=None, other_groups=(), views={})
         return replace(own, tiles=None, latent_tiles=None, plans={})
 

@@ -28,7 +28,8 @@ UNKNOWN = StepMean()
 
 
 def line_through(means: list[StepMean]) -> tuple[float, float]:
-    """Return (fixed, slope) of seconds by tokens, fitted by least squares. Neither is negative."""
+    """Return (fixed, slope) of the line `seconds = fixed + slope * tokens`, fitted by least squares. Neither is
+    negative."""
     count = sum(mean.count for mean in means)
     tokens = sum(mean.count * mean.tokens for mean in means) / count
     seconds = sum(mean.count * mean.seconds for mean in means) / count
@@ -41,8 +42,8 @@ def line_through(means: list[StepMean]) -> tuple[float, float]:
 class VerifyingCost:
     """Cost of a step that only decodes, by its number of tokens, drafts included.
 
-    Steps of similar size form a group; there are four groups between a size and its double. The cost of a group is kept
-    until a step of the group is measured again. The first step of a group does not count, since it may record a CUDA
+    Steps of similar size form a group; there are four groups between a size and its double. A group keeps its cost
+    until one of its steps is measured again. The first step of a group does not count, since it may record a CUDA
     graph.
     """
 
@@ -60,9 +61,10 @@ class VerifyingCost:
 
     @property
     def coefficients(self) -> tuple[float, float]:
-        """(seconds per step, additional seconds per token); zeros while nothing is known.
+        """(seconds per step, additional seconds per token); zeros before the first observation.
 
-        While few steps support the slope, it is lower than measured: tokens seem cheap until more have been tried.
+        While few steps have been measured, the slope is set lower than measured. So tokens seem cheap, and more of them
+        are tried.
         """
         if self._fitted[0] * FIT_EVERY <= self._observed:  # rarely true: this runs in every step
             self._fitted = self._observed // FIT_EVERY + 1, self._fit()
@@ -89,8 +91,8 @@ class ProposalCost:
         self._busy: dict[int, StepMean] = {}
 
     def observe_step(self, sequences: int, tokens: int, seconds: float) -> None:
-        """Record a step. tokens: number proposed for each sequence. The first proposing step of a size does not count,
-        because the drafter may have to catch up in it."""
+        """Record a step. tokens: number proposed for each sequence. The first step of a size that proposes tokens does
+        not count, because the drafter may first have to catch up with the sequences."""
         means, size = self._busy if tokens else self._idle, sequences.bit_length()
         if tokens and size not in means:
             means[size] = StepMean()
@@ -98,8 +100,9 @@ class ProposalCost:
             means.setdefault(size, StepMean()).add(tokens, seconds)
 
     def of(self, sequences: int) -> tuple[float, float]:
-        """Return the drafter's seconds in a step without proposals, and its seconds per token proposed for all of these
-        sequences. Both are from the nearest measured number of sequences; 0 where none was measured."""
+        """Return the drafter's seconds in a step without proposals, and its additional seconds to propose one token for
+        each of these sequences. Both come from the nearest measured number of sequences; they are 0 if nothing was
+        measured."""
         size = sequences.bit_length()
         idle, busy = self._nearest(self._idle, size), self._nearest(self._busy, size)
         return idle.seconds, max(0.0, busy.seconds - idle.seconds) / busy.tokens if busy.count else 0.0

@@ -1,4 +1,5 @@
-"""Length of drafts: as many tokens as are likely enough to be accepted to be worth their cost. Pure Python."""
+"""Chooses the length of drafts. A token is drafted if its chance of acceptance is worth the cost of verifying it. Pure
+Python."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ class SequenceDrafts:
     """Drafts of one sequence, and their record of acceptance."""
 
     prediction: list[int] = field(default_factory=list)
-    """Tokens of the text that the client expects."""
+    """Tokens of the output that the client predicts."""
     drafter: SequenceDrafter | None = None
-    """None if a drafter with weights serves the sequence, or none has drafted for it yet."""
+    """None if a drafter with weights serves the sequence, or if nothing has been drafted yet."""
     started: bool = False
-    """Whether drafting has begun, even if only to find that it does not pay."""
+    """Whether drafting has been considered before, even if it was found not to pay."""
     proposed: list[int] = field(default_factory=list)
     """Tokens that a drafter with weights proposes after the newest one."""
     in_flight: int = 0
@@ -30,7 +31,7 @@ class SequenceDrafts:
     verified: tuple[int, int] | None = None
     """Numbers of predicted tokens that the newest step accepted and rejected."""
     num_drafted: int = 0
-    """Drafted tokens since the start; `num_accepted` likewise."""
+    """Drafted tokens since the start. `num_accepted` counts the accepted ones."""
     num_accepted: int = 0
     resume_at: int = 0
     """Sequence length from which drafting resumes, after drafts were useless."""
@@ -41,7 +42,7 @@ class SequenceDrafts:
 
     def acceptance(self, length: int) -> float:
         """Return the probability that a drafted token is accepted if all drafts before it are accepted. Returns 0
-        during a pause. After a pause the sequence is tried again as if nothing were known about it. length: length of
+        during a pause. After a pause, the sequence starts again with the assumed rate of a new one. length: length of
         the sequence."""
         if length < self.resume_at:
             return 0.0
@@ -118,7 +119,8 @@ class StepDrafts:
         """Return how many tokens a drafter with weights should propose per sequence. sequences: drafts and length of
         each.
 
-        If the answer is none because of the sequences' acceptance rates, and not because of the load, they pause.
+        If the result is 0 because of the sequences' acceptance rates, and not because of the load, these sequences
+        pause.
         """
         acceptances = [drafts.acceptance(length) for drafts, length in sequences]
         count = self.proposals(acceptances, limit)
@@ -129,8 +131,8 @@ class StepDrafts:
         return count
 
     def proposals(self, acceptances: list[float], limit: int) -> int:
-        """Return how many tokens a drafter with weights should propose per sequence. Proposing a token takes time for
-        all of them; the next step verifies it only for sequences where it is likely enough."""
+        """Return how many tokens a drafter with weights should propose per sequence. A token is proposed for all
+        sequences and takes time for each; the next step verifies it only for sequences where it is likely enough."""
         seconds, tokens = self._seconds, self._yield
         for count in range(limit):
             chances = [chance for a in acceptances if (chance := a ** (count + 1)) * seconds > self._slope * tokens]

@@ -33,7 +33,7 @@ class DraftModel:
         if cfg.head != "lm":
             raise ConfigError("speculative.model", str(folder), "a model that generates")
         if cfg.recurrent is not None or len(cfg.kv_groups) > 1:
-            raise ConfigError("speculative.model", str(folder), "a model all of whose layers keep KV of one shape")
+            raise ConfigError("speculative.model", str(folder), "a model whose layers all keep KV of one shape")
         check_fits(folder, cfg.vocab_size, target.config)
         longest = max(cfg.max_position_embeddings, target.config.max_position_embeddings) + target.block_size
         cfg = replace(cfg, max_position_embeddings=longest, keeps_all_kv=True)
@@ -83,8 +83,9 @@ class DraftModel:
         return drafts
 
     def _spans(self, step: DraftInputs, budget: int) -> list[tuple[int, int, int]]:
-        """Return (entry of the plan, start, stop) for the tokens [start, stop) of each sequence to compute now. They
-        are all known and just-sampled tokens, as far as budget and blocks reach. The rest is computed later."""
+        """Return (entry of the plan, start, stop) for the tokens [start, stop) of each sequence to compute now. These
+        are all known tokens, including those just sampled, that fit the budget and the blocks. The rest is computed
+        later."""
         plan, spans = step.plan, []
         for entry, (slot, first, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             start = self._computed[slot]

@@ -40,8 +40,8 @@ class DraftInputs:
     """Tensors of a step of the target model after its tokens were sampled, on the device.
 
     Rows are those of `batch`: all tokens that the step computed, sequence after sequence. An entry that verified drafts
-    computed its last known token and the drafts. Its rows after `last_rows` hold rejected tokens. So do the KV cells of
-    these rows, until the sequence overwrites them.
+    computed its last known token and the drafts. Its rows after `last_rows` belong to rejected tokens. The KV cells of
+    these rows also hold rejected tokens, until the sequence overwrites them.
     """
 
     plan: StepPlan
@@ -49,7 +49,7 @@ class DraftInputs:
     entries: list[int]
     """Indices of the n plan entries that sampled."""
     batch: Batch
-    """The target's inputs. A drafter's own KV has the same block ids, so `slot_mapping` and `block_table` hold for it;
+    """The target's inputs. A drafter's own KV has the same block ids, so it can use `slot_mapping` and `block_table`;
     `kv_cache` is the target's. On a CPU each token of an entry that verified drafts is a separate sequence here."""
     tables: Tensor
     """[entries of the plan, max_blocks] int32, block tables of the entries."""

@@ -61,7 +61,7 @@ class Eagle3Config:
         nested = raw.get("eagle_config") or {}
         for key, values in NEEDED.items():
             if (value := raw.get(key, nested.get(key))) not in values:
-                limit = f"an EAGLE-3 head with {key} {json.dumps(values[-1])}, not {json.dumps(value)}"
+                limit = f"an EAGLE-3 head with {key} {json.dumps(values[-1])} instead of {json.dumps(value)}"
                 raise ConfigError("speculative.model", str(folder), limit)
         raw["architectures"] = ["LlamaForCausalLM"]
         # allow positions beyond those of its training, to the end of the target's last block
@@ -72,7 +72,7 @@ class Eagle3Config:
         after = [number + 1 for number in nested.get(key) or ()]
         aux = tuple(raw.get(key) or after or (2, count // 2, count - 3))
         if aux != tuple(sorted(set(aux) & set(range(count)))):
-            limit = f"made for a target of {count} layers, three of which it names in rising order"
+            limit = f"made for a target of {count} layers, and must name three of them in rising order"
             raise ConfigError("speculative.model", f"{folder} (layers {aux})", limit)
         hidden_size = raw.get("target_hidden_size") or layers.hidden_size
         check_fits(folder, layers.vocab_size, target.config, hidden_size)
@@ -111,7 +111,7 @@ class Eagle3Layer(LlamaLayer):
 
 
 class DraftVocabulary(Sharded):
-    """The target's tokens that the head may guess: maps each of the head's ids by its offset to the target's id."""
+    """The target's tokens that the head may guess. An offset for each of the head's ids gives the target's id."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -143,7 +143,7 @@ class Eagle3Head(NativeNames, nn.Module):
         self.d2t = DraftVocabulary(cfg.draft_vocab_size) if cfg.draft_vocab_size != vocab_size else None
 
     def share(self, vocabulary: Vocabulary) -> None:
-        """Use the target's embedding and output layer where the checkpoint has none."""
+        """Use the target's embedding and output layer if the checkpoint has none."""
         self.embed_tokens = self.embed_tokens or vocabulary.embed_tokens
         self.lm_head = self.lm_head or vocabulary.lm_head
 

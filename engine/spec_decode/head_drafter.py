@@ -1,8 +1,8 @@
 """Drafting with one or two layers on top of the target's hidden states: EAGLE-3 and multi-token prediction.
 
 Such a head takes the hidden state of a token together with the next token, and guesses the token after that. For
-further guesses its own hidden state replaces the target's. It computes such a pair for every row of the target's step,
-so its KV lacks only tokens whose KV came from another engine.
+further guesses the head's own hidden state replaces the target's. The head computes such a pair for every row of the
+target's step. So its KV lacks only tokens that this engine did not compute because their KV came from another engine.
 """
 
 from __future__ import annotations

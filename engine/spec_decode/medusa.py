@@ -31,8 +31,8 @@ class MedusaHeads(nn.Module):
     unused: tuple[str, ...] = ()
 
     def __init__(self, num_heads: int, num_layers: int, hidden_size: int, bias: bool, vocab_size: int | None):
-        """num_layers: residual layers per head. vocab_size: that of the heads' own output layers; None to use the
-        target's output layer instead."""
+        """num_layers: residual layers per head. vocab_size: size of the vocabulary of the heads' own output layers;
+        None to use the target's output layer instead."""
         super().__init__()
         heads = range(num_heads)
         self.num_layers = num_layers
@@ -84,7 +84,9 @@ class MedusaDrafter:
         vocab_size = raw.get("vocab_size", cfg.vocab_size)
         check_fits(folder, vocab_size, cfg, raw.get("hidden_size"))
         if (known := raw.get("truncated_vocab_size") or vocab_size) != vocab_size:
-            raise ConfigError("speculative.model", str(folder), f"heads for all {vocab_size} tokens, not for {known}")
+            raise ConfigError(
+                "speculative.model", str(folder), f"heads for all {vocab_size} tokens; these are for {known}"
+            )
         if num_tokens > num_heads:
             limit = f"at most {num_heads}, the number of heads in {folder}"
             raise ConfigError("speculative.num_speculative_tokens", num_tokens, limit)

@@ -110,7 +110,7 @@ def layer_class(target: Target) -> type[MTPLayer]:
     cfg = target.config
     if cfg.num_nextn_predict_layers and isinstance(target.model, Qwen3NextForCausalLM):
         return QwenMTPLayer
-    limit = f"a method other than mtp for {cfg.architecture}, of which no layer predicts further tokens"
+    limit = f"a method other than mtp for {cfg.architecture}, which has no layer that predicts further tokens"
     if cfg.latent is not None and cfg.latent.index is not None:
         limit = f"a method other than mtp for {cfg.architecture}, whose attention is sparse"
     elif cfg.num_nextn_predict_layers and isinstance(target.model, Glm4MoeForCausalLM) and cfg.recurrent is None:

@@ -21,8 +21,8 @@ def match_length(text: Sequence[int], place: int, tokens: list[int], known: int,
 
 
 class NgramDrafter:
-    """Finds the longest match, of `shortest` to `longest` tokens, of a sequence's newest tokens; the newest one among
-    equals."""
+    """Finds the longest match, of `shortest` to `longest` tokens, for a sequence's newest tokens. Of equally long
+    matches it takes the newest."""
 
     def __init__(self, shortest: int, longest: int):
         assert 1 <= shortest <= longest

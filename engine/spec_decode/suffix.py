@@ -1,9 +1,9 @@
 """Suffix decoding: proposes the tokens that followed the newest tokens earlier, in the sequence itself or in other
 outputs of the model.
 
-Oliaro et al., SuffixDecoding, arXiv:2411.04975; vLLM's method `suffix`. Instead of suffix trees, an index of n-grams
-finds places whose matches are then extended: one entry per token instead of a path of nodes. Only the newest places of
-a common n-gram are compared.
+Oliaro et al., SuffixDecoding, arXiv:2411.04975; vLLM's method `suffix`. An index of n-grams replaces suffix trees: it
+finds places, whose matches are then extended. It needs one entry per token instead of a path of nodes. Only the newest
+places of a common n-gram are compared.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class SuffixDrafter:
         return found
 
     def choose(self, rests: list[list[int]], limit: int) -> list[int]:
-        """Return the draft on which most of these continuations agree, token by token, as long as enough of all
-        continuations do."""
+        """Return the draft that follows the most frequent token of these continuations at each place. It ends where too
+        few of all continuations agree with it."""
         drafts: list[int] = []
         least = self._least * len(rests)
         while rests and len(drafts) < limit:

@@ -31,7 +31,7 @@ class Target:
     device: torch.device
     block_size: int
     dummy: bool = False
-    """Whether weights are random (load format `dummy`); the drafter's then are too."""
+    """Whether the target's weights are random (load format `dummy`); the drafter's weights are then random too."""
 
     def load(self, draft: Loadable, folder: Path) -> None:
         """Fill a drafter's module with weights from the checkpoint in `folder`."""
@@ -42,8 +42,9 @@ class Target:
         pack_weights(draft)
 
     def vocabulary(self) -> Vocabulary:
-        """Return the target's whole embedding and output layer, for drafts on rank 0. With one rank this is the target
-        itself. With several, each has only a part of every layer, so both are loaded again."""
+        """Return the target's whole embedding and output layer, for drafts on rank 0. With one rank these are the
+        target's own layers. With several ranks, each has only a part of every layer, so both layers are loaded
+        again."""
         if self.tp.size == 1:
             return self.model
         whole = build(lambda: WholeVocabulary(self.config), self.dtype, self.device)
@@ -91,5 +92,5 @@ def check_fits(folder: Path, vocab_size: int, target: ModelConfig, hidden_size: 
     ):
         if own != needed:
             raise ConfigError(
-                "speculative.model", f"{folder} ({own})", f"made for {what} of size {needed}, as the model's"
+                "speculative.model", f"{folder} ({own})", f"made for {what} of size {needed}, which is the model's"
             )

@@ -37,11 +37,11 @@ MAX_LEXER_STATES = 20_000  # per request, of 1 to 2 kB each
 # blanks between two tokens of JSON would write nothing else.
 WHITESPACE = "( |\n[ \t]{0,20})?"
 STOP_REASONS = {  # explanations for errors of which llguidance gives only a name
-    "NoExtension": "no token of this model can continue the output; allow more, or give it an end",
+    "NoExtension": "no token of this model can continue the output; allow more texts, or let the output end here",
     "LexerTooComplex": "its regular expressions have too many states; make them simpler or shorter",
-    "ParserTooComplex": "it can be read in too many ways; make it simpler",
-    "can't determine decoder type": "a grammar needs the bytes of each token, which only byte-level and byte-fallback "
-    "tokenizers tell",
+    "ParserTooComplex": "it is too ambiguous; make it simpler",
+    "can't determine decoder type": "a grammar needs the bytes of each token, which only byte-level "
+    "and byte-fallback tokenizers provide",
 }
 MAX_FORCED = 32  # forced tokens that are drafted at once
 MAX_REASON = 300  # characters of llguidance's error messages
@@ -186,7 +186,7 @@ class GrammarCompiler:
                 read_tokenizer(folder).to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids)
             )
         except ModuleNotFoundError as error:
-            self._problem = f"left out: {error.name} is not installed where the engine runs"
+            self._problem = f"left out, because {error.name} is not installed where the engine runs"
         except Exception as error:  # noqa: BLE001 - in any case the model can be served without grammars
             self._problem = f"left out: this model's tokenizer cannot be used for it ({one_line(str(error))})"
 
@@ -222,7 +222,7 @@ class GrammarCompiler:
         self._matchers.shutdown(wait=False, cancel_futures=True)
 
     def _compile_wanted(self, params: StructuredOutputsParams, cached: _CachedGrammar) -> CompiledGrammar:
-        """Compile a grammar. Raises InvalidParameter, or Overloaded if no request waits for it any more."""
+        """Compile a grammar. Raises InvalidParameter, or Overloaded if no request is waiting for it any longer."""
         if time.monotonic() >= cached.wanted_until:
             raise _never_began()
         return self._compile(params)
@@ -286,7 +286,7 @@ def source(params: StructuredOutputsParams) -> str:
 
 
 def expected(params: StructuredOutputsParams, problem: str) -> str:
-    """Return what would be valid in place of a grammar with this problem, for the error message."""
+    """Return a description of a valid grammar, for the error message about one with this problem."""
     valid = {
         "json": "a JSON schema that can be enforced",
         "json_object": "left out",

@@ -62,8 +62,8 @@ class Tokenizer:
         return self._encode(text, add_special_tokens).ids
 
     def encode_prompt(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt. Raises PromptTooLong; for a text too long in any case, before tokenizing
-        it."""
+        """Return the token ids of a prompt. Raises PromptTooLong; for a text that is certainly too long, before
+        tokenizing it."""
         self.check_length(text, max_model_len)
         encoding = self._encode(text, add_special_tokens)
         if len(encoding) >= max_model_len:

@@ -30,7 +30,7 @@ class TiktokenClass:
     pattern: str
     """Regular expression for the pieces into which text is split before tokenizing."""
     special_tokens: Callable[[int], str]
-    """Returns the name of the nth token after the vocabulary if tokenizer_config.json has none for it."""
+    """Returns the name of the nth token after the vocabulary, for tokens without a name in tokenizer_config.json."""
     num_special_tokens: int
 
 
@@ -121,7 +121,10 @@ def _add_tokens(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str,
         if token.content not in known:
             tokenizer.add_tokens([token])
             if (got := tokenizer.token_to_id(token.content)) != token_id:
-                problem = f"added token {token.content!r} has the id {token_id}, but follows tokenizer.json as {got}"
+                problem = (
+                    f"added token {token.content!r} has the id {token_id}, but would get {got} after "
+                    "the tokens of tokenizer.json"
+                )
                 raise ModelFolderError(str(folder), problem)
     named = set(special_tokens(config).values()) - known
     in_vocabulary = sorted(token for token in named if tokenizer.token_to_id(token) is not None)
@@ -158,7 +161,7 @@ def _convert(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     except Exception as error:  # its type depends on the kind of tokenizer
         reason = " ".join(str(error).split())[:MAX_REASON]
         if config.get("auto_map"):
-            reason = "its tokenizer is Python code, which is not run; save it as tokenizer.json"
+            reason = "its tokenizer is Python code, which Manta does not run; save it as tokenizer.json"
         raise ModelFolderError(str(folder), f"{files[0].name} cannot be converted: {reason}") from error
 
 
@@ -182,7 +185,10 @@ def _convert_tiktoken(file: Path, ranks: dict[bytes, int], config: dict[str, Any
     known = TIKTOKEN_CLASSES.get(config.get("tokenizer_class", ""))
     if known is None and config.get("auto_map"):
         name = config.get("tokenizer_class")
-        problem = f"{file.name}: how {name} splits text is Python code, which is not run; save it as tokenizer.json"
+        problem = (
+            f"{file.name}: {name} splits text by Python code, which Manta does not run; save the "
+            "tokenizer as tokenizer.json"
+        )
         raise ModelFolderError(str(file.parent), problem)
     added = _added_tokens(file.parent, config)
     converter = TikTokenConverter(str(file), **({"pattern": known.pattern} if known else {}))

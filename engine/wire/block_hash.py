@@ -14,7 +14,8 @@ BLOCK_HASH_BYTES = 16
 def root_keys(cache_salt: str, adapter: str = "") -> tuple[str, ...]:
     """Return the keys of `root_hash`.
 
-    adapter: digest of the sequence's adapter, and not its name: new weights under an old name give another KV.
+    adapter: digest of the sequence's adapter. The name would not do, since new weights under an old name give another
+    KV.
     """
     return (cache_salt, adapter) if adapter else (cache_salt,)
 
@@ -22,7 +23,7 @@ def root_keys(cache_salt: str, adapter: str = "") -> tuple[str, ...]:
 def root_hash(keys: tuple[str, ...]) -> bytes:
     """Return the parent hash of a sequence's first block. Sequences share blocks only if all of these keys are equal.
 
-    keys: everything besides the tokens on which the KV, or access to it, depends: see `root_keys`.
+    keys: everything besides the tokens that determines the KV or who may read it (see `root_keys`).
     """
     joined = b"".join(len(key.encode()).to_bytes(4, "little") + key.encode() for key in keys)
     return hashlib.blake2b(joined, digest_size=16, person=b"manta-kv-root").digest()
@@ -38,7 +39,7 @@ def block_hash(parent: bytes, tokens: list[int]) -> bytes:
 
 def with_images(parent: bytes, images: Sequence[MultiModalFeatureSpec], start: int, end: int) -> bytes:
     """Return the parent hash of the block with tokens [start, end): `parent` extended by the hashes and positions of
-    its images, whose placeholder tokens are all alike."""
+    the block's images. Their placeholder tokens are all alike and would not tell them apart."""
     places = [
         image.mm_hash + (image.mm_position.offset - start).to_bytes(8, "little", signed=True)
         for image in images

@@ -57,10 +57,10 @@ class OpenHandoff:
 
 @dataclass(frozen=True, slots=True)
 class CancelHandoff:
-    """Gives up a prompt that is not needed any more.
+    """Cancels the handoff of a prompt whose KV is no longer needed.
 
-    Failed follows once nothing is being read, with the reason `cancelled` unless the handoff had failed already.
-    Received follows instead if it was on its way.
+    Failed follows once nothing is being read, with the reason `cancelled` unless the handoff had failed already. If all
+    KV had arrived already, Received follows instead.
     """
 
     handoff_id: str
@@ -74,7 +74,7 @@ class AcceptPrefill:
     """Accepts a prefill request, once.
 
     Closed follows, at the latest one lease after decode's last sign of life. If the prompt is still being computed by
-    then, its KV is not needed any more.
+    then, nobody needs its KV any more.
     """
 
     remote_request: RemoteRequest

@@ -30,8 +30,8 @@ class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
     results: dict[str, dict[str, int]] = {}  #: ended handoffs by result (received, failed, closed) and reason
     phase_seconds: dict[str, tuple[int, float]] = {}
     """(count, sum of seconds) by phase. Decode: `accept` (dispatch to first answer), `compute` (to the first token),
-    `exposed` (first token to all blocks read: what the client waits for the transfer), `release`, `total`, and `read`
-    (each read of each rank). Prefill: `held` (first token to the end of the lease)."""
+    `exposed` (first token to all blocks read; the client waits for this part of the transfer), `release`, `total`, and
+    `read` (each read of each rank). Prefill: `held` (first token to the end of the lease)."""
     bytes_read: dict[str, int] = {}  #: by transport
     bytes_overlapped: int = 0  #: bytes that were read before the first token was known
     lease_expiries: int = 0  #: handoffs of a prefill engine whose decode engine fell silent

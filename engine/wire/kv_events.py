@@ -1,7 +1,7 @@
 """KV events in vLLM's format, which indexers and routers such as llm-d and Dynamo read.
 
-Decoders of that format ignore keys that they do not know, and need those without a default here. Field by field after
-vLLM's `vllm/distributed/kv_events.py`.
+Decoders of that format ignore unknown keys, and require the keys that have no default here. Field by field after vLLM's
+`vllm/distributed/kv_events.py`.
 """
 
 from __future__ import annotations
@@ -59,4 +59,4 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
     """Unix time in seconds."""
     events: list[KVCacheEvent]
     data_parallel_rank: int = 0
-    """Every engine is on its own."""
+    """Always 0: no engine is part of a data parallel group."""

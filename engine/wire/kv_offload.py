@@ -1,5 +1,5 @@
-"""Messages about moving KV blocks between the device and the tiers below it: commands of rank 0 to every rank, and
-their answers."""
+"""Messages that move KV blocks between the device and the tiers below it: commands from rank 0 to every rank, and the
+ranks' answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TierBlock(NamedTuple):
     name: bytes
     """16 bytes, the same on all ranks."""
     slot: int = -1
-    """Slot of the copy in host memory; -1 if there is none to write or read."""
+    """Slot of the copy in host memory; -1 if the command does not use host memory."""
     on_disk: bool = False
     """Whether the copy on disk is written or read."""
 
@@ -40,7 +40,7 @@ class LoadBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class StopLoad(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks each rank to end a LoadBlocks at once, and to write none of its blocks after the answer."""
+    """Asks each rank to end a LoadBlocks at once. After its answer, a rank writes no more of the blocks."""
 
     number: int
 
@@ -60,7 +60,7 @@ class TierAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     number: int
     copied: bool = False
-    """Whether this is the first of the two."""
+    """Whether this is the first of a StoreBlocks command's two answers."""
     failed: list[int] = []
     """Indices of the blocks that were not written."""
 
@@ -84,7 +84,7 @@ class KVOffloadStats(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers below the KV cache of one engine."""
 
     tiers: dict[str, TierStats] = {}
-    """`host` and `disk`, as far as the engine has them."""
+    """The tiers `host` and `disk`, if the engine has them."""
     loading: int = 0
     """Requests that wait for blocks."""
     queried_tokens: int = 0

@@ -10,11 +10,11 @@ class LoRARequest(msgspec.Struct, frozen=True, omit_defaults=True):
     equal."""
 
     lora_name: str
-    """What clients call it; for people, and without effect on what is computed."""
+    """The adapter's name for clients; it does not affect the result."""
     lora_path: str
     """Folder or Hub id."""
     digest: str = ""
-    """`AdapterFiles.digest`: hash of all that decides what it computes. Empty: not known, so an engine without a
+    """`AdapterFiles.digest`: hash of everything that affects the adapter's results. If it is empty, an engine without a
     cluster reads it from the files."""
 
 
@@ -25,7 +25,7 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Counts from 1; answers name it."""
     lora: LoRARequest
     slot: int = -1
-    """-1: host memory only."""
+    """Slot to fill; -1 to read the adapter into host memory only."""
 
 
 class AdapterAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -33,7 +33,7 @@ class AdapterAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     number: int
     error: str = ""
-    """Empty if it is done."""
+    """Why it failed; empty if it succeeded."""
 
 
 def digest_of(lora: LoRARequest | None) -> str:

@@ -70,7 +70,8 @@ class HoldOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate or to pool, in token ids. `n > 1` was split up before this point."""
+    """One sequence to generate or to pool, in token ids. A client's request with `n > 1` has become several of
+    these."""
 
     request_id: str
     """Unique among the live requests of an engine; also the source of the seed if none is given."""
@@ -78,7 +79,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     mm_features: list[MultiModalFeatureSpec] = []
     """Images of the prompt, in order of position; they do not overlap."""
     lora: LoRARequest | None = None
-    """The adapter that computes it; None for the model itself."""
+    """The adapter with which it is computed; None for the model itself."""
     params: SamplingParams = SamplingParams()
     pooling: PoolingParams | None = None
     """Asks for a vector or a score instead of tokens; `params` then has no effect."""
@@ -95,13 +96,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prediction: list[int] = []
     """Tokens that the client predicts as the output; engines with speculative decoding use them as drafts."""
     kv_source: KVSource | None = None
-    """Engine that holds the KV of all tokens of `prompt`, because the request moves from there."""
+    """Engine that this request moves from, and that holds the KV of all tokens of `prompt`."""
     kv_holder: KVHolder | None = None
     """Another engine that has more of the prompt cached than the engine that gets this request."""
     prefill: Literal["auto", "local", "remote"] = "auto"
     """Where the prompt is computed. With `remote` the request fails if no other engine can compute it."""
     num_prompt: int | None = None
-    """Length of the actual prompt. Tokens of `prompt` after it are output that another replica already gave: they count
+    """Length of the actual prompt. The tokens of `prompt` after that length are output of another replica: they count
     as output for penalties, min_tokens and max_tokens. None if all tokens are prompt."""
     model: ModelIdentity | None = None
     """Model that must serve the request: replicas of other models refuse it. None allows any."""
@@ -262,14 +263,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of `used`, `cached` and `free` blocks by KV cache group number, and of snapshots of recurrent states
     under `states`; empty with a single group and no states. The fields above are those of the first group."""
     group_block_bytes: dict[str, int] = {}
-    """Bytes of one block of each of these, or of one snapshot, on one rank."""
+    """Bytes on one rank of one block of each group in `group_blocks`, and of one snapshot."""
     blocks_reserved: int = 0
     """Blocks held only by requests with KV from another engine, either still coming or waiting for a slot."""
     blocks_leased: int = 0
     """Blocks held only by computed prompts that another engine may still read."""
     moves: dict[str, int] = {}
-    """Requests that moved, by outcome: `received` or `failed` in the engine that goes on; `released`, `cancelled` or
-    `expired` in the one that has stopped."""
+    """Requests that moved, by outcome: `received` or `failed` in the engine that continues; `released`, `cancelled` or
+    `expired` in the engine that has stopped."""
     fetches: dict[str, int] = {}
     """Prompts of which another engine had more cached, by outcome: `received` or `failed` if that KV was fetched, and
     `costs_more` if computing it was expected to be faster."""
@@ -353,7 +354,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Load of one engine, by which routers and control actors choose. All 0 if nothing is known of the engine."""
+    """Load of one engine, by which routers and control actors choose. All fields are 0 if nothing is known about the
+    engine."""
 
     sequences: int = 0
     """Sequences that are running, waiting, or waiting for KV; each needs one of `slots` to run."""
@@ -391,7 +393,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     held: bytes | None = None
     """Hashes of the last blocks of all holds; None if they are those of the update before."""
     window_blocks: int = 0
-    """Number of a prefix's last blocks that a request needs to go on from there; 0 if it needs all of them."""
+    """Number of a prefix's last blocks that a request needs to continue after it; 0 if it needs all blocks."""
 
 
 class DispatchRemote(msgspec.Struct, frozen=True, tag=True):
@@ -403,7 +405,7 @@ class DispatchRemote(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelDispatch(msgspec.Struct, frozen=True, tag=True):
-    """Notifies the control actor that the call of a DispatchRemote is no longer needed."""
+    """Tells the control actor that it may cancel the call that a DispatchRemote started."""
 
     handoff_id: str
 
@@ -434,7 +436,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class MoveRequests(msgspec.Struct, frozen=True, tag=True):
-    """Let other engines go on with up to `count` requests. Each ends here with the error `moved`."""
+    """Let other engines continue up to `count` requests. Each request ends here with the error `moved`."""
 
     count: int
 
@@ -455,7 +457,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelPrefill(msgspec.Struct, frozen=True, tag=True):
-    """Stop computing another engine's prompt, because the call that brought it has ended."""
+    """Stop computing another engine's prompt, because the call that delivered the prompt has ended."""
 
     handoff_id: str
 

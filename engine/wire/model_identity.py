@@ -58,7 +58,8 @@ def short(digest: hashlib._Hash) -> str:
 
 
 def _vocabulary(folder: Path) -> str:
-    """Return the digest of the tokenizer's content, not of its text: one vocabulary may be written in many ways."""
+    """Return the digest of the tokenizer's parsed content, since two files with different text may hold the same
+    vocabulary."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         files = [file for pattern in VOCABULARY_FILES for file in sorted(folder.glob(pattern))]

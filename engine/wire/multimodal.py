@@ -54,7 +54,7 @@ class MultiModalFeatureSpec(msgspec.Struct, frozen=True, kw_only=True):
     `pixel_values` and, by family, `image_grid_thw` [1, 3] (Qwen) or `image_sizes` [1, 2] (Pixtral).
 
     The pixels are float32, or bytes that index a look-up table: `pixel_table` [3, 256], float32, maps each channel's
-    values to rescaled and normalized ones. After their first dimension, pixels are in channel-first order."""
+    values to rescaled and normalized ones. The dimensions of the pixels after the first are in channel-first order."""
     mm_hash: bytes
     """Hash of `data`, equal for the same picture with the same processing in any prompt."""
     mm_position: PlaceholderRange

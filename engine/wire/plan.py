@@ -77,20 +77,20 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     counts: list[int]
     """The step computes tokens [start, start + count) of the sequence."""
     samples: list[bool]
-    """True where the step reaches the sequence's last token: a new one is then sampled, or pooling ends."""
+    """True where the step computes the sequence's last token. A new token is then sampled, or pooling ends."""
     masked: list[int] = []
     """Indices of the entries whose tokens must obey a grammar."""
     masks: bytes = b""
     """One row of bits for each sampled token of the masked entries (Grammar.masks)."""
     drafts: dict[int, list[int]] = {}
-    """Draft tokens by entry: guesses of the last of its tokens [start, start + count), which are not known yet. A token
-    is sampled after the last known token and after each draft."""
+    """Draft tokens by entry. They are guesses for the unknown tokens at the end of [start, start + count). A token is
+    sampled after the last known token and after each draft."""
     num_drafts: int = 0
     """Tokens that a drafter with weights proposes at the end of this step, for each entry that samples."""
     encoded: list[MultiModalFeatureSpec] = []
     """Images that the vision encoder computes before the tokens; their embeddings are then cached."""
     forgotten: list[bytes] = []
-    """Hashes of images whose embeddings are evicted before that."""
+    """Hashes of images whose embeddings are evicted before images are encoded."""
     received: list[ReceivedImage] = []
     """Images from encode engines to copy into the encoder cache."""
     restored: list[StateRestore] = []

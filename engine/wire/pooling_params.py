@@ -62,7 +62,7 @@ class SupportedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             return
         sizes = self.matryoshka_dimensions
         if sizes and dimensions not in sizes:
-            limit = f"one of {', '.join(map(str, sizes))}, which the model was trained for"
+            limit = f"one of the sizes that the model was trained for ({', '.join(map(str, sizes))})"
             raise InvalidParameter("dimensions", dimensions, limit)
         if dimensions > self.embedding_size:
             limit = f"at most {self.embedding_size}, the size of this embedding"

@@ -18,11 +18,12 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
 
 
 NOBODY = Peer("", "", 0)
-"""Stands for the engine that will go on with a request that moves, until it is known."""
+"""Stands for the engine that will continue a request that moves, until that engine is known."""
 
 
 class KVSource(msgspec.Struct, frozen=True, array_like=True):
-    """A running request that its engine has stopped, and whose KV it holds for the engine that goes on."""
+    """A request that its engine has stopped, and whose KV that engine holds for the engine that continues the
+    request."""
 
     handoff_id: str
     engine: Peer

@@ -111,8 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
     def sequence(self, index: int) -> SamplingParams:
-        """Return the parameters of the sequence with this index among `n`. Each gets its own seed, or all would be
-        alike."""
+        """Return the parameters of the sequence with this index among `n`. Each gets its own seed; otherwise all would
+        be alike."""
         if self.n == 1:
             return self
         # signed 64-bit integers wrap around
@@ -142,5 +142,5 @@ def check(valid: bool, field: str, value: object, limit: str) -> None:
 
 
 def seed_of(request_id: str) -> int:
-    """Return the 64-bit seed of a request that brought none, the same wherever the request runs again."""
+    """Return the 64-bit seed of a request without one. The seed is the same wherever the request runs again."""
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

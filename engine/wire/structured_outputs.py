@@ -1,4 +1,4 @@
-"""Form that an output must have. Names and meaning follow vLLM's StructuredOutputsParams."""
+"""The form that an output must have. Names and meaning follow vLLM's StructuredOutputsParams."""
 
 from __future__ import annotations
 

@@ -211,11 +211,11 @@ def test_images_of_prefill_and_decode_engines_are_encoded_by_an_encode_pool():
         ),
         (
             {"models": [{**MODEL, "engine": {"block_size": 32}, "prefill": {"engine": {"block_size": 16}}}]},
-            ["models[0].prefill.engine.block_size", "that of the decode pool (32)", "got 16"],
+            ["models[0].prefill.engine.block_size", "the block size of the decode pool (32)", "got 16"],
         ),
         (
             {"models": [{**MODEL, "decode": {"engine": {"block_size": 32}}, "prefill": {}}]},
-            ["models[0].engine.block_size", "that of the decode pool (32)", "got 16"],
+            ["models[0].engine.block_size", "the block size of the decode pool (32)", "got 16"],
         ),
         ({"models": [{**MODEL, "handoff": {"policy": "auto"}}]}, ["models[0].prefill", "given, or `encode`"]),
         (
@@ -228,11 +228,11 @@ def test_images_of_prefill_and_decode_engines_are_encoded_by_an_encode_pool():
         ),
         (
             {"models": [{**MODEL, "encode": {"engine": {"dtype": "float32"}}}]},
-            ["models[0].encode.engine.dtype must be that of the decode pool (auto)", "got 'float32'"],
+            ["models[0].encode.engine.dtype must be the value of the decode pool (auto)", "got 'float32'"],
         ),
         (
             {"models": [{**MODEL, "decode": {"engine": {"determinism": "strict"}}, "encode": {}}]},
-            ["models[0].engine.determinism must be that of the decode pool (strict)", "got None"],
+            ["models[0].engine.determinism must be the value of the decode pool (strict)", "got None"],
         ),
         (
             {"models": [{**MODEL, "prefill": {}, "handoff": {"transport": "udp"}}]},

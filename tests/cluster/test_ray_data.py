@@ -87,7 +87,7 @@ def test_with_an_id_a_row_is_sampled_alike_beside_any_others():
     actor._preprocess = _same
     together, alone = asyncio.run(answered(actor, hot)), asyncio.run(answered(actor, hot[3:4]))
     assert alone[0]["generated_text"] == together[0]["generated_text"][3:4]
-    with pytest.raises(RequestError, match="word is that of another row: row dog"):
+    with pytest.raises(RequestError, match="two rows have the same word: row dog"):
         asyncio.run(answered(actor, [hot[3], hot[3]]))
 
 

@@ -73,7 +73,7 @@ def test_server_for_which_no_ports_are_left_does_not_start_with_those_of_others(
     with closing(hold()) as held:
         monkeypatch.setattr(server_ports, "FIRST_PORT", held.getsockname()[1])
         monkeypatch.setattr(server_ports, "LAST_PORT", held.getsockname()[1] + 1)
-        with pytest.raises(StartupError, match="Stop a server of this machine"):
+        with pytest.raises(StartupError, match="Stop another server on this machine"):
             hold()
 
 

@@ -92,7 +92,7 @@ def test_what_is_left_out_is_in_the_log(caplog):
     said = "\n".join(caplog.messages)
     assert "target_ongoing_requests of llm_configs[0].deployment_config.autoscaling_config" in said
     assert "health_check_period_s of llm_configs[0].deployment_config" in said
-    assert "llm_configs[0].engine_kwargs: left out: --enable-chunked-prefill (" in said
+    assert "llm_configs[0].engine_kwargs: ignored: --enable-chunked-prefill (" in said
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_prefill_and_decode_are_pools_of_one_model():
     assert model.engine_config("prefill").max_num_seqs == 2
     assert model.engine_config("decode").handoff is not None
     args["prefill_config"] = {"model_loading_config": {"model_id": "other", "model_source": "pocket"}}
-    with pytest.raises(ConfigError, match=r"prefill_config \(name\) must be that of decode_config"):
+    with pytest.raises(ConfigError, match=r"prefill_config \(name\) must be the same as in decode_config"):
         ray_serve_llm.serving_args(args)
 
 

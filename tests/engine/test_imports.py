@@ -50,4 +50,4 @@ def test_an_engine_runs_without_any_optional_package_and_says_so(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "tokens [" in done.stdout
-    assert "numba is not installed: plain torch is used instead" in done.stderr
+    assert "numba is not installed, so plain torch is used" in done.stderr

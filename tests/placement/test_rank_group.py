@@ -39,7 +39,7 @@ def test_error_of_the_rank_that_failed_is_preferred_to_what_others_tell_of_it():
 
 
 def test_death_of_a_rank_is_preferred_to_the_errors_that_follow_from_it():
-    lost = remote(StartupError("rank 0 cannot be reached any more: connection reset"))
+    lost = remote(StartupError("rank 0 cannot be reached: connection reset"))
     verdict = _verdict([DEAD, lost, remote(StartupError("rank 2 could not connect to the other ranks"))])
     assert isinstance(verdict, EngineUnavailable)
     assert str(verdict).startswith("rank 0 died while it started")

@@ -101,8 +101,7 @@ def test_a_file_of_the_users_that_would_hide_manta_from_rays_workers_ends_the_st
         file.unlink()
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        f"manta: {file} would be imported instead of Manta's `manta` by Ray's workers. "
-        "Rename it, or start in another folder"
+        f"manta: Ray's workers would import {file} instead of Manta's `manta`. Rename it, or start in another folder"
     )
 
 
@@ -118,7 +117,7 @@ def test_another_distribution_manta_is_named_at_the_start_and_by_the_doctor(inst
             env=installed.environment, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert ours.read_text() != text, "pip has overwritten it without a word"
-        assert done.returncode == 1 and "`manta` is a package of manta too" in done.stderr
+        assert done.returncode == 1 and "`manta` is also a package of manta" in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
     finally:
         subprocess.run([*PIP, "--python", str(installed.python), "uninstall", "-y", "-q", "manta"], check=True)
@@ -129,7 +128,7 @@ def test_an_ingress_that_cannot_start_ends_the_start_with_one_line(installed, tm
     args = {"models": [{"name": "pocket", "model": "pocket"}], "ingress": {"batch_dir": "/dev/null/batches"}}
     server = ServeRun(tmp_path, args, installed=installed)
     try:
-        server.wait_for_line("manta cannot start. configuration: ingress.store must be a file of SQLite")
+        server.wait_for_line("manta cannot start. configuration: ingress.store must be a writable SQLite file")
         assert server.wait(120) == 1
     finally:
         server.stop()

@@ -1,1 +1,1 @@
-"""`manta bench`: load on a server, or on an engine alone."""
+"""`manta bench`: measures a server, or an engine alone."""

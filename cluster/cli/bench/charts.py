@@ -38,7 +38,8 @@ def write_serve_report(path: Path, report: ServeReport) -> None:
 
 
 def _tokens(outcome: Outcome, began: float) -> list[Point]:
-    """Return when tokens arrived, and how many. Tokens of an answer are spread evenly over its chunks."""
+    """Return the times at which tokens arrived, and how many arrived at each. The tokens of an answer are spread evenly
+    over its chunks."""
     times = list(accumulate(outcome.itl_s, initial=outcome.sent_at + outcome.ttft_s - began))
     return [(at, outcome.output_tokens / len(times)) for at in times]
 

@@ -52,7 +52,10 @@ def serve(
     api_key: ApiKeyOption = None,
     goodput: Annotated[
         str | None,
-        typer.Option(help='Count requests within these limits, in ms: "ttft:200 tpot:50 e2el:5000", or some of them.'),
+        typer.Option(
+            help='Count the requests that keep all of these limits, in ms: "ttft:200 tpot:50 e2el:5000". '
+            "Limits may be left out."
+        ),
     ] = None,
     timeout_s: Annotated[float, typer.Option(min=0.001, help="Time limit of one request.")] = 600.0,
     as_json: JsonOption = False,

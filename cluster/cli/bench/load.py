@@ -20,16 +20,16 @@ class OfflineLoad:
     PANEL: ClassVar = "Load"
     workload: str | None = flag(
         None,
-        "A preset with token ids that other engines can be given too, instead of the four options below. "
+        "A preset that replaces the four options below. Its token ids can be given to other engines too. "
         "W1: 64 x 128 in, 64 out (Qwen3: 16 x 256 in, 64 out). W2: one stream, 128 in, 128 out. The model needs a "
         "vocabulary of 31,000.",
     )
-    requests: int = flag(64, "Requests, handed over all at once.", min=1)
+    requests: int = flag(64, "Number of requests; all start at once.", min=1)
     input_len: int = flag(128, "Tokens per prompt.", min=1)
     output_len: int = flag(64, "Tokens per answer.", min=1)
     seed: int = flag(0, "Seed of the random prompts.")
     repetitions: int = flag(5, "Repetitions, each with new prompts.", min=1)
-    warmup: int = flag(1, "Repetitions before those that count.", min=0)
+    warmup: int = flag(1, "Repetitions before the measured ones.", min=0)
 
     def batch(self, number: int, model: str, vocab_size: int) -> list[Job]:
         """Return the prompts of one repetition."""
@@ -48,14 +48,16 @@ class ServeLoad:
     max_concurrency: int | None = flag(
         None, "Maximum number of requests under way; the others wait in the client, unmeasured.", min=1
     )
-    input_len: int = flag(128, "Tokens of each prompt's own.", min=1)
+    input_len: int = flag(128, "Tokens of a prompt after its shared prefix.", min=1)
     output_len: int = flag(64, "Tokens per answer.", min=1)
-    prefix_len: int = flag(0, "Shared tokens before these.", min=0)
+    prefix_len: int = flag(0, "Tokens of the shared prefix.", min=0)
     prefix_groups: int = flag(1, "Number of different prefixes; prompts take turns.", min=1)
     text: bool = flag(False, "Send English words, not token ids; chat always does.", "--text")
-    vocab_size: int = flag(1000, "Token ids are below this; the model must have them.", min=2)
+    vocab_size: int = flag(
+        1000, "Draw token ids below this number, which must not exceed the model's vocabulary.", min=2
+    )
     temperature: float = flag(0.0, "0 is greedy.", min=0)
-    ignore_eos: bool = flag(True, "Ask for the full length; a server may not know the field.")
+    ignore_eos: bool = flag(True, "Ask for the full length (`ignore_eos`); some servers do not know this field.")
     num_warmups: int = flag(0, "Requests sent one after another before the clock starts.", min=0)
     seed: int = flag(0, "Seed of the random prompts.")
 

@@ -27,7 +27,7 @@ from engine.wire.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class OfflineReport:
-    """Report of an offline measurement. Each Distribution is over the repetitions."""
+    """Report of an offline measurement. Each Distribution has one value per repetition."""
 
     model: str
     workload: str

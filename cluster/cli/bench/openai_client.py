@@ -69,7 +69,7 @@ class Outcome:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first; None if there is only one."""
+        """Seconds per token after the first; None if there is only one token."""
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     def add(self, chunk: Chunk, now: float) -> None:
@@ -101,7 +101,7 @@ class EventParser:
         self._rest = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Return the data of the events that are complete now."""
+        """Return the data of the events that this piece completes."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
@@ -114,8 +114,8 @@ class ChunkParser:
         self._ended = False
 
     def feed(self, piece: bytes) -> list[Chunk]:
-        """Return the chunks that are complete now. Raises StreamFailed for an error of the server, or for an invalid
-        chunk."""
+        """Return the chunks that this piece completes. Raises StreamFailed for an error of the server, or for an
+        invalid chunk."""
         events = self._events.feed(piece)
         self._ended |= b"[DONE]" in events
         return [self._chunk(event) for event in events if event != b"[DONE]"]
@@ -133,7 +133,7 @@ class ChunkParser:
     def close(self) -> None:
         """Raise StreamFailed unless the answer is complete."""
         if not self._ended:
-            raise StreamFailed("the stream broke off before its end")
+            raise StreamFailed("the stream ended early")
 
 
 class OpenAIClient:
@@ -189,7 +189,7 @@ class OpenAIClient:
 
     async def events(self, path: str) -> AsyncGenerator[bytes]:
         """Yield the data of each server-sent event until the stream ends. Raises InvalidApiKey, RequestError if the
-        server has no such stream, or EngineUnavailable if it is gone."""
+        server has no such stream, or EngineUnavailable if the server is gone."""
         try:
             async with self._session.get(self.base_url + path) as response:
                 if response.status == 401:

@@ -1,5 +1,5 @@
 """Prompts for measurements. A prompt depends only on the arguments, so that different engines and runs get the same
-ones."""
+prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Load on an OpenAI-compatible server, and its response. Metrics are defined and named as in vLLM's `bench serve`."""
+"""Sends load to an OpenAI-compatible server and measures its latencies. Metrics are defined and named as in vLLM's
+`bench serve`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ LOAD_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """Report of a load test. Totals are over the requests that completed."""
+    """Report of a load test. Totals count only the requests that completed."""
 
     base_url: str
     model: str

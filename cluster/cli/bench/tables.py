@@ -81,9 +81,11 @@ def serve_notes(report: ServeReport) -> list[str]:
     if report.without_usage:
         notes.append(f"{report.without_usage} answers came without usage; their tokens were counted by chunks")
     elif report.total_output_tokens < (asked := report.completed * report.load.output_len):
-        notes.append(f"answers are shorter than asked for: {asked} tokens would be the full length")
+        notes.append(f"answers are shorter than requested: in full they would have {asked} tokens")
     if report.client_cpu_share > BUSY_CLIENT:
-        notes.append(f"this client used {report.client_cpu_share:.0%} of a core, and may be what limits the figures")
+        notes.append(
+            f"this client used {report.client_cpu_share:.0%} of a core, and may itself have limited the figures"
+        )
     return notes
 
 

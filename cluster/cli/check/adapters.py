@@ -34,7 +34,7 @@ def check_listed(serve_config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def layers_of(model: ModelSection, role: Role) -> ModelAdapters:
-    """Return the layers that adapters can change in an engine of a pool, without memory for them. Experts and
+    """Return the layers that adapters can change in an engine of a pool. Allocates no memory for weights. Experts and
     `kv_b_proj` count as on a CPU; a GPU refuses their adapters when it loads them."""
     engine = model.engine_config(role)
     shape = ModelConfig.from_folder(engine_folder(engine), engine.quantization)
@@ -44,7 +44,7 @@ def layers_of(model: ModelSection, role: Role) -> ModelAdapters:
 
 
 def check_adapters(model: ModelSection, layers: ModelAdapters) -> Iterator[Finding]:
-    """Check names, sizes and ranks of the adapters that are listed for a model, and that they were trained on it."""
+    """Check names, sizes and ranks of the adapters that are listed for a model, and whether they were trained on it."""
     for module in model.lora_modules:
         topic = f"adapter {module.name} of {model.name}"
         try:
@@ -55,8 +55,8 @@ def check_adapters(model: ModelSection, layers: ModelAdapters) -> Iterator[Findi
             continue
         base = files.config.base_model
         if is_other(base, model.model):
-            message = f"was trained on {base}, as its adapter_config.json says, and is served on {model.model}"
-            yield Finding("warning", topic, message, "Its layers fit, but its answers may make no sense")
+            message = f"was trained on {base} according to its adapter_config.json, but is served on {model.model}"
+            yield Finding("warning", topic, message, "The adapter's layers fit, but its answers may make no sense")
         else:
             yield Finding("ok", topic, f"fits: {len(files.modules)} modules")
 

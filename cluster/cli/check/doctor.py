@@ -48,7 +48,7 @@ def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
     except StartupError as error:
         if address or os.environ.get("RAY_ADDRESS"):
             raise
-        advice = "It may be starting or ending: try again; `ray stop` ends what is left of it"
+        advice = "The cluster may be starting or ending: try again; `ray stop` ends its remaining processes"
         yield Finding("warning", "Ray cluster", str(error), advice)
     nodes = found or [this_machine()]
     yield from check_nodes(nodes, "Ray cluster" if found else "this machine")
@@ -98,7 +98,7 @@ def check_needed(needed: Iterable[Requirement]) -> Finding:
 
 def check_extra(extra: str, use: str, needed: Iterable[Requirement]) -> Finding:
     if wrong := [message for message in map(mismatch, needed) if message]:
-        advice = f"Only for {use}: pip install '{DISTRIBUTION}[{extra}]'"
+        advice = f"Needed only for {use}: pip install '{DISTRIBUTION}[{extra}]'"
         return Finding("ok", f"extra {extra}", "; ".join(wrong), advice)
     return Finding("ok", f"extra {extra}", f"installed ({use})")
 
@@ -126,8 +126,8 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def check_compiler() -> Finding:
-    """Check for a C compiler: Triton needs one when the first kernel runs, and without it the engine would end
-    there."""
+    """Check for a C compiler. Triton needs one when the first kernel runs; without it the engine would end at that
+    point."""
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if found is None:
         advice = "Install gcc and the headers of the C library (Debian: gcc libc6-dev), or name another in CC"

@@ -57,7 +57,11 @@ def check_together(deployments: Sequence[Deployment], nodes: Sequence[Node]) -> 
     message = ", ".join(f"{name} {placed[name]} of {count}" for name, count in wanted.items())
     if placed == wanted:
         return Finding("ok", "all replicas", f"fit together: {message}")
-    advice = "Some wait for the autoscaler to add nodes" if can_grow(nodes) else "Use fewer replicas, or less for each"
+    advice = (
+        "Some replicas wait until the autoscaler adds nodes"
+        if can_grow(nodes)
+        else "Use fewer replicas, or fewer CPUs and GPUs for each"
+    )
     return Finding(
         "warning" if can_grow(nodes) else "problem", "all replicas", f"do not fit together: {message}", advice
     )
@@ -86,11 +90,11 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
 def check_kv_cache(
     topic: str, engine: EngineConfig, shape: ModelConfig, dtype: torch.dtype, weights: int, *, on_gpu: bool
 ) -> Finding:
-    """Size a KV cache as a rank does at its start, as if nothing else ran on this machine. weights: bytes per rank,
-    including slots for adapters."""
+    """Size a KV cache as a rank does when it starts, assuming that nothing else runs on this machine. weights: bytes
+    per rank, including slots for adapters."""
     if on_gpu:
         _, total = torch.cuda.mem_get_info()
-        free, less = int(total * engine.gpu_memory_utilization) - weights, ", less what a step's activations take"
+        free, less = int(total * engine.gpu_memory_utilization) - weights, ", minus the memory of a step's activations"
     else:
         free, less = kv_cache.free_host_bytes() // engine.tensor_parallel - weights, ""
     if free <= 0:

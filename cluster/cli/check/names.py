@@ -22,13 +22,13 @@ def check_folder(folder: Path) -> Iterator[Finding]:
     for name in OUTERMOST:
         found = PathFinder.find_spec(name, [str(folder)])
         if found is not None and found.origin is not None and not Path(found.origin).is_relative_to(ours / name):
-            message = f"{found.origin} would be imported instead of Manta's `{name}` by Ray's workers"
+            message = f"Ray's workers would import {found.origin} instead of Manta's `{name}`"
             yield Finding("problem", "names", message, "Rename it, or start in another folder")
 
 
 def check_facade() -> Iterator[Finding]:
-    """Check whether `manta/__init__.py` is ours: another package `manta` may have overwritten it, or removed it when it
-    was uninstalled. Fast if nothing is wrong."""
+    """Check whether `manta/__init__.py` is ours. Another package `manta` may have overwritten the file, or may have
+    removed it when that package was uninstalled. Fast if nothing is wrong."""
     if "manta" in sys.modules and "build" not in getattr(sys.modules["manta"], "__all__", ()):
         yield from check_distributions()
         yield Finding("problem", "names", "`manta/__init__.py` is not Manta's", f"Install {DISTRIBUTION} again")
@@ -40,6 +40,7 @@ def check_distributions() -> Iterator[Finding]:
     for name in OUTERMOST:
         if others := sorted(set(owners.get(name, ())) - {DISTRIBUTION}):
             message = (
-                f"`{name}` is a package of {', '.join(others)} too, and whichever came last has overwritten the other"
+                f"`{name}` is also a package of {', '.join(others)}, and the one installed last "
+                "has overwritten the other"
             )
             yield Finding("problem", "names", message, f"Install {DISTRIBUTION} into a separate environment")

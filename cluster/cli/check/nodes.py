@@ -1,6 +1,7 @@
-"""Finds the nodes of a Ray cluster for `manta doctor`, in a separate process that may hang or be killed.
+"""Finds the nodes of a Ray cluster for `manta doctor`. A separate process looks for them, because it may hang or be
+killed.
 
-A driver that joins a cluster which is just ending waits for minutes, or is killed by Ray.
+If a driver joins a cluster that is just ending, it waits for minutes, or Ray kills it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ANSWER_S = 15.0  # time limit on an idle machine, of which the process takes a s
 def find_nodes(address: str | None) -> list[Node] | None:
     """Return the nodes of the cluster at `address`; None if no address is given and no cluster is found.
 
-    Raises StartupError if there is no cluster at `address`, or one that does not answer.
+    Raises StartupError if there is no cluster at `address`, or if the cluster does not answer.
     """
     named, limit_s = address or os.environ.get("RAY_ADDRESS"), ANSWER_S * patience()
     context = multiprocessing.get_context("spawn")
@@ -31,9 +32,9 @@ def find_nodes(address: str | None) -> list[Node] | None:
     process.start()
     answer.close()  # the process has the other end, so that recv() returns when it ends
     try:
-        found = answers.recv() if answers.poll(limit_s) else f"nothing came within {limit_s:.0f} s"
+        found = answers.recv() if answers.poll(limit_s) else f"no answer within {limit_s:.0f} s"
     except EOFError:
-        found = "Ray has ended the process that asked"
+        found = "Ray has ended the process that tried to join"
     finally:
         process.kill()
         process.join()

@@ -58,9 +58,9 @@ class FreeNode:
 
 
 def place(wanted: Mapping[str, int], deployments: Sequence[Deployment], nodes: Sequence[Node]) -> dict[str, int]:
-    """Return how many of the wanted replicas of each deployment the nodes hold together.
+    """Return how many of the wanted replicas of each deployment fit on the nodes together.
 
-    Largest replicas are placed first, each of their bundles on the first node with enough left.
+    The largest replicas are placed first. Each of their bundles goes to the first node with enough resources left.
     """
     # nodes without GPUs first, so that bundles without GPUs do not take the others
     free = sorted((FreeNode(dict(n.resources), n.labels) for n in nodes), key=lambda node: node.resources.get("GPU", 0))

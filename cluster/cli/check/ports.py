@@ -12,10 +12,10 @@ from cluster.server_ports import KNOWN_PORTS, given_ports
 
 def check_ports(host: str, port: int) -> Iterator[Finding]:
     """Check that the ports of a server are free. host, port: address of the API. Raises ConfigError."""
-    yield check_port(host, port, "the API", "Stop what listens there, or choose another with --port")
+    yield check_port(host, port, "the API", "Stop the program that listens there, or choose another port with --port")
     if sys.platform == "linux":
         for name, number in given_ports().items():
-            advice = f"Stop what listens there, or set {name} to another port"
+            advice = f"Stop the program that listens there, or set {name} to another port"
             yield check_port("127.0.0.1", number, KNOWN_PORTS[name].use, advice)
 
 

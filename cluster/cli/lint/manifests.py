@@ -1,4 +1,5 @@
-"""Manifests as seen by the rules: the resources of each Ray pod, and the requirements of the Serve configuration."""
+"""Manifests in the form that the rules use: the resources of each Ray pod, and the requirements of the Serve
+configuration."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ class Service:
         self.groups = [Group(f"{self.name}, {name}", spec, maps) for name, spec in specs]
 
     def of_kind(self, kind: str) -> Iterator[Manifest]:
-        """Yield the manifests of a kind that are in the RayService's namespace, or that specify no namespace."""
+        """Yield the manifests of a kind in the RayService's namespace, and those that specify no namespace."""
         namespace = self.metadata.get("namespace")
         for manifest in self._manifests:
             if manifest["kind"] == kind and manifest["metadata"].get("namespace", namespace) in (namespace, None):

@@ -24,15 +24,15 @@ def serve_port(service: Service) -> Iterator[Violation]:
 
 
 def proxies(service: Service) -> Iterator[Violation]:
-    """Check that every worker has a proxy: KubeRay's probe asks each worker for one, and only workers with one become
-    Ready."""
+    """Check that every worker has a proxy. KubeRay's readiness probe asks the proxy of each worker, so a worker without
+    a proxy never becomes Ready."""
     if (location := service.serve.get("proxy_location", EVERY_NODE)) != EVERY_NODE:
         message = f"proxy_location must be {EVERY_NODE}, got {location}: no worker would ever be Ready"
         yield Violation("proxy-location", service.name, message)
 
 
 def deadlines(service: Service) -> Iterator[Violation]:
-    """Check that everything that stops outlives the requests that it has accepted."""
+    """Check that everything that stops does so only after the requests that it has accepted."""
     drains_s = {f"{m.name}.{role}": p.drain_s for _, c in service.apps for m in c.models for role, p in m.pools.items()}
     drains_s |= {"ingress": max(config.ingress.drain_s for _, config in service.apps)}
     request_s, drain_s = max(config.ingress.request_timeout_s for _, config in service.apps), max(drains_s.values())

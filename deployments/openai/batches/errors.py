@@ -32,7 +32,7 @@ class Conflict(RequestError):
 
 
 class ForbiddenOrigin(RequestError):
-    """A web page of another origin sends a form, which browsers allow without asking the server first."""
+    """A web page of another origin sends a form. Browsers send forms without first asking the server for permission."""
 
     status, type = 403, "permission_error"
 
@@ -50,4 +50,4 @@ class StorageError(ServingError):
         super().__init__(reason)
 
     def __str__(self) -> str:
-        return f"files cannot be stored or read here: {self.args[0]}"
+        return f"this server cannot store or read files: {self.args[0]}"

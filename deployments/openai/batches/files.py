@@ -37,8 +37,8 @@ class File(msgspec.Struct, kw_only=True):
 
 
 class Files:
-    """Contents in a folder, as `ID.data`, and Files in a store. A File is written after its content and removed before
-    it.
+    """The contents of files in a folder, as `ID.data`, and their File objects in a store. A File object is written
+    after its content and removed before it.
 
     Methods raise OSError and StoreUnavailable.
     """

@@ -81,8 +81,8 @@ class InputFile:
     async def check(self, endpoint: str, models: Container[str]) -> tuple[int, list[BatchError]]:
         """Return the number of requests, and the errors of their lines. Raises InputUnreadable.
 
-        Errors in a body that only the route can detect become the answer to that line. models: names of the models
-        served here.
+        Some errors in a body can be detected only by its route. They become the answer to that line. models: names of
+        the models served here.
         """
         check = _LineCheck(endpoint, models, await self.model(), self.max_line_bytes)
         lines, count = self._lines(), 0
@@ -128,10 +128,10 @@ class _LineCheck:
     """The model of the batch."""
     max_line_bytes: int
     seen: set[str] = field(default_factory=set)
-    """Each custom_id so far."""
+    """All custom_ids of earlier lines."""
 
     def errors(self, lines: list[NumberedLine], too_large: Container[int]) -> list[BatchError]:
-        """Return the errors in some lines. too_large: numbers of the lines with too many values."""
+        """Return the errors of these lines. too_large: numbers of the lines with too many values."""
         found = []
         for number, text in lines:
             if text is None:

@@ -27,7 +27,8 @@ class ExpiresAfter(BaseModel):
 
 
 class UploadForm(BaseModel):
-    """POST /v1/files, as multipart/form-data. `expires_after` comes as two fields, such as `expires_after[seconds]`."""
+    """POST /v1/files, as multipart/form-data. `expires_after` is sent as two fields, such as
+    `expires_after[seconds]`."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 

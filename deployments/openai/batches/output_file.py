@@ -40,9 +40,9 @@ class _Answered(msgspec.Struct):
 class OutputFile:
     """A file to which one process at a time appends lines.
 
-    It begins with the complete lines of its predecessor, whose process may still live and append to that file. Nothing
-    is synced until the batch ends, because the page cache outlives a process; answers lost in a power cut are computed
-    again.
+    It begins with the complete lines of the previous attempt's file. The process of that attempt may still be alive and
+    append to its own file. Nothing is synced until the batch ends: the page cache survives the end of a process, and
+    answers lost in a power cut are computed again.
     """
 
     def __init__(self, path: Path, predecessor: Path):
@@ -84,7 +84,7 @@ class OutputFile:
 
 
 class Answers:
-    """Files of one attempt at a batch: answers with status 200 are in one, all others in the other."""
+    """The two files of one attempt at a batch: one for answers with status 200, one for all others."""
 
     def __init__(self, work: Path, attempt: str, predecessor: str):
         self.output = OutputFile(work / OUTPUT.format(attempt), work / OUTPUT.format(predecessor))

@@ -136,7 +136,7 @@ class BatchRoutes:
         endpoints = {route.path for route in self._app.routes if isinstance(route, APIRoute)}
         if body.endpoint not in endpoints:
             served = ", ".join(sorted(endpoints.intersection(get_args(Endpoint))))
-            raise InvalidParameter("endpoint", body.endpoint, f"one of those that are served here: {served}")
+            raise InvalidParameter("endpoint", body.endpoint, f"one of the served models: {served}")
         try:
             with storage():
                 _, content = await self._files.content(body.input_file_id, key_name(request))
@@ -162,8 +162,8 @@ class BatchRoutes:
 
 
 def check_origin(request: Request, allowed: tuple[str, ...]) -> None:
-    """Raise ForbiddenOrigin for a form of another origin's web page. Unlike JSON, browsers send forms without asking
-    first."""
+    """Raise ForbiddenOrigin for a form of another origin's web page. Browsers ask the server for permission before they
+    send JSON, but not before they send forms."""
     origin = request.headers.get("origin")
     if origin is not None and origin not in allowed and "*" not in allowed:
         raise ForbiddenOrigin(origin)

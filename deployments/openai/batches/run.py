@@ -31,7 +31,7 @@ from deployments.storage.key_value import StoreUnavailable
 POLL_S = 0.5  # between saves of the batch's progress, and checks whether it should end
 MAX_CRASHES = 2  # of servers while working on the same line
 MAX_IN_FLIGHT_BYTES = 32 * 2**20  # of bodies per batch; a single body may exceed it
-CRASHED = "The server has ended twice while it worked on line {line} of this batch, or on another one."
+CRASHED = "The server has ended twice while it worked on this batch, perhaps because of line {line}."
 UNANSWERED = {
     "batch_cancelled": "This request was not executed, because the batch was cancelled.",
     "batch_expired": "This request could not be executed before the completion window expired.",
@@ -86,7 +86,7 @@ class BatchRun:
         await self.store.finish(batch.id)
 
     def _open(self, work: Path) -> Answers:
-        """Open the files of a new attempt. It counts once the record is saved."""
+        """Open the files of a new attempt. The attempt takes effect when the record is saved."""
         attempt = secrets.token_hex(8)
         answers = Answers(work, attempt, self.claim.record.attempt)
         self.claim.record.attempt = attempt
@@ -106,7 +106,7 @@ class BatchRun:
         await self._save()
 
     async def _begin(self, line: int) -> int:
-        """Record that work on the batch begins. Returns how many ingresses have died while this was its first
+        """Record that work on the batch begins. Returns how many ingresses have died while `line` was the batch's first
         unanswered line."""
         record = self.claim.record
         record.crashes = int(record.working) + (record.crashes if record.working and record.line == line else 0)
@@ -233,7 +233,7 @@ def line_id(batch: Batch, request: BatchRequest) -> str:
 
 
 def _write_rest(batch: Batch, reason: str | None, file: InputFile, answers: Answers) -> None:
-    """Give every remaining request an answer. reason: error of the unanswered ones."""
+    """Give every remaining request an answer. reason: the error that these requests get."""
     if reason is not None:
         error = LineError(reason, UNANSWERED[reason])
         for request in file.requests():

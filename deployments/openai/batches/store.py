@@ -27,17 +27,19 @@ class BatchRecord(Record[Batch]):
     """A batch, the name of its current attempt, and the crashes of ingresses that worked on it."""
 
     attempt: str = ""
-    """Name of the attempt whose answers count: an ingress wrongly thought dead may still write to another."""
+    """Name of the attempt whose answers count. An ingress that was wrongly taken for dead may still write to the files
+    of another attempt."""
     working: bool = False
-    """Whether an ingress works on it, or did so until it died."""
+    """Whether an ingress works on the batch, or worked on it until that ingress died."""
     line: int = -1
-    """First unanswered line when the work began."""
+    """First unanswered line when an ingress last began to work."""
     crashes: int = 0
-    """Number of ingresses that have died at that line."""
+    """Number of ingresses that have died while `line` was the first unanswered line."""
 
 
 class BatchStore:
-    """Batches of all ingresses: their records in a store, and the lines of each in a folder until it has ended.
+    """The batches of all ingresses. Their records are in a store; the lines of each batch are in a folder until the
+    batch has ended.
 
     Methods raise OSError and StoreUnavailable.
     """
@@ -51,7 +53,8 @@ class BatchStore:
     async def create(self, body: BatchBody, owner: str | None, model: str | None) -> Batch:
         """Create a batch. Raises ObjectNotFound if its input file does not exist.
 
-        model: model that an ingress must serve to run the batch; None lets any ingress run it and report what is wrong.
+        model: model that an ingress must serve to run the batch; None lets any ingress run the batch and report its
+        errors.
         """
         _, content = await self.files.content(body.input_file_id, owner)
         now = int(time.time())
@@ -108,7 +111,7 @@ class BatchStore:
         await self.unfinished.remove(batch_id)
 
     async def remove_expired(self) -> None:
-        """Remove expired files, and leftovers of batches that are not stored any more."""
+        """Remove expired files, and leftovers of batches that are no longer stored."""
         await self.files.remove_expired()
         for batch_id in os.listdir(self._work) if self._work.exists() else ():
             if age_s(batch_id, PREFIX) > DAY_S and await self.records.find(batch_id) is None:
@@ -137,7 +140,7 @@ class Claim:
         self._store, self._batch_id, self._stored = store, batch_id, b""
 
     async def take(self) -> bool:
-        """Claim the batch. Returns False if another ingress has it, it has ended, or it is not stored any more."""
+        """Claim the batch. Returns False if another ingress has it, or if it has ended or is no longer stored."""
         await self._store.values.settled()
         if not await self._lease.take():
             return False

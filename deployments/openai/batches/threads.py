@@ -11,8 +11,8 @@ R = TypeVar("R")
 
 
 async def in_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return the result of `work`, run in a thread. If the task is cancelled, wait for the work first, so that it does
-    not interfere with the batch's next holder."""
+    """Run `work` in a thread and return its result. If the task is cancelled, wait for the work to end first, so that
+    it does not interfere with the batch's next holder."""
     call = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
     try:
         return await asyncio.shield(call)

@@ -80,7 +80,7 @@ class BatchWorker:
                 pass
 
     async def _start_batches(self) -> None:
-        """Start batches that no ingress works on, oldest first, as far as their owners' limits allow."""
+        """Start the batches that no ingress works on, oldest first, within the limit of each owner."""
         await self._models.read()
         for batch_id in await self._store.unfinished.all():
             if batch_id in self._running:
@@ -107,8 +107,8 @@ class BatchWorker:
             self.wake()
 
     def _is_ours(self, record: BatchRecord) -> bool:
-        """Return whether this ingress can run a batch now: its owner is below the limit, and its model and folder are
-        here. The last two do not matter once its window is over."""
+        """Return whether this ingress can run a batch now: its owner is below the limit, and this ingress has its model
+        and folder. A batch whose window is over needs neither of these two."""
         batch = record.object
         if self._num_running[record.owner] >= MAX_RUNNING:
             return False

@@ -33,11 +33,11 @@ class CallFormat:
     markup: CallMarkup | None = None
     """Markup of calls between markers."""
     whole: type[JsonCallsParser] | None = None
-    """Parser of outputs that are calls and nothing else."""
+    """Parser of outputs that consist of calls only."""
     whole_key: str = ""
     """Key of the arguments in calls that are the whole output, if a grammar can enforce them as JSON."""
     syntax: CallSyntax | None = None
-    """Syntax of calls between markers, for grammars; None if they cannot be enforced."""
+    """Syntax of calls between markers, for grammars; None if calls cannot be enforced."""
     older: tuple[str, CallSyntax] | None = None
     """(marker, syntax) of older models, for which this marker is not a token."""
     more_markers: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class CallFormat:
 
     @property
     def in_messages(self) -> bool:
-        """Whether calls are messages like reasoning and content, with one parser for all."""
+        """Whether calls, reasoning and content are all messages, which one parser reads."""
         return self.markup is None and self.whole is None
 
     def syntax_for(self, token_of: Callable[[str], int | None]) -> CallSyntax | None:
@@ -69,7 +69,6 @@ class CallFormat:
         return self.older[1] if self.older is not None and token_of(self.older[0]) is None else self.syntax
 
     def forced_natively(self, token_of: Callable[[str], int | None]) -> bool:
-        """Return whether forced calls use the model's own format. In other formats they are a JSON array, as in
-        vLLM."""
+        """Return whether forced calls use the model's own format. Otherwise they are a JSON array, as in vLLM."""
         syntax = self.syntax_for(token_of)
         return self.in_messages or (syntax is not None and "{object}" not in syntax.call)

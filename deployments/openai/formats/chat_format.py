@@ -105,11 +105,14 @@ class ChatFormat:
         if not body.offered_tools:
             return
         if not self.shows_tools:
-            raise RequestError("tools: the chat template of this model does not show them to the model", "tools")
+            raise RequestError(
+                "tools cannot be used, because the chat template of this model does not show them to the model", "tools"
+            )
         if body.tool_choice in (None, "auto") and self.tool_call_parser == "none":
             message = (
-                "tool_choice must be required or the name of a tool: how this model writes calls is not known "
-                "(tool_call_parser in the configuration says it)"
+                "tool_choice must be required or the name of a tool, because the format of this "
+                "model's calls is unknown "
+                "(set tool_call_parser in the configuration)"
             )
             raise RequestError(message, "tool_choice")
 

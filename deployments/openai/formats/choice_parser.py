@@ -28,9 +28,10 @@ class OutputFormat:
     """Expected format of the output of one request."""
 
     tool_calls: str = "none"
-    """A ToolCallParserName except auto; or `json` for an array of calls, `arguments` for those of the only tool."""
+    """A ToolCallParserName except auto; `json` for an array of calls; `arguments` for the arguments of the only
+    tool."""
     tools: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """JSON schemas of the arguments of the tools that may be called, by name."""
+    """JSON schemas of the arguments, by the names of the tools that may be called."""
     named: bool = False
     """Whether the request names the tool to call."""
     parallel: bool = True
@@ -69,7 +70,7 @@ class ChoiceParser:
     """Chains the parsers of one choice. streaming: as in CallReader."""
 
     def __init__(self, output_format: OutputFormat, *, streaming: bool, call_ids: Iterator[str] | None = None):
-        """call_ids: hexadecimal ids from which ids of tool calls are made; None for random ones."""
+        """call_ids: hexadecimal ids from which ids of tool calls are made; None for random ids."""
         self._output_format, self._call_ids = output_format, call_ids
         self._reasoning_parser = output_format.reasoning_parser(streaming=streaming)
         parsers = self._reasoning_parser, output_format.call_parser(streaming=streaming)

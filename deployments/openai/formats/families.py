@@ -1,4 +1,4 @@
-"""Formats of all model families. Parsing, enforcement and detection of a format all follow from its entry.
+"""Formats of all model families. A format's entry contains everything needed to parse, enforce and detect it.
 
 Names are vLLM's; docs/tool_calls.md lists them.
 """

@@ -1,6 +1,7 @@
 """Grammar of an output whose calls are forced or strict, or whose structured content may follow reasoning or calls.
 
-It is in llguidance's Lark (see its docs/syntax.md), where `<[7]>` is token 7, which no pattern matches.
+The grammar is in llguidance's Lark (see its docs/syntax.md). In it, `<[7]>` stands for token 7, which no pattern
+matches.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ class ToolGrammar:
         syntax = None if self._format is None else self._format.syntax_for(self.lark.token_of)
         if syntax is None:
             names = [tool.function.name for tool in self._tools]
-            limit = f"neither strict nor with a response format: calls that {self.tool_call_parser} parses"
+            limit = (
+                "neither strict nor combined with a response format, because calls in the "
+                f"format {self.tool_call_parser}"
+            )
             raise InvalidParameter("tools", names, f"{limit} cannot be enforced")
         return CallGrammar(syntax, self.lark, self._tools, strict_only)
 
@@ -108,7 +112,7 @@ class ToolGrammar:
         return {"type": "array", "minItems": 1, **max_items, "items": calls}
 
     def _content_or_calls(self) -> str:
-        """Return the rule for content, or for calls that the model makes of its own accord."""
+        """Return the rule for content or calls, between which the model may choose."""
         if self._format is not None and self._format.whole_key:
             call = json_rule(calls_schema(self._tools, self._format.whole_key, "#", strict_only=True))
             calls = f'{call} (";" GAP {call})*' if self._parallel else call
@@ -120,7 +124,7 @@ class ToolGrammar:
         return f"({call})* TEXT" if self._parallel else f"TEXT | {call}"
 
     def _harmony(self) -> str:
-        """Return the rule for messages: reasoning, a preamble of what the model is about to do, then a call or an
+        """Return the rule for messages: reasoning, an announcement of what the model is about to do, then a call or an
         answer."""
         text, until_end = self.lark.text, self.lark.until("<|end|>")
         analysis, commentary, final = (
@@ -172,7 +176,7 @@ def _content_rule(content: StructuredOutputsParams) -> str:
         case "choice":
             return f"({' | '.join(json.dumps(choice) for choice in content.choice or [])})"
         case "grammar":
-            limit = "of another kind where the model may reason or call tools (json, json_object, regex or choice)"
+            limit = "json, json_object, regex or choice if the model may reason or call tools"
             raise content.invalid(limit)
 
 

@@ -23,7 +23,7 @@ class CallStart:
 
     name: str
     id: str | None = None
-    """Id that the model requires; None if any will do."""
+    """Id that the model requires; None if any id will do."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,7 +38,7 @@ State = Callable[[list[OutputEvent], bool], "State | None"]
 
 
 class OutputParser(ABC):
-    """Turns text into events. How the text is split into calls of `add` does not change what the events add up to.
+    """Turns text into events. The events add up to the same however the text is split into calls of `add`.
 
     A parser consists of states. A state takes from `_buffer` as much as it can decide on, appends events to its first
     argument, and returns the next state, or None if it needs more text. Its second argument says whether the text is

@@ -68,7 +68,7 @@ class BackgroundResponses:
         self._running: dict[tuple[str, str], BackgroundResponse] = {}
 
     def start(self, builder: ResponseBuilder, owner: str, stored: StoredResponse) -> BackgroundResponse:
-        """Return the background response, and start to build it here unless that has begun."""
+        """Return the background response, and start to build it in this ingress unless it has started already."""
         key = (owner, stored.response.id)
         if key not in self._running:
             self._running[key] = BackgroundResponse(builder, self._store, owner, stored)
@@ -79,7 +79,7 @@ class BackgroundResponses:
         return self._running.get((owner, response_id))
 
     async def is_abandoned(self, stored: StoredResponse) -> bool:
-        """Return whether a response has not ended, but no ingress computes it. Raises StoreUnavailable."""
+        """Return whether no ingress computes a response that has not ended. Raises StoreUnavailable."""
         return stored.response.status in LIVE and not await self._jobs.is_computed(stored.job_id)
 
     async def cancel(self, owner: str, response_id: str, *, delete: bool = False) -> Response:

@@ -16,7 +16,8 @@ class ResponseNotFound(RequestError):
         where = f"responses are stored for {ttl_s:g} s"
         if not shared:
             where = (
-                f"each ingress keeps its own in memory for at most {ttl_s:g} s, and it may have been another one, or "
-                "this one before it was started again; with ingress.store all find them"
+                f"each ingress keeps only its own responses, in memory, for at most {ttl_s:g} s; "
+                "another ingress may have it, "
+                "or this one may have restarted (with ingress.store, all ingresses find all responses)"
             )
-        self.message, self.param = f"there is no response {response_id[:100]!r} here: {where}", "response_id"
+        self.message, self.param = f"there is no response {response_id[:100]!r}: {where}", "response_id"

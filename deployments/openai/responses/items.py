@@ -15,7 +15,7 @@ Item = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
 ITEM_TYPES = "message, reasoning, function_call, function_call_output or item_reference"
 SENT_REASONING = "manta:"
-"""Prefix of our `encrypted_content`, which is not encrypted: the client has the same text in `content`."""
+"""Prefix of our `encrypted_content`. We do not encrypt it, since the client has the same text in `content`."""
 
 
 class ReasoningPart(TemplateModel):
@@ -53,7 +53,7 @@ class ReasoningItem(TemplateModel):
 
     @property
     def text(self) -> str:
-        """The reasoning; empty for an item of another server, which cannot be read."""
+        """The reasoning; empty if another server has encrypted it."""
         sent = self.encrypted_content or ""
         if not self.content and sent.startswith(SENT_REASONING):
             return sent.removeprefix(SENT_REASONING)
@@ -90,7 +90,7 @@ def to_messages(items: list[Item], instructions: str | None, first: int) -> list
     """Return the messages of a chat request. Raises RequestError.
 
     System and developer messages at the beginning are merged, since most templates accept one system message and no
-    developer messages. first: index of the first item of the request itself, from which errors count.
+    developer messages. first: index of the first item of the request itself; errors give indices relative to it.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
@@ -122,7 +122,7 @@ def to_messages(items: list[Item], instructions: str | None, first: int) -> list
                 content = _content(output.output, f"{path}.output")
                 messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
             case other:
-                raise invalid(f"{path}.type", other, f"{ITEM_TYPES}: this server has no other tools")
+                raise invalid(f"{path}.type", other, f"{ITEM_TYPES}, because this server has no tools of its own")
     return messages
 
 

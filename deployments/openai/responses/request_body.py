@@ -48,21 +48,21 @@ SHARED_FOREIGN_FIELDS = (
 )  # fmt: skip
 RESPONSES_FOREIGN_FIELDS = ForeignFields(
     unused={
-        "client_metadata": "Codex sends it for its own records",
-        "max_tool_calls": "it limits tools that a server runs",
+        "client_metadata": "only Codex itself uses it",
+        "max_tool_calls": "it limits built-in tools, which this server does not have",
     },
     ignored={
-        "access_programs": "there are none",
-        "context_management": "nothing is compacted",
-        "enable_response_messages": "`GET /v1/responses/{id}/input_items` returns what was sent",
-        "image": "images are parts of messages",
+        "access_programs": "the server has no access programs",
+        "context_management": "the server does not compact conversations",
+        "enable_response_messages": "use `GET /v1/responses/{id}/input_items` to see the input",
+        "image": "send images as parts of messages",
         **{name: FOREIGN_FIELDS.ignored[name] for name in SHARED_FOREIGN_FIELDS},
     },
     refused={
         "chat_template": FOREIGN_FIELDS.refused["chat_template"],
         "conversation": "use previous_response_id, or send the items of the conversation",
         "previous_input_messages": "send the items of the conversation as input",
-        "prompt": "no templates are kept; send the text as input or instructions",
+        "prompt": "this server keeps no prompt templates; send the text as input or instructions",
     },
 )
 
@@ -105,7 +105,7 @@ class AllowedTools(TemplateModel):
 @dataclass(frozen=True, slots=True)
 class OfferedFunction:
     path: str
-    """Its path in the request, for errors."""
+    """Path of the function in the request, for errors."""
     name: str
     namespace: str | None
     definition: FunctionDefinition
@@ -249,7 +249,7 @@ class ResponsesBody(SamplingBody):
             elif isinstance(kind, str) and SEARCH.fullmatch(kind):
                 self.ignored.append(f"{path}.{kind}")
             else:
-                raise invalid(f"{here}.type", kind, "function: this server runs no tools itself")
+                raise invalid(f"{here}.type", kind, "function, because this server has no tools of its own")
         return found
 
     def _tool_choice(self) -> tuple[str | dict[str, Any] | None, list[OfferedFunction]]:

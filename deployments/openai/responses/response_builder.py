@@ -70,8 +70,8 @@ class ResponseBuilder:
     async def events(self) -> AsyncGenerator[StreamEvent]:
         """Yield all events; the last is a ResponseEnd.
 
-        The first comes with the first output. An error before that is raised, so that a refused request gets its own
-        HTTP status. A background response has no HTTP request any more, so all its errors become events.
+        The first event is yielded with the first output. An error before that is raised, so that a refused request gets
+        its own HTTP status. A background response no longer has an HTTP request, so all its errors become events.
         """
         response, started = self.response, self._background
         if started:

@@ -56,7 +56,7 @@ class ResponsesRoutes:
     def routes(self) -> list[Route]:
         path = "/v1/responses"
         create, respond = self._idempotent.once(path)(self.create), "Respond to items of a conversation."
-        one, items = f"{path}/{{name}}", "What its request brought."
+        one, items = f"{path}/{{name}}", "The input items of a stored response."
         return [
             Route("POST", path, create, respond, body=ResponsesBody, result=Response, streams=True),
             Route("GET", one, self.retrieve, "A stored response.", body=RetrieveQuery, result=Response, streams=True),
@@ -70,7 +70,9 @@ class ResponsesRoutes:
         model, owner = await self._models.find(body.model, request), owner_of(request)
         context = RequestContext.of(request, body, "resp")
         if body.background and context.background:
-            raise InvalidParameter("background", body.background, "false in a batch, which is in the background itself")
+            raise InvalidParameter(
+                "background", body.background, "false in a batch, which runs in the background anyway"
+            )
         context = replace(context, response_id=f"resp_{context.source.hex_id('response')}")  # cannot be guessed
         if body.background and context.source.job_id is None:
             return await self._idempotent.begin(request, "/v1/responses")
@@ -112,7 +114,7 @@ class ResponsesRoutes:
             return []
         stored = await self._store.get(owner, response_id)
         if stored.response.status not in ("completed", "incomplete"):
-            limit = f"the id of a completed response, not of one that is {stored.response.status}"
+            limit = f"the id of a completed response; the status of this one is {stored.response.status}"
             raise InvalidParameter("previous_response_id", response_id, limit)
         return stored.conversation
 

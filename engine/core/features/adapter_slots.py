@@ -58,13 +58,14 @@ class AdapterSlot:
 
     lora: LoRARequest | None = None
     load: int = 0
-    """Number of the command that brings the adapter; 0 once it is there."""
+    """Number of the command that loads the adapter; 0 once it is loaded."""
     last_step: int = 0
-    """The last planned step that reads it."""
+    """The last planned step that reads the adapter."""
     kept_for: Request | None = None
-    """The request for which the adapter was brought, until it starts."""
+    """The request for which the adapter was loaded; None once that request has started."""
     wanted_by: Request | None = None
-    """A request whose adapter is to come here once those that run have ended: later ones do not start."""
+    """A waiting request whose adapter gets this slot next. Later requests with the slot's present adapter do not
+    start."""
 
     @property
     def digest(self) -> str:
@@ -72,11 +73,11 @@ class AdapterSlot:
 
 
 class AdapterSlots:
-    """Gives each adapter of running requests a slot. A new adapter replaces the one that was used longest ago.
+    """Gives each adapter of running requests a slot. A new adapter replaces the least recently used one.
 
-    A request whose adapter is not in a slot is passed over, so that others start meanwhile. If sequences run in all
-    slots, it marks the slot with the fewest, and later requests with that slot's adapter wait behind it. So a popular
-    adapter does not keep another adapter out for ever.
+    A request whose adapter is not in a slot is passed over, so that others start meanwhile. If running sequences use
+    all slots, the request marks the slot with the fewest sequences. Later requests for the adapter in that slot then
+    wait behind it, so a popular adapter cannot keep another adapter out for ever.
     """
 
     def __init__(self, max_loras: int):
@@ -94,7 +95,7 @@ class AdapterSlots:
 
     @property
     def loading(self) -> bool:
-        """Whether an adapter is on its way into a slot."""
+        """Whether an adapter is being loaded into a slot."""
         return any(slot.load for slot in self.slots)
 
     @property

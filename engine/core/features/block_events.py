@@ -21,11 +21,11 @@ class Publisher(Protocol):
 
 
 class Source(NamedTuple):
-    """A block of a request, which says what is in it."""
+    """The place of a block in a request, from which its tokens are known."""
 
     request: Request
     number: int
-    """Counts a request's blocks of this size from 0."""
+    """Index among the request's blocks of this size."""
 
 
 class NoKVEvents:
@@ -64,8 +64,8 @@ class KVEvents:
 
 
 class BlockEvents(NoBlockEvents):
-    """Collects what has changed in the pool of one KV cache group. A block that comes and goes between two calls of
-    `take`, or goes and comes, has not changed."""
+    """Collects what has changed in the pool of one KV cache group. A block that is stored and removed again between two
+    calls of `take`, or removed and stored again, is not reported."""
 
     def __init__(self, group: int, manager: KVCacheManager, hashed_tokens: int, int_hashes: bool):
         """hashed_tokens: tokens per hash of a request; a block of this group may have several times as many."""
@@ -102,7 +102,8 @@ class BlockEvents(NoBlockEvents):
         self.is_cleared = True
 
     def take(self) -> Iterator[KVCacheEvent]:
-        """Yield the events since the last call, apart from a clearing before them."""
+        """Yield the events since the last call, or since the cache was cleared after it. The caller reports the
+        clearing."""
         changes, self._changes, self._sources, self.is_cleared = self._changes, {}, {}, False
         if removed := [self._sent(each) for each, source in changes.items() if source is None]:
             yield BlockRemoved(block_hashes=removed, medium=MEDIUM, group_idx=self._group)
@@ -140,8 +141,8 @@ class BlockEvents(NoBlockEvents):
 
 
 def extra_keys(request: Request, start: int, end: int) -> tuple[object, ...] | None:
-    """Return what the KV of tokens [start, end) depends on besides the tokens up to there, in vLLM's order; None for
-    nothing."""
+    """Return what the KV of tokens [start, end) depends on besides the tokens before `end`, in vLLM's order. Returns
+    None if it depends on nothing else."""
     lora = () if request.lora is None else (request.lora.lora_name,)
     images = tuple(
         (image.mm_hash.hex(), image.mm_position.offset - start)

@@ -28,7 +28,7 @@ class ImageChanges(NamedTuple):
 
 
 class TextOnly:
-    """Stand-in for EncoderCacheManager in an engine whose model has no images."""
+    """Stand-in for EncoderCacheManager in an engine whose model takes no images."""
 
     token_limits: tuple[TokenLimit, ...] = ()
     handoffs: ImageHandoffs | None = None
@@ -213,4 +213,4 @@ class EncoderCacheManager:
     def check(self) -> None:
         """Raise AssertionError if the embeddings do not add up."""
         assert self.num_embeds == sum(self._cached.values()) <= self._size, "embeddings are lost"
-        assert self._in_step <= set(self._cached), "a step drops what it needs"
+        assert self._in_step <= set(self._cached), "a step drops embeddings that it needs"

@@ -84,7 +84,7 @@ class ImageHandoffs:
         if (ready := self._ready.pop(image.mm_hash, None)) is None:
             return None
         blocks, engine_id = ready
-        note(f"an image has come from {engine_id}")
+        note(f"received an image from {engine_id}")
         return ReceivedImage(image.mm_hash, blocks, image.num_embeds)
 
     def release(self, received: list[ReceivedImage]) -> None:
@@ -117,7 +117,9 @@ class ImageHandoffs:
         held += [image.blocks for image in planned]
         found = sorted([*self._free, *(block for blocks in held for block in blocks)])
         assert found == list(range(self._num_blocks)), "blocks of images are lost"
-        assert self._awaited == {key for key, _ in self._receiving.values()}, "an image waits for nothing"
+        assert self._awaited == {key for key, _ in self._receiving.values()}, (
+            "an image waits for a handoff that does not exist"
+        )
 
     def _available(self) -> int:
         quarantined = self.channel.quarantined() if self.replicas else []

@@ -26,7 +26,7 @@ def kv_cache_of(
     """Return the manager of a model's KV cache groups, and their limits on a step's tokens.
 
     step_tokens: prompt tokens per step, for which groups with a window reserve blocks when a request starts.
-    least_chunk: tokens that one step must compute together, even if other requests are preempted for them.
+    least_chunk: number of tokens that a step must be able to compute for a request, even if it preempts others.
     snapshots: pool for snapshots of recurrent states; None without recurrent layers.
     snapshot_interval: tokens between the snapshots of a long sequence, 0 for none.
     """

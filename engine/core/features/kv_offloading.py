@@ -89,20 +89,20 @@ class Store:
     started_at: float
     is_copied: bool = False
     is_void: bool = False
-    """Whether what it writes is not to be kept."""
+    """Whether the blocks that it writes have to be discarded."""
 
 
 @dataclass(slots=True, eq=False)
 class Load:
     """A LoadBlocks command under way. Until it ends, the blocks that it loads are pinned, and so are the blocks of the
-    same hit that the device had already."""
+    same hit that were on the device already."""
 
     wanted_by: Request
     """The request for which it began."""
     blocks: list[TierBlock]
     hashes: list[bytes]
     pinned: list[tuple[int, int]]
-    """(group, block) of the others."""
+    """(group, block) of each block of the hit that was on the device already."""
     started_at: float
     deadline_at: float
     requests: list[Request] = field(default_factory=list)
@@ -114,15 +114,15 @@ class Load:
 class KVOffloading:
     """Decides which blocks are copied to the tiers, and which requests wait for blocks from the tiers.
 
-    Blocks are stored when their request ends. Only then is it known that the tokens sampled from them are sound, and
-    the next turn of a conversation contains the answer too. The tail of a sequence is stored before its head, since
-    tails are evicted first on the device and in the tiers. A command copies a limited number of blocks, and the next
-    command waits for it, so that few blocks are pinned.
+    Blocks are stored when their request ends. Only then is it known that all their numbers were finite, and the next
+    turn of a conversation contains the answer too. The tail of a sequence is stored before its head, since tails are
+    evicted first on the device and in the tiers. A command copies a limited number of blocks, and the next command
+    waits for it, so that few blocks are pinned.
 
     A request whose next blocks lie in a tier waits while they are loaded, and holds no blocks meanwhile. The loaded
-    blocks become ordinary cached blocks, whatever becomes of the request, and the request is admitted as if they had
-    always been there. After a deadline the request is computed instead; blocks that arrive later serve other requests.
-    Each request is looked up in the tiers once.
+    blocks become ordinary cached blocks even if the request ends meanwhile. The request is then admitted as if they had
+    been cached from the start. When its deadline passes, the request computes its prompt instead; blocks that arrive
+    later serve other requests. Each request is looked up in the tiers once.
 
     All KV cache groups take part: the `needed` method of a group's manager returns the blocks that a hit requires.
     """
@@ -287,7 +287,7 @@ class KVOffloading:
         self._measure(moved, now - load.started_at, complete=not failed)
         self._hit_tokens += 0 if failed or load.is_void else load.tokens
         for request in load.requests:
-            request.note(f"{len(load.blocks) - len(failed)} of {len(load.blocks)} blocks have come")
+            request.note(f"{len(load.blocks) - len(failed)} of {len(load.blocks)} blocks were loaded")
         self._release(load)
 
     def _measure(self, moved: Counter[str], seconds: float, complete: bool) -> None:
@@ -301,7 +301,7 @@ class KVOffloading:
                 slowest.cost.observe(moved[slowest.name] / MIB, seconds)
 
     def _release(self, load: Load) -> None:
-        """Let the requests of a load go on."""
+        """Let the requests that wait for a load continue."""
         requests, load.requests = load.requests, []
         self._loaded += requests
 
@@ -337,7 +337,7 @@ class KVOffloading:
                 self._drop(tier, [n for each in hashes if tier.index(group).drop(n := self._name_of(group, each))])
 
     def _next_store(self, now: float) -> None:
-        """Start to copy waiting blocks, unless a command is still copying or two are still writing."""
+        """Start to copy waiting blocks, unless one command is still copying or two commands are still writing."""
         if len(self._stores) >= 2 or not all(store.is_copied for store in self._stores.values()):
             return
         blocks: list[TierBlock] = []
@@ -450,8 +450,8 @@ class KVOffloading:
             self._end_store(answer.number, set(answer.failed), now)
 
     def take_commands(self, now: float) -> list[TierCommand]:
-        """Return the commands queued since the last call. No other writer may still be using the blocks that they
-        write."""
+        """Return the commands queued since the last call. Nothing else may still be writing to the blocks that these
+        commands write."""
         for number, load in self._loads.items():
             if now >= load.deadline_at and not load.is_stopped:
                 load.is_stopped = True
@@ -459,7 +459,7 @@ class KVOffloading:
                 slowest = self._tiers[-1 if any(block.on_disk for block in load.blocks) else 0]
                 slowest.failed("deadline", len(load.blocks), now)
                 for request in load.requests:
-                    request.note(f"waited {self._timeout_s:g} s for KV from a tier: it is computed instead")
+                    request.note(f"waited {self._timeout_s:g} s for KV from a tier; computes it instead")
                 self._release(load)
         for tier in self._tiers:
             tier.rests = now < tier.rests_until

@@ -1,8 +1,8 @@
-"""Requests that stop here so that another engine goes on with them. Pure Python.
+"""Requests that stop here so that another engine continues them. Pure Python.
 
 A move is a handoff whose prompt is computed already (kv_transfer/protocol/protocol.py). The newest token is not sent to
-the client here: it travels with the KV, as the first token of a prompt does in any handoff. An engine that gets the KV
-goes on as after any handoff. An engine that does not get it computes prompt and output again, with the same tokens.
+the client here: it travels with the KV, as the first token of a prompt does in any handoff. The next engine continues
+as after any handoff. If it does not get the KV, it computes prompt and output again, with the same tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Moves:
         self._kv_cache, self._handoffs = kv_cache, handoffs
 
     def choose(self, queue: RequestQueue, others: list[Request], count: int) -> list[Request]:
-        """Mark up to `count` running requests, beginning with the newest, to stop after their next token. If they are
-        fewer, return waiting requests, which can leave at once.
+        """Mark up to `count` running requests, beginning with the newest, to stop after their next token. If fewer are
+        running, return waiting requests for the rest; these can leave at once.
 
         others: live requests that wait outside the queue.
         """
@@ -42,7 +42,8 @@ class Moves:
         return [r for r in waiting if not r.asked_by and r.state is not State.FINISHED][:more]
 
     def stop(self, request: Request, delta: TokenDelta) -> TokenDelta | None:
-        """Stop a marked request after a step. Returns its last delta here, or None if it has to go on for now.
+        """Stop a marked request after a step. Returns its last delta from this engine, or None if it has to continue
+        here for now.
 
         delta: tokens of the step. The returned delta has no source if the KV cannot be handed over.
         """
@@ -59,7 +60,7 @@ class Moves:
         else:
             source = None
         how = "its KV is held" if source else "without its KV"
-        request.note(f"stopped after {request.num_output} output tokens, to go on in another engine: {how}")
+        request.note(f"stopped after {request.num_output} output tokens, to continue in another engine: {how}")
         logger.info("request moves request_id=%s output_tokens=%d held=%s",
                     request.request_id, request.num_output, source is not None)  # fmt: skip
         return msgspec.structs.replace(

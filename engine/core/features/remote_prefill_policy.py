@@ -32,7 +32,7 @@ class PrefillDecision:
 
 @dataclass(frozen=True, slots=True)
 class PendingPrompt:
-    """A prompt whose turn it is to be computed."""
+    """The next prompt to compute."""
 
     tokens: int
     cached: int  #: leading tokens that this engine has

@@ -63,7 +63,7 @@ class StateCacheManager(KVCacheManager):
 
     def pin(self, needed: Sequence[bytes], watermark: int) -> tuple[list[int], list[int]] | None:
         """Pin as the other groups do, but never a snapshot from which the step being planned restores. Such snapshots
-        are released already, and are among the newest."""
+        are already released and could be overwritten; they are among the most recently released."""
         return super().pin(needed, len(self._restored))
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:

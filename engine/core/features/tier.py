@@ -23,15 +23,15 @@ class Tier:
     indexes: list[TierIndex]
     """One per KV cache group, or one for all."""
     sizes: list[int]
-    """Size of a block of each group in its index: in bytes of a rank's disk, or 1 for a slot."""
+    """Size of a block of each group in its index: its bytes on one rank's disk, or 1 in host memory (one slot)."""
     unit_bytes: list[int]
-    """Bytes on all ranks of each index's unit of size."""
+    """Bytes on all ranks together of one unit of size, for each index."""
     rests_until: float = float("-inf")
     rests: bool = False
     cost: LinearCost = field(default_factory=lambda: LinearCost(RATE_MEMORY))
-    """Of a load by its MiB."""
+    """Seconds that a load takes, by its MiB."""
     moved: Counter[str] = field(default_factory=Counter)
-    """Bytes by `read` and `write`, since the start."""
+    """Bytes moved since the start, by `read` and `write`."""
     seconds: dict[str, float] = field(default_factory=lambda: {"read": 0.0, "write": 0.0})
     errors: Counter[str] = field(default_factory=Counter)
 

@@ -72,7 +72,7 @@ class DecodeHandoff:
     """A prompt of this engine that a prefill engine computes.
 
     Waits are counted in ticks of heartbeat_s, not in seconds. A decode engine that was itself paused has received
-    nothing meanwhile, and must not conclude that others have died.
+    nothing during the pause, and must not conclude that others have died.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class DecodeHandoff:
     # -- from the step loop --------------------------------------------------------------------------------
 
     def fail(self, reason: str, now: float, detail: str = "", retry: bool | None = None) -> None:
-        """Give the handoff up. `Failed` follows once nothing is being read. Only the first reason counts."""
+        """Abandon the handoff. `Failed` follows once nothing is being read. Only the first reason counts."""
         if self.state in (DecodeHandoffState.STOPPING, DecodeHandoffState.OVER):
             return
         self.failure = (reason, detail, FAILURES[reason] if retry is None else retry)
@@ -142,7 +142,7 @@ class DecodeHandoff:
         if self.receive_state.first is not None and not knew_first:
             self._first_at = now
             self._out.counters.phase("compute", now - self._accepted_at)
-            self._note(f"first token known, {self.receive_state.read} of {len(self.receive_state.local)} blocks read")
+            self._note(f"first token known; {self.receive_state.read} of {len(self.receive_state.local)} blocks read")
         self._advance(now)
 
     def on_refused(self, sender: Peer, message: Refused, now: float) -> None:
@@ -154,7 +154,7 @@ class DecodeHandoff:
         if self.state is not DecodeHandoffState.RELEASING:
             return
         if not message.held:
-            self.fail("lost_lease", now, "the blocks were given up before they were released")
+            self.fail("lost_lease", now, "prefill's lease ended before decode released the blocks")
             return
         assert self.receive_state.first is not None
         self.state = DecodeHandoffState.OVER
@@ -275,7 +275,7 @@ class DecodeHandoff:
         if blocks is not None:
             self._read(*blocks)
         elif self.receive_state.complete and not self.receive_state.is_asked_prompt:
-            self.fail("prompt_hash", now, "prefill computed another prompt")
+            self.fail("prompt_hash", now, "prefill computed a different prompt")
         elif self.receive_state.complete:
             self._out.counters.phase("exposed", now - self._first_at)
             self._released_at = now
@@ -309,7 +309,7 @@ class DecodeHandoff:
         self._out.events.append(Failed(self.remote_request.handoff_id, reason, verified, retry, detail))
         self._out.counters.ended("failed", reason)
         self._out.counters.phase("total", now - self.opened_at)
-        self._note(f"failed: {reason}, {verified - self.remote_request.skip} tokens kept of what was read")
+        self._note(f"failed: {reason}; the KV of {verified - self.remote_request.skip} tokens that were read is kept")
 
     def _enter(self, state: DecodeHandoffState, now: float) -> None:
         self.state, self._missed, self.due = state, 0, now + self._config.heartbeat_s

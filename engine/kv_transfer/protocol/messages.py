@@ -2,8 +2,8 @@
 
 The prefill request itself is a Serve call. All other messages go over the engines' channels, outside their step loops,
 and may be lost, duplicated or late. So every message is either cumulative, or repeated until it is answered. In all of
-them `lease` is the number that the prefill engine gave to this acceptance of the request: a request accepted twice gets
-other blocks. See docs/handoff.md.
+them `lease` numbers the prefill engine's acceptances of requests: if it accepts a request twice, the second time it
+uses other blocks. See docs/handoff.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Says that prefill cannot compute the prompt, or does not know it any more."""
+    """Says that prefill cannot compute the prompt, or has forgotten it already."""
 
     handoff_id: str
     lease: int  #: 0 if the request was never accepted, or the claim came too late
@@ -85,7 +85,7 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Says that decode needs nothing more of the handoff, and reads nothing more."""
+    """Says that decode needs nothing more from the handoff, and has stopped reading."""
 
     handoff_id: str
     lease: int
@@ -123,7 +123,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class StopRead(msgspec.Struct, frozen=True, tag=True):
-    """Command to stop writing for a read. Answered by ReadEnded, like every read."""
+    """Command to stop a read, and to write nothing more for it. The read's ReadEnded is the answer."""
 
     read_id: int
 

@@ -65,7 +65,7 @@ class PrefillHandoff:
 
     def refuse(self, reason: str, now: float) -> None:
         """Notify decode that the prompt will not be completed. Decode may still be reading, so the blocks are held
-        until it cancels, but the lease is not extended any more."""
+        until decode cancels or the lease ends; heartbeats no longer extend the lease."""
         self._refused = reason
         self._tell(now)
 
@@ -129,7 +129,7 @@ class PrefillHandoff:
 
 
 class HeldRequest(PrefillHandoff):
-    """A request that moves. Its KV is complete, and waits for another engine to claim it. Once claimed, the request is
+    """A request that moves. Its KV is complete and is held until another engine claims it. Once claimed, the request is
     like a prompt that this engine has computed for the other."""
 
     def __init__(
@@ -163,7 +163,7 @@ class HeldRequest(PrefillHandoff):
             self._upto = len(request.token_ids)
             self._blocks = [block for first, blocks in self._groups for block in blocks[max(0, skip - first) :]]
         elif self.decode != sender:
-            return "another engine has claimed it"
+            return "another engine has claimed the request"
         self._tell(now)
         return None
 

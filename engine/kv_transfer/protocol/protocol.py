@@ -19,34 +19,36 @@ no heartbeat with Progress. So whenever prefill answers a heartbeat with Progres
 handoff up to that moment. Decode sends a heartbeat after a read has ended. Once the echo returns, the read had ended
 before prefill handled the heartbeat, so the blocks read are correct, even if prefill fails afterwards. Such blocks are
 called validated, and outlive a failed handoff. Release validates all blocks at once: it is sent only after all reads
-have ended, and Released(held=True) confirms that the handoff was still open then. The argument rests on the order of
-causes, not on clocks, so clock drift, suspended machines and late timers cannot break it. Blocks that were read but not
+have ended, and Released(held=True) confirms that the handoff was still open then. The argument relies on the order of
+messages, not on clocks, so clock drift, suspended machines and late timers cannot break it. Blocks that were read but
+not
 validated never count: prefill may have been paused past the lease and then have reused them.
 
-**A request that moves** is a prompt that is computed already: its own tokens, and the one after them that no client has
-seen. Its engine holds it (HoldRequest) until an engine claims it, over the same channel instead of by a Serve call. All
-above holds from the moment of HoldRequest on. The first engine that claims it is the only one that gets it.
+**A request that moves** is treated as a prompt that is computed already. The prompt is the request's tokens; the token
+after them, which no client has seen, takes the place of the first token. Its engine holds it (HoldRequest) until
+another engine claims it over the same channel, without a Serve call. From HoldRequest on, everything above applies.
+Only the first engine that claims the request gets it.
 
 **Fetched blocks** are blocks of a prefix that another engine has cached. They are asked for by name (Fetch) over the
 same channel, and held for the asking engine like those of a prompt that is computed already. A name is the hash of all
 tokens up to the block's end, so an engine that has a block of that name has the right one. The answer has a FirstToken
-without a token. If the other engine has only the first of the blocks, the handoff ends with them.
+without a token. If the other engine has only the first of the blocks, only these are handed over.
 
 **Local blocks are never written late.** Failed follows only after every rank has confirmed that it writes nothing more
 for the handoff. If a rank does not confirm although it is asked repeatedly for 2 x progress_s, the engine must end
-(`broken`): blocks that may still be written can neither be used nor freed, and only the end of the process surely stops
-a writer that does not answer. The replica is replaced, and its requests are retried elsewhere.
+(`broken`). Blocks that may still be written can neither be used nor freed, and only the end of the process is sure to
+stop a writer that does not answer. The replica is replaced, and its requests are retried elsewhere.
 
 **Nothing is held forever.** Prefill's claim ends one lease after the newest heartbeat. Decode sends heartbeats only
-while it waits for blocks or reads them. Every wait for a message ends after a number of unanswered ones. The KV worker
-ends a read that stalls, READ_LIMIT one that crawls, and the request's own deadline a wait in prefill's queue
-(CancelHandoff).
+while it waits for blocks or reads them. Every wait for a message ends after a number of unanswered heartbeats. The KV
+worker ends a read that stalls, READ_LIMIT ends a read that is too slow, and the request's own deadline ends a wait in
+prefill's queue (CancelHandoff).
 
 **No engine is mistaken for another.** A handoff_id is never reused, an engine is identified by the epoch of its start,
 and a handoff is bound to the first engine that answers and to the lease that it names. If that engine accepts the
 request again after the first lease has ended, it counts as another engine. Another engine that got the same request
-receives a Cancel, and so does an engine that continues a handoff that is over here. Any other stale message is dropped
-and counted.
+receives a Cancel. So does an engine that continues a handoff which has ended in this engine. Any other stale message is
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -248,7 +250,7 @@ class HandoffProtocol:
         remote_request = action.remote_request
         missing = len(remote_request.token_ids) - remote_request.skip
         assert missing > 0 and remote_request.skip % self._block_size == 0, (
-            "skip must leave something, and whole blocks"
+            "skip must be a whole number of blocks and leave tokens to compute"
         )
         assert len(action.blocks) <= -(-missing // self._block_size), "more blocks than tokens from skip on"
         self.decode_handoffs[remote_request.handoff_id] = DecodeHandoff(
@@ -266,7 +268,7 @@ class HandoffProtocol:
         )
 
     def _accept(self, remote_request: RemoteRequest, now: float, held: HoldBlocks | None = None) -> None:
-        assert remote_request.handoff_id not in self.prefill_handoffs, "a prefill request is accepted once"
+        assert remote_request.handoff_id not in self.prefill_handoffs, "a prefill request is accepted only once"
         self.prefill_handoffs[remote_request.handoff_id] = PrefillHandoff(
             remote_request, self._ranks, next(self._leases), config=self._config, out=self.out, now=now, held=held
         )

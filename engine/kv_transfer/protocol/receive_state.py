@@ -35,7 +35,7 @@ class ReceiveState:
         self._named = named
 
     def update(self, message: Progress) -> str | None:
-        """Take in a message. Returns a description of what is wrong with it, or None."""
+        """Apply a message. Returns what is wrong with the message, or None."""
         if message.upto < self._upto:
             return None  # an older message that arrives late
         if self._named and self._by_blocks and message.first is not None and message.upto < self._num_tokens:
@@ -64,7 +64,7 @@ class ReceiveState:
         self._unvalidated.append((next_heartbeat, self.read))
 
     def echoed(self, heartbeat: int) -> None:
-        """Record that prefill held all of its blocks when it got this heartbeat."""
+        """Record that prefill still held all blocks when it received this heartbeat."""
         while self._unvalidated and self._unvalidated[0][0] <= heartbeat:
             self.validated = self._unvalidated.popleft()[1]
 
@@ -81,8 +81,8 @@ class ReceiveState:
 
     @property
     def verified(self) -> int:
-        """Leading prompt tokens, in whole blocks, whose KV is here and correct in all groups. With several groups, or
-        one with a window, no tokens beyond the skipped ones count until all blocks are validated."""
+        """Number of leading prompt tokens, in whole blocks, whose KV has arrived and is correct in all groups. With
+        several groups, or one with a window, only the skipped tokens count until all blocks are validated."""
         skip, size, by_blocks = self._remote_request.skip, self._block_size, self._by_blocks
         if not by_blocks and self.validated < len(self.local):
             return skip

@@ -1,7 +1,7 @@
 """Interface of a transport, which reads KV blocks from another engine's rank into this rank's cache.
 
-The reader drives. No engine writes into another's memory, so a late or dead peer cannot harm blocks that belong to
-another request by then.
+Only the reader starts transfers. No engine writes into another's memory, so a late or dead peer cannot damage blocks
+that meanwhile belong to another request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLL_INTERVAL_S = 0.02  # after which a waiting read notices, at the latest, tha
 class TransportError(Exception):
     """A failed read: its target blocks are undefined, and nothing more is written to them.
 
-    ReadEnded.error carries the message: `stopped`, or what is wrong with the link or the peer.
+    ReadEnded.error contains its message: `stopped`, or what is wrong with the link or the peer.
     """
 
 
@@ -58,13 +58,13 @@ class BlockReads:
 
     def __post_init__(self) -> None:
         if len(self.remote) != len(self.local):
-            raise ValueError(f"{len(self.remote)} blocks cannot be read into {len(self.local)}")
+            raise ValueError(f"{len(self.remote)} blocks cannot be read into {len(self.local)} blocks")
 
     def check(self, source: Layout, own: Layout) -> int:
         """Return the bytes per block to read. Raises TransportError if a block or head does not exist on either
         side."""
         if (source.slabs, source.head_bytes) != (own.slabs, own.head_bytes):
-            raise TransportError(f"the source has another layout of blocks: {source}, here {own}")
+            raise TransportError(f"the source's blocks have another layout: {source} instead of {own}")
         source.check(self.remote, self.part.remote_start, self.part.count)
         own.check(self.local, self.part.local_start, self.part.count)
         return own.piece_bytes(self.part.count)
@@ -117,7 +117,7 @@ class Progress:
 
 
 def runs(blocks: list[int], *others: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first index, count) of runs of indices over which every list counts up by one.
+    """Yield (first index, count) of each run of indices in which the values of every list rise in steps of one.
 
     Blocks of a run are adjacent in memory on both sides, and can travel as one piece.
     """

@@ -22,7 +22,7 @@ class HeadShard:
 
     def __post_init__(self) -> None:
         if self.num_kv_heads % self.size and self.size % self.num_kv_heads:
-            raise ValueError(f"{self.num_kv_heads} KV heads cannot be dealt out to {self.size} ranks")
+            raise ValueError(f"{self.num_kv_heads} KV heads cannot be divided among {self.size} ranks")
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank must be below {self.size}, got {self.rank}")
 
@@ -54,7 +54,7 @@ class HeadPart:
 def parts(local: HeadShard, source_size: int) -> list[HeadPart]:
     """Return the parts that cover every head of `local` exactly once, in head order, read from `source_size` ranks.
 
-    Where heads have copies, the readers spread over the copies of the source. With equal sizes, each rank reads
+    If the source has copies of heads, different readers use different copies. With equal sizes, each rank reads
     everything from its counterpart. Raises ValueError like HeadShard.
     """
     found: list[HeadPart] = []

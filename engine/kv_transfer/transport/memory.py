@@ -45,7 +45,7 @@ class BlockMemory:
     def enter_thread(self) -> None:
         """Give the calling thread the CUDA context of the memory's device.
 
-        Torch does so when it is called; libraries that get only the memory's address do not.
+        Torch does this in each of its calls. Libraries that get only the memory's address do not.
         """
         if self.needs_context and not hasattr(self._thread, "entered"):
             torch.cuda.set_device(self.device)
@@ -56,8 +56,8 @@ class BlockMemory:
     def apart(self) -> Iterator[None]:
         """Run this thread's GPU work on the memory's own stream.
 
-        Code outside torch may write to tensors made inside as soon as they exist. On the stream of the model's steps,
-        steps would wait for a peer, and copies for steps.
+        Code outside torch may write to tensors made inside as soon as they exist. A shared stream would make the
+        model's steps wait for a peer, and copies wait for steps.
         """
         if self._stream is None:
             yield

@@ -1,10 +1,10 @@
 """NIXL transport (UCX): shared memory, RDMA or NVLink, whichever UCX finds between two ranks. Optional package.
 
 Transfers write to the transport's own buffers, which are then copied into the cache. A running transfer cannot be
-cancelled reliably: if its peer hangs, it may still write later. It then keeps its buffer, while the blocks of the cache
-are free at once. All reads share MAX_BUFFERS buffers, for which the cache leaves memory. Each read may have one more,
-and transfers that hang or fail keep theirs on top. The copy takes 0.4 of the time of the transfer itself (CPU, 16 MB,
-two processes of one machine).
+cancelled reliably: if its peer hangs, it may still write later. Such a transfer keeps its buffer, while the blocks of
+the cache are free at once. All reads share MAX_BUFFERS buffers, and the size of the cache leaves memory for them. Each
+read may have one more buffer, and transfers that hang or fail keep theirs in addition. The copy takes 0.4 of the time
+of the transfer itself (CPU, 16 MB, two processes of one machine).
 
 NIXL has no checksums of its own; the links that it uses do.
 
@@ -49,7 +49,7 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class NixlDescription(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of a rank, as other ranks reach it."""
+    """What other ranks need to read the memory of a rank."""
 
     metadata: bytes  #: metadata of its NIXL agent
     address: int  #: address of the cache in its process
@@ -134,7 +134,7 @@ class NixlTransport:
                 if peer is not None:
                     self._agent.remove_remote_agent(peer)
         except TransportError as error:
-            logger.warning("a peer that is forgotten here may be known to NIXL still: %s", error)
+            logger.warning("NIXL may not have forgotten a peer: %s", error)
 
     def close(self) -> None:
         self._closing.set()
@@ -222,7 +222,7 @@ class NixlTransport:
                 self._free.append(transfer.buffer)
             else:
                 self._lost.append(transfer)
-                logger.warning("NIXL: a transfer failed, %d buffers are lost by now", len(self._lost))
+                logger.warning("NIXL: a transfer failed; %d buffers have been lost so far", len(self._lost))
 
     # ------------------------------------------------------------------------------------------------------
 

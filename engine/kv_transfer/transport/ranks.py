@@ -12,7 +12,7 @@ from engine.kv_transfer.transport.worker import KVTransferWorker
 
 
 class KVWorkerInfo(msgspec.Struct, frozen=True):
-    """KV worker of one rank, as rank 0 knows it."""
+    """What rank 0 knows about the KV worker of one rank."""
 
     address: str  #: ZMQ address for its commands
     description: dict[str, bytes]  #: description of the rank's memory for other ranks, by transport
@@ -26,7 +26,7 @@ def start_kv_worker(
     Every rank must call this inside `group.starting()`.
     caches: one per KV cache group, [num_blocks, layers, parts, kv_heads, block_size, head_dim], contiguous.
     num_kv_heads: KV heads of the whole model, one number per group.
-    host: IP address at which others reach this rank.
+    host: IP address at which other ranks reach this one.
     """
     shards = [HeadShard(heads, group.rank, group.size) for heads in num_kv_heads]
     worker = KVTransferWorker(

@@ -5,9 +5,9 @@ FRAME_BYTES, whose borders both sides compute alike. Whole blocks go from cache 
 sendmsg gathers them at the source, recvmsg_into scatters them at the reader.
 
 When a connection opens, each side proves by a challenge (HMAC, RFC 2104) that it has a secret derived from the
-cluster's key and the source process's key. So no stranger reads KV or poses as a source, and a new process at an old
-address is not mistaken for the previous one. The data itself is neither encrypted nor signed: an attacker on the
-network can read it, and one who can alter packets can alter it.
+cluster's key and the source process's key. So no stranger can read KV or pose as a source, and a new process at an old
+address is not mistaken for the previous one. The data itself is neither encrypted nor signed. An attacker who sees the
+packets can read it, and one who can change packets can change it.
 """
 
 from __future__ import annotations
@@ -121,17 +121,20 @@ class TcpTransport:
         size: int,
         reads: BlockReads,
     ) -> None:
-        """Receive one frame into the cache. If the frame is damaged, the read fails, but a part of the frame may be in
-        the cache already."""
+        """Receive one frame into the cache. If the frame is damaged, the read fails, but parts of the frame may have
+        been written to the cache."""
         got, num_bytes, checksum = receive_header(connection, progress)
         if (got, num_bytes) != (number, size * len(blocks)):
-            raise TransportError(f"checksum: frame {number} of {size * len(blocks)} bytes came as {got} of {num_bytes}")
+            raise TransportError(
+                f"checksum: frame {got} of {num_bytes} bytes arrived, "
+                f"expected frame {number} of {size * len(blocks)} bytes"
+            )
         start, count = reads.part.local_start, reads.part.count
         staging = None if self._memory.direct(count) else np.empty(num_bytes, np.uint8)
         buffers = self._memory.views(blocks) if staging is None else [staging.data]
         receive(connection, buffers, progress)
         if digest(buffers, seed) != checksum:
-            raise TransportError(f"checksum: frame {number} came with other bytes than were sent")
+            raise TransportError(f"checksum: frame {number} was damaged on the way")
         if staging is not None:
             self._memory.scatter(blocks, start, count, staging)
 
@@ -154,7 +157,7 @@ class TcpTransport:
             return connection
 
     def _give_up(self, source: bytes, connection: socket.socket) -> None:
-        """Close a connection whose read failed. Data still on its way is lost."""
+        """Close a connection whose read failed. Data that has not arrived yet is lost."""
         with self._lock:
             if source in self._busy:
                 self._busy[source].discard(connection)
@@ -241,8 +244,12 @@ class TcpSource:
             proof = prove(self._secret, b"source", nonce, theirs)
             send(connection, [memoryview(FRAME.pack(0, len(proof), 0) + proof)], progress)
         else:
-            REFUSALS.add(NAME, "unauthenticated", "a reader without the secret")
-            refuse(connection, "another process is at this address now, or the reader is of another cluster", progress)
+            REFUSALS.add(NAME, "unauthenticated", "a reader does not have the secret")
+            refuse(
+                connection,
+                "the reader expects another process at this address, or belongs to another cluster",
+                progress,
+            )
         return known
 
     def _answer(self, connection: socket.socket) -> bool:
@@ -257,12 +264,12 @@ class TcpSource:
         layout = self._memory.layout
         try:
             if magic != MAGIC:
-                raise TransportError("what came is no request")
+                raise TransportError("the message is not a request")
             if num_blocks > layout.num_blocks:
-                raise TransportError(f"{num_blocks} blocks asked for, but there are {layout.num_blocks}")
+                raise TransportError(f"the reader requests {num_blocks} blocks, but there are only {layout.num_blocks}")
             ids = receive_bytes(connection, 4 * num_blocks, progress)
             if digest([header[:-8], ids], 0) != seed:
-                raise TransportError("checksum: the request came with other bytes than were sent")
+                raise TransportError("checksum: the request was damaged on the way")
             blocks: list[int] = np.frombuffer(ids, np.uint32).tolist()
             layout.check(blocks, start, count)
         except TransportError as error:
@@ -300,13 +307,13 @@ def greet(connection: socket.socket, secret: bytes, progress: Progress) -> None:
     """Open a connection, as the reader. Raises TransportError if either side does not have the secret."""
     magic, nonce = CHALLENGE.unpack(receive_bytes(connection, CHALLENGE.size, progress))
     if magic != MAGIC:
-        raise TransportError("what listens there is no KV source of this version")
+        raise TransportError("the process at this address is not a KV source of this version")
     own = secrets.token_bytes(32)
     send(connection, [memoryview(RESPONSE.pack(own, prove(secret, b"reader", nonce, own)))], progress)
     expected = prove(secret, b"source", nonce, own)
     _, num_bytes, _ = receive_header(connection, progress)
     if num_bytes != len(expected) or not hmac.compare_digest(receive_bytes(connection, num_bytes, progress), expected):
-        raise TransportError("what listens there is another process, or of another cluster")
+        raise TransportError("a different process listens at this address, or a process of another cluster")
 
 
 def refuse(connection: socket.socket, reason: str, progress: Progress) -> None:

@@ -57,7 +57,7 @@ class ReadTask:
 
 
 class KVTransferWorker:
-    """KV worker of one rank. It serves in its own threads from the constructor on.
+    """KV worker of one rank. Its threads serve from the moment it is created.
 
     Commands (KVWorkerCommand, msgpack) come to a ZMQ PULL socket at `address`: Attach first, then Read, StopRead and
     DropSource. One ReadEnded answers every Read. Reads from one peer are sequential. Reads from different peers are
@@ -78,13 +78,13 @@ class KVTransferWorker:
         engine/runner/kv_cache.py.
         shards: the heads in each cache.
         host: IP address at which others reach this rank.
-        transport: `auto` offers nixl, if available, and tcp; any other value only that transport.
+        transport: `auto` offers nixl, if available, and tcp; any other value offers only that transport.
         progress_s: seconds without received bytes after which a read fails.
         key: cluster key, shared with all processes that command this worker, read from it or are read by it.
         Raises StartupError if the transport is not available."""
         for cache, shard in zip(caches, shards, strict=True):
             if cache.shape[3] != shard.stop - shard.start:
-                raise ValueError(f"the cache has {cache.shape[3]} heads, its shard {shard.stop - shard.start}")
+                raise ValueError(f"the cache has {cache.shape[3]} heads, but its shard has {shard.stop - shard.start}")
         self._shards, self._rank, self._key = shards, shards[0].rank, key
         #: transports of each group, by name
         self._transports = [open_transports(BlockMemory(c), host, transport, progress_s, key) for c in caches]
@@ -204,7 +204,7 @@ class KVTransferWorker:
             raise TransportError(f"no transport in common: {', '.join(own)} here, {', '.join(theirs)} there")
         name = next((name for name in common if name not in peer.failed), common[-1])
         if name != peer.transport:
-            why = "both have it" if name == next(iter(own)) else "the other side has no other"
+            why = "both have it" if name == next(iter(own)) else "the other side offers no other transport"
             if peer.transport is not None:
                 why = f"{peer.transport} has failed"
             logger.info("kv from epoch %x travels over %s: %s", peer.epoch, name, why)
@@ -253,7 +253,7 @@ class KVTransferWorker:
     def _end(self, task: ReadTask, ended: ReadEnded) -> None:
         del self._tasks[task.read.read_id]
         if self._answers is None:
-            logger.error("no engine has attached to the KV worker, so %s is not reported", ended)
+            logger.error("no engine has attached to the KV worker, so %s cannot be reported", ended)
         else:
             self._answer(ended)
 

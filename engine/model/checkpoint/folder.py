@@ -143,8 +143,8 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
-    """Return the tokens that end a generation, from generation_config.json if it names any, else from config.json,
-    which may lack the token that ends a chat turn."""
+    """Return the tokens that end a generation. They come from generation_config.json, or, if it names none, from
+    config.json, which may lack the token that ends a chat turn."""
     named = _generation_config(folder).get("eos_token_id")
     return as_token_ids(read_json(folder, "config.json").get("eos_token_id") if named is None else named)
 
@@ -180,7 +180,10 @@ def _download(model: str, revision: str | None, files: list[str], ignored: list[
     # OSError: unreachable, offline, not found, gated, disk full
     except (OSError, ValueError) as e:
         reason = " ".join(str(e).split())
-        problem = f"no such local folder, and the Hugging Face Hub did not give it: {type(e).__name__}: {reason}"
+        problem = (
+            "no such local folder, and it could not be downloaded from the Hugging Face Hub: "
+            f"{type(e).__name__}: {reason}"
+        )
         raise ModelFolderError(model, problem) from e
 
 

@@ -1,4 +1,4 @@
-"""Overlays a model's folder with another tokenizer, or with other fields in config.json, as a folder of links."""
+"""Makes a folder of links to a model's files, with another tokenizer or with other fields in config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.model.checkpoint.folder import read_json, resolve, resolve_tokenizer
 
 
 def engine_folder(config: EngineConfig) -> Path:
-    """Return the folder that an engine reads: the model's own, or one of links. Raises ConfigError or
+    """Return the folder that an engine reads: the model's own, or a folder of links. Raises ConfigError or
     ModelFolderError."""
     folder = resolve(config.model, weights=config.load_format == "auto")
     if config.tokenizer is None and config.hf_overrides is None:
@@ -64,6 +64,6 @@ def _named_as(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, An
 
 
 def _merged(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields, replaced by those of the overrides, also inside nested objects."""
+    """Return the fields with those of the overrides in their place, also inside nested objects."""
     both = {key for key, value in overrides.items() if isinstance(value, dict) and isinstance(fields.get(key), dict)}
     return fields | overrides | {key: _merged(fields[key], overrides[key]) for key in both}

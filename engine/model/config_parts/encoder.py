@@ -1,4 +1,4 @@
-"""Reads from config.json what only encoders have."""
+"""Reads the options of config.json that only encoders have."""
 
 from __future__ import annotations
 

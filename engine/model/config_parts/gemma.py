@@ -1,4 +1,4 @@
-"""Reads from config.json what Gemma 3n and Gemma 4 have and Gemma 3 lacks."""
+"""Reads the options of config.json that Gemma 3n and Gemma 4 have and Gemma 3 lacks."""
 
 from __future__ import annotations
 

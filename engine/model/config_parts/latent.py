@@ -16,7 +16,7 @@ class IndexConfig:
     dim: int
     topk: int
     interleaved: bool
-    """As in LatentConfig, of the indexer's own queries and keys."""
+    """Like LatentConfig.interleaved, but for the indexer's own queries and keys."""
     layers: frozenset[int]
     """The layers with an indexer. The others use the selection of the last layer before them that has one."""
 

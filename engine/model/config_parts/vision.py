@@ -1,4 +1,4 @@
-"""Reads from config.json what encoding a model's images needs."""
+"""Reads the options of config.json that are needed to encode images."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class VisionConfig:
     merge_size: int = 1
     """Number of patches in height, and in width, that become one embedding."""
     mm_tokens_per_image: int = 0
-    """Most tokens of an image, in a model where they see each other both ways; 0 if they are causal."""
+    """Maximum number of tokens of an image, in a model whose image tokens see each other in both directions; 0 if they
+    see only earlier tokens."""
     causal_without_window: bool = False
-    """Whether they see each other in layers with a window only."""
+    """Whether image tokens see each other only in layers with a window."""
     rope_axes: tuple[int, ...] = ()
     """The axis of each rotary frequency: 0 for time, 1 for height in the image, 2 for width. For a text token, all
     three are its position. Empty if image tokens have positions like text."""

@@ -49,7 +49,7 @@ class Attention(nn.Module):
         return self.attended(self.ops.rotate_and_write(q, k, v, table, batch, self.layer, norms), batch)
 
     def read(self, q: Tensor, batch: Batch) -> Tensor:
-        """Attend to the K and V that another layer has written, the layer that `kv_place` names. q: normed, but not yet
+        """Attend to the K and V that another layer has written. `kv_place` names that layer. q: normed, but not yet
         rotated."""
         return self.attended(self.rotate(q, self.table, batch.positions), batch.of_group(self.group, self.causal))
 

@@ -94,7 +94,7 @@ class Mamba2Norm(Sharded):
 
     @property
     def whole(self) -> bool:
-        """Whether each group lies on one rank, and its squares are summed up at once."""
+        """Whether each group lies on one rank, so that its squares are summed up at once."""
         return self.parts * self.tp.size == self.groups
 
     def of_groups(self) -> GroupNorm:

@@ -132,7 +132,8 @@ class Experts(Sharded):
     stacked = False
     """Whether the checkpoint holds the weights of all experts in one tensor."""
     kernels: Sequence[ExpertWeights] = ()
-    """On a CPU, the packed weights of this rank's slices, or of each of their parts that is summed in a fixed order."""
+    """On a CPU, the packed weights of this rank's slices. If sums have a fixed order, the packed weights of each part
+    of the slices."""
     kept: tuple[Callable[..., Tensor], ops.Packed, ops.Packed] | None = None
     """On a GPU, the op for quantized experts, and their packed `gate_up` and `down`; None if they are not quantized."""
     adapters: tuple[GroupedAdapters | NoAdapters, GroupedAdapters | NoAdapters] = (NO_ADAPTERS, NO_ADAPTERS)
@@ -169,8 +170,8 @@ class Experts(Sharded):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether adapters may change the experts. True if they have `kernels` that are not cut into parts, or if the
-        model has no weights."""
+        """Whether adapters may change the experts. True if the experts have `kernels` that are not cut into parts, or
+        if the model has no weights."""
         return len(self.kernels) == 1 or self.device.type == "meta"
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

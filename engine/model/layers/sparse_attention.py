@@ -1,10 +1,10 @@
 """DeepSeek Sparse Attention: latent attention to the tokens that an indexer selects. DeepSeek V3.2, arXiv:2512.02556,
 section 2.1. In GLM 5, some layers reuse the selection of the layer before (arXiv:2603.12201).
 
-A token's key for the indexer is cached behind its latent, so a token has one vector in the cache, as without an
-indexer. A row's selection does not depend on other rows, so a token has the same bits in any batch and chunk. As in
-transformers, the indexer's queries and keys are not rotated by a Hadamard matrix, which would change no product, and
-not rounded to FP8.
+A token's key for the indexer is cached right after its latent, so a token still has only one vector in the cache. A
+row's selection does not depend on other rows, so a token has the same bits in any batch and chunk. As in transformers,
+the indexer's queries and keys are not rounded to FP8. They are not rotated by a Hadamard matrix either, since that
+would not change their products.
 """
 
 from __future__ import annotations

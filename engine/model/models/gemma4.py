@@ -198,8 +198,8 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         return () if self.layer_embeddings is None else self.layer_embeddings(self.text_ids(input_ids), x).unbind(1)
 
     def text_ids(self, input_ids: Tensor) -> Tensor:
-        """Return the ids, with the padding token in place of image tokens. Image tokens have the layer embeddings of
-        padding."""
+        """Return the ids with image tokens replaced by the padding token, since image tokens have the layer embeddings
+        of padding."""
         return input_ids.masked_fill(input_ids == self.image_token_id, PADDING)
 
     def checkpoint_name(self, path: str) -> str:

@@ -83,6 +83,6 @@ class ImageEncoder(NativeNames, nn.Module):
         return None if is_of_text(name) else self.vision.canonical_name(name)
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a number for each row of hidden [rows, hidden], which is finite if the embedding is finite, and token
+        """Return, for each row of hidden [rows, hidden], a number that is finite if the embedding is finite, and token
         0."""
         return hidden.sum(-1), torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)

@@ -20,8 +20,8 @@ Scaled = Callable[[Tensor, float, torch.dtype], Tensor]
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute the sigmoid. On a CPU it is computed by exp, since torch's own sigmoid, silu and softplus give other bits
-    for the last elements of a tensor, so that a row's bits would depend on how many rows follow."""
+    """Compute the sigmoid. On a CPU it is computed by exp. torch's own sigmoid, silu and softplus give other bits for
+    the last elements of a tensor, so a row's bits would depend on how many rows follow."""
     return 1 / (1 + (-x).exp()) if x.device.type == "cpu" else x.sigmoid()
 
 

@@ -1,4 +1,5 @@
-"""Attention over the paged KV cache: what every version of the two ops must do. `attention_plain` is the oracle.
+"""Attention over the paged KV cache: the contract of every version of the two ops. `attention_plain` is the reference
+with which tests compare.
 
 rotate_and_write(q, k, v, table, batch, layer, norms) -> q rotated, possibly q itself
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; each token's values contiguous
@@ -48,9 +49,9 @@ def select_latent(dtype: torch.dtype, device: torch.device) -> tuple[WriteLatent
     """Return the fastest versions of write_latent(latent, batch, layer) and latent_attention(q, batch, layer, scale,
     rank) -> [tokens, heads, rank].
 
-    The second is `paged_attention` over one vector per token for all heads: the vector is the key, and its first `rank`
-    values are the value (arXiv:2405.04434). The first writes these vectors [tokens, head_dim] to K of the cache, at
-    `batch.slot_mapping`; V is absent or unused. q: [tokens, heads, head_dim].
+    `latent_attention` is `paged_attention` over one vector per token for all heads: the vector is the key, and its
+    first `rank` values are the value (arXiv:2405.04434). `write_latent` writes these vectors [tokens, head_dim] to K of
+    the cache, at `batch.slot_mapping`; V is absent or unused. q: [tokens, heads, head_dim].
     """
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import attention

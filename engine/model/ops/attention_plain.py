@@ -89,7 +89,7 @@ def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: in
 
 
 def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    """Round to float8_e4m3fn with saturation; the cast alone would turn too large values into NaN."""
+    """Round to float8_e4m3fn with saturation. The cast alone would turn values that are too large into NaN."""
     return (values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 

@@ -42,5 +42,5 @@ def triton_found() -> bool:
     if found:
         logger.info("ops: Triton kernels")
     else:
-        logger.warning("triton is not installed: plain torch is used instead, many times slower on a GPU")
+        logger.warning("triton is not installed, so plain torch is used, which is many times slower on a GPU")
     return found

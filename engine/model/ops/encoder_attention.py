@@ -3,7 +3,7 @@
 encoder_attention(q, k, v, batch, scale, window) -> [tokens, heads, head_dim]; `encoder_attention_plain` is the oracle.
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], each head's values contiguous; query head h reads
     KV head h // (heads / kv_heads).
-    A token sees all tokens of its sequence, or with a window w those less than w positions away.
+    A token sees all tokens of its sequence, or, with a window w, the tokens less than w positions away.
 """
 
 from __future__ import annotations

@@ -32,13 +32,13 @@ def cpu_kernels() -> Any:
 
 
 def outputs_multiple(dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number of which the outputs must be a multiple for our CPU kernel; 1 if the kernel is not used."""
+    """Return the number that must divide the number of outputs for our CPU kernel; 1 if the kernel is not used."""
     kernels = cpu_kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
     return 1 if kernels is None else int(kernels.COLUMN)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply. On a CPU with a packed weight, a row has the same bits in any batch; to ensure that for oneDNN, a
+    """Multiply. On a CPU with a packed weight, a row has the same bits in any batch. To ensure this for oneDNN, a
     single row is computed as two equal rows."""
     if is_ours(weight):
         return cpu_kernels().multiply(x, weight, bias)

@@ -33,7 +33,7 @@ class GroupNorm(NamedTuple):
     gate_last: bool  #: whether values are normed before they are gated
     factors: Callable[[Tensor], Tensor]
     """Returns the factor that norms each group: [tokens, values] float32 -> [tokens, groups]. A group may be split over
-    ranks. Kernels, which see whole groups only, do without it."""
+    ranks. Kernels see only whole groups and do not call this function."""
 
 
 def rms_norm_plain(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:

@@ -1,8 +1,8 @@
 """Products with quantized weights.
 
 select(weight, dtype) -> multiply(x, bias) -> [tokens, outputs]
-    x and the result have `dtype`; `plain` is the oracle of every version. None means that no version for this weight
-    exists or pays off, so it is dequantized as it is loaded.
+    x and the result have `dtype`; `plain` is the oracle of every version. None means that no version exists for this
+    weight, or that none would be faster. The weight is then dequantized as it is loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
     if multiply is None:
         log_once(f"{kind(weight)}: no kernel on {device}, dequantized to {str(dtype).removeprefix('torch.')} at load")
     else:
-        log_once(f"{kind(weight)}: multiplied as it is on {device} ({type(multiply).__name__})")
+        log_once(f"{kind(weight)}: multiplied in quantized form on {device} ({type(multiply).__name__})")
     return multiply
 
 

@@ -1,5 +1,4 @@
-"""Draws tokens in torch: the definition of a draw, and a faster version for a CPU that sorts only the most likely
-tokens."""
+"""Draws tokens in torch. One version defines the result; a faster one for CPUs sorts only the most likely tokens."""
 
 from __future__ import annotations
 
@@ -99,8 +98,8 @@ def draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
 def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
     """Draw like `draw_sorted`, from logits [rows, vocab], but try the CANDIDATES most likely tokens first.
 
-    Sorting a whole vocabulary takes milliseconds per row, so only rows whose nucleus needs more tokens are sorted. Not
-    for a GPU: to know which rows these are, the host would wait for the step.
+    Sorting a whole vocabulary takes milliseconds per row, so only rows whose nucleus needs more tokens are sorted. It
+    is not used on a GPU, because the host would have to wait for the step to know which rows need sorting.
     """
     vocab_size = logits.shape[-1]
     if group.width < vocab_size:

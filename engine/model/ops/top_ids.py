@@ -1,4 +1,4 @@
-"""Finds the most likely tokens, in an order that is defined also for equal logits."""
+"""Finds the most likely tokens, in an order that is also defined for equal logits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def top_ids(logits: Tensor, count: int) -> Tensor:
     come first.
 
     So a shorter list is always the beginning of a longer one, and the first id is that of `argmax`. Only the `count`
-    chunks of the vocabulary with the largest maxima are searched, since these maxima are already `count` tokens that
-    come before all tokens of other chunks.
+    chunks of the vocabulary with the largest maxima are searched. Their maxima are `count` tokens that come before
+    every token of the other chunks.
     """
     rows, vocab = logits.shape
     count = min(count, vocab)

@@ -21,7 +21,8 @@ class EightBit:
 
     dtype: torch.dtype
     block: tuple[int | None, int | None]
-    """Rows and columns that share a scale. None for rows: one scale for the tensor; None for columns: whole rows."""
+    """Numbers of rows and columns that share a scale. Rows are None if the tensor has one scale; columns are None if
+    whole rows share a scale."""
     scale: str
     """Name of the tensor with the scales."""
     zeros: bool
@@ -54,5 +55,5 @@ def eight_bit(
     kind: str, block: tuple[int | None, int | None], scale: str, zeros: bool, activations: str | None
 ) -> EightBit:
     """Return the format for names of dtypes: `float` (e4m3) or `int`. block, scale, zeros: see EightBit. activations:
-    name of the dtype of activations; None if they are not rounded."""
+    name of the dtype of activations; None if activations are not rounded."""
     return EightBit(DTYPES[kind], block, scale, zeros, None if activations is None else DTYPES[activations])

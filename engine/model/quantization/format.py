@@ -1,9 +1,9 @@
 """Formats of quantized weights: how a checkpoint stores a weight, and how a rank reads its shard of it.
 
 A format names the tensors that replace `weight`, and decodes them into a QuantizedWeight. Each dimension of such a
-tensor runs along the weight's outputs or inputs, and an entry may cover several of them: a scale 128 columns, or a word
-eight rows. A rank reads every entry that covers any of its own rows or columns, so a weight can be split anywhere; the
-surplus is cut off later.
+tensor runs along the weight's outputs or inputs, and one entry may cover several of them. For instance, a scale may
+cover 128 columns, or a word eight rows. A rank reads every entry that covers any of its own rows or columns, so a
+weight can be split anywhere; the surplus is cut off later.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class StoredTensor:
     """One of the tensors in which the checkpoint stores a quantized weight."""
 
     dtype: torch.dtype | None
-    """None for the model's dtype, which is torch's default while it is built."""
+    """None for the model's dtype, which is torch's default while the model is built."""
     axes: tuple[QuantAxis | int, ...]
-    """One per dimension; a plain number is the size of a dimension that every rank reads whole."""
+    """One per dimension. A plain number is the size of a dimension that every rank reads whole."""
 
     def allocate(self, weight: Shard) -> tuple[Shard, Tensor]:
         """Return the slice that this rank reads for its shard of the weight, and an empty tensor to read it into."""
@@ -77,7 +77,7 @@ class StoredWeight:
 
     @property
     def numel(self) -> int:
-        """Number of weights, however many numbers store them."""
+        """Number of weights. In the checkpoint, a number may pack several of them."""
         return sum(math.prod(weight.local_shape) for weight in self.weights.values())
 
     @property
@@ -92,8 +92,8 @@ class StoredWeight:
 
 
 def trim(values: Tensor, dim: int, weight: Shard, axis: QuantAxis) -> Tensor:
-    """Cut unpacked `values` to the shard along `dim`: the first and last entries may cover rows or columns outside of
-    it."""
+    """Cut unpacked `values` to the shard along `dim`, since the first and last entries may cover rows or columns
+    outside the shard."""
     first, _, _ = axis.span(weight)
     start = weight.start - first * axis.unit if axis.dim == weight.dim else 0
     return values.narrow(dim, start, weight.local_shape[axis.dim])

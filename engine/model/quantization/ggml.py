@@ -22,7 +22,7 @@ Codes = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How ggml stores numbers of one type in blocks."""
+    """One of ggml's types: how its numbers are stored in blocks."""
 
     numbers: int
     """Numbers in a block."""
@@ -54,7 +54,7 @@ def bits(packed: Tensor, width: int) -> Tensor:
 
 def with_minimum(values: Tensor, middle: int, scale: Tensor, minimum: Tensor) -> Codes:
     """Return the codes of numbers `value * scale + minimum`. values: unsigned. scale: 0 for a group of equal numbers.
-    middle: what is subtracted from values, to make them signed."""
+    middle: number to subtract from the values to make them signed."""
     flat = scale == 0
     zero = torch.where(flat, -1.0, -minimum / torch.where(flat, 1.0, scale) - middle)
     groups = values.unflatten(-1, (scale.shape[-1], -1)).to(torch.int8) - middle
@@ -70,7 +70,7 @@ def unpack_q4_1(blocks: Tensor) -> Codes:
 
 
 def fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """Unpack the fifth bits, 32 in four bytes at `start` of each block: [..., 32] uint8, 16 or 0."""
+    """Unpack the 32 fifth bits in the four bytes at `start` of each block: [..., 32] uint8, each 16 or 0."""
     return bits(blocks[..., start : start + 4], 1).mT.flatten(-2) << 4
 
 
@@ -88,7 +88,8 @@ def unpack_q8_0(blocks: Tensor) -> Codes:
 
 
 def scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and minima of Q4_K's and Q5_K's eight groups, [..., 8] float32: six bits each, in 12 bytes."""
+    """Return the scales and minima of Q4_K's and Q5_K's eight groups, [..., 8] float32. Each is stored in six bits, 12
+    bytes in all."""
     low, middle, high = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scale = torch.cat((low & 63, high & 15 | low >> 2 & 48), dim=-1)
     minimum = torch.cat((middle & 63, high >> 4 | middle >> 2 & 48), dim=-1)

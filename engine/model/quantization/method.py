@@ -1,4 +1,4 @@
-"""Methods by which an unquantized checkpoint can be rounded as it is loaded: values of the option `quantization`."""
+"""Values of the option `quantization`: methods that round an unquantized checkpoint as it is loaded."""
 
 from __future__ import annotations
 

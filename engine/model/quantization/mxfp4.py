@@ -41,7 +41,7 @@ class MXFP4:
 
     @staticmethod
     def packed(stored: StoredWeight) -> PackedExperts | None:
-        """Return this rank's shard of a weight as it is stored; None if it cuts a group."""
+        """Return this rank's shard of a weight in the stored form; None if the shard cuts a group."""
         ((name, weight),) = stored.weights.items()
         if weight.dim == INPUTS and (weight.start % GROUP or weight.size % GROUP):
             return None

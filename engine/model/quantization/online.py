@@ -1,4 +1,4 @@
-"""Rounds an unquantized checkpoint as it is loaded: the option `quantization`."""
+"""Rounds an unquantized checkpoint as it is loaded (option `quantization`)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ class Online:
 
     method: Method
     group: int | None = None
-    """For int8: inputs that share a scale; activations then need not be rounded. None: one scale per output."""
+    """Only for int8: number of inputs that share a scale. Activations are then not rounded. None means one scale per
+    output."""
 
     def check(self, weight: Shard) -> None:
         """Raise ConfigError if this rank's shard of the weight cannot be rounded by this method."""
         inputs = weight.local_shape[INPUTS]
         if self.method == "int4" and inputs % INT4_GROUPS[-1]:
-            limit = f"fp8 or int8: {inputs} inputs of a layer on each rank are no multiple of {INT4_GROUPS[-1]}"
+            limit = (
+                f"fp8 or int8: a layer has {inputs} inputs on each rank, which is not a multiple of {INT4_GROUPS[-1]}"
+            )
             raise ConfigError("quantization", self.method, limit)
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
@@ -50,7 +53,8 @@ class Online:
 
 
 def quantize_int4(weight: Tensor) -> QuantizedWeight:
-    """Round a weight [outputs, inputs] to int4: sixteen steps from a group's smallest number, or 0, to its largest."""
+    """Round a weight [outputs, inputs] to int4: sixteen evenly spaced values from a group's smallest number to its
+    largest. The range always includes 0."""
     size = next(size for size in INT4_GROUPS if weight.shape[1] % size == 0)
     groups = weight.float().unflatten(1, (-1, size))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)

@@ -23,7 +23,8 @@ class PackedInt:
     group_size: int | None
     """Number of inputs that share a scale; None for all inputs."""
     ordered: bool = False
-    """Whether a tensor gives the group of each input (`desc_act`, `actorder`: quantized in another order)."""
+    """Whether a tensor gives the group of each input, because inputs were quantized in another order (`desc_act`,
+    `actorder`)."""
 
     @property
     def word(self) -> int:
@@ -34,8 +35,8 @@ class PackedInt:
         return self.group_size or weight.shape[INPUTS]
 
     def groups(self, weight: Shard) -> QuantAxis | int:
-        """Return the dimension of scales and zero points along the inputs. If `ordered`, any group may have inputs of
-        this rank, so it reads all groups."""
+        """Return the dimension of scales and zero points along the inputs. If `ordered`, any group may contain inputs
+        of this rank, so the rank reads all groups."""
         group = self.group(weight)
         return -(-weight.shape[INPUTS] // group) if self.ordered else QuantAxis(INPUTS, group)
 

@@ -57,14 +57,14 @@ class Scheme:
     rules: tuple[Rule, ...]
     """The first rule that matches a layer's name applies."""
     head: LazyFormat | None = None
-    """The format to which the language model's head is rounded as it is loaded; None if it is not."""
+    """The format to which the language model's head is rounded as it is loaded; None if the head is not rounded."""
 
     def format_of(self, names: list[str]) -> WeightFormat | None:
         """Return the format of layers that are merged into one; None if they are not quantized. names: as in the
         checkpoint (`model.layers.0.mlp.up_proj`).
 
-        Layers of a GGUF file whose formats differ are dequantized as they are loaded: None. For other checkpoints,
-        raises UnsupportedScheme.
+        If the layers' formats differ in a GGUF file, they are dequantized as they are loaded, and the result is None.
+        For other checkpoints, raises UnsupportedScheme.
         """
         first, *others = (self._lazy_format(name) for name in names)
         for name, other in zip(names[1:], others, strict=True):
@@ -72,7 +72,7 @@ class Scheme:
                 return None
             if other != first:
                 raise UnsupportedScheme(
-                    "ignore", name, f"quantized like {names[0]}, since the two are multiplied as one matrix"
+                    "ignore", name, f"quantized like {names[0]}, because both are multiplied as one matrix"
                 )
         return None if first is None else first.make()
 
@@ -89,7 +89,8 @@ class Scheme:
 
 def online(method: Method) -> Scheme:
     """Return the scheme of an unquantized checkpoint whose layers are all rounded by `method` as they are loaded. With
-    int4 the head has eight bits, since it needs them more than other layers do, and eight bits already save half."""
+    int4 the head gets eight bits: it loses more by rounding than other layers do, and eight bits already save half of
+    its memory."""
     head = None if method == "fp8" else LazyFormat("online.Online", ("int8",))
     return Scheme(method, (Rule("", LazyFormat("online.Online", (method,))),), head)
 
@@ -129,7 +130,7 @@ def _awq(config: Fields) -> tuple[Rule, ...]:
 def _gptq(config: Fields) -> tuple[Rule, ...]:
     for key in ("dynamic", "modules_in_block_to_quantize", "lm_head"):
         if config.get(key):
-            raise UnsupportedScheme(key, config[key], "left out: all layers but lm_head alike")
+            raise UnsupportedScheme(key, config[key], "left out: all layers except lm_head must be quantized alike")
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
     form = _one_of({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2"), form)
     bits, group_size = _one_of(config, "bits", (4, 8), None), _group_size(config, "group_size")
@@ -145,7 +146,7 @@ def _mxfp4(config: Fields) -> tuple[Rule, ...]:
 
 
 def _gguf(config: Fields) -> tuple[Rule, ...]:
-    """Read the types of a GGUF file's layers (engine/model/checkpoint/gguf), by name."""
+    """Read the types of a GGUF file's layers by their names (engine/model/checkpoint/gguf)."""
     types = {name: type for name, type in config["types"].items() if name not in GGUF_VOCABULARY}
     patterns = {
         type: "|".join(rf"{re.escape(name)}$" for name, own in types.items() if own == type)
@@ -155,8 +156,8 @@ def _gguf(config: Fields) -> tuple[Rule, ...]:
 
 
 def _gguf_head(config: Fields) -> LazyFormat | None:
-    """Return the format of the head, or of the embedding that it is tied to: eight bits with one scale for 32 numbers.
-    The embedding itself is dequantized."""
+    """Return the format of the head: eight bits, with one scale for 32 numbers. This also applies to a head that is
+    tied to the embedding; the embedding itself is dequantized."""
     head = next((config["types"][name] for name in GGUF_VOCABULARY if name in config["types"]), None)
     return None if head is None else LazyFormat("online.Online", ("int8", 32))
 
@@ -224,14 +225,14 @@ def _one_of(config: Fields, key: str, allowed: tuple[Any, ...], default: Any, pa
 
 
 def _block(value: object, key: str) -> tuple[int, int]:
-    """Return the rows and columns of a block, which are given as a list."""
+    """Return the rows and columns of a block from a key whose value is a list."""
     if not (isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)):
         raise UnsupportedScheme(key, value, "two positive integers")
     return value[0], value[1]
 
 
 def _group_size(config: Fields, key: str, path: str = "") -> int | None:
-    """Return the number of inputs that share a scale; None for all of them, which the configuration states as -1."""
+    """Return the number of inputs that share a scale; None if all inputs share one (-1 in the configuration)."""
     value = config.get(key)
     if not isinstance(value, int) or value == 0 or value < -1:
         raise UnsupportedScheme(f"{path}.{key}".lstrip("."), value, "a positive integer, or -1")

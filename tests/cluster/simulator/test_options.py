@@ -31,16 +31,19 @@ def refusal(*options: str) -> str:
         ("--autoscale 2 --startup-s inf --replicas 1", "--startup-s must be finite, got inf"),
         (
             "--autoscale 2 --replicas 5",
-            "--autoscale must be at least --replicas (5), with which the pool begins, got 2",
+            "--autoscale must be at least --replicas (5), the initial size of the pool, got 2",
         ),
         (
             "--autoscale 2 --replicas 1 --prefill-replicas 3",
-            "--autoscale must be at least --prefill-replicas (3), with which the pool begins, got 2",
+            "--autoscale must be at least --prefill-replicas (3), the initial size of the pool, got 2",
         ),
-        ("--plan --autoscale 4", "--autoscale must be left out with --plan, whose clusters keep their size, got 4"),
+        (
+            "--plan --autoscale 4",
+            "--autoscale must be left out with --plan, because planned clusters have a fixed size, got 4",
+        ),
         (
             "--handoff auto",
-            "--handoff must be always where there is no prefill pool (--prefill-replicas), got 'auto'",
+            "--handoff must be always, because there is no prefill pool (--prefill-replicas), got 'auto'",
         ),
         (
             "--plan --prefill-replicas 1 --tensor-parallel 2 --max-gpus 3",
@@ -95,7 +98,7 @@ def test_a_cost_file_of_another_kind_is_refused_by_flag_and_path(tmp_path, conte
     path.write_text(content)
     said = refusal("--cost", str(path))
     assert (
-        said.startswith("--cost must be a file that `python -m benchmarks.simulator.fit` wrote (")
+        said.startswith("--cost must be a file written by `python -m benchmarks.simulator.fit` (")
         and str(path)[:20] in said
     )
     assert problem in said
@@ -104,7 +107,7 @@ def test_a_cost_file_of_another_kind_is_refused_by_flag_and_path(tmp_path, conte
 def test_a_plan_says_that_two_pools_were_not_tried_and_what_tries_them():
     options = ["simulate", *FEW, "--plan"]
     said = CliRunner().invoke(cli.app, options).stdout
-    assert "two pools: not tried; --prefill-replicas 1 tries them" in said
+    assert "two pools: not tried; try them with --prefill-replicas 1" in said
     said = CliRunner().invoke(cli.app, [*options, "--prefill-replicas", "1"]).stdout
     assert "two pools: 1 prefill + 1 decode" in said
     said = (

@@ -30,7 +30,7 @@ def test_a_flag_takes_no_more_than_its_value_and_does_what_its_row_says(row, nam
     value = (values or "").split("|")[0].strip("*") or "7"
     given = [name] if values is None else [name, value]
     if row.effect == "refused":
-        with pytest.raises(RequestError, match="is vLLM's: ") as refusal:
+        with pytest.raises(RequestError, match="is not supported: ") as refusal:
             translated(["pocket", *given, "--num-cpus", "2"])
         assert str(refusal.value).endswith(row.note)
     elif row.effect == "ignored":
@@ -46,7 +46,7 @@ def test_one_line_names_all_that_was_left_out(capsys, monkeypatch):
         main()
     assert not ended.value.code
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("manta: left out: --seed (requests bring their own `seed`); --trust-remote-code (code")
+    assert line.startswith("manta: ignored: --seed (each request sets its own `seed`); --trust-remote-code (code")
     assert all(flag in line for flag in ("--swap-space (", "--runner (", "--no-enable-sleep-mode ("))
 
 
@@ -56,7 +56,7 @@ def test_what_would_change_results_or_capacity_ends_with_exit_code_1(monkeypatch
         main()
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("manta: --cpu-offload-gb is vLLM's: weights stay on their device")
+    assert line.startswith("manta: --cpu-offload-gb is not supported: weights always stay on the device")
 
 
 def test_flags_with_another_name_do_what_they_do_in_vllm_with_underscores_too():
@@ -115,7 +115,7 @@ def test_kv_events_have_the_same_keys_but_no_queue_to_bound():
 def test_experts_over_ranks_are_no_harm_and_over_replicas_they_are():
     assert "-ep" in translated(["pocket", "-ep", "-tp", "8"]).ignored
     assert "-ep" in translated(["pocket", "-ep", "-dp", "1"]).ignored
-    with pytest.raises(RequestError, match="--tensor-parallel-size 8 splits them"):
+    with pytest.raises(RequestError, match="--tensor-parallel-size 8, which splits the experts"):
         translated(["pocket", "-dp", "8", "--enable-expert-parallel"])
 
 
@@ -139,7 +139,7 @@ def test_the_model_may_come_as_a_flag():
 @pytest.mark.parametrize("given", ["-O3", "-O=3", "--compilation-config.mode=3", "-cc.pass_config.x=True"])
 def test_every_way_to_write_a_flag_is_understood(given):
     assert list(translated([given]).ignored.values()) == [
-        "--torch-compile compiles, --enforce-eager does without CUDA graphs"
+        "use --torch-compile to compile, and --enforce-eager to turn off CUDA graphs"
     ]
 
 

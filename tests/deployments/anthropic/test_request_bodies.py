@@ -63,7 +63,7 @@ def read(**fields: Any) -> MessagesBody:
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}]}]}, "in a tool's result"),
         ({"tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}]}, "tools[1] must be a tool with an"),
-        ({"tools": [TOOL, TOOL]}, "different from all other names"),
+        ({"tools": [TOOL, TOOL]}, "different from the names of all other tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "any", "name": "f"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice must be one of the tools (f)"),

@@ -54,7 +54,7 @@ def test_a_model_that_goes_and_comes_is_told_of_twice_however_often_it_is_report
     for _ in range(3):
         availability.report_up()
     availability.report_down()
-    assert lines(log) == ["no replica is up yet, requests wait", "a replica is up", "no replica is up, requests wait"]
+    assert lines(log) == ["no replica is up yet; requests wait", "a replica is up", "no replica is up; requests wait"]
     assert [record.levelname for record in log.records] == ["INFO", "INFO", "WARNING"], "a start is no problem"
 
 
@@ -70,7 +70,7 @@ def test_clients_that_try_while_the_model_is_starting_are_no_ends_of_requests_in
                 trying.cancel()
                 await asyncio.gather(trying, return_exceptions=True)
             assert (await api.client.get("/health")).status_code == 503
-            assert lines(log) == ["no replica is up yet, requests wait"]
+            assert lines(log) == ["no replica is up yet; requests wait"]
             assert api.telemetry.stats.models["fake"].finished["abort"] == 3, "they are counted all the same"
             pool.up.set()
             await until(lambda: len(lines(log)) > 1)  # although nobody waits any more
@@ -90,7 +90,7 @@ def test_clients_that_leave_while_a_model_is_down_that_was_up_are(log):
             await until(lambda: pool.polls > 1)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
-            assert lines(log) == ["no replica is up, requests wait", "request ended"]
+            assert lines(log) == ["no replica is up; requests wait", "request ended"]
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

@@ -266,6 +266,6 @@ def test_a_part_that_is_neither_text_nor_image_is_named(kind):
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
     with pytest.raises(InvalidParameter) as caught:
         parse(ChatBody, body, "ignore")
-    assert f"messages[0].content must be texts and images: {kind} parts (the one at [1]) are not read" in str(
+    assert f"messages[0].content must be a list of texts and images; part [1] is of the unsupported type {kind}" in str(
         caught.value
     )

@@ -350,7 +350,7 @@ def test_on_a_full_disk_a_key_is_refused_and_what_was_promised_is_answered_also_
             api.engine.paused.clear()
             whole = (await begun).json()
             assert len(whole["choices"][0]["text"]) == 20
-            await until(lambda: "lease not given back" in caplog.text)
+            await until(lambda: "lease not released" in caplog.text)
             assert "store unavailable" in caplog.text and "job not stored" in caplog.text
             metrics = Scrape((await api.client.get("/metrics")).text)
             assert metrics.sum("manta_store_errors_total", reason="unavailable") >= 2

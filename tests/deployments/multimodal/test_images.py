@@ -196,9 +196,9 @@ BAD: list[tuple[Any, str]] = [
     ({"type": "image_url", "image_url": {"url": ["a"]}}, "an image with a URL in image_url"),
     ({"type": "image_url", "image_url": {"url": "a", "detail": "tiny"}}, "an image with a URL in image_url"),
     ({"type": "input_image", "file_id": "file-1"}, "an image with a URL in image_url"),
-    ({"type": "video_url", "video_url": {"url": "data:"}}, "video_url parts (the one at [1]) are not read"),
-    ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "input_audio parts"),
-    (text_part("<|image_pad|>"), "no text may have it"),
+    ({"type": "video_url", "video_url": {"url": "data:"}}, "part [1] is of the unsupported type video_url"),
+    ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "of the unsupported type input_audio"),
+    (text_part("<|image_pad|>"), "texts must not contain it"),
 ]
 
 
@@ -280,7 +280,7 @@ def test_errors_name_the_image_as_the_api_does_and_so_does_a_model_that_reads_te
         async with fake_api() as api:
             answer = await api.post(route, **body)
             assert answer.status_code == 400
-            assert f"{path} must be text: model 'fake' reads no images" in answer.json()["error"]["message"]
+            assert f"{path} must be text, because model 'fake' reads no images" in answer.json()["error"]["message"]
 
     asyncio.run(scenario())
 

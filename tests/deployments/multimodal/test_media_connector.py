@@ -140,7 +140,9 @@ def test_of_an_endless_answer_no_more_than_the_limit_is_kept():
 
 
 def test_nothing_is_loaded_where_urls_are_switched_off():
-    assert "this server loads none (ingress.images.fetch_urls)" in refusal("SERVER/image.png", fetch_urls=False)
+    assert "this server loads no images from other URLs (ingress.images.fetch_urls)" in refusal(
+        "SERVER/image.png", fetch_urls=False
+    )
 
 
 @pytest.mark.parametrize(

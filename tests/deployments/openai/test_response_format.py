@@ -59,12 +59,12 @@ def test_the_engine_is_told_what_form_the_answer_must_have(route, body, expected
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"response_format": {"type": "structural_tag"}}, "response_format", "a structural tag as vLLM knows it"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema goes with the type"),
-        (json_schema(type="json_object"), "response_format", "json_schema goes with the type"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "a structural tag in vLLM's format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is required with the type"),
+        (json_schema(type="json_object"), "response_format", "json_schema is required with the type"),
         (json_schema(schema=None), "response_format", "schema"),
         ({"response_format": "json"}, "response_format", "an object"),
-        ({**json_schema(), "structured_outputs": {"regex": "a"}}, "structured_outputs", "do not go together"),
+        ({**json_schema(), "structured_outputs": {"regex": "a"}}, "structured_outputs", "cannot be combined"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of json, regex, choice, grammar, json_object"),
         ({"structured_outputs": {"regex": "a", "json": SCHEMA}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one text"),

@@ -69,11 +69,11 @@ def test_parts_between_tags_follow_their_grammar(tag, good, bad):
 @pytest.mark.parametrize(
     ("tag", "message"),
     [
-        ("{", "a structural tag as vLLM knows it"),
+        ("{", "a structural tag in vLLM's format"),
         ({}, "KeyError"),
         ({"format": {"type": "tag", "begin": "a", "end": "b"}}, "content"),
         ({"format": {"type": "grammar"}}, "a format of type const_string"),
-        ({"format": triggered(triggers=["<g"])}, "a trigger that a tag begins with"),
+        ({"format": triggered(triggers=["<g"])}, "a trigger with which at least one tag begins"),
         ({"format": triggered(triggers=[])}, "a list of at least one"),
         ({"format": "any_text"}, "TypeError"),
     ],
@@ -107,5 +107,5 @@ def test_only_one_form_is_taken():
 def test_as_many_blanks_may_stand_between_two_tokens_of_json_as_the_documentation_says(between, allowed):
     schema = {"type": "object", "properties": {"n": {"const": 1}}, "required": ["n"], "additionalProperties": False}
     assert matches({"structured_outputs": {"json": schema}}, f'{{{between}"n":{between}1}}') == allowed
-    reason = "between tokens of JSON there is at most a space, or a line break and 20 blanks"
+    reason = "between tokens of JSON the server allows one space, or a line break and up to 20 blanks"
     assert FOREIGN_FIELDS.ignored["guided_whitespace_pattern"] == reason

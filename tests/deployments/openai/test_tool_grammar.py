@@ -171,7 +171,7 @@ def test_answer_of_a_given_form_or_calls(parser, key):
 def test_grammar_of_the_users_own_cannot_be_combined():
     content = StructuredOutputsParams(grammar='start: "a"')
     assert grammar(content=content) is content
-    with pytest.raises(InvalidParameter, match="grammar must be of another kind"):
+    with pytest.raises(InvalidParameter, match="grammar must be json, json_object, regex or choice"):
         grammar(content=content, thinking="maybe")
 
 

@@ -205,7 +205,7 @@ LONG = "a " * 2 * MAX_MODEL_LEN
         ("embeddings", {"input": "a", "priority": 1}, "priority", "priority must be 0"),
         ("embeddings", {"input": "a", "messages": [{}]}, "messages", "put the text into input"),
         ("embeddings", {"input": "a", "truncation_side": "left"}, "truncation_side", "the end that is cut"),
-        ("embeddings", {"input": "a", "model": "other"}, "model", "served here: fake"),
+        ("embeddings", {"input": "a", "model": "other"}, "model", "this server has: fake"),
         ("score", {"queries": "a"}, "documents", "documents is required"),
         ("score", {"text_1": "a", "documents": "b"}, "text_2", "text_2 is required"),
         ("score", {"queries": "a", "documents": "b", "text_1": "c"}, "text_1", "must be left out"),

@@ -172,7 +172,7 @@ def test_a_store_that_is_closed_says_so_to_whoever_comes_late(tmp_path):
 
 def test_a_file_that_is_no_database_is_refused_at_the_start_and_one_that_breaks_is_said(tmp_path):
     (tmp_path / "a.db").write_bytes(b"no database" * 1000)
-    with pytest.raises(ConfigError, match="a file of SQLite"):
+    with pytest.raises(ConfigError, match="a writable SQLite file"):
         open_store(StoreConfig(url=f"sqlite://{tmp_path}/a.db"))
 
     async def scenario() -> None:

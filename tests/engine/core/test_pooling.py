@@ -126,7 +126,7 @@ def test_a_prompt_that_is_pooled_may_fill_the_context(core):
     core.check(GenerateRequest(request_id="a", prompt=[5] * longest, pooling=PoolingParams()))
     with pytest.raises(PromptTooLong, match=f"at most {longest} fit"):
         core.check(GenerateRequest(request_id="a", prompt=[5] * (longest + 1), pooling=PoolingParams()))
-    with pytest.raises(PromptTooLong, match=f"at most {longest - 1} fit.*at least one is needed for the answer"):
+    with pytest.raises(PromptTooLong, match=f"at most {longest - 1} fit.*the answer needs at least one token"):
         core.check(GenerateRequest(request_id="a", prompt=[5] * longest))
 
 

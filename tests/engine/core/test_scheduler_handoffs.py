@@ -435,7 +435,9 @@ def test_a_replay_may_be_computed_elsewhere():
 
 def test_a_replay_with_nothing_left_to_give_is_refused():
     h = Harness(num_blocks=16, max_model_len=64)
-    with pytest.raises(InvalidParameter, match="max_tokens must be above the 3 that are given already, got 3"):
+    with pytest.raises(
+        InvalidParameter, match="max_tokens must be above 3, the number of output tokens that already exist, got 3"
+    ):
         h.replay("a", ids(6), [1, 2, 3], max_tokens=3)
     with pytest.raises(InvalidParameter, match=r"num_prompt must be between 1 and the length of the prompt \(3\)"):
         h.replay("a", [], [1, 2, 3], max_tokens=9)

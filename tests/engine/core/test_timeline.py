@@ -20,7 +20,7 @@ def test_deltas_tell_of_each_request_when_it_was_preempted_and_went_on():
     assert lines[0] == "queued behind 1 others, with 20 prompt tokens"
     assert lines[1] == "to be computed here; 0 of 20 tokens are cached"
     assert lines[2] == "first token"
-    assert lines[3].startswith("preempted, since blocks ran out; ")
+    assert lines[3].startswith("preempted because blocks ran out; ")
     assert lines[4].startswith("to be computed here; ") and not lines[4].endswith(" of 20 tokens are cached")
     assert lines[5:] == ["ended: length, 20 output tokens"]
 

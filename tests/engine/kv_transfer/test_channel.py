@@ -157,7 +157,7 @@ def test_the_events_of_decode_tell_what_became_of_a_request(engines):
     lines = [event.what.what for event in decode.noted]
     assert lines[0] == "h decode: accepted by p"
     assert "h decode: fails: refused out of luck" in lines
-    assert "h decode: failed: refused, 0 tokens kept of what was read" in lines
+    assert "h decode: failed: refused; the KV of 0 tokens that were read is kept" in lines
     assert {event.request_id for event in decode.noted} == {"r"}
 
 
@@ -261,7 +261,7 @@ def test_a_channel_whose_thread_has_died_ends_its_engine(engines):
     remote_request = remote_request_for(engine)
     engine.channel.submit(AcceptPrefill(remote_request))
     engine.channel.submit(AcceptPrefill(remote_request))  # forbidden
-    assert "a prefill request is accepted once" in engine.wait_until_broken()
+    assert "a prefill request is accepted only once" in engine.wait_until_broken()
 
 
 @pytest.mark.parametrize(("decode_ranks", "prefill_ranks"), [(1, 1), (2, 1), (1, 2)])

@@ -643,7 +643,7 @@ def test_another_prompt_than_asked_for_is_not_received():
     w.settle()
     w.prefill.compute(h, 100, wrong_prompt_hash=True)
     w.settle()
-    assert w.decode.results[h] == Failed(h, "prompt_hash", 4, False, "prefill computed another prompt")
+    assert w.decode.results[h] == Failed(h, "prompt_hash", 4, False, "prefill computed a different prompt")
     assert all_free(w)
 
 

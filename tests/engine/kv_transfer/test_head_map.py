@@ -80,7 +80,7 @@ def test_copies_of_a_head_are_read_evenly(kv_heads: int, source: int, reader: in
 def test_heads_that_do_not_divide_are_refused_as_in_the_model(kv_heads: int, size: int) -> None:
     with pytest.raises(ConfigError):
         tiny_config(num_heads=size * kv_heads, num_kv_heads=kv_heads).kv_heads_per_rank(size)
-    with pytest.raises(ValueError, match=f"{kv_heads} KV heads cannot be dealt out to {size} ranks"):
+    with pytest.raises(ValueError, match=f"{kv_heads} KV heads cannot be divided among {size} ranks"):
         HeadShard(kv_heads, 0, size)
-    with pytest.raises(ValueError, match="cannot be dealt out"):
+    with pytest.raises(ValueError, match="cannot be divided among"):
         parts(HeadShard(kv_heads, 0, 1), size)

@@ -508,7 +508,7 @@ def test_a_slow_link_is_not_a_dead_one(make_tcp: Make) -> None:
 def test_another_process_at_the_address_is_not_taken_for_the_one_before(make_tcp: Make) -> None:
     there, here = full_cache(4, 2), full_cache(4, 2, seed=1)
     old, new = make_tcp(there).describe(), make_tcp(there).describe()
-    with pytest.raises(TransportError, match="another process is at this address"):
+    with pytest.raises(TransportError, match="the reader expects another process at this address"):
         make_tcp(here).read(with_address(old, *address_of(new)), BlockReads([0], [0], ALL), NEVER)
 
 
@@ -548,7 +548,7 @@ def test_a_source_without_the_clusters_key_is_not_read() -> None:
 
         thread = threading.Thread(target=forge)
         thread.start()
-        with pytest.raises(TransportError, match="another process, or of another cluster"):
+        with pytest.raises(TransportError, match="a different process listens at this address"):
             reader.read(with_address(description, *listener.getsockname()), BlockReads([0], [0], ALL), NEVER)
         thread.join()
     assert torch.equal(here, before)

@@ -269,7 +269,7 @@ def test_a_killed_source_fails_its_reads_and_its_successor_is_read(world: World,
 @pytest.mark.parametrize(
     ("ranks", "remote", "local", "error"),
     [
-        (3, [0], [0], "2 KV heads cannot be dealt out to 3 ranks"),
+        (3, [0], [0], "2 KV heads cannot be divided among 3 ranks"),
         (0, [0], [0], "a source has at least one rank"),
         (1, [0, 1], [0], "2 blocks cannot be read into 1"),
         (1, [99], [0], "blocks must be below 10"),

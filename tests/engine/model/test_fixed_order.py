@@ -49,7 +49,7 @@ def test_what_may_have_other_bits_is_refused_by_its_field(
     monkeypatch.setattr(dispatch, "triton_found", lambda: True)
     config = EngineConfig(model="none", determinism="strict", **options)
     model: Any = SimpleNamespace(quantization=quantization, transformers="", encoder=None, architecture="a")
-    with pytest.raises(ConfigError, match=f"configuration: {field} .*`strict` does not support it yet"):
+    with pytest.raises(ConfigError, match=f"configuration: {field} .*`strict` does not support this value yet"):
         fixed_order.check(config, model, torch.device(device), torch.float32 if field == "dtype" else torch.bfloat16)
 
 

@@ -157,5 +157,5 @@ def test_enforce_eager_sets_torch_compile_aside(folder_of, caplog):
         EngineConfig(model=str(folder_of("llama")), torch_compile=True, enforce_eager=True, num_blocks=8)
     )
     core.close()
-    assert "torch_compile is set aside by enforce_eager" in caplog.text
+    assert "torch_compile has no effect, because enforce_eager is set" in caplog.text
     assert "forward" not in vars(core.runner.model.layers[0])

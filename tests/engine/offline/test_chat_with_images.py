@@ -54,6 +54,6 @@ def test_a_chat_about_images_gives_the_tokens_of_transformers(tmp_path):
 
 
 def test_a_chat_about_images_with_a_text_model_is_refused(tmp_path):
-    refused = pytest.raises(InvalidParameter, match="messages must be text: this model reads no images")
+    refused = pytest.raises(InvalidParameter, match="messages must be text, because this model reads no images")
     with LLM(str(make_model(tmp_path, "llama", tokenizer=True)), **SIZES) as llm, refused:
         llm.chat(conversation(1), GREEDY, progress=False)

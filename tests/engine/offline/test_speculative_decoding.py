@@ -150,7 +150,7 @@ def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
         ({"method": "suffix", "suffix_decoding_max_spec_factor": "1"}, "a number"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, "at least 2"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "at least 0"),
-        ({"method": "ngram", "draft": 4}, "left out; there are method, model, num_speculative_tokens"),
+        ({"method": "ngram", "draft": 4}, "left out; the known keys are method, model, num_speculative_tokens"),
     ],
 )
 def test_options_that_there_are_not_are_refused_by_name(options, message):

@@ -79,7 +79,7 @@ def test_a_model_of_another_vocabulary_is_refused(tmp_path, target):
 
 
 def test_a_model_whose_layers_keep_a_state_is_refused(tmp_path, target):
-    with pytest.raises(ConfigError, match="all of whose layers keep KV of one shape"):
+    with pytest.raises(ConfigError, match="whose layers all keep KV of one shape"):
         DraftModel(make_model(tmp_path, "qwen3_5"), target, 64)
 
 

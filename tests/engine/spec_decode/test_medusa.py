@@ -41,7 +41,7 @@ def test_each_head_guesses_from_the_hidden_state_of_the_newest_token_but_one(for
     [
         ({"vocab_size": 96}, 3, f"made for a vocabulary of size {VOCAB}"),
         ({"hidden_size": 64}, 3, "made for hidden states of size 48"),
-        ({"truncated_vocab_size": 50}, 3, f"heads for all {VOCAB} tokens, not for 50"),
+        ({"truncated_vocab_size": 50}, 3, f"heads for all {VOCAB} tokens; these are for 50"),
         ({}, 4, "num_speculative_tokens must be at most 3, the number of heads"),
     ],
 )

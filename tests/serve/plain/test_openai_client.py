@@ -151,5 +151,5 @@ def test_50_streams_whose_clients_leave_free_all_their_blocks(server, client):
 
 
 def test_unknown_model_raises_the_clients_not_found(client):
-    with pytest.raises(openai.NotFoundError, match="served here: tiny"):
+    with pytest.raises(openai.NotFoundError, match="this server has: tiny"):
         client.completions.create(model="other", prompt="a")

@@ -25,7 +25,7 @@ class ReasoningTags:
 class ThinkParser(OutputParser):
     """Parses text up to a closing tag as reasoning, if it begins with an opening tag or the prompt ended with one.
 
-    Line breaks around both tags are dropped: templates write them, and would otherwise add them again.
+    Line breaks around both tags are dropped, because templates write them anyway and would otherwise write them twice.
     """
 
     def __init__(self, tags: ReasoningTags, *, opened: bool, calls: tuple[str, ...] = ()):

@@ -12,15 +12,15 @@ _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 
 def argument_types(schema: dict[str, Any], key: str) -> frozenset[str]:
-    """Return the JSON types that the arguments' schema allows for one argument; `string` if it does not say."""
+    """Return the JSON types that the arguments' schema allows for one argument; `string` if the schema names none."""
     properties = schema.get("properties")
     found = _types(properties.get(key) if isinstance(properties, dict) else None, schema, depth=0)
     return frozenset(found or {"string"})
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of `text` as the first of these types that fits; as a string if none does. types: empty for any
-    type."""
+    """Return `text` as JSON of the first of these types that fits it, or as a JSON string if none fits. types: empty
+    for any type."""
     lowered = text.strip().lower()
     if (lowered in ("true", "false") and "boolean" in types) or (lowered == "null" and "null" in types):
         return lowered  # accepts Python's True too

@@ -12,8 +12,8 @@ NAME = r"""[^\s<>"'(){}\[\]|,:;=]{1,128}"""
 class CallReader(OutputParser):
     """Reads one call, until it has `ended`; `rest` is the text after it.
 
-    A call that is cut off or malformed has `failed`: it yields no events, and `raw` is its text. It cannot fail once a
-    stream has sent its name: the rest is then passed on as the model wrote it.
+    A call that is cut off or malformed has `failed`: it yields no events, and `raw` is its text. A call cannot fail
+    once a stream has sent its name; the rest is then passed on as the model wrote it.
     """
 
     end_marker = "\0"  # marker up to which a malformed call is passed on
@@ -38,7 +38,7 @@ class CallReader(OutputParser):
         return text[: len(text) - len(self._buffer)]
 
     def read(self, text: str, *, final: bool) -> list[OutputEvent]:
-        """Return the events that are certain now. final: whether the text is complete."""
+        """Return the events that no later text can change. final: whether the text is complete."""
         self._pieces.append(text)
         self._buffer += text
         self._held += self._run(final=final)
@@ -67,7 +67,8 @@ class CallReader(OutputParser):
         return None
 
     def _take_until(self, marker: str) -> tuple[str, bool]:
-        """Take the text before `marker` from the buffer. If the marker is there, take it too; the flag tells which."""
+        """Take the text before `marker` from the buffer, and the marker too if it is there. Returns the text, and
+        whether the marker was there."""
         end = self._buffer.find(marker)
         if end >= 0:
             text, self._buffer = self._buffer[:end], self._buffer[end + len(marker) :]

@@ -49,7 +49,7 @@ class GemmaCall(CallReader):
 
 
 def _json(text: str) -> str:
-    """Quote what JSON quotes: texts are between QUOTEs, while keys and most other values are bare words."""
+    """Convert arguments to JSON. Texts stand between QUOTEs; keys and most other values are words without quotes."""
     parts = text.split(QUOTE)
     parts[::2] = [_WORD.sub(_quoted, part) for part in parts[::2]]
     parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]

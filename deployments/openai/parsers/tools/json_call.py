@@ -57,7 +57,7 @@ class JsonCall(CallReader):
         return None
 
     def _scan(self, text: str) -> int:
-        """Return how many characters belong to the object. `<` ends it, because JSON has none outside strings."""
+        """Return how many characters belong to the object. A `<` ends it, because JSON has no `<` outside strings."""
         for i, char in enumerate(text):
             if self._in_string:
                 if self._escaped:
@@ -87,14 +87,15 @@ class JsonCall(CallReader):
         return len(text)
 
     def _check_key(self, end: int) -> None:
-        """Give up at the first key if the object is not a call, so that an answer in JSON need not wait for its end."""
+        """Fail at the first key if the object is not a call, so that an answer in JSON is not held back until it
+        ends."""
         self._has_key = True
         members = json_object("".join(self._pieces)[:end] + ":0}")
         if members is None or next(iter(members)) not in _KEYS:
             self.ended = self.failed = True
 
     def _look_for_name(self, end: int) -> None:
-        """Check whether the object that starts at this offset is the arguments of a known function."""
+        """Check whether the object that starts at this offset contains the arguments of a known function."""
         if end > _MAX_BEFORE_ARGUMENTS:
             return
         members = json_object("".join(self._pieces)[:end] + "{}}")

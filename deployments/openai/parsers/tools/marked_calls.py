@@ -45,7 +45,8 @@ class CallMarkup:
 class MarkedCallsParser(OutputParser):
     """Parses calls between markers. Other text is content; white space around calls is dropped.
 
-    A call of a function that was not offered is still a call, about which the client can tell the model.
+    A call of a function that was not offered is reported as a call too, so that the client can tell the model of its
+    mistake.
     """
 
     def __init__(self, markup: CallMarkup, tools: ToolSchemas, *, streaming: bool):

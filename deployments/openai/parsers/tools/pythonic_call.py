@@ -15,8 +15,8 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonicCall(CallReader):
-    """Reads a call of one of `names` with keyword arguments that are literals. Emitted all at once, even in a
-    stream."""
+    """Reads a call of one of `names` with keyword arguments that are literals. The call is emitted all at once, even in
+    a stream."""
 
     def __init__(self, names: Container[str], *, streaming: bool):
         super().__init__(streaming=streaming)

@@ -23,15 +23,15 @@ MAX_SPACE = 64  # characters of white space before a call
 class JsonCallsParser(OutputParser):
     """Parses consecutive JSON objects, or a JSON array of them, as calls.
 
-    An output that does not begin with a call of one of the functions `names` is content: only a known name
+    An output that does not begin with a call of one of the functions `names` is content, because only a known name
     distinguishes a call from an answer in JSON.
     """
 
     opening = ""  # text that must precede the first call
 
     def __init__(self, names: Container[str], *, streaming: bool, forced: bool = False):
-        """forced: whether the output can only be calls; text that is not a call was then cut off by max_tokens, and is
-        dropped."""
+        """forced: whether the output can only consist of calls. Text that is not a call is then a call cut off by
+        max_tokens, and is dropped."""
         super().__init__()
         self._forced = forced
         self._names, self._streaming = names, streaming

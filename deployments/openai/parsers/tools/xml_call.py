@@ -34,7 +34,7 @@ class XmlTags:
 class XmlCall(CallReader):
     """Reads a function's name, then its arguments, each converted to a type that its schema allows.
 
-    In a stream, text arguments are emitted as the model writes them, others once they are complete.
+    In a stream, text arguments are emitted as the model writes them, and other arguments once they are complete.
     """
 
     def __init__(self, tags: XmlTags, tools: Mapping[str, dict[str, Any]], *, streaming: bool):

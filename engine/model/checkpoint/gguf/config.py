@@ -1,5 +1,5 @@
 """Makes the config.json of a model from the metadata of its GGUF file. A value that would change the output and cannot
-be expressed there is refused, never ignored."""
+be expressed in config.json is refused, never ignored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How an architecture of llama.cpp is named in a Hugging Face checkpoint, and how its tensors differ there."""
+    """How a Hugging Face checkpoint names an architecture of llama.cpp, and how its tensors differ."""
 
     architecture: str
     model_type: str
@@ -165,8 +165,8 @@ def _dtype(tensors: dict[str, Entry]) -> str:
 
 
 def _rope_scaling(keys: Keys, factors: dict[str, list[float]]) -> Fields | None:
-    """Return the rotary scaling. Rotary factors in the file are read as those of `longrope`, also if Llama 3's rule
-    made them."""
+    """Return the rotary scaling. Rotary factors in the file are read as factors of `longrope`, even if they were
+    computed by Llama 3's rule."""
     context = keys["context_length"]
     original = keys.get("rope.scaling.original_context_length", context)
     if own := factors.get("rope_freqs.weight"):

@@ -1,4 +1,4 @@
-"""Describes a tensor in a GGUF file: where it is, and how it differs from the one in a checkpoint."""
+"""Describes a tensor in a GGUF file: where it is, and how it differs from the same tensor in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads tensors of a GGUF file as those of a Hugging Face checkpoint. Only what is indexed is read."""
+"""Reads tensors of a GGUF file in the form of a Hugging Face checkpoint. Reads only the part that is indexed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Fast ops for CPUs, in Numba. Each has a plain twin in engine/model/ops, which is its oracle."""
+"""Fast ops for CPUs, in Numba. Each has a plain version in engine/model/ops, with which tests compare it."""

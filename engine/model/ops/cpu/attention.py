@@ -114,7 +114,7 @@ def find_keys(
     block_stride: int, base: int, kv_size: int, size: int,
 ) -> None:  # fmt: skip
     """Set the addresses of a tile's keys and values, for one head. Tokens before `first` or after `last` may have no
-    KV; the KV of `first` or `last`, whichever is nearer, is read in their place."""
+    KV. For them, the KV of `first` or `last` is read, whichever is nearer."""
     key_at, value_at = as_i64(space.key_at + 8 * TILE_TOKENS * side), as_i64(space.value_at + 8 * TILE_TOKENS * side)
     low, high = max(first - start, 0), min(last - start, TILE_TOKENS - 1)
     block, offset = (start + low) // block_size, (start + low) % block_size
@@ -132,8 +132,8 @@ def find_keys(
 
 @device_function
 def attend_rows(cast: Any, size: int, args: Any) -> None:
-    """Attend, item by item. An item has some rows of a sequence, and `span` of its KV heads, whose KV is adjacent in a
-    block. A `query` is one head of one row. Queries of an item that share a KV head find its KV in the core's cache."""
+    """Attend, item by item. An item consists of some rows of a sequence and `span` adjacent KV heads. A `query` is one
+    head of one row. Queries of an item that share a KV head find its KV in the core's cache."""
     q, out, numbers = cast(args[1]), cast(args[3]), as_f32(args[4])
     tiles, kv_lens = as_i64(args[5]), as_i32(args[6])
     table_stride, q_stride, out_stride, kv_heads, group = args[8], args[9], args[10], args[11], args[12]
@@ -266,8 +266,8 @@ def latent_tiles(batch: Batch, heads: int) -> Tensor:
 
 def row_tiles(batch: Batch, tile_rows: int = TILE_ROWS) -> Tensor:
     """Cut a batch into tiles. Return [1 + tiles, 4] int64, for each tile: sequence, first row, number of rows, and how
-    many rows the sequence has after these. The first entry is: number of tiles, most rows of a tile, whether KV heads
-    are separate items.
+    many rows the sequence has after these. The first entry holds the number of tiles, the largest number of rows of a
+    tile, and whether KV heads are separate items.
 
     The last rows of a chunk come first: they see the most keys, so that threads finish together.
     """

@@ -2,7 +2,7 @@
 
 A running softmax (FlashAttention, arXiv:2205.14135, section 3.1). Tiles of keys begin at multiples of TILE_TOKENS from
 the sequence's first token, and each sum within a tile has a fixed order. So a row has the same bits whether it is
-computed alone, among the rows of a chunk, or after others came from a cache.
+computed alone, among the rows of a chunk, or after a cached prefix.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def attend_tile(
     """Add the tile of keys from token `start` on to `queries` queries. Each query sees at least as far as the query
     before.
 
-    size: bytes of an element. side: half of `key_at` and `value_at` with the tile's addresses, which are set for
+    size: bytes of an element. side: which half of `key_at` and `value_at` holds the tile's addresses. They are set for
     `count` tokens, rounded up to a multiple of COLUMNS. Offsets are those of this head, in bytes.
     """
     width, words, per_word = padded(head_dim), head_dim * size // 4, 4 // size

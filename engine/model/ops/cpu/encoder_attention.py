@@ -41,8 +41,8 @@ TILE_ROWS = 128  # rows of one head that read a key while it is in the core's ca
 
 @device_function
 def find_keys(space: Space, start: int, count: int, k: int, v: int, k_stride: int, v_stride: int) -> None:
-    """Set the addresses of a tile's keys and values. An incomplete tile is filled up with its last token's
-    addresses."""
+    """Set the addresses of a tile's keys and values. The rest of an incomplete tile gets the addresses of its last
+    token."""
     key_at, value_at = as_i64(space.key_at), as_i64(space.value_at)
     for t in range(TILE_TOKENS):
         token = start + min(t, count - 1)

@@ -1,13 +1,14 @@
 """Records kernels once and replays them as one parallel region.
 
-A decode step of a few sequences is a hundred short kernels. Launching one costs time in Python and torch, and a region
-in which threads wake up and wait for each other. In a replay each thread goes through the whole list and takes work
-from every kernel; at a kernel's end it waits only for work that other threads have taken and not finished. So a thread
-that is not awake yet, or has lost its core to another process, delays the others only by the work that it has taken.
+A decode step of a few sequences is a hundred short kernels. Each launch costs time in Python and torch, and a parallel
+region in which threads wake up and wait for each other. In a replay, each thread goes through the whole list and takes
+work from every kernel. At a kernel's end it waits only for work that other threads have taken and not finished. So a
+thread that is not awake yet, or has lost its core to another process, delays the others only by the work that it has
+taken.
 
-A waiting thread first spins, which is fastest while cores are free. Then it yields its core, and at last it sleeps, so
-that the awaited thread can run there. The time to spin is learnt: it shrinks after each wait that had to sleep, and
-grows after each wait for which spinning sufficed.
+A waiting thread first spins, which is fastest while cores are free. Then it yields its core, and finally it sleeps, so
+that the thread for which it waits can run on that core. The time to spin adapts: it shrinks after each wait that had to
+sleep, and grows after each wait for which spinning sufficed.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ WAITS = np.array([MAX_SPINS, 0, 0], dtype=np.int64)  # shared by all replays in 
 
 
 class Memory:
-    """Memory for the outputs of a graph's kernels, for up to `max_tokens` tokens. A block without tensors is reused.
+    """Memory for the outputs of a graph's kernels, for up to `max_tokens` tokens. The memory of a tensor that no longer
+    exists is reused.
 
     tokens: number of tokens in the recorded step.
     """
@@ -142,7 +144,8 @@ def is_free(block: Tensor) -> bool:
 
 
 class Graph:
-    """A recording of the kernels that this thread launches inside a `with` block. They also run then.
+    """A recording of the kernels that this thread launches inside a `with` block. The kernels also run while they are
+    recorded.
 
     A replay runs the kernels and nothing else. The tensors that they use must keep their addresses. The number of
     tokens may differ, up to `max_tokens`. tokens: their number in the recording.

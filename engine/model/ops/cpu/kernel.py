@@ -63,7 +63,7 @@ def bring_compiled(folder: Path) -> None:
 if not keeps_code():
     config.CACHE_DIR = str(private_folder() or "")
     if not keeps_code():
-        logger.warning("compiled kernels can be kept nowhere, so every start compiles them; set NUMBA_CACHE_DIR")
+        logger.warning("compiled kernels cannot be stored, so every start compiles them again; set NUMBA_CACHE_DIR")
 bring_compiled(Path(sys.prefix) / "kernels")
 compiled = cfunc(types.void(types.CPointer(types.int64)), cache=keeps_code(), **OPTIONS)
 
@@ -72,8 +72,8 @@ def kernel(function: Callable[[Any], None]) -> Callable[[], Any]:
     """Make an entry point from `def name_bf16(args): name(as_bf16, args)`. It is compiled, or loaded from the cache, on
     first use, since most models need only one dtype of each kernel.
 
-    Each dtype is written out as a function: Numba's cache never finds a closure over a compiled function again, since
-    its key contains that function's number in this process.
+    Each dtype is written out as a function, because closures over a compiled function cannot be cached: their key in
+    Numba's cache contains that function's number in this process.
     """
     return cache(lambda: compiled(function))
 
@@ -143,7 +143,7 @@ def store(_: Any, pointer: Any, index: Any, value: Any) -> Any:
 @intrinsic
 def divide(_: Any, a: Any, b: Any) -> Any:
     """Return a / b as float32, rounded once. With `fastmath`, Numba's own division is an estimate in the vectorised
-    part of a loop and exact in the rest, so a value's bits would depend on its place in a row."""
+    part of a loop and exact in the remaining iterations, so a value's bits would depend on its place in a row."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         return builder.fdiv(args[0], args[1], flags=("contract",))

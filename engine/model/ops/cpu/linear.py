@@ -1,12 +1,13 @@
 """Products of any number of rows with a weight in bfloat16 or float32.
 
-bfloat16 is multiplied in pairs by AVX-512's dot products; on CPUs without these, one by one as float32.
+bfloat16 is multiplied in pairs by AVX-512's dot products. CPUs without them multiply single values as float32.
 
-A packed weight is [outputs / 64, inputs / 2, 64, 2], in float32 [outputs / 64, inputs, 64, 1]: a column of 64 outputs
-is contiguous, in the order in which it is read. A thread multiplies all rows by one column, a few rows at a time, and
-meanwhile prefetches the column that it takes next, so that reading memory and computing overlap. Each output is one sum
-in the order of the inputs, so a row has the same bits in any batch. A weight that is cut into parts along its inputs is
-stacked, and one call multiplies all parts; their products are added up as ops/tree_sum.py says.
+A packed weight is [outputs / 64, inputs / 2, 64, 2] in bfloat16, and [outputs / 64, inputs, 64, 1] in float32. The
+weights of 64 outputs form a column, which is contiguous in the order in which it is read. A thread multiplies all rows
+by one column, a few rows at a time. Meanwhile it prefetches its next column, so that reading memory and computing
+overlap. Each output is one sum in the order of the inputs, so a row has the same bits in any batch. If a weight is cut
+into parts along its inputs, the parts are stacked, and one call multiplies all of them. Their products are added up as
+described in ops/tree_sum.py.
 """
 
 from __future__ import annotations

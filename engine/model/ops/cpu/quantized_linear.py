@@ -1,8 +1,8 @@
 """Products with weights of eight and four bits on a CPU: docs/quantization.md.
 
-Inputs are rounded to int8 too, with a scale for each group of a row, so that products are sums of integers within a
-group and a row's result does not depend on other rows. A thread reads a panel, all weights of 64 outputs, as one
-contiguous piece, once per few rows.
+Inputs are also rounded to int8, with a scale for each group of a row. So products within a group are sums of integers,
+and a row's result does not depend on other rows. A panel consists of all weights of 64 outputs and is contiguous. A
+thread reads it once for every few rows.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ MULTIPLY_INT4 = Kernel({torch.bfloat16: multiply_int4_bf16})
 
 
 def select(weight: QuantizedWeight, dtype: torch.dtype) -> Integers | None:
-    """Return the product with a weight; None if its groups are not whole words, or if `dtype` is float32 and the
-    checkpoint does not expect rounded inputs."""
+    """Return the product with a weight. Returns None if the weight's groups are not whole words, or if `dtype` is
+    float32 and the checkpoint does not expect rounded inputs."""
     if weight.values.dtype != torch.int8 or (weight.activations is None and dtype != torch.bfloat16):
         return None
     if weight.scale.shape[1] > 1 and weight.group_size * weight.bits % (8 * QUAD):

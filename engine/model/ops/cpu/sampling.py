@@ -1,5 +1,5 @@
-"""Chooses a token of each row on a CPU: the most likely token, comparing bfloat16 logits as integers, or a random
-token."""
+"""Chooses a token for each row on a CPU: the most likely token, or a random one. Logits in bfloat16 are compared as
+integers."""
 
 from __future__ import annotations
 

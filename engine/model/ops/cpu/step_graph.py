@@ -46,7 +46,7 @@ def record(
     for kv_cache in kv_caches:
         kv_cache[0] = 0  # clear the block that these steps wrote to
     if not recorded:
-        logger.info("steps run kernel by kernel: not all of this model's are ours")
+        logger.info("steps run kernel by kernel, because some of this model's kernels are not Manta's")
     return graph if recorded else None
 
 
@@ -54,7 +54,8 @@ class StepGraph:
     """The model's layers with all kernels in one parallel region: see `record`.
 
     Kernels read the sequences of a step, and the division of its rows, from memory with fixed addresses; the number of
-    tokens is written into the graph. So one recording serves steps that decode, prompts and mixtures.
+    tokens is written into the graph. So one recording serves steps that decode, steps that compute prompts, and
+    mixtures of both.
     """
 
     def __init__(
@@ -95,8 +96,8 @@ class StepGraph:
 
     @torch.inference_mode()
     def record(self) -> bool:
-        """Record a step, then replay the graph for another step, with other tokens and sequences. Return whether the
-        result has the same bits as without the graph. It differs if the model uses code other than our kernels."""
+        """Record a step, then replay the graph for a step with other tokens and sequences. Return whether the result
+        has the same bits as without the graph. The bits differ if the model uses code other than our kernels."""
         x, batch = self._example(self._counts)
         sequences = len(batch.kv_len)
         self._copy(x, batch)

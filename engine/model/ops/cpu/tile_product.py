@@ -239,8 +239,8 @@ def pack_row(_: Any, out: Any, rows: Any, offset: Any, size: Any) -> Any:
 
 
 def product_in_place_of(rows: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the intrinsics of `multiply_columns` and `add_product_of_rows`, for so few rows that packing would not
-    pay. Sums have the same order as those of packed tiles."""
+    """Return the intrinsics of `multiply_columns` and `add_product_of_rows`, for too few rows for packing to pay off.
+    Sums have the same order as those of packed tiles."""
 
     @intrinsic
     def by_columns(_: Any, out: Any, out_size: Any, a: Any, vectors: Any, offset: Any, words: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Inner loops that must use vectors of 16 float32, in LLVM IR because no auto-vectoriser can be relied on. On CPUs with
-shorter vectors LLVM splits them."""
+"""Inner loops that must use vectors of 16 float32. They are in LLVM IR, since auto-vectorisers are not reliable. On
+CPUs with shorter vectors LLVM splits them."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def prefetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
 @intrinsic
 def prefetch(_: Any, table: Any, count: Any, offset: Any, size: Any) -> Any:
     """Prefetch `size` bytes from each of the first `count` addresses in `table`, plus `offset`. Addresses are taken in
-    order, since the processor's own prefetcher also finds ranges that adjoin."""
+    order, so that the processor's own prefetcher also finds adjacent ranges."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         addresses, number, start, length = args

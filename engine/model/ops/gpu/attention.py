@@ -1,17 +1,17 @@
 """Paged attention in Triton: one kernel for rows that decode and for chunks of prompts. See ops/attention.py;
 `rotate_and_write` is in rope.py.
 
-A program owns a tile of rows of one sequence, with all query heads that share one KV head, so that K and V are read
-once for all of them. It walks over the keys with a running softmax (FlashAttention-2, arXiv:2307.08691). Keys are also
-split over programs (Flash-Decoding, https://pytorch.org/blog/flash-decoding, 2023), by the length of each sequence, so
-that one long sequence among short ones uses the whole GPU too. `plan_kernel` divides them on the device, once for all
-layers of a kind. The last program of a tile to finish combines the results of all.
+A program computes a tile of rows of one sequence for all query heads that share one KV head, so that K and V are read
+once for all these heads. It goes through the keys with a running softmax (FlashAttention-2, arXiv:2307.08691). Keys are
+also split over programs (Flash-Decoding, https://pytorch.org/blog/flash-decoding, 2023), by the length of each
+sequence, so that even one long sequence among short ones uses the whole GPU. `plan_kernel` divides them on the device,
+once for all layers of a kind. The last program of a tile to finish combines the results of all.
 
-CUDA graphs can hold it: the grid and every argument follow from shapes alone, and lengths are read on the device. A
-batch is padded by sequences with kv_len 0, whose output is 0, and by sequences -1 and tiles without rows, for which
-nothing is written. Results depend, in the last bits, on where keys are split and so on the other sequences of the
-batch. Tile sizes are estimates. Capped scores, sinks, chunks, images, plans, padding of chunks and the combination in
-place have run under Triton's interpreter only, not on a GPU yet.
+The kernels can be part of CUDA graphs: the grid and every argument depend only on shapes, and lengths are read on the
+device. Padding of a batch consists of sequences with kv_len 0, whose output is 0, and of sequences -1 and tiles without
+rows, for which nothing is written. Results depend, in the last bits, on where keys are split and so on the other
+sequences of the batch. Tile sizes are estimates. Capped scores, sinks, chunks, images, plans, padding of chunks and the
+combination in place have run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ A library is used only after a trial with the model's shapes, as the engine star
 captured in a CUDA graph, and follow other lengths on replay. For steps that only decode, our kernel and the libraries
 that pass are then timed, and the candidate with the best worst case is used. FlashInfer's kernels on Hopper split all
 sequences of a batch into the same number of parts, whatever their length; our kernel splits by length. None of this has
-run on a GPU yet. FlashAttention 2 is not used, since its blocks are multiples of 256 tokens; nor is torch's varlen
-attention, whose split path leaves out rows (pytorch #194167).
+run on a GPU yet. FlashAttention 2 is not used, because its blocks are multiples of 256 tokens. torch's varlen attention
+is not used either, because its split path leaves out rows (pytorch #194167).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def select(device: torch.device, shape: Shape) -> tuple[Attend | None, Attend | 
         try:
             check(attend, shape, device, chunks=library.chunks)
         except Exception as e:  # noqa: BLE001 - any error of a library
-            logger.info("attention: %s is left out for %s: %s", library.name, shape, e)
+            logger.info("attention: %s is not used for %s: %s", library.name, shape, e)
             continue
         right.append((library.name, attend))
     chunks = {library.name for library in LIBRARIES if library.chunks}
@@ -102,7 +102,8 @@ def select(device: torch.device, shape: Shape) -> tuple[Attend | None, Attend | 
 
 
 def fastest(candidates: Candidates, shape: Shape, device: torch.device) -> tuple[str, Attend | None]:
-    """Return the candidate whose largest ratio to the fastest, over TIMED, is smallest. Logs all ratios."""
+    """Compare each candidate's time with the fastest candidate's on each batch of TIMED. Return the candidate whose
+    largest ratio is smallest. Logs all ratios."""
     times = [seconds(attend or attention.paged_attention, shape, device) for _, attend in candidates]
     best = [min(column) for column in zip(*times, strict=True)]
     ratios = [[own / least for own, least in zip(row, best, strict=True)] for row in times]
@@ -132,7 +133,7 @@ def seconds(attend: Attend, shape: Shape, device: torch.device) -> list[float]:
 def load(library: Library, device: torch.device) -> Attend | None:
     try:
         if torch.cuda.get_device_capability(device) not in library.capabilities:
-            raise ValueError("it is not made for this GPU")
+            raise ValueError("it does not support this GPU")
         return library.load(device)
     except Exception as e:  # noqa: BLE001 - any error of a library
         logger.info("attention: %s is left out: %s", library.name, e)
@@ -259,7 +260,7 @@ def compare(found: Tensor, q: Tensor, batch: Batch, window: int | None) -> None:
     errors = (found.float().flatten(1) - expected).norm(dim=1) / expected.norm(dim=1)
     error = errors[real].max().item()
     if not error < MAX_ERROR:
-        raise ValueError(f"a row of its results is off by {error:.1%} in a trial")
+        raise ValueError(f"in a trial, a row of its results differed by {error:.1%}")
 
 
 def small_batch(

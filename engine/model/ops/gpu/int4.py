@@ -1,6 +1,6 @@
 """Products with int4 weights, in Triton. Up to MOST rows are multiplied with the weight as stored, which stays in the
-L2 cache for all tiles of rows. For more rows it is dequantized first, then multiplied by cuBLAS: one more pass over the
-weight.
+L2 cache for all tiles of rows. For more rows, the weight is dequantized first and then multiplied by cuBLAS, which
+costs one more pass over the weight.
 
 Has run under Triton's interpreter and compiles for Ampere and Hopper, but has not run on a GPU yet.
 """

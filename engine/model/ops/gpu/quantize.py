@@ -1,6 +1,6 @@
-"""Quantizes the inputs of quantized weights, in Triton: one pass in place of eight small kernels, which would take as
-long as the product itself in decode. See `quantize_rows` in quantization/weight.py. Multiplies int8 for up to MOST
-rows; for more, torch's product is scaled here."""
+"""Quantizes the inputs of quantized weights, in Triton: one pass replaces eight small kernels, which in decode would
+take as long as the product itself. See `quantize_rows` in quantization/weight.py. Products of int8 with up to MOST rows
+are computed here. With more rows, torch computes the product, and a kernel scales it."""
 
 from __future__ import annotations
 

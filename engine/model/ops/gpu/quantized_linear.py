@@ -1,5 +1,5 @@
 """Products with quantized weights on an NVIDIA GPU, by torch's kernels; int4 (int4.py) and few rows of int8 use our
-own. Nothing is copied to the host, so CUDA graphs can hold the products."""
+own. Nothing is copied to the host, so the products can be part of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
 
 
 def with_scale_per_output(weight: QuantizedWeight) -> QuantizedWeight:
-    """Quantize a float8 weight again, with one scale per output. The change is no larger than the rounding of
-    float8."""
+    """Quantize a float8 weight again, with one scale per output. The error that this adds is no larger than the
+    rounding of float8."""
     values, scale = quantize_rows(weight.dequantize(torch.float32), FP8)
     return replace(weight, values=values, scale=scale)
 

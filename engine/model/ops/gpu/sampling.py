@@ -2,11 +2,11 @@
 engine/model/ops/sampling.py.
 
 The plain version sorts tokens, most likely first, and finds where running sums of their weights pass a goal. Here a
-search over the values of logits finds the same position, in some 40 passes over the row. One program per row would take
-a millisecond for them; so many programs first collect the tokens of a row that are not far below the best one, and the
-search runs over these if they suffice. A random number draws the same token as in the plain version, unless it is so
-close to the border between two tokens that the order of summation decides. A row's token does not depend on other rows.
-Nothing here waits for the device.
+search over the values of logits finds the same position, in some 40 passes over the row. With one program per row they
+would take a millisecond. So many programs first collect the tokens of a row that are not far below the best one, and
+the search runs over these tokens if they suffice. A random number draws the same token as in the plain version, unless
+it is so close to the border between two tokens that the order of summation decides. A row's token does not depend on
+other rows. Nothing here waits for the device.
 
 Every kernel reads the logits of the model, divides them by the row's temperature and writes to the tokens of all rows,
 so a step has one launch for the largest logits, one for greedy rows, and two for rows with filters. Has run under

@@ -85,7 +85,7 @@ def causal_conv_plain(
     columns, start = weight.float().unbind(1), 0.0 if bias is None else bias.float()
 
     def convolved(inputs: list[Tensor]) -> Tensor:
-        """Return the weighted sum of `inputs`, which has one tensor of rows for each column of the weight."""
+        """Return the weighted sum of `inputs`, a list with one tensor of rows for each column of the weight."""
         total = start + columns[0] * inputs[0].float()
         for column, tap in zip(columns[1:], inputs[1:], strict=True):
             total = total + column * tap.float()

@@ -15,8 +15,8 @@ With the state S at the last border, the decays G summed up from there, and rows
     k_ij = k_j * exp(G_i - G_j)
     u_i = beta_i * (v_i - S^T (k_i * exp(G_i)) - sum over j < i of (k_i . k_ij) u_j)        or v_i without beta
     o_i = S^T (q_i * exp(G_i)) + sum over j <= i of (q_i . k_ij) u_j
-and at the next border S becomes S * exp(G_last) + sum over j of k_last,j u_j^T. This is the chunkwise form, with the
-triangular system solved row by row, in decode as in a prompt. `linear_attention_plain` is the oracle.
+and at the next border S becomes S * exp(G_last) + sum over j of k_last,j u_j^T. This is the chunkwise form. Its
+triangular system is solved row by row, both in decode and in prompts. `linear_attention_plain` is the oracle.
 """
 
 from __future__ import annotations

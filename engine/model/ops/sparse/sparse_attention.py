@@ -2,8 +2,8 @@
 
 An indexer scores the tokens that a row sees, by small keys that are cached behind the latents; latent attention then
 reads the best `topk` tokens. `places` gives the position of each token's vector in the cache, counted in vectors from
-the first vector of a layer, so it is the same for all layers. This file has the plain versions, which a GPU runs too; a
-CPU has kernels for scores and attention.
+the first vector of a layer, so it is the same for all layers. This file has the plain versions, which also run on a
+GPU. A CPU has kernels for scores and attention.
 
 index_scores(q, weights, keys, places, lengths) -> [rows, max_len] float32
     q: [rows, heads, dim]; weights: [rows, heads] float32; keys: [vectors, dim], a view; places: [rows, max_len] int32;

@@ -12,7 +12,7 @@ def test_a_cluster_that_takes_the_connection_and_never_answers_is_given_up(monke
     monkeypatch.setattr(nodes, "ANSWER_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(StartupError, match=f"no Ray cluster answers at {address}: nothing came within"):
+        with pytest.raises(StartupError, match=f"no Ray cluster answers at {address}: no answer within"):
             nodes.find_nodes(address)
 
 

@@ -185,7 +185,7 @@ def test_a_batch_that_ended_its_server_twice_has_failed_and_is_not_tried_a_third
     world.work()
     batch = world.batch
     assert (batch.status, len(world.sent)) == ("failed", num_sent) and batch.errors is not None
-    assert "ended twice while it worked on line" in batch.errors.data[0].message
+    assert "ended twice while it worked on this batch" in batch.errors.data[0].message
     if killer == "b":  # what was answered stays
         assert batch.request_counts.completed == 1 and batch.request_counts.failed == 2
         assert batch.errors.data[0].line == 2 and batch.output_file_id is not None

@@ -150,7 +150,7 @@ def test_the_official_client_retrieves_lists_and_deletes():
                 await client.responses.cancel(made.id)
             await client.responses.delete(made.id)
             for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-                with pytest.raises(openai.NotFoundError, match="each ingress keeps its own in memory"):
+                with pytest.raises(openai.NotFoundError, match="each ingress keeps only its own responses"):
                     await call(made.id)
 
     run(scenario())

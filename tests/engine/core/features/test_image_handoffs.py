@@ -161,7 +161,7 @@ def test_images_that_wait_in_an_encode_engine_are_not_queued_here_and_the_timeli
         assert load().queued_embeds == 0, "it is in the inbox"
         events = [event for _ in range(2) for event in core.step()]
         told = [line.what for event in events for line in event.delta.timeline if "image" in line.what]
-        assert told == ["an image of 6 tokens is to be encoded by an encode engine", "an image has come from engine"]
+        assert told == ["an image of 6 tokens is to be encoded by an encode engine", "received an image from engine"]
 
 
 def test_a_text_model_has_no_images_encoded_and_what_was_started_for_handoffs_is_closed(tmp_path):

@@ -49,7 +49,7 @@ def test_a_model_that_the_hub_does_not_give_is_a_clear_error(monkeypatch):
         raise LocalEntryNotFoundError("cannot reach the Hub")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ModelFolderError, match=r"'org/name': no such local folder, and the .* Hub .* cannot reach"):
+    with pytest.raises(ModelFolderError, match=r"'org/name': no such local folder, and it .* Hub: .* cannot reach"):
         resolve("org/name")
 
 

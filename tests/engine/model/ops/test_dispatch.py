@@ -34,7 +34,7 @@ def test_a_gpu_without_triton_gets_plain_torch_and_one_warning(without_triton, c
         assert norm.select(*ON_GPU) == (norm_plain.rms_norm_plain, norm_plain.add_rms_norm_plain)
         assert activation.select("silu", *ON_GPU) is activation.silu_mul
     assert [record.message for record in caplog.records] == [
-        "triton is not installed: plain torch is used instead, many times slower on a GPU"
+        "triton is not installed, so plain torch is used, which is many times slower on a GPU"
     ]
 
 

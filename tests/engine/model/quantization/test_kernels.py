@@ -153,7 +153,10 @@ def test_a_cpu_without_vnni_has_the_same_sums(add_quads, kind):
 @pytest.mark.parametrize(
     ("w", "said"),
     [
-        (weight(32, 64, 8, 1, zeros=True, activations=torch.int8), "int8 x int8, a scale per output: multiplied as it"),
+        (
+            weight(32, 64, 8, 1, zeros=True, activations=torch.int8),
+            "int8 x int8, a scale per output: multiplied in quantized form",
+        ),
         (weight(32, 64, 8, 2, zeros=False), "int8, a scale per 32 inputs: no kernel on cpu, dequantized to float32"),
         (weight(32, 64, 4, 2, zeros=False), "int4, a scale per 32 inputs: no kernel on cpu, dequantized to float32"),
     ],

@@ -89,7 +89,8 @@ def test_inputs_that_groups_do_not_divide_are_refused_where_a_rank_has_them(tmp_
     Online("int4").check(Shard((64, 96), 1, 0, INT4_GROUPS[-1]))
     folder = make_model(tmp_path, "qwen3_moe", **WIDE | WIDE_EXPERTS | {"moe_intermediate_size": 144})
     with pytest.raises(
-        ConfigError, match="quantization must be fp8 or int8: 144 inputs of a layer on each rank are no multiple of 32"
+        ConfigError,
+        match="quantization must be fp8 or int8: a layer has 144 inputs on each rank, which is not a multiple of 32",
     ):
         load_by_hand(folder, quantization="int4")
 

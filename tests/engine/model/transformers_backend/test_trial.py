@@ -32,8 +32,8 @@ def config_of(tmp_path, config) -> ModelConfig:
         (transformers.DiffLlamaConfig, "a layer attends twice"),
         (transformers.MiMoV2FlashConfig, "its keys and values differ in size"),
         (transformers.FalconConfig, "has no exchangeable attention for it"),
-        (transformers.MambaConfig, "its layers, or some of them, keep a recurrent state"),
-        (transformers.JambaConfig, "its layers, or some of them, keep a recurrent state"),
+        (transformers.MambaConfig, "some or all of its layers keep a recurrent state"),
+        (transformers.JambaConfig, "some or all of its layers keep a recurrent state"),
         (transformers.JetMoeConfig, "a trial of transformers' code with our layers fails"),
     ],
     ids=[

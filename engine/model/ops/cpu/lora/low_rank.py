@@ -1,7 +1,7 @@
 """Low-rank products on a CPU: a thread multiplies a few rows of one adapter by 16 columns of a factor at a time.
 
 Weights are read once for all rows of a tile. Weights of adapters that no row has are not read. Each number of the
-result is one sum in the order of the inputs, whatever other rows are in its tile.
+result is one sum in the order of the inputs, whichever other rows are in its tile.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The causal convolution of recurrent layers on a CPU. See ops/recurrent/causal_conv.py for names.
 
-An item of work is BLOCK channels of one sequence: inputs of earlier steps are read from its ring before it is written.
+An item of work is BLOCK channels of one sequence. It reads inputs of earlier steps from the sequence's ring before it
+writes to the ring.
 """
 
 from __future__ import annotations

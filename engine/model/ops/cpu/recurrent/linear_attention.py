@@ -2,7 +2,8 @@
 
 An item of work is one head of one sequence. Sums run over the channels of keys or over rows, in order, in tiles of up
 to 8 rows by 32 columns, and never depend on the number of rows (tile_product.py). So a row of a prompt, computed in a
-tile, has the bits of a row decoded alone. A decoded row reads the state once, for its key and its query together.
+tile, has the same bits as a row that is decoded alone. A decoded row reads the state only once, for its key and its
+query together.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ def fits(hidden_size: int, slice_size: int, dtype: torch.dtype) -> bool:
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Return whether torch has a kernel for this GPU. If not, it reads `offs` on the host, which no graph can hold."""
+    """Return whether torch has a kernel for this GPU. If not, torch reads `offs` on the host, which is impossible in a
+    CUDA graph."""
     return torch.cuda.get_device_capability(device)[0] in MAJORS
 
 

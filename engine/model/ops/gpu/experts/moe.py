@@ -1,10 +1,10 @@
 """The experts of a layer, in Triton: two launches for all experts, however many tokens each of them gets.
 
 As in vLLM's fused_moe, pairs of a token and one of its experts are sorted by expert and divided into tiles, each with
-pairs of one expert (routing.py). Only the device knows the number of tiles: the grid has the most that are possible,
-and programs without a tile end at once. So nothing here waits for the device, and a CUDA graph can hold it. Quantized
-weights are read as stored and dequantized tile by tile (weights.py). This has run under Triton's interpreter
-only, not on a GPU yet.
+pairs of one expert (routing.py). Only the device knows the number of tiles. So the grid has the largest possible number
+of programs, and programs without a tile end at once. Nothing waits for the device, so the kernels can be part of a CUDA
+graph. Quantized weights are read as stored and dequantized tile by tile (weights.py). This has run under Triton's
+interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def causal_conv_kernel(
     TAPS: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr, RING: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens / ROWS, channels / CHANNELS). Writes to the ring too, unless a sequence has so many rows that they
-    take the places of inputs that are still to be read: these are left to `keep_kernel`."""
+    """Grid (tokens / ROWS, channels / CHANNELS). Also writes to the ring, unless a sequence has so many rows that they
+    would overwrite inputs that are still needed. `keep_kernel` writes the rows of such sequences."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     seq, beyond = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32) + seqs
     for _ in range(0, halvings):  # the last sequence that begins at or before each row

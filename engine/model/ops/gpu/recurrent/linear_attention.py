@@ -1,14 +1,14 @@
 """Linear attention in Triton, for decays of heads and of channels, with and without the delta rule. See
 ops/recurrent/linear_attention.py, whose names are used here.
 
-A program owns a head of one sequence and some of its values' channels, and walks over the sequence's chunks. It takes
-a chunk's rows in tiles that begin at multiples of ROWS, whether a prompt computes all rows of a tile or a decoded token
-one: the products have the same shapes, so a row's sums have the same order in any batch. In a tile the triangular
-system is solved row by row. Exponents are never positive: decays are counted from the tile's beginning on the side of
-its rows, and up to there on the side of the keys before them.
+A program computes some channels of one head's values for one sequence, chunk by chunk. It takes a chunk's rows in tiles
+that begin at multiples of ROWS. A prompt may compute all rows of a tile, and a decoded token only one, but the products
+have the same shapes, so a row's sums have the same order in any batch. In a tile the triangular system is solved row by
+row. Exponents are never positive: decays are counted from the tile's beginning on the side of its rows, and up to there
+on the side of the keys before them.
 
-`decays` holds those of the rows themselves, not their sums. It has run under Triton's interpreter only, not on a GPU
-yet; the sizes of its tiles are estimates.
+`decays` holds the decays of single rows, not their sums. It has run under Triton's interpreter only, not on a GPU yet;
+the sizes of its tiles are estimates.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def linear_attention_kernel(
     DECAY_DIM: tl.constexpr, DELTA: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     KEY_PAD: tl.constexpr, VALUES: tl.constexpr, DECAY_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (seqs, HEADS, VALUE_DIM / VALUES). Writes keys and decays of sequences whose rows are in one chunk;
-    `keep_kernel` those of the others, which take the places of what other programs may still read."""
+    """Grid (seqs, HEADS, VALUE_DIM / VALUES). Writes the keys and decays of sequences whose rows are in one chunk.
+    `keep_kernel` writes those of the other sequences, because they overwrite data that other programs may still
+    read."""
     seq, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end = tl.load(query_start + seq), tl.load(kv_len + seq)
     if end == 0:

@@ -1,11 +1,11 @@
 """Paged attention in which a row has the same bits alone, in any batch and in any chunk, in Triton.
 
 Keys are divided at multiples of SPLIT_TOKENS of the sequence's positions, and each split is summed in tiles that begin
-at multiples of BLOCK_N. The results of the splits are merged in ascending order. Who merges makes no difference: one
-program that computes the splits of a tile of rows one after the other, or the last of many programs that compute one
-split each. So the plan may choose by the batch. A split in which a row sees no key changes nothing in that row, so a
-row may share its tile with rows that see more. Every tile has BLOCK_M rows, also to decode, since a GPU's instructions
-for fewer rows may sum in another order.
+at multiples of BLOCK_N. The results of the splits are merged in ascending order. A tile of rows may be computed by one
+program, split after split, or by one program per split, of which the last one merges. Both ways give the same bits, so
+the plan may choose between them by the batch. A split in which a row sees no key changes nothing in that row, so a row
+may share its tile with rows that see more. Every tile has BLOCK_M rows, also to decode, since a GPU's instructions for
+fewer rows may sum in another order.
 
 The rest is as in ops/gpu/attention.py. Tile sizes are estimates. Has run under Triton's interpreter only, not on a GPU
 yet.
@@ -165,8 +165,8 @@ def combine(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, SLOT_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of a tile in the order of keys, as a program does that has computed them itself. Loads
-    with .cg, which bypasses the L1, since other programs wrote them."""
+    """Merge the partial results of a tile in the order of keys, exactly as one program that computes all splits would.
+    Loads with .cg, which bypasses the L1 cache, since other programs wrote the results."""
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_PAD)
     inside = (m < rows * GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
@@ -210,7 +210,7 @@ def launch(
     """Attend from the decoding rows, or from all chunks, and write their rows of `out`.
 
     tiles: `Batch.single` to decode, or from `row_tiles`. slot_rows: most rows of a tile times heads per KV head.
-    Without fused multiply-adds, since the two merges must round alike.
+    Fused multiply-adds are off, since both ways of merging must round alike.
     """
     kv_cache = batch.kv_cache
     _, _, _, kv_heads, page, head_dim = kv_cache.shape

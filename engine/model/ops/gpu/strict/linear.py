@@ -1,9 +1,9 @@
 """The product of a linear layer, and the sum of its parts, whose bits do not depend on other rows, in Triton.
 
-A library chooses tiles by the number of rows, and may divide the inputs of few rows over programs, so that a row is
-summed in an order that depends on the batch. Here every number of rows is multiplied by one kernel with one tile
-size, and a program sums all inputs of its part in ascending order. Tile sizes are estimates. Has run under Triton's
-interpreter only, not on a GPU yet.
+A library chooses tiles by the number of rows, and may divide the inputs over programs if there are few rows. So the
+order of a row's sums depends on the batch. Here one kernel with one tile size multiplies any number of rows, and a
+program sums all inputs of its part in ascending order. Tile sizes are estimates. Has run under Triton's interpreter
+only, not on a GPU yet.
 """
 
 from __future__ import annotations
