@@ -1,8 +1,7 @@
 """Requests of a simulation: when they arrive, how long they are, and which prefixes they share.
 
 Traces are read from files, or drawn at random to match published figures. Equal arguments give equal traces. Lengths
-are log-normal,
-given by median and mean: sigma = sqrt(2 ln(mean / median)).
+are log-normal, given by median and mean: sigma = sqrt(2 ln(mean / median)).
 
 docs/simulator.md has the figures and their sources. Where the sources leave something open, this module decides: a
 session of `mooncake` draws one of a few system prompts by Zipf's law, and each turn appends the last answer and a new

@@ -21,8 +21,7 @@ before prefill handled the heartbeat, so the blocks read are correct, even if pr
 called validated, and outlive a failed handoff. Release validates all blocks at once: it is sent only after all reads
 have ended, and Released(held=True) confirms that the handoff was still open then. The argument relies on the order of
 messages, not on clocks, so clock drift, suspended machines and late timers cannot break it. Blocks that were read but
-not
-validated never count: prefill may have been paused past the lease and then have reused them.
+not validated never count: prefill may have been paused past the lease and then have reused them.
 
 **A request that moves** is treated as a prompt that is computed already. The prompt is the request's tokens; the token
 after them, which no client has seen, takes the place of the first token. Its engine holds it (HoldRequest) until
