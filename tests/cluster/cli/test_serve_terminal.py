@@ -144,7 +144,7 @@ def test_the_end_says_what_it_waits_for(shown):
     with view:
         view.stopping({"ingress": 1, "decode-m": 2})
         view._live.refresh()
-    assert "Waits for ingress, decode-m (2)" in shown.getvalue()
+    assert "Waiting for ingress, decode-m (2)" in shown.getvalue()
 
 
 def test_nothing_is_shown_and_nothing_fails_once_it_has_ended(shown, capsys):

@@ -221,7 +221,7 @@ def test_each_bad_image_is_refused_by_name_and_disturbs_nothing_else(tmp_path):
                 assert message in error["message"] and error["param"] == "messages", (one, error)
                 assert error["type"] == "invalid_request_error" and "secret" not in error["message"]
                 named = "messages[0].content" if isinstance(one, dict) else "messages[0].content[1].image_url"
-                assert named in error["message"] or "no text may" in message, (one, error)
+                assert named in error["message"] or "texts must not" in message, (one, error)
             assert len(api.engine.added) == 3
 
     asyncio.run(scenario())

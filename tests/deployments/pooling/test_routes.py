@@ -173,7 +173,11 @@ MATRYOSHKA = SupportedTasks(names=("embed",), embedding_size=4, matryoshka_dimen
 
 @pytest.mark.parametrize(
     ("tasks", "dimensions", "limit"),
-    [(ALL_TASKS, 5, "at most 4, the size"), (ALL_TASKS, 0, "at least 1"), (MATRYOSHKA, 3, "one of 2, 4, which the")],
+    [
+        (ALL_TASKS, 5, "at most 4, the size"),
+        (ALL_TASKS, 0, "at least 1"),
+        (MATRYOSHKA, 3, "the model was trained for (2, 4)"),
+    ],
 )
 def test_dimensions_that_an_embedding_cannot_have_are_refused(tasks, dimensions, limit):
     async def scenario() -> None:
@@ -204,7 +208,7 @@ LONG = "a " * 2 * MAX_MODEL_LEN
         ("embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
         ("embeddings", {"input": "a", "priority": 1}, "priority", "priority must be 0"),
         ("embeddings", {"input": "a", "messages": [{}]}, "messages", "put the text into input"),
-        ("embeddings", {"input": "a", "truncation_side": "left"}, "truncation_side", "the end that is cut"),
+        ("embeddings", {"input": "a", "truncation_side": "left"}, "truncation_side", "always cut at the end"),
         ("embeddings", {"input": "a", "model": "other"}, "model", "this server has: fake"),
         ("score", {"queries": "a"}, "documents", "documents is required"),
         ("score", {"text_1": "a", "documents": "b"}, "text_2", "text_2 is required"),

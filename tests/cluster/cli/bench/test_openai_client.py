@@ -72,12 +72,12 @@ def test_usage_that_is_null_until_the_end_is_none():
 @pytest.mark.parametrize(
     ("arrival", "message"),
     [
-        (text("a"), "broke off"),
+        (text("a"), "ended early"),
         (event('{"error": {"message": "no memory", "code": 500}}'), "no memory"),
         (event('{"error": "no luck"}'), "no luck"),
         (event("<html>"), "not a chunk .* <html>"),
         (event('{"choices": 3}'), "not a chunk"),
-        (b"", "broke off"),
+        (b"", "ended early"),
     ],
 )
 def test_a_stream_that_does_not_end_well_has_failed(arrival, message):

@@ -105,7 +105,7 @@ def test_half_of_the_requests_fail_and_so_does_the_command(server):
 
 @pytest.mark.parametrize(
     ("trouble", "message"),
-    [({"breaks_off": True}, "broke off"), ({"error": "no memory"}, "no memory")],
+    [({"breaks_off": True}, "ended early"), ({"error": "no memory"}, "no memory")],
 )
 def test_a_stream_that_breaks_is_a_failure(server, trouble, message):
     for name, value in trouble.items():

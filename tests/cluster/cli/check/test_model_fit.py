@@ -47,7 +47,7 @@ def test_packages_that_are_missing_or_wrong_are_problems():
 def test_extra_that_is_not_installed_is_no_warning_but_says_what_it_is_for():
     finding = check_extra("otel", "traces", [Requirement("no-such-package-at-all")])
     assert finding.level == "ok"
-    assert finding.advice == "Only for traces: pip install 'manta-serve[otel]'"
+    assert finding.advice == "Needed only for traces: pip install 'manta-serve[otel]'"
 
 
 def test_port_that_somebody_listens_on_is_a_problem():
