@@ -388,7 +388,7 @@ def test_a_grammar_that_other_parameters_contradict_ends_its_own_request(llm):
     jobs = [(llm.request(JSON_PROMPT, p), p) for p in (bad, good)]
     results = {request.request_id: request for request in llm.run(jobs, progress=False)}
     failed, fine = (results[request.request_id].outputs[0] for request, _ in jobs)
-    assert failed.finish_reason == "error" and "all are banned" in failed.error
+    assert failed.finish_reason == "error" and "all tokens are banned" in failed.error
     assert (fine.text, fine.finish_reason) == ("77777", "length")
 
 
