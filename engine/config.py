@@ -104,9 +104,8 @@ class SpeculativeConfig:
     method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "medusa"] = field(
         metadata={
             "help": "`ngram` looks for the newest tokens earlier in prompt and output, and proposes the tokens "
-            "that followed there. `suffix` also looks in earlier answers, and proposes the most frequent "
-            "continuation. The other methods have weights: a smaller model, or heads that read "
-            "this model's hidden states."
+            "that followed there. `suffix` also looks in earlier answers, and proposes the most frequent continuation. "
+            "The other methods have weights: a smaller model, or heads that read this model's hidden states."
         }
     )
     model: str | None = option(None, "`draft_model`, `eagle3` and `medusa`: folder or Hub id of the weights.")

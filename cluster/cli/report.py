@@ -102,8 +102,7 @@ def write_report(path: Path, title: str, figures: Sequence[tuple[str, str]], cha
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in figures)
     sections = "".join(
         f'<section><span class="labels">{chart.labels}</span>'
-        f"<h2>{escape(chart.title)} <small>{escape(chart.y)}, by {escape(chart.x)}</small></h2>"
-        f"{chart.svg()}</section>"
+        f"<h2>{escape(chart.title)} <small>{escape(chart.y)}, by {escape(chart.x)}</small></h2>{chart.svg()}</section>"
         for chart in charts
     )
     path.write_text(

@@ -177,12 +177,11 @@ TABLE = (
     same("--limit-mm-per-prompt=", "ingress.images.max_per_request={}"),
     same("--allowed-media-domains=*", "ingress.images.allowed_media_domains={}"),
     ignored(
-        "--mm-processor-cache-gb= --mm-processor-cache-type= --mm-hasher-algorithm= "
-        "--mm-shm-cache-max-object-size-mb= --mm-encoder-tp-mode= --mm-encoder-attn-backend= --mm-encoder-attn-dtype= "
-        "--mm-encoder-fp8-scale-path= --mm-encoder-fp8-scale-save-path= --mm-encoder-fp8-scale-save-margin= "
-        "--skip-mm-profiling --mm-tensor-ipc= --mm-processor-device= --mm-ipc-gpu-memory-gb= "
-        "--mm-device-do-normalize --renderer-num-workers= --disable-chunked-mm-input --enable-mm-processor-cache "
-        "--disable-mm-preprocessor-cache",
+        "--mm-processor-cache-gb= --mm-processor-cache-type= --mm-hasher-algorithm= --mm-shm-cache-max-object-size-mb= "
+        "--mm-encoder-tp-mode= --mm-encoder-attn-backend= --mm-encoder-attn-dtype= --mm-encoder-fp8-scale-path= "
+        "--mm-encoder-fp8-scale-save-path= --mm-encoder-fp8-scale-save-margin= --skip-mm-profiling --mm-tensor-ipc= "
+        "--mm-processor-device= --mm-ipc-gpu-memory-gb= --mm-device-do-normalize --renderer-num-workers= "
+        "--disable-chunked-mm-input --enable-mm-processor-cache --disable-mm-preprocessor-cache",
         "see ingress.images and --encoder-cache-size, which limit images and their cache (docs/images.md)",
     ),
     ignored("--allowed-local-media-path=", "images come in the request or from a URL, never from the server's files"),
@@ -287,9 +286,8 @@ TABLE = (
         "use --torch-compile to compile, and --enforce-eager to turn off CUDA graphs",
     ),
     ignored(
-        "--attention-backend= --attention-config= -ac= --kernel-config= --ir-op-priority= "
-        "--enable-flashinfer-autotune --enable-bf16x3-router-gemm --moe-backend= --linear-backend= "
-        "--disable-cascade-attn --kv-sharing-fast-prefill",
+        "--attention-backend= --attention-config= -ac= --kernel-config= --ir-op-priority= --enable-flashinfer-autotune "
+        "--enable-bf16x3-router-gemm --moe-backend= --linear-backend= --disable-cascade-attn --kv-sharing-fast-prefill",
         "Manta uses the fastest kernels that fit the device",
     ),
     refused("--disable-sliding-window", "a model trained with a sliding window needs it"),

@@ -56,9 +56,8 @@ class AnswerDiverged(RequestError):
     def __init__(self, index: int, tokens: int):
         Exception.__init__(self, index, tokens)
         self.message = (
-            f"choice {index} of this answer differs from the first {tokens} tokens that Last-Event-ID stands for: "
-            "they were computed again with another result, or the id is not from this stream; "
-            "begin the stream from its "
+            f"choice {index} of this answer differs from the first {tokens} tokens that Last-Event-ID stands for: they "
+            "were computed again with another result, or the id is not from this stream; begin the stream from its "
             "start, or send the request again with a new Idempotency-Key"
         )
         self.param = "Last-Event-ID"

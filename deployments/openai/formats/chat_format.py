@@ -110,9 +110,8 @@ class ChatFormat:
             )
         if body.tool_choice in (None, "auto") and self.tool_call_parser == "none":
             message = (
-                "tool_choice must be required or the name of a tool, because the format of this "
-                "model's calls is unknown "
-                "(set tool_call_parser in the configuration)"
+                "tool_choice must be required or the name of a tool, because the format of this model's calls is "
+                "unknown (set tool_call_parser in the configuration)"
             )
             raise RequestError(message, "tool_choice")
 

@@ -16,8 +16,7 @@ class ResponseNotFound(RequestError):
         where = f"responses are stored for {ttl_s:g} s"
         if not shared:
             where = (
-                f"each ingress keeps only its own responses, in memory, for at most {ttl_s:g} s; "
-                "another ingress may have it, "
-                "or this one may have restarted (with ingress.store, all ingresses find all responses)"
+                f"each ingress keeps only its own responses, in memory, for at most {ttl_s:g} s; another ingress may "
+                "have it, or this one may have restarted (with ingress.store, all ingresses find all responses)"
             )
         self.message, self.param = f"there is no response {response_id[:100]!r}: {where}", "response_id"
