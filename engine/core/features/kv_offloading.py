@@ -191,7 +191,8 @@ class KVOffloading:
         request.prefix.looked_below = True
         self._queried_tokens += max(0, request.num_prompt - matched * size)
         tokens = (hit - matched) * size
-        if tokens < self._min_tokens or not self._pays(needed, tokens):
+        worth_it = tokens >= self._min_tokens and self._pays(needed, tokens)
+        if not tokens or not (worth_it or self._promised(needed)):
             return False
         load = self._pin(request, needed, watermark, now)
         if load is None:
@@ -227,6 +228,16 @@ class KVOffloading:
         for tier in [] if pays else tiers:
             tier.cost.forget(FORGET)
         return pays
+
+    def _promised(self, needed: Sequence[Sequence[bytes]]) -> bool:
+        """Return whether a hold keeps any of the blocks that the device lacks: then they are loaded at any cost."""
+        missing = [
+            (group, self._name_of(group, each))
+            for group, hashes in enumerate(needed)
+            for each in hashes
+            if not self._kv_cache.groups[group].pool.has(each)
+        ]
+        return any(name in tier.index(group).held for tier in self._tiers if tier.has_holds for group, name in missing)
 
     def _pin(self, request: Request, needed: Sequence[Sequence[bytes]], watermark: int, now: float) -> Load | None:
         """Take the blocks that a load writes, and pin those that must not be evicted meanwhile. Returns None, and takes

@@ -41,6 +41,11 @@ class Tier:
     def has(self, group: int, name: bytes) -> bool:
         return not self.rests and self.index(group).has(name)
 
+    @property
+    def has_holds(self) -> bool:
+        """Whether holds keep any of its blocks."""
+        return any(index.held for index in self.indexes)
+
     def fits(self, counts: Sequence[int], share: float) -> bool:
         """Return whether so many blocks of each KV cache group take at most this share of the tier."""
         needed: Counter[int] = Counter()

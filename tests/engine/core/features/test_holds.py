@@ -313,6 +313,23 @@ def test_tier_takes_a_hold_and_keeps_it_when_all_else_was_evicted_from_it():
     harness.run()
 
 
+def test_held_blocks_are_loaded_even_if_computing_them_would_be_faster():
+    harness = with_tier(min_tokens=100)
+    for name, hold in (("held", [(20, 10.0)]), ("other", None)):
+        harness.add(name, [len(name), *PROMPT[1:]], max_tokens=2, hold=hold)
+        serve(harness, name)
+        harness.drain()
+    moved_down(harness)
+    flood(harness)
+    for name in ("held", "other"):
+        harness.add(f"{name} again", [len(name), *PROMPT[1:], 7], max_tokens=2)
+        while f"{name} again" not in harness.finished:
+            harness.step()
+            harness.drain()
+    assert (harness.cached_of["held again"], harness.cached_of["other again"]) == (20, 0)
+    harness.run()
+
+
 def test_hold_beyond_the_share_of_every_tier_is_refused():
     harness = with_tier(disk_blocks=16)
     assert held(harness, "one").refusal is None
