@@ -57,8 +57,8 @@ class Hold:
     client: str
     name: str
     response_id: str
-    request: Request
-    """Request whose prompt it is."""
+    request_id: str
+    """Id of the request whose prompt it is."""
     hashes: list[bytes]
     """Of the first group's blocks; the last one identifies the prefix."""
     needed: list[list[bytes]]
@@ -119,7 +119,7 @@ class Holds:
         self._kept: list[Counter[bytes]] = [Counter() for _ in kv_cache.groups]  # hashes by group
         self._clients: dict[str, list[Counter[bytes]]] = {}  # the same by client
         self._deadlines: list[tuple[float, int, Hold]] = []  # heap; a hold that was renewed is there with its old time
-        self._to_move: dict[Hold, None] = {}  # holds that a tier is to keep
+        self._to_move: dict[Hold, Request] = {}  # holds that a tier is to keep, with the requests that computed them
         self._number = self._granted = 0
         self._refused: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
@@ -159,17 +159,24 @@ class Holds:
         if (same := self._by_end.get((asked.client, hashes[-1]))) is not None:
             if expires_at > same.expires_at:
                 same.ttl_s, same.expires_at = mark.ttl_s, expires_at
-                self._push(same)
             return HoldOutcome(tokens=len(hashes) * size, ttl_s=same.ttl_s)
         needed = [list(group.needed(hashes)) for group in self._kv_cache.groups]
         blocks = [g.pool.match_all(some) for g, some in zip(self._kv_cache.groups, needed, strict=True)]
         hold = Hold(
-            asked.client, asked.name, asked.response_id, request, hashes, needed, blocks, mark.ttl_s, expires_at
+            asked.client,
+            asked.name,
+            asked.response_id,
+            request.request_id,
+            hashes,
+            needed,
+            blocks,
+            mark.ttl_s,
+            expires_at,
         )
         replaced = [earlier for earlier in self._prefixes(asked.client, hashes) if self._replaces(hold, earlier)]
         if (refusal := self._lacks(mark, hold, replaced)) is not None:
             return refusal
-        self._begin(hold)
+        self._begin(hold, request)
         for earlier in replaced:
             self._end(earlier)
         return HoldOutcome(tokens=len(hashes) * size, ttl_s=mark.ttl_s)
@@ -179,7 +186,7 @@ class Holds:
         return [hold for each in hashes if (hold := self._by_end.get((client, each))) is not None]
 
     def _replaces(self, hold: Hold, earlier: Hold) -> bool:
-        is_of_same_request = earlier.request is hold.request
+        is_of_same_request = earlier.request_id == hold.request_id
         return earlier.name == hold.name and earlier.expires_at <= hold.expires_at and not is_of_same_request
 
     def _lacks(self, mark: HoldMark, hold: Hold, replaced: list[Hold]) -> HoldOutcome | None:
@@ -216,7 +223,7 @@ class Holds:
             for room, group in zip(self._room, self._kv_cache.groups, strict=True)
         ]
 
-    def _begin(self, hold: Hold) -> None:
+    def _begin(self, hold: Hold, request: Request) -> None:
         own = self._clients.setdefault(hold.client, [Counter() for _ in hold.needed])
         for group, manager in enumerate(self._kv_cache.groups):
             manager.pool.hold(hold.blocks[group])
@@ -224,7 +231,7 @@ class Holds:
             own[group].update(hold.needed[group])
         self._by_end[hold.end] = hold
         if self._below.tiers:
-            self._to_move[hold] = None
+            self._to_move[hold] = request
         self._push(hold)
 
     def _push(self, hold: Hold) -> None:
@@ -253,8 +260,8 @@ class Holds:
                 self._push(hold)  # it was renewed
             else:
                 self._end(hold, "expired")
-        for hold in list(self._to_move):
-            if hold.request.state is State.FINISHED:  # before, its blocks may turn out to hold non-finite numbers
+        for hold, request in list(self._to_move.items()):
+            if request.state is State.FINISHED:  # before, its blocks may turn out to hold non-finite numbers
                 self._move(hold, now)
         for tier in self._below.tiers:
             for index in [index for index in tier.indexes if index.lost_held]:
