@@ -49,7 +49,7 @@ def fuse_norm(norm: RMSNorm, reader: Linear) -> None:
 
 
 def input_format(layer: Linear) -> RowFormat | None:
-    """Return the format in which a layer's product takes rows; None if it quantizes none, or not by our kernels."""
+    """Return the format to which a layer's product quantizes rows; None if it does not quantize rows in our kernels."""
     if layer.kernel is None or not dispatch.gpu_kernels(layer.dtype, layer.device):
         return None
     return getattr(layer.kernel, "format", None)

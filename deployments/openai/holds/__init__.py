@@ -1,1 +1,1 @@
-"""Holds, as clients ask for them."""
+"""Holds in requests of the OpenAI and Anthropic APIs."""

@@ -15,13 +15,13 @@ SECONDS = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_
 
 
 class Control(BaseModel):
-    """A JSON object of which only these fields are read."""
+    """A JSON object. Fields other than these are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
 
 class CacheControl(Control):
-    """Anthropic's mark: what comes before the end of the marked part stays cached for this time after its last use."""
+    """Anthropic's mark: the prompt up to the end of the marked part stays cached for this time after its last use."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"

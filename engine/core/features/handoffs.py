@@ -115,7 +115,7 @@ class HandoffManager:
             self._policy.count(decision)
 
     def decisions(self) -> dict[str, dict[str, int]]:
-        """Return how many prompts were computed `local` and `remote`, as counts by place and then by reason."""
+        """Return numbers of prompts by where they were computed (`local` or `remote`), and then by reason."""
         found: dict[str, dict[str, int]] = {}
         if self._policy is not None:
             for (where, reason), count in self._policy.decisions.items():

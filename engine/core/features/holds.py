@@ -70,7 +70,7 @@ class Hold:
     tier: Tier | None = None
     """Tier that keeps the blocks; None if the device does."""
     stored_at: float | None = None
-    """When they were last asked to be copied to the tiers."""
+    """Time of the last order to copy the blocks to the tiers."""
     is_live: bool = True
 
     @property
@@ -85,7 +85,7 @@ class Hold:
 class Holds:
     """Keeps prefixes in the prefix cache, or in a tier below it, until their time ends.
 
-    A hold is granted once its prompt is computed up to the mark, or refused then; the first token brings the answer.
+    A hold is granted or refused once its prompt is computed up to the mark; the outcome is sent with the first token.
     From then on its blocks cannot be evicted until its time ends, it is released, or the prefix cache is emptied. Its
     time starts anew whenever a request of the same client begins with all of its tokens.
 
@@ -154,7 +154,7 @@ class Holds:
             return refused(mark, "short", f"its {mark.tokens} tokens are less than a block of {size}")
         hashes = hashes[: self._kv_cache.longest_prefix(hashes)]
         if not hashes:
-            return refused(mark, "not_cached", "this engine does not keep what its first tokens need")
+            return refused(mark, "not_cached", "this engine has not kept all KV or state of these tokens")
         asked, expires_at = request.holds, now + mark.ttl_s
         if (same := self._by_end.get((asked.client, hashes[-1]))) is not None:
             if expires_at > same.expires_at:
@@ -216,7 +216,7 @@ class Holds:
         return None
 
     def _limits(self, share: float) -> list[int]:
-        """Return how many blocks of each group this share is, without tiers."""
+        """Return this share of each group as a number of blocks, without tiers."""
         share = min(share, self._share)
         return [
             min(room, int(share * group.pool.num_blocks))
@@ -251,7 +251,7 @@ class Holds:
     # -- moving down, and ending ---------------------------------------------------------------------------
 
     def update(self, now: float) -> None:
-        """End the holds whose time is over, and let tiers keep what they have a copy of."""
+        """End the holds whose time is over, and let tiers keep the holds of which they have a copy."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, hold = heapq.heappop(self._deadlines)
             if not hold.is_live:

@@ -140,7 +140,7 @@ def test_emptying_the_prefix_cache_ends_all_holds():
         ({"held_share": 0.0}, (20, 10.0), "off",
          "this server keeps no holds (max_held_share is 0, or prefix caching is off)"),
         ({"enable_prefix_caching": False}, (20, 10.0), "not_cached",
-         "this engine does not keep what its first tokens need"),
+         "this engine has not kept all KV or state of these tokens"),
     ],
 )  # fmt: skip
 def test_refused_hold_says_why_and_keeps_nothing(options, mark, refusal, reason):

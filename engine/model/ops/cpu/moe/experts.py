@@ -1,4 +1,4 @@
-"""The products of experts on a CPU, those of all of a layer's experts in one kernel.
+"""The products of experts on a CPU. One kernel computes those of all experts of a layer.
 
 Pairs of a token and one of its experts are sorted by expert. The rows of an expert are then adjacent, and a thread
 multiplies them by one column of its weight, as in linear.py. A token's sums do not depend on other tokens.
@@ -124,8 +124,8 @@ def multiply_segments_f32(args: Any) -> None:
 
 @device_function
 def combine_rows(cast: Any, args: Any) -> None:
-    """Add up each token's products, each times its weight. args: products, places of the pairs, weights, out, tokens,
-    number of experts per token, size."""
+    """Add up each token's products, multiplied by the weights of their experts. args: products, places of the pairs,
+    weights, out, tokens, number of experts per token, size."""
     mixed, place, weights, out = cast(args[1]), as_i64(args[2]), cast(args[3]), cast(args[4])
     tokens, k, size = args[5], args[6], args[7]
     sums = np.empty(size, np.float32)
@@ -156,7 +156,7 @@ def combine_f32(args: Any) -> None:
 
 @device_function
 def add_shared_rows(cast: Any, args: Any) -> None:
-    """Add what a shared expert gives, or its product with the sigmoid of a gate. args: x, y, gate or 0, out, tokens,
+    """Add the output of a shared expert, or the output times the sigmoid of a gate. args: x, y, gate or 0, out, tokens,
     size, the strides of x, y and gate."""
     x, y, gate, out, tokens, size = cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4]), args[5], args[6]
     one = np.float32(1.0)
@@ -193,10 +193,11 @@ def mix_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], experts: Tensor, weights: Tensor,
     biases: tuple[Tensor, Tensor] | None = None, adapters: Sequence[Callable[..., None]] = (),
 ) -> Tensor:  # fmt: skip
-    """As `mix_experts_plain` in ops/moe.py. gate_up, down: the packed weights of all experts, one after another."""
+    """Compute the same as `mix_experts_plain` in ops/moe.py. gate_up, down: the packed weights of all experts, one
+    after another."""
     (tokens, size), k = x.shape, experts.shape[1]
     experts, weights = experts.contiguous(), weights.contiguous()  # as they are, if a kernel has chosen them
-    assert weights.dtype == x.dtype, "the kernel reads weights as it reads x"
+    assert weights.dtype == x.dtype, "weights and x must have the same dtype"
     order, place = empty((tokens, k), torch.int64), empty((tokens, k), torch.int64)
     segments = empty((tokens, 1 + 6 * k), torch.int64)  # room for twice as many as there are pairs
     SORT.launch(x.dtype, 1, experts, order, place, segments, TokenCount(tokens * k), len(gate_up))

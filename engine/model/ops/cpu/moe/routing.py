@@ -30,7 +30,7 @@ LOWEST = np.float32(-3e38)  # below all scores; infinities are not used, since t
 
 @device_function
 def take_largest(values: Any, count: Any) -> Any:
-    """Return the place of the largest value, the lowest place of equals, and put LOWEST there."""
+    """Return the place of the largest value (of equal values, the first), and write LOWEST there."""
     place, best = 0, LOWEST
     for i in range(count):
         if values[i] > best:
@@ -41,7 +41,7 @@ def take_largest(values: Any, count: Any) -> Any:
 
 @device_function
 def leave_out_groups(choice: Any, size: Any, groups: Any, kept: Any, of_groups: Any, by_two: Any, rest: Any) -> None:
-    """Put `rest` in place of the choices in all but the `kept` best groups. A group is scored by its best choice, or if
+    """Replace the choices in all but the `kept` best groups by `rest`. A group is scored by its best choice, or if
     `by_two`, by the sum of its two best. of_groups: memory for the groups' scores."""
     width = size // groups
     for group in range(groups):
