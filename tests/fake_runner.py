@@ -467,8 +467,7 @@ class Harness:
             limit -= 1
             assert limit > 0, "no end in sight"
         self.drain()
-        self.now += 1e9
-        self.scheduler.holds.update(self.now)
+        self.scheduler.holds.update(self.now + 1e9)
         self.scheduler.check()
         assert not any(pool.num_used for pool in self.pools)
         for name, prompt in self.prompts.items():
