@@ -54,6 +54,7 @@ NO_LAUNCH = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh", "alia
 PERHAPS_VIEWS = {"flatten", "reshape", "contiguous", "to"}  # which copy only where they must
 OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"}  # of a launch, and no arguments
 PROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148}
+SHARED_KIB = {(8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}  # of a program
 
 
 class RankOf(TPGroup):
@@ -141,6 +142,7 @@ def as_on_a_gpu(capability: tuple[int, int]) -> Iterator[None]:
     """Let layers that are built on META choose the kernels of a GPU of this compute capability."""
     from engine.model.ops.gpu import attention as triton_attention
     from engine.model.ops.gpu import dependent_launch
+    from engine.model.ops.gpu import int4
     from engine.model.ops.gpu import quantized_linear as gpu_linear
 
     select_experts = moe.select
@@ -161,6 +163,7 @@ def as_on_a_gpu(capability: tuple[int, int]) -> Iterator[None]:
         (dependent_launch, "supported", lambda device: capability >= dependent_launch.LEAST_CAPABILITY),
         (triton_attention, "hopper", lambda device: capability >= (9, 0)),
         (triton_attention, "processors", lambda device: PROCESSORS[capability]),
+        (int4, "shared_bytes", lambda device: SHARED_KIB[capability] * 1024),
     ]  # fmt: skip
     with ExitStack() as stack:
         for owner, name, stand_in in patches:

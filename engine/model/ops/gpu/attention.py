@@ -39,6 +39,7 @@ PLAN_BLOCK = 256  # tiles that are planned at a time
 COMBINED_VALUES = 8192  # values of partial results that a program holds at a time
 PARTIAL_BYTES = 64 << 20
 INTERPRETED_PROCESSORS = 8
+INTERPRETED_SHARED_BYTES = 227 * 1024
 
 
 @triton.jit
@@ -441,3 +442,11 @@ def processors(device: torch.device) -> int:
     if device.type == "cpu":
         return INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that one program may have, all but 1 KiB; for the interpreter Hopper's."""
+    if device.type == "cpu":
+        return INTERPRETED_SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024

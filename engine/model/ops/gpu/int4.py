@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.model.ops.gpu.attention import shared_bytes
 from engine.model.quantization.weight import QuantizedWeight
 
 MOST = 512  # rows; a prompt's are worth dequantizing the weight for
 TILES = ((16, 32), (64, 32), (128, 64))  # rows and outputs; the first that holds all rows, or the last
 BLOCK_K = 128
+MOST_STAGES = 4
 
 
 @triton.jit
@@ -78,6 +80,16 @@ def pack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
     return codes[:, 1::2] << 4 | codes[:, ::2], scale, offset
 
 
+def num_stages(block_m: int, block_n: int, block_k: int, shared: int) -> int:
+    """Return the stages of the kernel's pipeline that fit into `shared` bytes of shared memory, at least 2.
+
+    A stage holds a tile of rows, in 16 bits, and one of packed weights. There is one stage less in shared memory than
+    in the pipeline, but on GPUs with 227 KiB, where MOST_STAGES fit anyway.
+    """
+    stage = block_m * block_k * 2 + block_n * block_k // 2
+    return max(2, min(MOST_STAGES, 1 + shared // stage))
+
+
 class Int4:
     """A product with an int4 weight that has a scale for every 32 to 256 inputs."""
 
@@ -100,6 +112,7 @@ class Int4:
         out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
         int4_linear_kernel[triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n)](
             x, *packed, out, rows, outputs, inputs, x.stride(0),
-            **blocks, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8 if block_m > 64 else 4, num_stages=4,
+            **blocks, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8 if block_m > 64 else 4,
+            num_stages=num_stages(block_m, block_n, block_k, shared_bytes(x.device)),
         )  # fmt: skip
         return out if bias is None else out + bias

@@ -86,6 +86,7 @@ class Driver:
         self.capability = capability
         attention.hopper = lambda device: capability in (90, 100)
         dependent_launch.supported = lambda device: capability >= 90
+        int4.shared_bytes = lambda device: (227 if capability in (90, 100) else 99) * 1024
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)

@@ -121,7 +121,7 @@ def test_the_experts_kernel_compiles_for_ampere_and_attention_fits_into_smaller_
 @pytest.mark.parametrize("target", SHARED)
 def test_the_other_kernels_compile_for_every_gpu_and_in_every_dtype(target):
     kernels = compiled(target, "elementwise", *EXPERTS, *(f"experts in {kind}" for kind in PACKED_EXPERTS))
-    assert all(kernel["shared"] <= SMALL_SHARED_BYTES for kernel in kernels)
+    assert all(kernel["shared"] <= SHARED[target] for kernel in kernels)
     assert target in ("sm_90", "sm_100") or not any(kernel["dependent"] for kernel in kernels)
     assert {"grouped_kernel", "gated_kernel", "swigluoai_kernel", "draw_kernel", *ROUTING} <= kinds(kernels)
 

@@ -141,3 +141,18 @@ def test_an_activation_quantizes_its_result_to_the_same_bits_as_a_kernel_of_its_
     x = torch.randn(rows, 2 * size, generator=torch.Generator().manual_seed(rows)).to(DEVICE, torch.bfloat16) * 4
     expected = quantize.quantize(activation.GATED[name](x), format)
     assert_same_rows(fused_quantize.GATED[name](x, format), expected)
+
+
+@pytest.mark.parametrize(
+    ("tile", "kib", "stages"),
+    [
+        pytest.param((128, 64, 128), 227, 4, id="H100"),
+        pytest.param((128, 64, 128), 163, 4, id="A100"),
+        pytest.param((128, 64, 128), 99, 3, id="L4"),
+        pytest.param((64, 32, 128), 99, 4, id="L4, fewer rows"),
+        pytest.param((128, 64, 32), 99, 4, id="L4, groups of 32"),
+        pytest.param((128, 64, 128), 16, 2, id="too little for any pipeline"),
+    ],
+)
+def test_a_product_with_int4_has_the_stages_that_fit_into_the_shared_memory(tile, kib, stages):
+    assert int4.num_stages(*tile, kib * 1024) == stages
