@@ -134,11 +134,14 @@ class SlotImages:
 class EncoderCache:
     """Embeddings of images on the device, by hash. Rank 0's EncoderCacheManager decides which are kept."""
 
-    def __init__(self, model: Model, cfg: ModelConfig, dtype: torch.dtype):
+    def __init__(self, model: Model, cfg: ModelConfig, dtype: torch.dtype, *, together: bool):
+        """together: whether one call encodes all images of a step that fit together. The results then differ in the
+        last bits, as they do on a GPU anyway."""
         assert model.vision is not None and cfg.vision is not None
         self._vision, self._hidden_size, self._dtype, self._cfg = model.vision, cfg.hidden_size, dtype, cfg.vision
         self._width = cfg.hidden_size * (1 + cfg.vision.deepstack)
         self.embedding_bytes = self._width * dtype.itemsize
+        self._together = together
         self._embeddings: dict[bytes, Tensor] = {}
         self._device = model.vision.device
         self._table = rope_table(cfg.rope[0], cfg.head_dim, cfg.max_position_embeddings, dtype, self._device)
@@ -155,8 +158,18 @@ class EncoderCache:
             assert inbox is not None
             rows = inbox[index].permute(0, 4, 1, 2, 3, 5).reshape(-1, self._width)
             self._embeddings[received.mm_hash] = rows[: received.num_embeds]
-        for image in plan.encoded:
-            self._embeddings[image.mm_hash] = self._encode(image)
+        for images in self._calls(plan.encoded):
+            self._embeddings |= self._encode(images)
+
+    def _calls(self, images: list[MultiModalFeatureSpec]) -> list[list[MultiModalFeatureSpec]]:
+        """Divide images into those that one call of the encoder computes."""
+        calls: list[list[MultiModalFeatureSpec]] = []
+        for image in images:
+            if calls and self._together and self._vision.go_together(calls[-1][0].data, image.data):
+                calls[-1].append(image)
+            else:
+                calls.append([image])
+        return calls
 
     def merge(
         self, x: Tensor, batch: Batch, needed: EmbeddingRows | None, rotary: Tensor | None
@@ -182,17 +195,21 @@ class EncoderCache:
 
     def encode_example(self, num_embeds: int) -> None:
         """Encode a black image with about `num_embeds` embeddings, and drop it."""
-        self._encode(example_image(self._cfg, num_embeds))
+        self._encode([example_image(self._cfg, num_embeds)])
 
-    def _encode(self, image: MultiModalFeatureSpec) -> Tensor:
-        shape = image.num_embeds, self._width
+    def _encode(self, images: list[MultiModalFeatureSpec]) -> dict[bytes, Tensor]:
+        """Return the embeddings of each image by its hash, computed by one call."""
+        sizes = [image.num_embeds for image in images]
+        shape = sum(sizes), self._width
         try:
-            found = self._vision(image.data)
+            found = self._vision(*(image.data for image in images))
             if found.shape == shape:
-                return found
+                return dict(zip((image.mm_hash for image in images), found.split(sizes), strict=True))
             problem = f"the encoder made {list(found.shape)} of it, not {list(shape)}"
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             problem = f"{type(error).__name__}: {error}"
+        if len(images) > 1:  # each by itself, so that only requests with a broken image end
+            return {mm_hash: rows for image in images for mm_hash, rows in self._encode([image]).items()}
         # NaN ends the requests with this image, and no others
-        logger.error("an image cannot be encoded mm_hash=%s: %s", image.mm_hash.hex(), problem)
-        return torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)
+        logger.error("an image cannot be encoded mm_hash=%s: %s", images[0].mm_hash.hex(), problem)
+        return {images[0].mm_hash: torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)}

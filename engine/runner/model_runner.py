@@ -85,7 +85,7 @@ class ModelRunner:
         self._adapter_rows = self.adapter_loader.rows if self.adapter_loader else AdapterRows(0, device)
         self._encoder_cache: EncoderCache | None = None
         if model_config.vision is not None:
-            self._encoder_cache = EncoderCache(self.model, model_config, self.dtype)
+            self._encoder_cache = EncoderCache(self.model, model_config, self.dtype, together=self.device.asynchronous)
         self.image_inbox = allocate_inbox(setup)
         self._pooler = Pooler(model_config, self.model, folder, dtype=self.dtype, device=self.device)
         dummy_step = partial(run_dummy_step, setup, self.model, self.kv_scales)

@@ -47,9 +47,9 @@ AttentionInterface.register(NAME, attend_windows)
 
 
 def grid_inputs(tower: Any, grid: Tensor, device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments that a tower of Qwen's family would otherwise derive from the size of an image.
+    """Return the keyword arguments that a tower of Qwen's family would otherwise derive from the sizes of images.
 
-    grid: [1, 3] int64 on the host: time, height and width in patches. Lengths of windows stay on the host.
+    grid: [images, 3] int64 on the host: time, height and width in patches. Lengths of windows stay on the host.
     """
     merge = tower.spatial_merge_size
     found: dict[str, Any] = {"position_ids": vision_utils.get_vision_position_ids(grid, merge)}
@@ -63,8 +63,7 @@ def grid_inputs(tower: Any, grid: Tensor, device: torch.device) -> dict[str, Any
         )
     lengths = {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grid)}
     if hasattr(tower, "window_size"):
-        index, ends = vision_utils.get_vision_window_index(grid, merge, tower.window_size, tower.patch_size)
-        found["window_index"], lengths["cu_window_seqlens"] = by_length(index, ends, merge**2)
+        found["window_index"], lengths["cu_window_seqlens"] = windows(tower, grid)
     longest = {
         name.replace("cu_", "max_").replace("seqlens", "seqlen"): int(ends.diff().max())
         for name, ends in lengths.items()
@@ -73,8 +72,22 @@ def grid_inputs(tower: Any, grid: Tensor, device: torch.device) -> dict[str, Any
     return {**there, **{name: torch.from_numpy(ends.numpy()) for name, ends in lengths.items()}, **longest}
 
 
+def windows(tower: Any, grid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the embeddings of all images in the order of windows, and the borders of windows in patches. Images stay
+    apart, since in some layers all tokens of an image attend to each other."""
+    merge = tower.spatial_merge_size
+    indices, borders, first, last = [], [torch.zeros(1, dtype=torch.int32)], 0, 0
+    for image in grid.split(1):
+        index, ends = vision_utils.get_vision_window_index(image, merge, tower.window_size, tower.patch_size)
+        index, ends = by_length(index, ends, merge**2)
+        indices.append(index + first)
+        borders.append(ends[1:] + last)
+        first, last = first + len(index), last + int(ends[-1])
+    return torch.cat(indices), torch.cat(borders)
+
+
 def by_length(index: Tensor, ends: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-    """Put windows of equal length next to each other. Windows at the edges of an image are smaller than the others.
+    """Put windows of an image of equal length next to each other. Windows at its edges are smaller than the others.
 
     index: [embeddings], the embeddings in the order of windows. ends: [windows + 1], the borders of windows, in
     patches. unit: patches of an embedding. Returns both in the new order.

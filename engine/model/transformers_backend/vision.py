@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,6 +25,7 @@ from engine.model.transformers_backend.model import EmptyOnMeta, materialize, wh
 from engine.wire.multimodal import TensorData
 
 PIXELS = {"pixel_values", "pixel_table"}
+TOGETHER = {*PIXELS, "image_grid_thw"}  # of images that one call can encode
 AUDIO = ("audio_tower.", "embed_audio.")
 
 
@@ -82,7 +84,7 @@ def with_own_kernels(model: nn.Module) -> None:
 
 
 class VisionEncoder(Sharded):
-    """The encoder: an image from transformers' image processor -> [embeddings, (1 + deepstack) * hidden].
+    """The encoder: images from transformers' image processor -> [embeddings of all, (1 + deepstack) * hidden].
 
     Every rank holds all of it and encodes every image, since a tower is small compared with its language model, and
     embeddings then need not be sent. None of this has run on a GPU yet.
@@ -105,15 +107,17 @@ class VisionEncoder(Sharded):
         materialize(model, self.device)
         self.model = model.eval().requires_grad_(False)
 
-    def forward(self, data: dict[str, TensorData]) -> Tensor:
-        """Encode one image. The host computes what depends on its size, and does not wait for the device."""
+    def forward(self, *images: dict[str, TensorData]) -> Tensor:
+        """Encode one image, or several that `go_together`. The host computes what depends on their sizes,
+        and does not wait for the device."""
         model: Any = self.model
-        pixels = copy_to(data["pixel_values"].numpy().copy(), self.device)
+        data = images[0]
+        pixels = copy_to(np.concatenate([image["pixel_values"].numpy() for image in images]), self.device)
         if (table := data.get("pixel_table")) is not None:
             pixels = look_up(pixels, copy_to(table.numpy().copy(), self.device))
         pixels = pixels.to(self.dtype)
-        if (grid := data.get("image_grid_thw")) is not None:
-            sizes = torch.from_numpy(grid.numpy().copy())
+        if "image_grid_thw" in data:
+            sizes = torch.from_numpy(np.concatenate([image["image_grid_thw"].numpy() for image in images]))
             inputs = tower_attention.grid_inputs(model.visual, sizes, self.device)
             output = model.visual(pixels, grid_thw=sizes, return_dict=True, **inputs)
             levels = getattr(output, "deepstack_features", None) or ()
@@ -126,7 +130,16 @@ class VisionEncoder(Sharded):
             return model.multi_modal_projector(torch.cat(chosen, dim=-1).squeeze(0), sizes)
         others = {name: copy_to(data[name].numpy().copy(), self.device) for name in data.keys() - PIXELS}
         output = model.get_image_features(pixel_values=pixels, **others)
-        return torch.cat(list(output.pooler_output))  # of one image, as a whole or tile by tile
+        return torch.cat(list(output.pooler_output))  # of each image, as a whole or tile by tile
+
+    @staticmethod
+    def go_together(one: dict[str, TensorData], other: dict[str, TensorData]) -> bool:
+        """Return whether one call can encode both images: their patches or tiles have the same shape, and nothing else
+        but the size of a grid of patches differs between them."""
+        if one.keys() != other.keys() or not one.keys() <= TOGETHER:
+            return False
+        shapes = [image["pixel_values"].shape[1:] for image in (one, other)]
+        return shapes[0] == shapes[1] and one.get("pixel_table") == other.get("pixel_table")
 
     def pack(self) -> None:
         for layer in self.model.modules():

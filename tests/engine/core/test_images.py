@@ -256,6 +256,51 @@ def test_a_larger_image_takes_no_more_operations(folder, name):
     core.close()
 
 
+@pytest.mark.parametrize("name", ["gemma3", "internvl", "qwen2_5_vl", "qwen3_vl"])
+def test_images_of_any_size_are_encoded_by_one_call_as_alone(folder, name):
+    core = engine(folder(name))
+    vision, sizes = core.runner.model.vision, ((5, 5), (2, 3), (2, 3), (13, 9))
+    images = [Prompt(name).image(seed, *size).images[0].data for seed, size in enumerate(sizes)]
+    assert all(vision.go_together(images[0], image) for image in images)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            vision(*images), torch.cat([vision(image) for image in images]), atol=1e-5, rtol=1e-5
+        )
+    core.close()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "mistral3"])
+def test_a_gpu_encodes_the_images_of_a_step_by_one_call_where_the_tower_can(folder, name, monkeypatch):
+    for module in (vision, tower_attention):
+        monkeypatch.setattr(module, "copy_to", lambda values, device: torch.from_numpy(np.asarray(values)).clone())
+    calls, encode = [], vision.VisionEncoder.forward
+    monkeypatch.setattr(
+        vision.VisionEncoder, "forward", lambda tower, *images: (calls.append(len(images)), encode(tower, *images))[1]
+    )
+    prompt = Prompt(name).text(5).image(1).text(6).image(2).text(7).image(3).text(8)
+    request = GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY)
+    sizes = {"max_num_batched_tokens": 64, "max_model_len": 128, "enforce_eager": True}
+    found = {}
+    for device in (TapedDevice(), None):
+        calls.clear()
+        found[device is None] = generate(folder(name), [request], device, **sizes), calls[-3:]
+    assert found[True][0] == found[False][0]
+    assert found[True][1] == [1, 1, 1], "a CPU computes each by itself, with the same bits as ever"
+    assert found[False][1][-1:] == ([1] if name == "mistral3" else [3])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
+def test_an_image_that_cannot_be_encoded_spoils_none_that_is_encoded_with_it(folder, name, monkeypatch):
+    core = engine(folder(name))
+    cache, (good, bad, other) = core.runner._encoder_cache, Prompt(name).image(1).image(2).image(3).images
+    bad = msgspec.structs.replace(bad, num_embeds=bad.num_embeds + 1)
+    with torch.inference_mode():
+        found, alone = cache._encode([good, bad, other]), cache._encode([good])
+    assert found[bad.mm_hash].isnan().all() and len(found) == 3
+    assert torch.equal(found[good.mm_hash], alone[good.mm_hash]) and not found[other.mm_hash].isnan().any()
+    core.close()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_an_image_of_any_size_can_be_made_and_encoded(folder, name):
     core = engine(folder(name))
