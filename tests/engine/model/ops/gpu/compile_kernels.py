@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -36,6 +35,7 @@ from engine.model.ops.gpu import (
     sampling,
 )
 from engine.model.ops.gpu.experts import moe, routing
+from engine.model.ops.gpu.kernel_cache.target import Target
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.model.ops.gpu.strict import attention as strict_attention
 from engine.model.ops.gpu.strict import linear as strict_linear
@@ -79,23 +79,14 @@ CASES: dict[str, Case] = {
 EXPERTS = {"experts": torch.bfloat16, "experts, float16": torch.float16, "experts, float32": torch.float32}
 
 
-class Driver:
-    """What Triton's launcher asks a driver for before it compiles. capability: of the GPU, times 10."""
+class Driver(Target):
+    """A GPU whose kernels are compiled. capability: of the GPU, times 10."""
 
     def __init__(self, capability: int):
-        self.capability = capability
+        super().__init__(capability)
         attention.hopper = lambda device: capability in (90, 100)
         dependent_launch.supported = lambda device: capability >= 90
         int4.shared_bytes = lambda device: (227 if capability in (90, 100) else 99) * 1024
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.capability  # one number for each, since what was compiled is kept by it
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def compile_only(kernel: JITFunction, grid: tuple[int, ...]) -> Any:

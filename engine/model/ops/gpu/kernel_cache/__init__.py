@@ -1,0 +1,1 @@
+"""Compiled Triton kernels that an image brings along, so that no pod compiles them again."""

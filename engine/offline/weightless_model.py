@@ -1,0 +1,153 @@
+"""Steps of a GPU on tensors that have shapes but no values. The layers choose their kernels as on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from engine.device import Device
+from engine.distributed.tp_group import TPGroup
+from engine.lora.model_adapters import ModelAdapters
+from engine.model import fused_rows
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.loader import pack_weights
+from engine.model.models.registry import build_model
+from engine.model.ops import attention, dispatch, moe, quantized_linear
+from engine.model.state import StateCache, state_specs
+from engine.runner.cuda_graphs import CudaGraphs, StepShape, buffer_size
+
+META = torch.device("meta")
+BLOCKS = 8192  # of a KV cache
+PROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148}
+SHARED_KIB = {(8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}  # of a program
+
+
+class RankOf(TPGroup):
+    """A rank whose collectives are launches, and nothing else."""
+
+    def __init__(self, size: int, launched: list[str]):
+        super().__init__(0, size)
+        self._launched = launched
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.size > 1:
+            self._launched.append("all_reduce")
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        if self.size > 1:
+            self._launched += ["all_gather", "cat"]
+        return x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
+
+
+@contextmanager
+def as_on_a_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """Let layers that are built on META choose the kernels of a GPU of this compute capability."""
+    from engine.model.ops.gpu import attention as triton_attention
+    from engine.model.ops.gpu import dependent_launch, int4
+    from engine.model.ops.gpu import quantized_linear as gpu_linear
+
+    select_experts = moe.select
+
+    def mix(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device) -> Any:
+        return select_experts(hidden_size, slice_size, dtype, torch.device("cuda"))
+
+    patches: list[tuple[Any, str, Any]] = [
+        (dispatch, "gpu_kernels", lambda dtype, device: True),
+        (moe, "select", mix),
+        (quantized_linear, "select", gpu_linear.select),
+        (gpu_linear, "in_square_blocks", lambda weight: weight.group_size == gpu_linear.BLOCK),
+        (gpu_linear, "cuda_version", lambda: (13, 0)),
+        (torch.cuda, "get_device_capability", lambda device=None: capability),
+        (torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(
+            multi_processor_count=PROCESSORS[capability]
+        )),
+        (dependent_launch, "supported", lambda device: capability >= dependent_launch.LEAST_CAPABILITY),
+        (triton_attention, "hopper", lambda device: capability >= (9, 0)),
+        (triton_attention, "processors", lambda device: PROCESSORS[capability]),
+        (int4, "shared_bytes", lambda device: SHARED_KIB[capability] * 1024),
+        (torch, "equal", lambda one, other: True),  # groups of a checkpoint are taken to be even
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        for owner, name, stand_in in patches:
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+@dataclass
+class WeightlessModel:
+    """One rank of a model that exists in shapes only."""
+
+    config: ModelConfig
+    ranks: int = 1
+    capability: tuple[int, int] = (9, 0)
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+    block_size: int = 64
+    adapters: tuple[int, int] | None = None  #: slots for adapters, and their highest rank
+    launched: list[str] = field(default_factory=list)
+
+    @torch.inference_mode()
+    def __post_init__(self) -> None:
+        with as_on_a_gpu(self.capability):
+            self.tp = RankOf(self.ranks, self.launched)
+            self.model = build_model(self.config, self.tp, self.dtype, META)
+            pack_weights(self.model)
+            if self.adapters is None:
+                fused_rows.fuse(self.model)
+            else:
+                ModelAdapters(self.model, *self.adapters, 8192, META)
+
+    @torch.inference_mode()
+    def compute(self, tokens: int, seqs: int, context: int, verified: int = 0, images: bool = False) -> Tensor:
+        """Compute what CUDA graphs hold of a step, and the largest logits of `seqs` rows. Returns [tokens, hidden].
+
+        The step has `seqs` sequences with at most `context` tokens, whose chunks are `tokens` together, or which decode
+        if there are as many tokens as sequences. verified: most tokens of a sequence in a step that verifies drafts.
+        images: whether tokens of images are among them, which see each other.
+        """
+        config, groups = self.config, self.config.kv_groups
+        with as_on_a_gpu(self.capability):
+            shape = StepShape(tokens, seqs, kv_groups=len(groups), verified=verified)
+            if tokens != seqs:
+                longest = verified or -(-tokens // seqs)
+                rows = min(
+                    attention.tile_rows(longest, config.num_heads, group.spec, self.dtype, META) for group in groups
+                )
+                shape = replace(shape, tile_rows=rows)
+            quantized = self.kv_dtype != self.dtype
+            specs = state_specs(config.recurrent, str(self.dtype).removeprefix("torch."), self.ranks)
+            size = self.block_size
+            graphs = CudaGraphs(
+                Device(META), self._forward_images if images else self.model,
+                torch.zeros(seqs, context, dtype=torch.int32, device=META),
+                torch.zeros(len(groups), seqs, -(-context // size), dtype=torch.int32, device=META),
+                [
+                    torch.empty(BLOCKS, *group.block_shape(size, self.ranks), dtype=self.kv_dtype, device=META)
+                    for group in groups
+                ],
+                [torch.ones(len(group.layers), 2, device=META) if quantized else None for group in groups],
+                StateCache(specs, seqs, 0, META).layers,
+                budget_bytes=0, tp=self.tp,
+            )  # fmt: skip
+            inputs = torch.zeros(buffer_size(shape), dtype=torch.int32, device=META)
+            self.launched.clear()
+            hidden = self.compute_shape(graphs, shape, inputs)
+        assert hidden.shape == (tokens, config.hidden_size) and hidden.dtype == self.dtype
+        return hidden
+
+    def compute_shape(self, graphs: CudaGraphs, shape: StepShape, inputs: Tensor) -> Tensor:
+        hidden = graphs._compute(shape, inputs)
+        self.model.best(hidden[: shape.seqs])
+        return hidden
+
+    def _forward_images(self, ids: Tensor, batch: Batch) -> Tensor:
+        return self.model(ids, replace(batch, image_ends=batch.positions.int()))
