@@ -161,7 +161,17 @@ class ModelRunner:
         if self.graphs is not None:
             with torch.inference_mode():
                 self.graphs.capture(graph_shapes(self.setup))
+                self._capture_drafter(self.graphs)
         logger.info("warmed up seconds=%.1f", time.perf_counter() - started)
+
+    def _capture_drafter(self, graphs: CudaGraphs) -> None:
+        if self.drafter is None or self.config.speculative is None:
+            return
+        sizes = [shape.seqs for shape in graphs.captured if shape.tokens == shape.seqs]
+        blocks, budget = -(-self.max_model_len // self.block_size), graphs.budget_bytes - graphs.used_bytes
+        if sizes:
+            drafts = self.config.speculative.num_speculative_tokens
+            self.drafter.capture(self.device, sizes, blocks, drafts, budget)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Build the inputs of a plan. Needs no result of earlier steps."""

@@ -3,20 +3,23 @@ tokens, so block tables, prefix cache and preemption are shared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from engine.device import copy_to
+from engine.device import Device, copy_to
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.spec_decode.draft_graphs import DraftGraphs, DraftRows
 from engine.spec_decode.drafter import DraftInputs
 from engine.spec_decode.target import Target
 from engine.wire.plan import StepPlan
 
-Forward = Callable[[Tensor, Batch], Tensor]  # token ids and their batch -> the most likely tokens after them
+Forward = Callable[[Tensor, Tensor, Batch], tuple[Tensor, Tensor]]
+"""Token ids [n], the hidden states of the pass before [n, hidden], and the ids' batch -> the most likely tokens after
+them, and new hidden states."""
 
 
 class DraftCache:
@@ -29,6 +32,8 @@ class DraftCache:
         self.block_bytes = torch.Size(self._shape).numel() * target.dtype.itemsize
         self.kv = torch.empty(0)
         self._num_blocks: dict[int, int] = {}  # by slot
+        self._hidden_size = cfg.hidden_size
+        self._graphs: DraftGraphs | None = None
 
     def allocate(self, num_blocks: int) -> None:
         self.kv = torch.zeros((num_blocks + 1, *self._shape), dtype=self._dtype, device=self._device)
@@ -56,24 +61,57 @@ class DraftCache:
         own = replace(batch, kv_cache=self.kv, kv_scales=None, other_groups=(), views={})
         return replace(own, tiles=None, latent_tiles=None, plans={})
 
+    def capture(
+        self, device: Device, forward: Forward, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int
+    ) -> None:
+        """Capture `continue_drafts` for these numbers of sequences. max_blocks: most blocks of a sequence. num_drafts:
+        most drafts of a sequence. budget: bytes for all graphs."""
+        rows = DraftRows.allocate(max(sizes), self._hidden_size, max_blocks, num_drafts, self._dtype, self._device)
+        self._graphs = DraftGraphs(rows)
+
+        def run(rows: DraftRows) -> Tensor:
+            ids, hidden, positions, draft = self._pass(
+                rows.ids, rows.hidden, rows.positions, rows.capacity, rows.tables, forward
+            )
+            rows.drafts.copy_(torch.cat((rows.drafts[:, 1:], draft[:, None]), dim=1))
+            rows.ids.copy_(ids)
+            rows.hidden.copy_(hidden)
+            rows.positions.copy_(positions)
+            return hidden
+
+        self._graphs.capture(device, sizes, run, budget)
+
     def continue_drafts(
-        self, step: DraftInputs, entries: list[int], ids: Tensor, positions: Tensor, forward: Forward
+        self, step: DraftInputs, entries: list[int], ids: Tensor, hidden: Tensor, positions: Tensor, forward: Forward
     ) -> Tensor:
         """Return [n, plan.num_drafts] token ids: `ids`, the first draft of each entry, and the drafts that follow; -1
         where an entry has no block for the KV of the previous draft.
 
-        positions: position of each entry's last token whose KV is in the cache.
+        hidden: [n, hidden], for the first call of `forward`, which must be that of `capture`. positions: position of
+        each entry's last token whose KV is in the cache.
         """
+        passes = step.plan.num_drafts - 1
         rows = copy_to(entries, ids.device)
         tables = step.tables.index_select(0, rows)
         capacity = copy_to([self.capacity(step, entry) for entry in entries], ids.device)
+        if self._graphs is not None and passes:
+            further = self._graphs.run(passes, ids, hidden, positions, capacity, tables)
+            if further is not None:
+                return torch.cat((ids[:, None], further), dim=1)
         drafts = [ids]
-        for _ in range(step.plan.num_drafts - 1):
-            positions = positions + 1
-            fits = positions < capacity
-            ids = forward(ids, self._single_rows(tables, positions, fits))
-            drafts.append(torch.where(fits, ids, -1))
+        for _ in range(passes):
+            ids, hidden, positions, draft = self._pass(ids, hidden, positions, capacity, tables, forward)
+            drafts.append(draft)
         return torch.stack(drafts, dim=1)
+
+    def _pass(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, capacity: Tensor, tables: Tensor, forward: Forward
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the new ids, hidden states and positions, and the drafts: the ids, or -1 where there was no room."""
+        positions = positions + 1
+        fits = positions < capacity
+        ids, hidden = forward(ids, hidden, self._single_rows(tables, positions, fits))
+        return ids, hidden, positions, torch.where(fits, ids, -1)
 
     def _single_rows(self, tables: Tensor, positions: Tensor, fits: Tensor) -> Batch:
         """Return a batch with one token per sequence. A token that does not fit is written to the extra block at the

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from engine.device import copy_to
+from engine.device import Device, copy_to
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.batch import Batch, split
@@ -53,6 +54,14 @@ class DraftModel:
             # a sequence that has caught up recomputes its newest token: the KV before that token is correct
             self._computed[slot] = min(self._computed.get(slot, 0), first)
 
+    def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
+        self._cache.capture(device, self._forward, sizes, max_blocks, num_drafts, budget)
+
+    def _forward(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute a pass; see `Forward`. The hidden states of the pass before are not needed."""
+        hidden = self._model(ids, batch)
+        return self._model.best(hidden)[1], hidden
+
     def propose(self, step: DraftInputs) -> Tensor:
         plan, newest = step.plan, step.last_rows
         spans = self._spans(step, self._budget)
@@ -74,12 +83,9 @@ class DraftModel:
         chosen = copy_to(rows, newest.device)
         positions = step.batch.positions[newest[chosen]] + 1
         offset = copy_to([caught_up[entry] for entry in entries], newest.device)
-
-        def forward(ids: Tensor, batch: Batch) -> Tensor:
-            return self._model.best(self._model(ids, batch))[1]
-
-        first = self._model.best(hidden[positions + offset])[1]
-        drafts[chosen] = self._cache.continue_drafts(step, entries, first, positions, forward)
+        last = hidden[positions + offset]
+        first = self._model.best(last)[1]
+        drafts[chosen] = self._cache.continue_drafts(step, entries, first, last, positions, self._forward)
         return drafts
 
     def _spans(self, step: DraftInputs, budget: int) -> list[tuple[int, int, int]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:  # the scheduler imports this file, and does without torch
     from torch import Tensor
 
+    from engine.device import Device
     from engine.model.batch import Batch
     from engine.wire.plan import StepPlan
 
@@ -79,6 +80,10 @@ class ModelDrafter(Protocol):
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the drafter's KV cache, with as many blocks as the target's cache."""
+
+    def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
+        """Capture the passes of a proposal after the first as graphs, for these numbers of sequences. max_blocks: most
+        blocks of a sequence. num_drafts: most tokens of a proposal. budget: bytes for all graphs."""
 
     def follow(self, plan: StepPlan) -> None:
         """Record a step of the target. Called for every step, in order."""

@@ -7,10 +7,12 @@ target's step. So its KV lacks only tokens that this engine did not compute beca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from engine.device import Device
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.spec_decode.draft_cache import DraftCache
@@ -52,12 +54,12 @@ class HeadDrafter:
         rows, count = step.last_rows, step.plan.num_drafts
         if not count or not step.entries:
             return rows.new_empty(len(rows), 0)
-        hidden = hidden[rows]
-
-        def forward(ids: Tensor, batch: Batch) -> Tensor:
-            nonlocal hidden
-            out, hidden = self._head(ids, hidden, batch)
-            return self._head.best(out)
-
         first, positions = self._head.best(out[rows]), step.batch.positions[rows]
-        return self._cache.continue_drafts(step, step.entries, first, positions, forward)
+        return self._cache.continue_drafts(step, step.entries, first, hidden[rows], positions, self._forward)
+
+    def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
+        self._cache.capture(device, self._forward, sizes, max_blocks, num_drafts, budget)
+
+    def _forward(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        out, hidden = self._head(ids, hidden, batch)
+        return self._head.best(out), hidden

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.device import Device
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.checkpoint.folder import read_json
@@ -102,6 +104,9 @@ class MedusaDrafter:
 
     def allocate(self, num_blocks: int) -> None:
         """Do nothing: heads keep no KV."""
+
+    def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
+        """Do nothing: a proposal is one pass."""
 
     def follow(self, plan: StepPlan) -> None:
         """Do nothing: heads keep no state of sequences."""

@@ -104,7 +104,8 @@ def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, met
     folder, options = folders[method]
     with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
         assert run(llm, "penalties") == expected(folder)["penalties"]
-        assert len(late.replays) == llm.stats().steps
+        passes = len(late.replays) - llm.stats().steps  # of the drafter, after the first pass of each proposal
+        assert passes == 0 if method == "medusa" else passes > 0
         assert llm.stats().spec_decode.num_draft_tokens > 0
 
 
