@@ -33,6 +33,7 @@ from torch import Tensor
 
 from engine.device import ALIGNMENT, Device
 from engine.distributed.tp_group import TPGroup
+from engine.errors import StartupError
 from engine.model.batch import Batch, Chunk, KVGroup, row_tiles
 from engine.model.state import StateBatch, States
 
@@ -199,22 +200,24 @@ class CudaGraphs:
         self._states = states
         self._graphs: dict[StepShape, Graph] = {}
         tp.before_close(self._destroy)
-        self._budget_bytes, self.used_bytes = budget_bytes, 0
+        self.budget_bytes, self.used_bytes = budget_bytes, 0
         self.captured: list[StepShape] = []
         """Shapes that have a graph, the smallest first."""
 
     def capture(self, shapes: Sequence[StepShape]) -> None:
         """Capture the shapes that fit into the budget, the largest first; stop at the first that cannot be captured.
 
-        If a step cannot be computed, raises its error on this rank, and StartupError on the others.
+        If a step cannot be computed, raises its error on this rank, and StartupError on the others. Raises StartupError
+        on all ranks if their shapes differ.
         """
         started, in_use, left_out = time.perf_counter(), self._device.used_bytes(), []
         shapes = sorted(shapes, key=lambda shape: (shape.tokens, shape.longest), reverse=True)
         for shape in shapes:
             self._compute(shape, self._inputs(shape))  # compiles its kernels
         # Before anything waits for the device: if a rank failed before an all-reduce, the kernels of the others spin
-        # there for ever.
-        self._tp.exchange("computed")
+        # there for ever. Ranks with other shapes would wait for each other's exchanges below.
+        if len(lists := set(self._tp.exchange(str(shapes)))) > 1:
+            raise StartupError(f"the ranks are about to capture different graphs: {' and '.join(sorted(lists))}")
         for shape in shapes:
             problem = self._capture(shape)
             # all ranks decide alike: a collective must not be in a graph on some of them only
@@ -225,7 +228,7 @@ class CudaGraphs:
                 why = next(filter(None, problems))
                 logger.warning("steps run without more graphs: %s cannot be captured: %s", shape, why)
                 break
-            if max(map(int, used)) > self._budget_bytes:
+            if max(map(int, used)) > self.budget_bytes:
                 self._destroy(shape)
                 left_out.append(shape.tokens)
                 continue
@@ -237,7 +240,7 @@ class CudaGraphs:
         logger.info(
             "graphs captured: %d of decode steps, %d of mixed steps, seconds=%.1f MiB=%.1f budget_MiB=%.0f",
             len(self.captured) - mixed, mixed, time.perf_counter() - started, self.used_bytes / MIB,
-            self._budget_bytes / MIB,
+            self.budget_bytes / MIB,
         )  # fmt: skip
 
     def shape_for(self, tokens: int, seqs: int, longest: int) -> StepShape | None:

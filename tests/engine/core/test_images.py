@@ -29,6 +29,7 @@ from tests.engine.core.test_kv_events import split
 from tests.fake_drafter import WildDrafter, draft_always
 from tests.late_engine import generate
 from tests.models import make_model, make_tokenizer, with_slow
+from tests.sync_guard import HostWaits
 from tests.tape import TapedDevice
 from tests.vision_models import (
     IMAGE,
@@ -242,6 +243,17 @@ def test_on_a_gpu_the_host_does_not_wait_for_images(folder, name, monkeypatch):
     assert [tokens for tokens, _ in found.values()] == [
         expected_tokens(folder(name), prompt, MAX_TOKENS) for prompt in wanted
     ]
+
+
+def test_a_host_read_in_a_tower_is_found(folder, monkeypatch):
+    for module in (vision, tower_attention):
+        monkeypatch.setattr(module, "copy_to", lambda values, device: torch.from_numpy(np.asarray(values)).clone())
+    forward = vision.TowerLinear.forward
+    monkeypatch.setattr(vision.TowerLinear, "forward", lambda layer, x: forward(layer, x[: len(x.amax(-1).tolist())]))
+    prompt = Prompt("qwen3_vl").text(5, 6).image(1).text(7)
+    request = GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY)
+    with pytest.raises(HostWaits, match="tolist"):
+        generate(folder("qwen3_vl"), [request], TapedDevice(), max_num_batched_tokens=32)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])

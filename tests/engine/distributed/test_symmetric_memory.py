@@ -16,6 +16,7 @@ from engine.distributed.symmetric_memory import ONE_SHOT_BYTES, SymmetricMemory,
 from engine.distributed.tp_group import ConnectedGroup, ProcessGroup
 from engine.errors import StartupError
 from engine.offline.llm import LLM
+from placement.cuda_device import device_index
 from tests.engine.distributed.test_tp_group import connect, on_all
 
 SIZE = 2
@@ -139,6 +140,24 @@ def test_ranks_use_nccl_alone_if_one_of_them_cannot_map_the_others_memory(groups
     assert start(groups, open_shared, monkeypatch) == [group._collectives for group in groups]
     assert not shared[0]._ops.calls, "a kernel would wait for rank 1 for ever"
     assert "use no shared memory, because it is unavailable: no NVLink" in caplog.text
+
+
+@pytest.mark.parametrize(("visible", "share"), [("0,1", True), (None, False)], ids=["all", "their own only"])
+def test_ranks_of_a_machine_share_memory_if_each_sees_all_gpus(groups, monkeypatch, caplog, visible, share):
+    """The rendezvous refuses two ranks of one host with one index, as torch's does. Ray shows an actor only its own
+    GPU, whose index is then 0, unless it is told not to (placement/cuda_device.py)."""
+    shared, indices, met = shared_by(groups), [0] * SIZE, threading.Barrier(SIZE, timeout=60)
+
+    def rendezvous(plain, group, store, rank, size, name):
+        indices[rank] = device_index(str(rank), visible or str(rank))
+        met.wait()
+        if len(set(indices)) < size:
+            raise RuntimeError("detected allocations from overlapping devices from different ranks")
+        return shared[rank]
+
+    expected = shared if share else [group._collectives for group in groups]
+    assert start(groups, rendezvous, monkeypatch) == expected
+    assert ("overlapping devices" in caplog.text) != share
 
 
 def test_ranks_use_nccl_alone_if_a_sum_is_wrong_on_one_of_them(groups, monkeypatch, caplog):

@@ -152,6 +152,18 @@ def watched_nixl(cache: Tensor, progress_s: float, needs_context: bool = False) 
 
 
 @needs_nixl
+def test_a_thread_that_reads_without_a_context_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reader = watched_nixl(full_cache(4, 2), 20.0), watched_nixl(full_cache(4, 2, seed=1), 20.0)
+    monkeypatch.setattr(WatchedMemory, "enter_thread", lambda memory: None)  # planted
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(reader.read, source.describe(), BlockReads([0], [0], ALL), NEVER).result()
+    memory = reader._memory
+    for transport in (reader, source):
+        transport.close()
+    assert isinstance(memory, WatchedMemory) and memory.strays
+
+
+@needs_nixl
 def test_a_thread_of_ours_makes_nixls_progress_where_that_takes_a_context() -> None:
     there, here = full_cache(40, 2), full_cache(40, 2, seed=1)
     source, reader = watched_nixl(there, 20.0, needs_context=True), watched_nixl(here, 20.0, needs_context=True)

@@ -297,6 +297,24 @@ def test_a_rank_that_fails_before_its_first_sum_ends_the_start_of_the_other_whic
         group.close()
 
 
+def test_ranks_whose_lists_of_graphs_differ_end_their_start_and_capture_none():
+    groups = connect(2)
+
+    def capture(rank: int) -> str:
+        device = TapedDevice()
+        graphs = CudaGraphs(
+            device, lambda ids, batch: ids.float()[:, None], torch.zeros(2, 8),
+            torch.zeros(1, 2, 1, dtype=torch.int32), [torch.zeros(1)], [None], [], budget_bytes=2**30, tp=groups[rank],
+        )  # fmt: skip
+        with pytest.raises(StartupError, match="different graphs"):
+            graphs.capture([StepShape(1, 1), StepShape(2, 2)][rank:])
+        return str(graphs.captured)
+
+    assert on_all(2, capture) == ["[]", "[]"]
+    for group in groups:
+        group.close()
+
+
 def note_calls(monkeypatch, owner: type, name: str, calls: list[str]) -> None:
     method = getattr(owner, name)
 
