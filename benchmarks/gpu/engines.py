@@ -102,6 +102,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
+SHAPES["EAGLE-3 for 8B"] = {**SHAPES["8B"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
 # a part of the layers, which fits one GPU
 SHAPES["Qwen3-Next, 8 layers"] = {**SHAPES["Qwen3-Next 80B-A3B"], "num_hidden_layers": 8}
 

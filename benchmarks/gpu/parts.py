@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,7 +32,7 @@ from benchmarks.gpu.card import (
     prompt_flops,
     step_bytes,
 )
-from benchmarks.gpu.engines import Decoding, engine, shape_config
+from benchmarks.gpu.engines import Decoding, engine, shape_config, write_shape
 from benchmarks.gpu.meta_steps import MetaModel
 from benchmarks.memory_floor import kv_bytes
 from cluster.cli.bench.prompts import FIRST_ID
@@ -217,10 +219,19 @@ def images(card: Card) -> Numbers:
     return {"p50 ms": gaps[len(gaps) // 2], "longest ms": gaps[-1]}
 
 
-def drafts(card: Card, batch_size: int) -> Numbers:
-    """Steps that verify DRAFTS drafts of every sequence, however they fare; see the same part without drafts."""
-    options = {"speculative": {"method": "ngram", "num_speculative_tokens": DRAFTS}, "max_num_seqs": batch_size}
-    with drafting_always(), decoding(batch_size, "8B", 0, None, **options) as run:
+def drafts(card: Card, batch_size: int, head: str | None = None) -> Numbers:
+    """Steps that verify DRAFTS drafts of every sequence, however they fare; see the same part without drafts. head: the
+    shape of an EAGLE-3 head that drafts them, else they are looked up."""
+    with tempfile.TemporaryDirectory() as folder, drafting_always():
+        speculative = {"method": "ngram", "num_speculative_tokens": DRAFTS}
+        if head is not None:
+            write_shape(head, Path(folder))
+            speculative |= {"method": "eagle3", "model": folder}
+        return verifying(batch_size, {"speculative": speculative, "max_num_seqs": batch_size})
+
+
+def verifying(batch_size: int, options: dict[str, Any]) -> Numbers:
+    with decoding(batch_size, "8B", 0, None, **options) as run:
         before, started = run.steps, time.perf_counter()
         drafted = num_drafts(run)
         run.until(lambda: run.steps >= before + STEPS)
@@ -384,6 +395,8 @@ PARTS = (
     Part("decode 8B, one of 100k among 63 of 1k", 120, lambda card: decode(card, 64, longest=LONG)),
     Part("decode 8B, batch 1, drafts", 90, lambda card: drafts(card, 1)),
     Part("decode 8B, batch 64, drafts", 90, lambda card: drafts(card, 64)),
+    Part("decode 8B, batch 1, drafts by EAGLE-3", 90, lambda card: drafts(card, 1, "EAGLE-3 for 8B")),
+    Part("decode 8B, batch 64, drafts by EAGLE-3", 90, lambda card: drafts(card, 64, "EAGLE-3 for 8B")),
     Part("64 streams and arriving images, 7B", 120, images),
     Part("decode 8B, batch 64, adapters enabled and none in the batch", 90, lambda card: decode(card, 64, **LORA)),
     Part("decode Qwen3-Next, 8 layers, batch 64", 120, lambda card: decode(

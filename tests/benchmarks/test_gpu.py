@@ -28,7 +28,7 @@ from tests.late_device import LateDevice
 TINY = {
     "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16,
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 1200,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 2048, "draft_vocab_size": 600,
 }  # fmt: skip
 SMALL = {
     "CONTEXT": 8, "WARM_STEPS": 1, "STEPS": 2, "PROMPT": 1024, "LONG": 100, "MODEL_LEN": 1100, "PROFILED_STEPS": 2,
@@ -90,7 +90,8 @@ def rehearsal(monkeypatch, request) -> None:
 #: Parts that call the same function as one before them, with other numbers.
 LIKE_OTHERS = (
     "decode 8B, batch 64", "profile 8B, batch 64", "top_k", "fp8", "30B-A3B, batch 64", "without graphs",
-    "8192 tokens, torch.compile", "our attention", "batch 1, drafts", "none in the batch", "Lite, batch 64",
+    "8192 tokens, torch.compile", "our attention", "batch 1, drafts", "batch 64, drafts by EAGLE-3",
+    "none in the batch", "Lite, batch 64",
 )  # fmt: skip
 
 

@@ -13,8 +13,11 @@ from engine import pocket
 from engine.core.engine import EngineCore
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
+from tests.fake_drafter import draft_always
 from tests.gpu.engines import Answer, check_same, generate, make_core, requests, run
 from tests.models import FAMILIES, made_once
+from tests.mxfp4_files import make_mxfp4
 from tests.vision_models import Prompt, make_vision_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -27,6 +30,12 @@ ROUNDED = 0.4  # of bfloat16 against float32: on a CPU margins move by 0.04 in t
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory) -> Callable[[str], Path]:
     return made_once(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory) -> dict[str, tuple[Path, dict[str, str]]]:
+    """The target of each kind of drafter, and the options."""
+    return make_drafters(tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.fixture
@@ -72,14 +81,16 @@ def test_answers_about_images_are_the_cpus_and_the_host_does_not_wait_for_them(n
     core.close()
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_drafts_change_no_token(method, folder_of, tmp_path):
-    folder, wanted = folder_of("llama"), requests(8, VOCAB, logprobs=2)
-    options = {"method": method, "num_speculative_tokens": 3}
-    if method == "draft_model":  # the model itself, which always guesses right
-        options["model"] = str(folder)
-    expected = generate(folder, "cpu", wanted)
-    check_same(generate(folder, "cuda", wanted, speculative=options), expected, EXACT)
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_drafts_change_no_token_and_the_host_does_not_wait_for_them(method, drafters, monkeypatch):
+    draft_always(monkeypatch)
+    (folder, options), wanted = drafters[method], requests(8, VOCAB, logprobs=2)
+    speculative = {**options, "num_speculative_tokens": HEADS}
+    core = make_core(folder, "cuda", speculative=speculative)
+    check_same(run(core, wanted), generate(folder, "cpu", wanted), EXACT)
+    assert core.stats().spec_decode.num_draft_tokens > 0
+    run_strictly(core, wanted, wanted)
+    core.close()
 
 
 def test_a_cache_in_float8_is_close_to_one_in_bfloat16(folder_of):
@@ -88,6 +99,13 @@ def test_a_cache_in_float8_is_close_to_one_in_bfloat16(folder_of):
     wanted = requests(8, VOCAB, logprobs=2)
     expected = generate(folder_of("qwen3"), "cpu", wanted, kv_cache_dtype="fp8")
     check_same(generate(folder_of("qwen3"), "cuda", wanted, kv_cache_dtype="fp8"), expected, ROUNDED)
+
+
+def test_experts_in_mxfp4_stay_as_stored_and_say_what_they_stand_for(tmp_path_factory):
+    quantized, twin = make_mxfp4(tmp_path_factory.mktemp("mxfp4"), tmp_path_factory.mktemp("twin"))
+    wanted = requests(8, VOCAB, logprobs=2)
+    expected = generate(twin, "cpu", wanted)
+    check_same(generate(quantized, "cuda", wanted, dtype="bfloat16"), expected, ROUNDED)
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 256])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
@@ -18,34 +14,17 @@ from engine.model.config import ModelConfig
 from engine.model.loader import fill_with_noise, pack_weights
 from engine.model.models.registry import build_model
 from tests.batches import ByHand, load_by_hand
-from tests.models import make_model
+from tests.mxfp4_files import make_mxfp4
 from tests.ranks import make_ranks, on_all
 
 # With two ranks each has 48 inputs of `down_proj`: one group of 32 and a half.
-SHAPE = {"hidden_size": 64, "intermediate_size": 96}
 STEPS = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}]
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint with random experts in MXFP4, and its twin in float32."""
-    twin = make_model(tmp_path_factory.mktemp("twin"), "gpt_oss", **SHAPE)
-    quantized = tmp_path_factory.mktemp("mxfp4")
-    tensors, generator = load_file(twin / "model.safetensors"), torch.Generator().manual_seed(0)
-    packed, meant = dict(tensors), dict(tensors)
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, inputs, outputs = packed.pop(name).shape
-        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(121, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
-        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        meant[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    shutil.copytree(twin, quantized, dirs_exist_ok=True)
-    save_file(packed, quantized / "model.safetensors")
-    save_file(meant, twin / "model.safetensors")
-    config = json.loads((quantized / "config.json").read_text())
-    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": MXFP4}))
-    return quantized, twin
+    return make_mxfp4(tmp_path_factory.mktemp("mxfp4"), tmp_path_factory.mktemp("twin"))
 
 
 def logits(model: ByHand) -> list[Tensor]:
