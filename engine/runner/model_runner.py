@@ -127,6 +127,7 @@ class ModelRunner:
         # the device keeps block tables and is sent changes only: with long contexts, a batch's rows are megabytes
         self._tables: Tensor | None = None
         self.graphs: CudaGraphs | None = None
+        self._draft_graphs: CudaGraphs | None = None
         self._step_graph: StepGraph | None = None
         if not self.device.asynchronous:
             self._step_graph = record_cpu_steps(
@@ -165,12 +166,29 @@ class ModelRunner:
         logger.info("warmed up seconds=%.1f", time.perf_counter() - started)
 
     def _capture_drafter(self, graphs: CudaGraphs) -> None:
-        if self.drafter is None or self.config.speculative is None:
+        """Capture the passes of a drafter, in the memory that the model's graphs have left."""
+        if self.drafter is None or self.config.speculative is None or not graphs.captured:
             return
+        first = self.drafter.first_pass(max(shape.tokens for shape in graphs.captured))
+        budget = graphs.budget_bytes - graphs.used_bytes
+        if first is not None and len(self.kv_caches) == 1:
+            assert self._tables is not None
+            self._draft_graphs = CudaGraphs(
+                self.device,
+                first.forward,
+                self._history,
+                tables=self._tables,
+                kv_caches=[first.kv_cache],
+                kv_scales=[None],
+                states=[],
+                budget_bytes=budget,
+                tp=TPGroup.single(),
+            )
+            self._draft_graphs.capture(graphs.captured)
+            budget -= self._draft_graphs.used_bytes
         sizes = [shape.seqs for shape in graphs.captured if shape.tokens == shape.seqs]
-        blocks, budget = -(-self.max_model_len // self.block_size), graphs.budget_bytes - graphs.used_bytes
+        blocks, drafts = -(-self.max_model_len // self.block_size), self.config.speculative.num_speculative_tokens
         if sizes:
-            drafts = self.config.speculative.num_speculative_tokens
             self.drafter.capture(self.device, sizes, blocks, drafts, budget)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
@@ -208,7 +226,7 @@ class ModelRunner:
         if self.drafter is not None:
             self.drafter.follow(inputs.plan)
             if inputs.plan.num_drafts or self.drafter.reads_all:
-                step = draft_inputs(inputs, tokens, self._history, out, size)
+                step = draft_inputs(inputs, tokens, self._history, out, size, self._draft_graphs)
                 proposed, draft_s = self.device.timed(partial(self.drafter.propose, step))
                 drafts = self.device.fetch(proposed)
         tokens = self.device.fetch(tokens)

@@ -6,7 +6,7 @@ Speculative decoding: arXiv:2211.17192 (which has a rejection rule instead of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -65,6 +65,18 @@ class DraftInputs:
     """[rows, layers * hidden], the inputs of the target's layers that the drafter lists in `aux_layers`."""
     history: Tensor
     """[slots, max_model_len] int32, the tokens of each sequence by slot."""
+    replay: Callable[[], Tensor] | None = None
+    """Computes the drafter's `first_pass` as a graph, with some rows of padding; None if no graph has room."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPass:
+    """A pass that reads its inputs from memory that never moves, so that a graph can hold it."""
+
+    forward: Callable[[Tensor, Batch], Tensor]
+    """Takes the target's token ids, which it ignores, and its batch with `kv_cache` in place of the target's. Returns
+    [rows, columns], which `propose` expects of `DraftInputs.replay`."""
+    kv_cache: Tensor
 
 
 class ModelDrafter(Protocol):
@@ -80,6 +92,10 @@ class ModelDrafter(Protocol):
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the drafter's KV cache, with as many blocks as the target's cache."""
+
+    def first_pass(self, max_tokens: int) -> FirstPass | None:
+        """Return the first pass of a proposal, over up to `max_tokens` rows, if its batch is that of the target's step;
+        else None."""
 
     def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
         """Capture the passes of a proposal after the first as graphs, for these numbers of sequences. max_blocks: most

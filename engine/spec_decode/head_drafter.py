@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.device import Device
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.spec_decode.draft_cache import DraftCache
-from engine.spec_decode.drafter import DraftInputs
+from engine.spec_decode.drafter import DraftInputs, FirstPass
 from engine.spec_decode.target import Target
 from engine.wire.plan import StepPlan
 
@@ -33,6 +34,13 @@ class Head(Protocol):
         """Return the most likely token of each row as the target's id: [rows, hidden] -> [rows] int64."""
 
 
+def tile_shape(cfg: ModelConfig) -> tuple[int, int, int]:
+    """Return what the rows of a tile of attention depend on: heads for each KV head, their size, and whether the KV has
+    one part or two."""
+    spec = cfg.kv_groups[0].spec
+    return cfg.num_heads // spec.num_kv_heads, spec.head_dim, spec.parts
+
+
 class HeadDrafter:
     reads_all = True
 
@@ -40,7 +48,9 @@ class HeadDrafter:
         """cfg: configuration of the head's layers."""
         self.aux_layers = aux_layers
         self._head, self._cache = head, DraftCache(cfg, target)
-        self.block_bytes = self._cache.block_bytes
+        self.block_bytes, self._size = self._cache.block_bytes, cfg.hidden_size
+        # a graph's tiles are made for the heads of the target
+        self._tiles_alike = tile_shape(cfg) == tile_shape(target.config)
 
     def allocate(self, num_blocks: int) -> None:
         self._cache.allocate(num_blocks)
@@ -48,9 +58,25 @@ class HeadDrafter:
     def follow(self, plan: StepPlan) -> None:
         self._cache.follow(plan)
 
+    def first_pass(self, max_tokens: int) -> FirstPass | None:
+        if not self._tiles_alike:
+            return None
+        self._ids = torch.zeros(max_tokens, dtype=torch.int64, device=self._cache.kv.device)
+        self._states = torch.zeros(max_tokens, self._size, dtype=self._cache.kv.dtype, device=self._cache.kv.device)
+
+        def forward(ids: Tensor, batch: Batch) -> Tensor:
+            out, hidden = self._head(self._ids[: len(ids)], self._states[: len(ids)], batch)
+            return torch.cat((out, hidden), dim=1)
+
+        return FirstPass(forward, self._cache.kv)
+
     def propose(self, step: DraftInputs) -> Tensor:
         hidden = self._head.target_states(step)
-        out, hidden = self._head(step.next_ids, hidden, self._cache.own(step.batch))
+        if step.replay is None:
+            out, hidden = self._head(step.next_ids, hidden, self._cache.own(step.batch))
+        else:
+            self._ids[: len(hidden)], self._states[: len(hidden)] = step.next_ids, hidden
+            out, hidden = step.replay().split(self._size, dim=1)
         rows, count = step.last_rows, step.plan.num_drafts
         if not count or not step.entries:
             return rows.new_empty(len(rows), 0)

@@ -105,6 +105,9 @@ class MedusaDrafter:
     def allocate(self, num_blocks: int) -> None:
         """Do nothing: heads keep no KV."""
 
+    def first_pass(self, max_tokens: int) -> None:
+        """Return None: a proposal is a few products."""
+
     def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
         """Do nothing: a proposal is one pass."""
 

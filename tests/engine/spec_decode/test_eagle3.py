@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine.errors import ConfigError, ModelFolderError
 from engine.spec_decode.eagle3 import eagle3_drafter
+from engine.spec_decode.head_drafter import HeadDrafter
 from tests.engine.spec_decode.draft_checkpoints import (
     DRAFT_VOCAB,
     HIDDEN,
@@ -120,3 +123,11 @@ def test_a_checkpoint_of_another_width_is_refused_by_its_tensors(tmp_path, targe
     write_authors(tmp_path, PlainEagle3(False, DRAFT_VOCAB), intermediate_size=96)
     with pytest.raises(ModelFolderError, match=r"down_proj.weight has shape \[48, 80\]"):
         eagle3_drafter(tmp_path, target)
+
+
+@pytest.mark.parametrize(("heads", "alike"), [(4, True), (2, False)])
+def test_a_head_reads_the_targets_tiles_only_if_its_own_would_have_as_many_rows(heads, alike, tmp_path, target):
+    layers = replace(target.config, num_heads=heads, num_layers=1)
+    drafter = HeadDrafter(None, layers, target)
+    drafter.allocate(1)
+    assert (drafter.first_pass(8) is not None) == alike
