@@ -204,7 +204,10 @@ class EncoderCache:
         try:
             found = self._vision(*(image.data for image in images))
             if found.shape == shape:
-                return dict(zip((image.mm_hash for image in images), found.split(sizes), strict=True))
+                parts = found.split(sizes)
+                if len(parts) > 1:  # each in its own memory, which goes with its image
+                    parts = tuple(part.clone() for part in parts)
+                return dict(zip((image.mm_hash for image in images), parts, strict=True))
             problem = f"the encoder made {list(found.shape)} of it, not {list(shape)}"
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             problem = f"{type(error).__name__}: {error}"

@@ -112,10 +112,17 @@ class VisionEncoder(Sharded):
         and does not wait for the device."""
         model: Any = self.model
         data = images[0]
-        pixels = copy_to(np.concatenate([image["pixel_values"].numpy() for image in images]), self.device)
+        values, places = np.concatenate([image["pixel_values"].numpy() for image in images]), None
+        if hasattr(getattr(model, "vision_tower", None), "patch_embedder"):  # Gemma 4's
+            where = data["image_position_ids"].numpy()
+            real = (where != -1).any(-1)  # not padding, which the tower would look for on the device
+            values, places = values[real][None], where[real][None]
+        pixels = copy_to(values, self.device)
         if (table := data.get("pixel_table")) is not None:
             pixels = look_up(pixels, copy_to(table.numpy().copy(), self.device))
         pixels = pixels.to(self.dtype)
+        if places is not None:
+            return self._encode_patches(pixels, copy_to(places, self.device))
         if "image_grid_thw" in data:
             sizes = torch.from_numpy(np.concatenate([image["image_grid_thw"].numpy() for image in images]))
             inputs = tower_attention.grid_inputs(model.visual, sizes, self.device)
@@ -131,6 +138,21 @@ class VisionEncoder(Sharded):
         others = {name: copy_to(data[name].numpy().copy(), self.device) for name in data.keys() - PIXELS}
         output = model.get_image_features(pixel_values=pixels, **others)
         return torch.cat(list(output.pooler_output))  # of each image, as a whole or tile by tile
+
+    def _encode_patches(self, pixels: Tensor, places: Tensor) -> Tensor:
+        """Encode an image with Gemma 4's tower, as the tower's own `forward` does where there is no padding.
+
+        pixels: [1, patches, values]. places: [1, patches, 2] int64, column and row of each patch.
+        """
+        model: Any = self.model
+        tower, padding = model.vision_tower, torch.zeros(places.shape[:2], dtype=torch.bool, device=self.device)
+        x = tower.patch_embedder(pixels, places, padding)
+        hidden = tower.encoder(inputs_embeds=x, attention_mask=None, pixel_position_ids=places).last_hidden_state
+        count = places.shape[1] // tower.config.pooling_kernel_size**2
+        pooled, _ = tower.pooler(hidden, places, padding, count)
+        if tower.config.standardize:
+            pooled = (pooled - tower.std_bias.float()) * tower.std_scale.float()
+        return model.embed_vision(inputs_embeds=pooled.to(x.dtype))[0]
 
     @staticmethod
     def go_together(one: dict[str, TensorData], other: dict[str, TensorData]) -> bool:
