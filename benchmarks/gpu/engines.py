@@ -103,7 +103,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 # yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
-SHAPES["EAGLE-3 for 8B"] = {**SHAPES["8B"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
+SHAPES["EAGLE-3 for 8B"] = {
+    **SHAPES["8B"], "num_hidden_layers": 1, "draft_vocab_size": 32000, "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
+}  # fmt: skip
 # a part of the layers, which fits one GPU
 SHAPES["Qwen3-Next, 8 layers"] = {**SHAPES["Qwen3-Next 80B-A3B"], "num_hidden_layers": 8}
 

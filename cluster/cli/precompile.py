@@ -20,6 +20,8 @@ from engine.errors import ServingError
 from engine.offline.precompile import compile_all, needed
 from engine.runner.rank_setup import read_model
 
+NOT_COMPUTED = (ServingError, RuntimeError, ValueError, TypeError, AttributeError)
+"""Raised for a folder without configuration, or a layer that needs values: no reason to build no image."""
 GPUS = {"sm_80": (8, 0), "sm_89": (8, 9), "sm_90": (9, 0), "sm_100": (10, 0)}
 
 
@@ -40,19 +42,16 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     for engine in (engine for path in given.serve_config for engine in engines_on_gpus(path)):
         folder = given.models / Path(engine.model).name
-        if not (folder / "config.json").is_file():
-            print(f"{engine.model}: kernels are compiled at its start, as {folder} has no config.json", flush=True)
-            continue
-        if engine.determinism == "strict":
-            print(f"{engine.model}: kernels are compiled at its start, as determinism is strict", flush=True)
-            continue
         try:
+            if engine.determinism == "strict":
+                raise ValueError("determinism is strict")
             model = read_model(engine, folder)
-        except ServingError as error:
-            sys.exit(f"{folder}: {error}")
-        for gpu in given.gpus:
-            variants = needed(engine, model, GPUS[gpu])
-            print(f"{engine.model}, {gpu}: {compile_all(variants, GPUS[gpu])} kernels", flush=True)
+            variants = {gpu: needed(engine, model, GPUS[gpu]) for gpu in given.gpus}
+        except NOT_COMPUTED as error:
+            print(f"{engine.model}: its kernels are compiled at its start: {error}", flush=True)
+            continue
+        for gpu, found in variants.items():
+            print(f"{engine.model}, {gpu}: {compile_all(found, GPUS[gpu])} kernels", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from engine.runner.cuda_graphs import MAX_DECODE_SIZE, decode_sizes, mixed_sizes
 from engine.runner.warm_up import CHUNKS, CONTEXTS
 
 MAX_PROCESSES = 8  # each takes some hundred MiB
-LAYERS = 16  # of a model with more, which repeat these
 
 
 class Step(NamedTuple):

@@ -216,8 +216,9 @@ class CudaGraphs:
             self._compute(shape, self._inputs(shape))  # compiles its kernels
         # Before anything waits for the device: if a rank failed before an all-reduce, the kernels of the others spin
         # there for ever. Ranks with other shapes would wait for each other's exchanges below.
-        if len(lists := set(self._tp.exchange(str(shapes)))) > 1:
-            raise StartupError(f"the ranks are about to capture different graphs: {' and '.join(sorted(lists))}")
+        lists = self._tp.exchange(str(shapes))
+        if others := [rank for rank, other in enumerate(lists) if other != lists[0]]:
+            raise StartupError(f"ranks {others} are about to capture other graphs than rank 0")
         for shape in shapes:
             problem = self._capture(shape)
             # all ranks decide alike: a collective must not be in a graph on some of them only

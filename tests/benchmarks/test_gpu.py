@@ -29,6 +29,7 @@ TINY = {
     "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16,
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 1200,
     "max_position_embeddings": 2048, "draft_vocab_size": 600,
+    "eagle_aux_hidden_state_layer_ids": [0, 1],
 }  # fmt: skip
 SMALL = {
     "CONTEXT": 8, "WARM_STEPS": 1, "STEPS": 2, "PROMPT": 1024, "LONG": 100, "MODEL_LEN": 1100, "PROFILED_STEPS": 2,

@@ -1,8 +1,8 @@
 """Reads compiled kernels from an image, and keeps what the image lacks in Triton's own cache (TRITON_CACHE_DIR).
 
-`python -m cluster.precompile` fills the image's folder as the image is built. Triton finds a kernel by the hash of its
-source, its arguments' types and constants, its options, the GPU, and Triton itself. So a kernel that does not fit is
-never used, but compiled.
+`python -m cluster.cli.precompile` fills the image's folder as the image is built. Triton finds a kernel by the hash of
+its source, its arguments' types and constants, its options, the GPU, and Triton itself. So a kernel that does not fit
+is never used, but compiled.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ class ImageCache(FileCacheManager):
         try:
             names = json.loads((own / f"__grp__{filename}").read_text(encoding="utf-8"))["child_paths"]
         except (OSError, ValueError, KeyError):
+            names = ()
+        files = {name: own / name for name in names}
+        if not files or not all(file.is_file() for file in files.values()):
             return super().get_group(filename)
-        return {name: str(own / name) for name in names if (own / name).exists()}
+        return {name: str(file) for name, file in files.items()}
 
 
 def use_image(folder: Path = FOLDER) -> None:
