@@ -101,7 +101,11 @@ def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expe
         assert method == "eagle3" or stats.spec_decode.num_accepted_tokens > stats.spec_decode.num_draft_tokens / 3
 
 
-@pytest.mark.parametrize("method", with_slow(METHODS, set(METHODS) - {"eagle3"}))
+# plain recurrent layers find their states on the host; kernels of a GPU do not
+ON_LATE = [method for method in METHODS if not method.startswith("hybrid")]
+
+
+@pytest.mark.parametrize("method", with_slow(ON_LATE, set(ON_LATE) - {"eagle3"}))
 def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, method):
     folder, options = folders[method]
     with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
@@ -127,7 +131,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_with_drafts_is_few_launches_beside_its_replays(folders, late, monkeypatch):
+def test_a_step_with_drafts_is_fewer_launches_since_the_drafters_passes_are_replays(folders, late, monkeypatch):
     draft_always(monkeypatch)
     launch, launched = ModelRunner.launch, []
 
@@ -135,15 +139,22 @@ def test_a_step_with_drafts_is_few_launches_beside_its_replays(folders, late, mo
         with Launches() as launches:
             found = launch(runner, inputs)
         if inputs.plan.num_drafts and inputs.plan.drafts:
-            launched.append(launches.names)
+            launched.append(len(launches.names))
         return found
 
+    def most() -> int:
+        launched.clear()
+        folder, options = folders["eagle3"]
+        with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
+            run(llm, "greedy")
+        return max(launched)
+
     monkeypatch.setattr(ModelRunner, "launch", counted)
-    folder, options = folders["eagle3"]
-    with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
-        run(llm, "greedy")
-    print(sorted(map(len, launched)), launched[-1])
-    assert launched and max(map(len, launched)) <= 45
+    with_graphs = most()
+    monkeypatch.setattr(ModelRunner, "_capture_drafter", lambda runner, graphs: None)
+    without = most()
+    print(with_graphs, without)
+    assert with_graphs <= 60 and without > with_graphs + 60
 
 
 @pytest.mark.slow
