@@ -28,7 +28,10 @@ def answer(core: EngineCore, name: str, prompt: list[int], hold: list[HoldMark] 
     return deltas
 
 
-@pytest.mark.parametrize("family", BLOCKS)
+SLOW = {"qwen3_next"}
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] if f in SLOW else []) for f in BLOCKS])
 def test_held_conversation_is_cached_after_a_flood_and_another_is_not(family, tmp_path):
     folder = make_model(tmp_path, family)
     config = EngineConfig(

@@ -10,7 +10,7 @@ from hypothesis.stateful import precondition, rule
 from engine.wire.block_hash import block_hashes
 from engine.wire.messages import HoldOutcome
 from tests.engine.core.features.test_kv_offloading import TierMachine
-from tests.engine.core.test_scheduler_machine import PREFIXES, SchedulerMachine, rests
+from tests.engine.core.test_scheduler_machine import PREFIXES, DecodeMachine, SchedulerMachine, rests
 from tests.examples import examples
 from tests.fake_handoffs import DecodeHarness
 from tests.fake_runner import Harness
@@ -464,6 +464,14 @@ class HoldsInTiersMachine(HoldsMachine, TierMachine):
         return any(tier.index(group).has(name_of(group, block_hash)) for tier in self.h.offloading.tiers)
 
 
+class HoldsInDecodeMachine(HoldsMachine, DecodeMachine):
+    """Other engines compute prompts that are held here."""
+
+    h: DecodeHarness
+
+
+RULES = settings(max_examples=examples(100), stateful_step_count=40)
 TestHolds = HoldsMachine.TestCase
 TestHoldsInTiers = HoldsInTiersMachine.TestCase
-TestHolds.settings = TestHoldsInTiers.settings = settings(max_examples=examples(100), stateful_step_count=40)
+TestHoldsInDecode = HoldsInDecodeMachine.TestCase
+TestHolds.settings = TestHoldsInTiers.settings = TestHoldsInDecode.settings = RULES
