@@ -31,6 +31,7 @@ WIDE_OFFSETS = {
     "dequantize_kernel",
     "grouped_kernel",
     "latent_kernel",
+    "attend_splits_kernel",
     "write_kernel",
     "linear_attention_kernel",
     "causal_conv_kernel",
@@ -39,7 +40,8 @@ WIDE_OFFSETS = {
 """Kernels that compute offsets into their large tensors, caches and weights, in 64 bits."""
 NO_LAUNCH = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh", "alias")
 PERHAPS_VIEWS = {"flatten", "reshape", "contiguous", "to"}  # which copy only where they must
-OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"}  # of a launch, and no arguments
+OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "enable_fp_fusion"}
+"""Options of a launch, which are no arguments."""
 
 
 class Launches(TorchDispatchMode):

@@ -58,6 +58,10 @@ CASES: dict[str, tuple[str, dict[str, Any], EngineConfig]] = {
     ),
     "latent": ("DeepSeek V2 Lite", {}, PLAIN),
     "drafts for a latent model": ("DeepSeek V2 Lite", {}, replace(PLAIN, speculative=DRAFTS)),
+    **{
+        f"strict, {ranks} ranks": ("8B", {}, replace(PLAIN, determinism="strict", tensor_parallel=ranks))
+        for ranks in (1, 2, 4, 8)
+    },
 }  # fmt: skip
 
 
@@ -67,7 +71,10 @@ def missing(case: str, *, warm: bool = True) -> list[str]:
     shape, options, engine = CASES[case]
     config = shape_config(shape, num_hidden_layers=2, **options)
     adapters = (engine.max_loras, engine.max_lora_rank) if engine.enable_lora else None
-    model, chance = WeightlessModel(config, adapters=adapters), random.Random(0)
+    model, chance = (
+        WeightlessModel(config, engine.tensor_parallel, adapters=adapters, strict=engine.determinism == "strict"),
+        random.Random(0),
+    )
     with variants(90) as known:
         for step in first_steps(engine, MAX_TOKENS, images=warm and case == "images"):
             compute(model, step)
