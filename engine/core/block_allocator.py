@@ -40,10 +40,12 @@ class BlockAllocator:
             self._preempt(with_kv[-1])
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Give a running request blocks for `tokens` tokens in all. Returns False if the request itself was
-        preempted."""
+        """Give a running request blocks for `tokens` tokens in all. Returns False if the request itself was preempted,
+        or has to wait for blocks because another engine reads those that it has."""
         while not self._kv_cache.grow(request, tokens):
             victim = self._victim(request)
+            if victim.asked_by:
+                return False
             self._preempt(victim)
             if victim is request:
                 return False

@@ -15,7 +15,7 @@ def load_of(scheduler: Scheduler) -> EngineLoad:
     used = max((other.num_used - other.num_only_held) / other.num_blocks for other in scheduler.kv_cache.pools)
     as_full_as_the_fullest = round(used * pool.num_blocks)
     return EngineLoad(
-        sequences=len(queue.running) + queue.num_waiting + len(scheduler.handoffs.receiving),
+        sequences=len(queue.running) + scheduler.num_waiting + len(scheduler.handoffs.receiving),
         queued_tokens=queue.queued_tokens,
         blocks_used=max(pool.num_used - held, as_full_as_the_fullest),
         slots=scheduler.config.max_num_seqs,
@@ -33,7 +33,7 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
     receiving, leased = scheduler.handoffs.receiving.values(), scheduler.handoffs.leased.values()
     return EngineStats(
         running=len(queue.running),
-        waiting=queue.num_waiting,
+        waiting=scheduler.num_waiting,
         blocks_total=pool.num_blocks,
         blocks_free=pool.num_free,
         blocks_cached=pool.num_cached,

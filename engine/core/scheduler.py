@@ -99,6 +99,11 @@ class Scheduler:
         self._num_arrived = 0
 
     @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for their turn, for a grammar, or for a tier."""
+        return self.queue.num_waiting + len(self.offloading.loading)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.queue.live or self.planned or self.handoffs.receiving)
 
@@ -127,12 +132,12 @@ class Scheduler:
         self._checks.check(message)
 
     def _check_capacity(self) -> None:
-        if self.queue.num_waiting >= self.config.max_waiting:
-            raise Overloaded(f"{self.queue.num_waiting} requests are waiting, the limit is {self.config.max_waiting}")
+        if (waiting := self.num_waiting) >= self.config.max_waiting:
+            raise Overloaded(f"{waiting} requests are waiting, the limit is {self.config.max_waiting}")
 
     def _enqueue(self, request: Request) -> Request:
         self._num_arrived += 1
-        behind, given = self.queue.num_waiting, f" and {request.num_output} output tokens" if request.num_output else ""
+        behind, given = self.num_waiting, f" and {request.num_output} output tokens" if request.num_output else ""
         request.note(f"queued behind {behind} others, with {request.num_prompt} prompt tokens{given}")
         request.images = self.images.share_pixels(request.images)
         self.queue.add(request)

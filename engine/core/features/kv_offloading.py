@@ -181,6 +181,8 @@ class KVOffloading:
         watermark: blocks that must stay available.
         """
         size, whole = self._kv_cache.pool.block_size, len(request.tokens)
+        if request.remote.source is not None:
+            return False  # an engine holds all of its KV, but not for long
         if request.prefix.looked_below or not self._kv_cache.fits(request, matched, matched * size, whole, watermark):
             return False
         hit = self._kv_cache.match(request, shorten, self._has)

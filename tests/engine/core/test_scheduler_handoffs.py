@@ -395,6 +395,19 @@ def test_a_prompt_for_another_engine_is_never_preempted(depth):
     assert h.finished["own"].delta.num_preemptions > 0, "it goes itself, since nobody else can"
 
 
+def test_a_prompt_for_another_engine_that_cannot_grow_waits_and_keeps_the_blocks_that_are_read():
+    """The group with a window has too few blocks for both; those of the other group are named already."""
+    h = PrefillHarness(num_blocks=60, max_model_len=32, depth=2, windows=(None, 4), blocks=[60, 3], step_tokens=1,
+                       max_num_batched_tokens=4, max_num_seqs=3)  # fmt: skip
+    h.add_remote_prefill("long", ids(17))
+    for _ in range(5):
+        h.step()
+    h.add_remote_prefill("short", ids(4, 9))
+    h.run()
+    assert set(h.firsts) == {"long", "short"}
+    assert h.scheduler.totals.preemptions == 0
+
+
 def test_nothing_is_reported_of_a_prompt_that_was_given_up_during_its_last_step():
     h = PrefillHarness(num_blocks=8, max_model_len=32)
     h.add_remote_prefill("t", ids(20))

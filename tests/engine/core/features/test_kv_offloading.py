@@ -7,9 +7,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
+from engine.core.engine_stats import load_of, stats_of
+from engine.core.features.handoffs import HandoffManager
 from engine.core.features.tier import REST_S
 from engine.core.request import State
-from engine.errors import EngineError
+from engine.errors import EngineError, Overloaded
+from engine.wire.handoff import Failed
+from engine.wire.remote_request import KVSource, Peer
 from tests.engine.core.test_scheduler_machine import SchedulerMachine
 from tests.examples import examples
 from tests.fake_tiers import TIMEOUT_S, TierHarness
@@ -201,6 +205,35 @@ def test_what_was_cleared_is_nowhere():
     harness.drain()
     assert not harness.disk
     assert all(tier.blocks == 0 for tier in harness.offloading.stats.tiers.values())
+
+
+def test_a_request_that_moves_here_waits_for_no_tier():
+    """The engine that it left holds its KV for a lease only."""
+    peer = Peer("here", "tcp://127.0.0.1:1", 1)
+    harness = make(handoffs=HandoffManager(None, peer, "print"))
+    stored(harness)
+    evicted(harness)
+    harness.add("moves", [*PROMPT, 7], kv_source=KVSource("a/1.1", peer))
+    harness.step()
+    (opened,) = harness.scheduler.handoffs.actions
+    assert harness.scheduler.queue.live["moves"].state is State.WAITING_FOR_REMOTE_KV
+    harness.scheduler.handle(Failed(opened.remote_request.handoff_id, "link", 0, False), harness.now)
+    harness.step()
+    assert harness.scheduler.queue.live["moves"].state is State.LOADING_KV, "now the tier is all that is left"
+    harness.run()
+
+
+def test_requests_that_wait_for_blocks_of_a_tier_count_as_waiting():
+    harness = make(max_waiting=1)
+    stored(harness)
+    evicted(harness)
+    harness.add("waits", [*PROMPT, 7])
+    harness.step()
+    assert harness.scheduler.queue.live["waits"].state is State.LOADING_KV
+    assert stats_of(harness.scheduler).waiting == load_of(harness.scheduler).sequences == 1
+    with pytest.raises(Overloaded, match="1 requests are waiting"):
+        harness.add("refused", [1, 2])
+    harness.run()
 
 
 def test_what_is_cleared_while_it_moves_is_nowhere():
