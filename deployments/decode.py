@@ -30,7 +30,8 @@ class Decode(EngineDeployment):
                 await pair(self._engine, pools["prefill"], spec.startup_timeout_s)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
         if config.handoff is not None and config.handoff.move_requests:
-            self._tasks = [*self._tasks, asyncio.create_task(self._depart(config.max_num_seqs))]
+            slots = config.max_num_seqs
+            self._tasks = [*self._tasks, *map(asyncio.create_task, (self._depart(slots), self._rebalance(slots)))]
 
     async def generate(self, requests: list[EncodedRequest], context: RoutingContext) -> None:
         """Run GenerateRequests in the engine, and return when they have ended. Of the context, only what this

@@ -14,18 +14,22 @@ from engine.wire.messages import EngineStatus
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.2
-ROUND_S = 0.5  # between two looks at the room elsewhere
+ROUND_S = 0.5  # longest wait for a group of requests to leave, and between two looks at the room elsewhere
+LEFT_POLL_S = 0.02
+GROUP = 4  # requests that leave at the same time: more would wait for each other, with their clients
+MOST_GROUPS = 16  # so that a replica with many requests still ends in time
 
 Statuses = Callable[[], Awaitable[Sequence[EngineStatus]]]
 
 
 async def depart(engine: EngineReplica, statuses: Statuses, slots: int) -> None:
-    """Move the engine's requests to other replicas as far as these have room, until none is left.
+    """Move the engine's requests to other replicas as far as these have room, a few at a time, until none is left.
 
     Without another replica that can go on with the requests, they continue here. statuses: function that returns the
     statuses of the pool's replicas. slots: sequences that one replica runs at a time.
     """
     began = engine.num_calls
+    group = max(GROUP, began // MOST_GROUPS)
     logger.info("replica departs requests=%d", began)
     while engine.num_calls:
         try:
@@ -37,10 +41,24 @@ async def depart(engine: EngineReplica, statuses: Statuses, slots: int) -> None:
         except Exception as error:  # noqa: BLE001 - of Serve or Ray; the next round may know more
             logger.warning("the other replicas cannot be asked: %r", error)
             others = []
-        if room := room_elsewhere(own, others, slots):
-            engine.move_requests(room)
-        await asyncio.sleep(ROUND_S)
+        calls = engine.num_calls
+        count = min(group, room_elsewhere(own, others, slots), calls)
+        if count:
+            engine.move_requests(count)
+        await _until_left(engine, calls - count if count else 0)
     logger.info("replica departed requests=%d", began)
+
+
+async def _until_left(engine: EngineReplica, calls: int) -> None:
+    """Wait until the engine has at most so many requests, or for ROUND_S."""
+    deadline = asyncio.get_running_loop().time() + ROUND_S
+    while engine.num_calls > calls and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(LEFT_POLL_S)
+
+
+def takes_requests_of(own: EngineStatus, other: EngineStatus) -> bool:
+    """Return whether requests can move from one engine to another, with their KV."""
+    return other.engine_id != own.engine_id and bool(other.fingerprint) and other.fingerprint == own.fingerprint
 
 
 def room_elsewhere(own: ReplicaStatus, others: Sequence[EngineStatus], slots: int) -> int:
@@ -48,6 +66,6 @@ def room_elsewhere(own: ReplicaStatus, others: Sequence[EngineStatus], slots: in
     loads = [
         status.stats.running + status.stats.waiting + status.stats.receiving
         for status in others
-        if status.engine_id != own.engine_id and status.fingerprint and status.fingerprint == own.fingerprint
+        if takes_requests_of(own, status)
     ]
     return sum(max(0, slots - load) for load in loads)

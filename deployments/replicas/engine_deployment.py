@@ -14,8 +14,9 @@ import ray
 from ray import serve
 
 from deployments import ray_compat
-from deployments.replicas.departure import POLL_INTERVAL_S, depart
+from deployments.replicas.departure import POLL_INTERVAL_S, Statuses, depart
 from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.rebalancing import rebalance
 from deployments.replicas.remote_dispatcher import RemotePool
 from deployments.replicas.scaling_report import ReplicaReport
 from deployments.replicas.serve_pool import ServeRemotePool
@@ -132,6 +133,15 @@ class EngineDeployment:
         # Serve replaces the group at once when the process exits; failing health checks would take much longer
         asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 
+    async def _rebalance(self, slots: int) -> None:
+        """Move requests to idle replicas whenever this one is out of KV blocks."""
+        await rebalance(self._engine, self._statuses_of_pool(), slots)
+
+    def _statuses_of_pool(self) -> Statuses:
+        """Return a function that asks all replicas of this deployment for their statuses."""
+        own = serve.get_replica_context()
+        return ServeRemotePool(serve.get_deployment_handle(own.deployment, own.app_name)).statuses
+
     async def _depart(self, slots: int) -> None:
         """Move requests to other replicas when Serve or a SIGTERM tells this replica to stop. Serve waits until the
         requests have left. After a SIGTERM, the process ends once they have left, or after TERM_S."""
@@ -144,9 +154,7 @@ class EngineDeployment:
         loop.add_reader(pipe, on_sigterm)
         while not (signalled.is_set() or ray_compat.is_stopping()):
             await asyncio.sleep(POLL_INTERVAL_S)
-        own = serve.get_replica_context()
-        handle = serve.get_deployment_handle(own.deployment, own.app_name)
-        departing = depart(self._engine, ServeRemotePool(handle).statuses, slots)
+        departing = depart(self._engine, self._statuses_of_pool(), slots)
         if not signalled.is_set():
             await departing
             return

@@ -26,6 +26,7 @@ from engine.wire.messages import (
     CancelDispatch,
     Command,
     DispatchRemote,
+    Drain,
     EngineStatus,
     ErrorInfo,
     LoadAdapter,
@@ -156,8 +157,9 @@ class EngineReplica:
         self._send(MoveRequests(count))
 
     def refuse(self, reason: str) -> None:
-        """Refuse new calls with EngineUnavailable. Open ones continue."""
+        """Refuse new calls with EngineUnavailable, and tell the routers. Open calls continue."""
         self._refuses = reason
+        self._send(Drain())
 
     def reset_prefix_cache(self) -> None:
         """Empty the engine's prefix cache. Raises EngineUnavailable if the engine is unhealthy."""

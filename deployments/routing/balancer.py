@@ -32,7 +32,7 @@ class Balancer:
     """One router's view of the engines of one pool.
 
     An engine that has just lost a request counts as unhealthy, and comes last until it reports again. Otherwise it
-    would seem idle and attract all requests.
+    would seem idle and attract all requests. An engine that is about to stop stays unhealthy.
     """
 
     def __init__(self, config: RoutingConfig, role: Role, block_size: int, rng: random.Random | None = None):
@@ -97,7 +97,10 @@ class Balancer:
 
     def update(self, update: EngineUpdate) -> bool:
         """Apply an engine's report. Returns False if an earlier report is missing, so that a snapshot is needed."""
-        self._unhealthy.discard(update.engine_id)
+        if update.draining:
+            self._unhealthy.add(update.engine_id)
+        else:
+            self._unhealthy.discard(update.engine_id)
         self.placements.report(update.engine_id, update.load, update.admitted)
         for request_id, cached_tokens in update.prefilled:
             placement = self.placements.resolve(request_id)

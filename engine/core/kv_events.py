@@ -28,6 +28,8 @@ class KVEventPublisher:
     without subscribers. Blocks in a tier below the cache count as stored."""
 
     def __init__(self, engine_id: str, scheduler: Scheduler):
+        #: Whether routers are told to prefer other engines.
+        self.draining = False
         self._engine_id, self._scheduler, self._pool = engine_id, scheduler, scheduler.kv_cache.pool
         self._below = scheduler.offloading.hashes
         self._subscribers: dict[str, _Subscriber] = {}  # by address
@@ -79,7 +81,7 @@ class KVEventPublisher:
             return  # before computing the load: this is called in every step
         load = load_of(self._scheduler)
         held = b"".join(self._scheduler.holds.ends)
-        changed = self._pool.has_changes or load != self._load or held != self._held
+        changed = self.draining or self._pool.has_changes or load != self._load or held != self._held
         if not (changed or self._admitted or self._prefilled):
             self._due_at = self._sent_at + HEARTBEAT_S
         synced = [address for address, subscriber in self._subscribers.items() if subscriber.synced]
@@ -110,6 +112,7 @@ class KVEventPublisher:
             admitted=admitted,
             prefilled=prefilled,
             held=held,
+            draining=self.draining,
         )
 
     def _snapshot(self, load: EngineLoad, held: bytes) -> EngineUpdate:
@@ -126,6 +129,7 @@ class KVEventPublisher:
             prefilled=[],
             peer=self._scheduler.fetching.peer,
             held=held,
+            draining=self.draining,
             window_blocks=self._scheduler.kv_cache.window_blocks,
         )
 

@@ -100,8 +100,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for their turn, for a grammar, or for a tier."""
-        return self.queue.num_waiting + len(self.offloading.loading)
+        """Number of requests that wait for their turn, for a grammar, or for cached KV from elsewhere."""
+        return self.queue.num_waiting + len(self.offloading.loading) + len(self.fetching.waiting)
 
     @property
     def has_work(self) -> bool:
@@ -176,8 +176,8 @@ class Scheduler:
         return self._finish(request, "error" if error else reason, now, error=error)
 
     def move(self, count: int, now: float) -> list[Event]:
-        """Let other engines continue up to `count` requests. Running requests leave after their next token, with their
-        KV. If `count` is not reached, waiting requests leave at once."""
+        """Let other engines go on with up to `count` requests. Waiting requests leave at once. If `count` is not
+        reached, running requests leave after their next token, with their KV."""
         others = [*self.handoffs.receiving.values(), *self.offloading.loading, *self.fetching.waiting]
         at_once = self.moves.choose(self.queue, others, count)
         return [self._finish(request, "error", now, error=Moved(request.request_id)) for request in at_once]

@@ -27,6 +27,7 @@ from engine.wire.messages import (
     Add,
     CancelPrefill,
     Command,
+    Drain,
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
@@ -127,6 +128,8 @@ class EngineServer:
                     self._abort(request_id, reason)
                 case MoveRequests(count):
                     self._move(count)
+                case Drain():
+                    self._kv_events.draining = True
                 case Subscribe():
                     self._subscribe(command)
                 case ReleaseHolds(name, client):

@@ -1,6 +1,6 @@
 """Messages between an engine and the processes that use it (msgspec over ZMQ).
 
-To the engine:      Add, Abort, MoveRequests, Subscribe, ResetPrefixCache, ReleaseHolds, LoadAdapter;
+To the engine:      Add, Abort, MoveRequests, Drain, Subscribe, ResetPrefixCache, ReleaseHolds, LoadAdapter;
                     Prefill, CancelPrefill (to an engine that computes prompts for others);
                     RemoteRequestFailed, PrefillReplicas (to an engine whose prompts others compute)    (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
@@ -392,6 +392,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """This engine, from which others may fetch blocks; None if they may not."""
     held: bytes | None = None
     """Hashes of the last blocks of all holds; None if they are those of the update before."""
+    draining: bool = False
+    """Whether the engine is about to stop."""
     window_blocks: int = 0
     """Number of a prefix's last blocks that a request needs to continue after it; 0 if it needs all blocks."""
 
@@ -439,6 +441,10 @@ class MoveRequests(msgspec.Struct, frozen=True, tag=True):
     """Let other engines continue up to `count` requests. Each request ends here with the error `moved`."""
 
     count: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Tell all routers to prefer other engines from now on, because this one is about to stop."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=True):
@@ -520,6 +526,7 @@ Command = (
     Add
     | Abort
     | MoveRequests
+    | Drain
     | Subscribe
     | ReleaseHolds
     | ResetPrefixCache

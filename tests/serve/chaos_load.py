@@ -30,13 +30,19 @@ class Loaded:
 
 
 def run_load(
-    url: str, bodies: list[dict[str, Any]], at_least: int, change: Callable[[], None], *, reconnect: bool = False
+    url: str,
+    bodies: list[dict[str, Any]],
+    at_least: int,
+    change: Callable[[], None],
+    *,
+    reconnect: bool = False,
+    limit_s: float = LIMIT_S,
 ) -> Loaded:
     """Ask until `change`, called after a tenth of the requests, has returned, and at least so many have ended.
 
-    reconnect: each request has a connection of its own.
+    reconnect: each request has a connection of its own. limit_s: of all.
     """
-    return asyncio.run(asyncio.wait_for(_run_load(url, bodies, at_least, change, reconnect), LIMIT_S))
+    return asyncio.run(asyncio.wait_for(_run_load(url, bodies, at_least, change, reconnect), limit_s))
 
 
 async def _run_load(

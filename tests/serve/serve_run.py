@@ -59,8 +59,8 @@ class ServeRun:
         self._ray_folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short
         config = folder / "serve_config.yaml"
         self._batch_dir = str(folder / "batches")
-        self._change = lambda args: self._config(args, deployments or [], policy)
-        config.write_text(yaml.safe_dump(self._change(args)))
+        self._args, self._deployments, self._policy = args, deployments or [], policy
+        config.write_text(yaml.safe_dump(self._config(args)))
         command, given = MANTA_SERVE if manta else SERVE_RUN, os.environ
         if installed is not None:
             command, given = [str(installed.manta), "serve"], installed.environment
@@ -93,7 +93,14 @@ class ServeRun:
 
     def put(self, args: dict[str, Any]) -> None:
         """Change the application, as `serve deploy` does; returns once Serve has taken the configuration."""
-        httpx.put(self._applications, json=self._change(args), timeout=60).raise_for_status()
+        self._args = args
+        httpx.put(self._applications, json=self._config(args), timeout=60).raise_for_status()
+
+    def scale(self, deployment: str, num_replicas: int) -> None:
+        """Change one deployment's number of replicas, and nothing else of the application."""
+        others = [each for each in self._deployments if each["name"] != deployment]
+        self._deployments = [*others, {"name": deployment, "num_replicas": num_replicas}]
+        self.put(self._args)
 
     def status(self) -> str:
         """The application's status, as Serve reports it."""
@@ -131,7 +138,7 @@ class ServeRun:
             kill_all(self.processes())
         self._ray_folder.cleanup()
 
-    def _config(self, args: dict[str, Any], deployments: list[dict[str, Any]], policy: str | None) -> dict[str, Any]:
+    def _config(self, args: dict[str, Any]) -> dict[str, Any]:
         args = {**args, "ingress": {"batch_dir": self._batch_dir, **args.get("ingress", {})}}
         app = {
             "name": "manta",
@@ -139,12 +146,12 @@ class ServeRun:
             "import_path": "manta:build",
             "args": args,
         }
-        if policy is not None:
-            app["autoscaling_policy"] = {"policy_function": policy}
+        if self._policy is not None:
+            app["autoscaling_policy"] = {"policy_function": self._policy}
         return {
             "proxy_location": "HeadOnly",  # nodes of a FakeCluster would all want the same port
             "http_options": self._http_options,
-            "applications": [{**app, "deployments": deployments}],
+            "applications": [{**app, "deployments": self._deployments}],
         }
 
     def _read(self) -> None:

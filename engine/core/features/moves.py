@@ -29,17 +29,19 @@ class Moves:
         self._kv_cache, self._handoffs = kv_cache, handoffs
 
     def choose(self, queue: RequestQueue, others: list[Request], count: int) -> list[Request]:
-        """Mark up to `count` running requests, beginning with the newest, to stop after their next token. If fewer are
-        running, return waiting requests for the rest; these can leave at once.
+        """Return up to `count` requests that have no KV here, and so can leave at once. If they are fewer, mark running
+        requests, beginning with the newest, to stop after their next token.
 
-        others: live requests that wait outside the queue.
+        others: live requests that wait outside the queue. One whose KV is on its way here waits for it, and leaves when
+        it runs.
         """
-        for request in [r for r in reversed(queue.running) if not (r.leaving or r.asked_by or r.pooling)][:count]:
+        waiting = [*reversed(queue.waiting), *queue.waiting_for_grammar, *others]
+        at_once = [r for r in waiting if not (r.asked_by or r.tables or r.state is State.FINISHED)][:count]
+        running = [r for r in reversed(queue.running) if not (r.leaving or r.asked_by or r.pooling)]
+        for request in running[: count - len(at_once)]:
             request.leaving = ATTEMPTS
             request.drafts.resume_at = NEVER  # a step that yields several tokens is no place to stop
-        waiting = [*queue.waiting, *queue.waiting_for_grammar, *others]
-        more = max(0, count - sum(request.leaving > 0 for request in queue.running))
-        return [r for r in waiting if not r.asked_by and r.state is not State.FINISHED][:more]
+        return at_once
 
     def stop(self, request: Request, delta: TokenDelta) -> TokenDelta | None:
         """Stop a marked request after a step. Returns its last delta from this engine, or None if it has to continue

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from deployments.replicas import departure
-from deployments.replicas.departure import depart, room_elsewhere
+from deployments.replicas.departure import GROUP, depart, room_elsewhere
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.messages import EngineStatus
@@ -57,8 +57,22 @@ def run(engine: Engine, *rounds: Sequence[EngineStatus] | Exception) -> None:
 
 def test_as_many_move_as_others_have_room_for_until_none_is_left():
     engine = Engine(10)
-    run(engine, [replica("own", 10), replica("a", 5), replica("b", 8)], [replica("a", 8)], [replica("a", 0)])
-    assert engine.moved == [3, 8] and not engine.num_calls
+    free = [replica("a", 0)]
+    run(engine, [replica("own", 10), replica("a", 5), replica("b", 8)], [replica("a", 8)], free, free)
+    assert engine.moved == [3, GROUP, 3] and not engine.num_calls
+
+
+def test_many_leave_in_larger_groups():
+    engine = Engine(160)
+    run(engine, *[[replica(name, 0) for name in "ab"]] * 16)
+    assert engine.moved == [10] * 16
+
+
+def test_the_next_group_leaves_once_the_one_before_has_left(monkeypatch):
+    monkeypatch.setattr(departure, "ROUND_S", 60.0)
+    engine = Engine(8)
+    run(engine, *[[replica("a", 0)]] * 2)
+    assert engine.moved == [GROUP, GROUP]
 
 
 def test_without_another_replica_of_the_same_model_requests_stay():
@@ -70,7 +84,7 @@ def test_without_another_replica_of_the_same_model_requests_stay():
 def test_a_round_in_which_others_cannot_be_asked_moves_nothing():
     engine = Engine(3)
     run(engine, RuntimeError("Serve's controller is gone"), [replica("a", 0)])
-    assert engine.moved == [8] and not engine.num_calls
+    assert engine.moved == [3] and not engine.num_calls
 
 
 def test_an_engine_that_has_ended_moves_nothing():

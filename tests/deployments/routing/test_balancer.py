@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace as replace_update
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
@@ -337,6 +338,18 @@ def test_an_engine_that_lost_a_request_comes_last_until_it_speaks_again():
     assert router.choose(plain(1), ENGINES[:1]).engines == ENGINES[:1], "it is better than none"
     router.update(report(ENGINES[0], 1, snapshot=False))
     assert router.choose(plain(2), ENGINES).engines[0] == ENGINES[0]
+
+
+def test_an_engine_that_is_about_to_stop_comes_last_however_often_it_reports():
+    router = balancer()
+    for engine in ENGINES[1:]:
+        router.update(report(engine, queued_tokens=1000))
+    for number in range(2):
+        router.update(replace_update(report(ENGINES[0], number), draining=True))
+        assert router.choose(plain(number), ENGINES).engines[-1] == ENGINES[0]
+    router.keep(ENGINES[1:])
+    router.update(report(ENGINES[0]))
+    assert router.choose(plain(3), ENGINES).engines[0] == ENGINES[0], "another engine of its name"
 
 
 def test_nothing_is_left_of_an_engine_that_is_gone():

@@ -17,6 +17,7 @@ from engine.wire.messages import (
     Add,
     CancelPrefill,
     DispatchRemote,
+    Drain,
     EngineLoad,
     EngineStatus,
     EngineUpdate,
@@ -281,6 +282,17 @@ def test_a_router_that_follows_hears_of_load_and_blocks(context, server, ingress
     assert [prefilled for update in heard for prefilled in update.prefilled] == [("a", 0)]
     names = b"".join(update.stored for update in heard)
     assert names.startswith(block_hashes(list(range(1, 11)), 4))
+
+
+def test_a_router_hears_that_an_engine_is_about_to_stop(context, server, ingress):
+    router = Inbox(context, EngineUpdate)
+    ingress.send(Subscribe(router.address))
+    assert not router.receive().draining
+    ingress.send(Drain())
+    while not router.receive().draining:
+        pass
+    ingress.add("a")
+    assert len(ingress.tokens("a")) == 8, "it still takes what comes"
 
 
 def test_an_address_that_is_none_cannot_be_followed_and_harms_nobody(ingress):

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.wire.messages import Add, GenerateRequest, MoveRequests, TokenDelta
+from engine.wire.messages import Add, GenerateRequest, MoveRequests, TokenDelta, TokenLogprob
 from engine.wire.sampling_params import SamplingParams, seed_of
 from tests.engine.kv_transfer.pair import Engine, Pair
 from tests.engine_sockets import Ingress
 from tests.rank_pool import RankPool
+
+KEPT = ("lora", "prediction", "cache_salt", "timeout_s", "mm_features")  # fields of a request, wherever it goes on
 
 
 @dataclass
@@ -29,8 +31,8 @@ class Stream:
         return [token for delta in self.deltas for token in delta.token_ids]
 
     @property
-    def logprobs(self) -> list[float]:
-        return [entry.logprob for delta in self.deltas for entry in delta.logprobs or []]
+    def logprobs(self) -> list[TokenLogprob]:
+        return [entry for delta in self.deltas for entry in delta.logprobs or []]
 
 
 class Movers(Pair):
@@ -43,7 +45,7 @@ class Movers(Pair):
         self.streams: dict[str, Stream] = {}
 
     def start(self, name: str, prompt: list[int], **options: Any) -> Stream:
-        fields = {k: options.pop(k) for k in ("lora", "prediction", "cache_salt", "timeout_s") if k in options}
+        fields = {key: options.pop(key) for key in KEPT if key in options}
         params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "logprobs": 0, **options})
         request = GenerateRequest(
             request_id=name, prompt=prompt, params=params, reply_to=self.ingresses[0].address, **fields
@@ -71,20 +73,26 @@ class Movers(Pair):
     def ended(self) -> bool:
         return all(stream.last is not None for stream in self.streams.values())
 
-    def leave(self, where: int, count: int = 1000) -> None:
-        """Stop all requests in an engine. Afterwards none of them has an engine."""
-        self.engines[where].send(MoveRequests(count))
-        self.listen(where, self.ended)
+    def stopped(self) -> list[str]:
+        """Names of the streams that have left one engine, and go on in none yet."""
+        lasts = {name: stream.last for name, stream in self.streams.items()}
+        return [name for name, last in lasts.items() if last and last.error and last.error.code == "moved"]
+
+    def leave(self, where: int, count: int | None = None) -> None:
+        """Stop requests in an engine; all of them, if there is no `count`. Afterwards they have no engine."""
+        self.engines[where].send(MoveRequests(len(self.streams) if count is None else count))
+        self.listen(where, self.ended if count is None else lambda: len(self.stopped()) == count)
 
     def arrive(self, where: int, keep_source: bool = True) -> None:
         """Let an engine go on with all that has stopped. keep_source: else it does not know where the KV is."""
-        for name, stream in self.streams.items():
+        for name in self.stopped():
+            stream = self.streams[name]
             last, stream.last = stream.last, None
-            assert last is not None and last.error is not None and last.error.code == "moved", last
+            assert last is not None
             stream.num_moves += 1
             params, request = stream.request.params, stream.request
             seed = (seed_of(name) + 2**63) % 2**64 - 2**63 if params.seed is None else params.seed
-            fields = {field: getattr(request, field) for field in ("lora", "prediction", "cache_salt", "timeout_s")}
+            fields = {key: getattr(request, key) for key in KEPT}
             again = GenerateRequest(
                 request_id=f"{name}@{stream.num_moves}",
                 prompt=[*request.prompt, *stream.tokens],

@@ -11,11 +11,15 @@ import torch
 
 from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.build import build_engine
-from engine.wire.messages import GenerateRequest
+from engine.lora.adapter_files import open_adapter
+from engine.pocket import PIRATE
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import GenerateRequest, TokenLogprob
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.kv_transfer.moving import Movers
 from tests.fake_drafter import draft_always
 from tests.models import make_model, with_slow
+from tests.vision_models import MODELS, RECURRENT, Prompt, make_vision_model
 
 RANDOM = {"temperature": 1.0, "seed": 7, "top_p": 0.9}
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130)
@@ -36,7 +40,7 @@ def make_config(
     return EngineConfig(**{"model": str(model), "dtype": "float32", **sizes, **options, "handoff": handoff})
 
 
-def alone(config: EngineConfig, requests: list[GenerateRequest]) -> list[tuple[list[int], list[float]]]:
+def alone(config: EngineConfig, requests: list[GenerateRequest]) -> list[tuple[list[int], list[TokenLogprob]]]:
     """What one engine answers to each, one after the other."""
     core = build_engine(config)
     answers = []
@@ -46,7 +50,7 @@ def alone(config: EngineConfig, requests: list[GenerateRequest]) -> list[tuple[l
         while core.has_work:
             deltas += [event.delta for event in core.step()]
         entries = [entry for delta in deltas for entry in delta.logprobs or []]
-        answers.append(([token for delta in deltas for token in delta.token_ids], [e.logprob for e in entries]))
+        answers.append(([token for delta in deltas for token in delta.token_ids], entries))
     core.close()
     return answers
 
@@ -98,11 +102,12 @@ def test_requests_go_on_with_the_same_bits_and_no_token_is_computed_twice(tmp_pa
         check(movers, make_config(folder, moves=False, **options))
 
 
-def test_nothing_but_the_engine_changes(ranks, monkeypatch):
-    """Penalties, a grammar, drafts, least and most tokens, a salt."""
+@pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
+def test_nothing_but_the_engine_changes(ranks, monkeypatch, dtype):
+    """Penalties, a grammar, drafts, log-probabilities, least and most tokens, a salt."""
     draft_always(monkeypatch)
     speculative = SpeculativeConfig(method="ngram")
-    config = make_config("pocket", speculative=speculative)
+    config = make_config("pocket", speculative=speculative, dtype=dtype)
     grammar = StructuredOutputsParams(regex="(?:ab|c|[d-z ]){400,600}")
     repeated = prompt(20) * 3
     with Movers(config, config, ranks) as movers:
@@ -112,13 +117,86 @@ def test_nothing_but_the_engine_changes(ranks, monkeypatch):
         movers.start("random drafts", repeated, max_tokens=150, **RANDOM)
         movers.start("expected", prompt(10), max_tokens=150, prediction=[5, 6, 7, 8] * 40)
         movers.start("no seed", prompt(12), max_tokens=150, temperature=1.0)
+        movers.start("log-probabilities", prompt(14), max_tokens=150, logprobs=4, frequency_penalty=0.5)
         movers.start("bounds", prompt(33), max_tokens=150, min_tokens=140, ignore_eos=False, temperature=1.0, seed=1)
         movers.listen(0, movers.has(4))
         movers.leave(0)
         movers.arrive(1)
         movers.listen(1, movers.ended)
         assert movers.prefill.scheduler.speculation.stats.num_accepted_tokens > 0
+        assert movers.prefill.scheduler.handoffs.moves == {"received": len(movers.streams)}
+        check(movers, make_config("pocket", moves=False, dtype=dtype))
+
+
+@pytest.mark.slow
+def test_a_draft_model_goes_on_drafting_for_what_comes(ranks, monkeypatch):
+    draft_always(monkeypatch)
+    drafts = SpeculativeConfig(method="draft_model", model="pocket", num_speculative_tokens=3)
+    config = make_config("pocket", speculative=drafts)
+    with Movers(config, config, ranks) as movers:
+        start_all(movers, lengths=(40, 64))
+        movers.listen(0, movers.has(4))
+        movers.leave(0)
+        movers.arrive(1)
+        movers.listen(1, movers.ended)
+        stats = movers.prefill.scheduler.speculation.stats
+        assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens > 0
         check(movers, make_config("pocket", moves=False))
+
+
+@pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
+def test_a_request_keeps_its_adapter(ranks, dtype):
+    config = make_config("pocket", enable_lora=True, dtype=dtype)
+    pirate = LoRARequest("pirate", str(PIRATE), open_adapter(PIRATE).digest)
+    with Movers(config, config, ranks) as movers:
+        movers.start("with", prompt(40), max_tokens=NUM_TOKENS, lora=pirate)
+        movers.start("random", prompt(40), max_tokens=NUM_TOKENS, lora=pirate, **RANDOM)
+        movers.start("without", prompt(40), max_tokens=NUM_TOKENS)
+        movers.listen(0, movers.has(3))
+        movers.leave(0)
+        movers.arrive(1)
+        movers.listen(1, movers.ended)
+        assert movers.prefill.scheduler.handoffs.moves == {"received": 3}
+        check(movers, make_config("pocket", moves=False, enable_lora=True, dtype=dtype))
+        assert movers.streams["with"].tokens != movers.streams["without"].tokens
+
+
+def test_a_request_whose_adapter_the_next_engine_cannot_read_ends_there_with_the_reason(ranks, tmp_path):
+    config = make_config("pocket", enable_lora=True)
+    gone = tmp_path / "adapter"
+    gone.symlink_to(PIRATE)
+    with Movers(config, config, ranks) as movers:
+        movers.start(
+            "with", prompt(40), max_tokens=NUM_TOKENS, lora=LoRARequest("pirate", str(gone), open_adapter(gone).digest)
+        )
+        movers.listen(0, movers.has(3))
+        movers.leave(0)
+        gone.unlink()
+        movers.arrive(1)
+        movers.listen(1, movers.ended)
+        error = movers.streams["with"].last.error
+        assert error is not None and "adapter" in error.message
+        movers.settle()
+
+
+@pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
+@pytest.mark.parametrize("name", with_slow(list(MODELS), MODELS.keys() - {"gemma3", "qwen3_vl"}))
+def test_a_request_keeps_its_images_which_are_not_encoded_again(ranks, tmp_path, name, dtype):
+    """Those of Gemma 3 are computed whole; Qwen's have rotary sections, and vectors for deeper layers."""
+    folder = make_vision_model(tmp_path, name)
+    sizes = {"dtype": dtype, "block_size": 4}
+    config = make_config(folder, **sizes)
+    with Movers(config, config, ranks) as movers:
+        for seed, sampled in enumerate(({}, RANDOM)):  # in turn: some towers' bits depend on what else a step computes
+            asked = Prompt(name).text(5, 6).image(11 + seed).text(7, 8, 9, *range(3, 70))
+            movers.start(f"image {seed}", asked.tokens, max_tokens=60, mm_features=asked.images, **sampled)
+            movers.listen(0, movers.has(3))
+            movers.leave(0)
+            movers.arrive(1)
+            movers.listen(1, movers.ended)
+        assert movers.prefill.scheduler.handoffs.moves == {"received": 2}
+        assert name in RECURRENT or movers.prefill.scheduler.images.num_encoded == 0
+        check(movers, make_config(folder, moves=False, **sizes))
 
 
 def test_what_waits_is_given_back_at_once_and_what_is_not_found_is_computed_again(ranks):

@@ -1,0 +1,122 @@
+"""A replica that is out of KV blocks gives requests to one that has many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import closing, suppress
+
+import hypothesis.strategies as st
+import msgspec
+from hypothesis import given
+
+from deployments.replicas import rebalancing
+from deployments.replicas.departure import GROUP
+from deployments.replicas.pools import ReplicaStatus
+from deployments.replicas.rebalancing import FILLED_USAGE, IDLE_USAGE, rebalance, requests_to_move, room
+from engine.errors import EngineUnavailable
+from engine.wire.messages import EngineStats, EngineStatus
+from tests.deployments.replicas.fake_prefill import status
+from tests.engine.kv_transfer.moving import Movers
+from tests.engine.kv_transfer.test_moves import check, make_config, start_all
+from tests.rank_pool import RankPool
+
+SLOTS = 8
+
+
+def stats(used: int = 0, running: int = 0, waiting: int = 0, **fields: int) -> EngineStats:
+    """Of an engine with 100 blocks."""
+    blocks = {"blocks_total": 100, "blocks_used": used, "blocks_free": 100 - used, "blocks_cached": 0}
+    counts = {"running": running, "waiting": waiting, "receiving": 0, "preemptions": 0}
+    return msgspec.structs.replace(status("a").stats, **blocks, **counts, **fields)
+
+
+FULL = stats(used=100, running=5, waiting=3)
+
+
+def test_as_many_leave_as_were_preempted_and_an_idle_engine_has_blocks_for():
+    assert requests_to_move(1, FULL, [stats()], SLOTS) == 1
+    assert requests_to_move(3, FULL, [stats()], SLOTS) == 3, "a fifth of the blocks each, up to three quarters"
+    assert requests_to_move(9, FULL, [stats(used=30, running=2)], SLOTS) == 2
+    assert requests_to_move(9, FULL, [stats(), stats()], SLOTS) == GROUP
+
+
+def test_none_leave_an_engine_that_has_preempted_none():
+    assert requests_to_move(0, FULL, [stats()], SLOTS) == 0
+
+
+def test_none_leave_for_an_engine_that_is_not_idle():
+    for other in (stats(used=51, running=3), stats(used=10, running=8, waiting=1), stats(used=10, running=8)):
+        assert requests_to_move(3, FULL, [other], SLOTS) == 0
+    assert requests_to_move(3, FULL, [], SLOTS) == 0
+
+
+def test_the_last_request_stays():
+    assert requests_to_move(3, stats(used=100, running=1), [stats()], SLOTS) == 0
+    assert requests_to_move(3, stats(), [stats()], SLOTS) == 0, "all have ended meanwhile"
+
+
+@given(used=st.integers(0, 100), running=st.integers(0, SLOTS), share=st.floats(0.001, 1.0))
+def test_an_engine_is_never_filled_so_far_that_it_has_to_preempt_for_it(used, running, share):
+    found = room(stats(used, running), share, SLOTS)
+    assert 0 <= found <= SLOTS - running
+    assert not found or (used / 100 <= IDLE_USAGE and used / 100 + found * share <= FILLED_USAGE + 1e-9)
+
+
+class Engine:
+    """preemptions: total at each look."""
+
+    def __init__(self, *preemptions: int | None):
+        self.left, self.moved = list(preemptions), list[int]()
+
+    def status(self) -> ReplicaStatus:
+        if not self.left:
+            raise asyncio.CancelledError
+        if (total := self.left.pop(0)) is None:
+            raise EngineUnavailable("silent")
+        found = msgspec.structs.replace(FULL, preemptions=total)
+        return ReplicaStatus.of(msgspec.structs.replace(status("own"), fingerprint="same", stats=found), {})
+
+    def move_requests(self, count: int) -> None:
+        self.moved.append(count)
+
+
+def test_requests_leave_after_each_period_with_preemptions_to_engines_of_the_same_model(monkeypatch):
+    monkeypatch.setattr(rebalancing, "PERIOD_S", 0.0)
+    asked = 0
+
+    def replica(name: str, fingerprint: str) -> EngineStatus:
+        return msgspec.structs.replace(status(name), fingerprint=fingerprint, stats=stats())
+
+    async def statuses() -> Sequence[EngineStatus]:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise RuntimeError("Serve's controller is gone")
+        return [replica("own", "same"), replica("new", "other"), *([replica("idle", "same")] if asked > 2 else [])]
+
+    engine = Engine(0, 0, 1, None, 3, 5, 5)
+    with suppress(asyncio.CancelledError):
+        asyncio.run(rebalance(engine, statuses, SLOTS))  # type: ignore[arg-type]
+    assert asked == 3, "only after preemptions"
+    assert engine.moved == [2]
+
+
+def test_requests_move_from_a_real_engine_without_blocks_to_an_idle_one_and_keep_their_texts(monkeypatch):
+    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+    small, large = (make_config("pocket", num_blocks=blocks, max_model_len=256) for blocks in (20, 200))
+    ranks = RankPool(), RankPool()
+    with Movers(small, large, ranks) as movers, closing(ranks[0]), closing(ranks[1]):
+        start_all(movers, lengths=(15, 16, 17, 31, 32, 33))
+        statuses = movers.decode, movers.prefill
+        movers.listen(0, lambda: all(e.status for e in statuses) and movers.decode.status.stats.preemptions > 0)
+        full, idle = (engine.status.stats for engine in statuses)
+        count = requests_to_move(full.preemptions, full, [idle], SLOTS)
+        assert count > 0
+        movers.leave(0, count)
+        gone = movers.stopped()
+        movers.arrive(1)
+        movers.listen(0, lambda: all(stream.last for name, stream in movers.streams.items() if name not in gone))
+        movers.listen(1, movers.ended)
+        assert movers.prefill.scheduler.totals.preemptions == 0
+        check(movers, make_config("pocket", moves=False))
