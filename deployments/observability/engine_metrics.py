@@ -184,7 +184,13 @@ REQUESTS: list[Row] = [
         _accepted_per_position,
         "position",
     ),
-    (Counter, "manta_engine_requests_ended", "Requests that ended, as their engine saw it.", "finished", "reason"),
+    (
+        Counter,
+        "manta_engine_requests_ended",
+        "Requests that ended, by the reason in their engine.",
+        "finished",
+        "reason",
+    ),
 ]
 LOAD: list[Row] = [
     (Gauge, "vllm:num_requests_running", "Requests that hold KV blocks.", "running"),

@@ -153,7 +153,7 @@ class EngineReplica:
         return len(self._calls)
 
     def move_requests(self, count: int) -> None:
-        """Let other engines continue up to `count` requests."""
+        """Move up to `count` running requests to other engines."""
         self._send(MoveRequests(count))
 
     def refuse(self, reason: str) -> None:

@@ -1,8 +1,8 @@
 """Reports of replicas and ingresses to the autoscaling policy. They are numbers by name, because Serve transports only
 this form.
 
-Serve collects them once a second, and keeps those of the last seconds. The policy reads them in Serve's controller,
-which should not load an engine's modules: they are imported for type checking only.
+Serve collects them once a second, and keeps those of the last seconds. The policy reads the reports in Serve's
+controller, which should not load an engine's modules: this file imports those for type checking only.
 """
 
 from __future__ import annotations

@@ -277,4 +277,4 @@ class EngineServer:
 
     def _push(self, address: str, message: bytes) -> None:
         if not self._peers.send(address, message):
-            logger.warning("dropped a message, because its receiver accepts none: %s", address)
+            logger.warning("dropped a message to %s, which does not accept messages at present", address)

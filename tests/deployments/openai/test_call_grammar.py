@@ -178,7 +178,7 @@ def test_strict_schema_that_cannot_be_enforced_between_tags_is_refused_by_name(p
 
 @pytest.mark.parametrize("parser", ["gemma4", "pythonic"])
 def test_calls_that_no_grammar_describes_cannot_be_strict_and_forced_ones_are_json(parser):
-    with pytest.raises(InvalidParameter, match=f"calls that {parser} parses cannot be enforced"):
+    with pytest.raises(InvalidParameter, match=f"calls in the format {parser} cannot be enforced"):
         grammar(parser, "text")
     forced = grammar(parser, "text", choice="required", strict=False)
     assert matches(forced, parser, "text", f'[{{"name": "get_weather", "arguments": {ARGS}}}]')

@@ -332,4 +332,4 @@ def test_masks_name_the_tokens_by_the_bytes_that_become_text(folder):
 def test_names_inside_llguidance_are_told_in_words(name):
     message = one_line(f"matcher stopped: {name}")
     assert name not in message
-    assert "it" in message
+    assert message.count(" ") >= 5, "a name is no explanation"
