@@ -13,9 +13,11 @@ from deployments.adapters.dynamic_folder import DynamicFolder
 from deployments.adapters.errors import AdapterAlreadyLoaded
 from deployments.adapters.sources import AdapterSources
 from deployments.adapters.table import AdapterTable
+from deployments.frontend.retry import BACK_OFF_S, ENGINE_GONE
 from deployments.frontend.sequence import ReportedError
 from deployments.replicas.pools import EnginePool
-from engine.errors import InvalidParameter, ServingError
+from engine.errors import EngineUnavailable, InvalidParameter, ServingError
+from engine.wire.lora import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,8 @@ READ_S = 1.0
 """Maximum age in seconds of the table in which an adapter is looked up. Ingresses tell each other of changes, but one
 may be too busy to do so."""
 READ_AGAIN_S = 0.1  # the same for a name that is not in it
+LOAD_ATTEMPTS = 3  # engines that are asked to read an adapter, one after the other, if those before are lost
+LOAD_TIMEOUT_S = 120.0  # of all attempts together; the adapter's files may be on a slow disk
 
 
 class AdapterRegistry:
@@ -72,8 +76,8 @@ class AdapterRegistry:
             if name in self._known and not in_place:
                 raise AdapterAlreadyLoaded(name)
             adapter = await asyncio.to_thread(Adapter.open, name, path, self.model, self._config.max_rank)
-            if not await self._pool.asleep() and (error := await self._pool.load_adapter(adapter.lora)) is not None:
-                raise ReportedError(error)
+            if not await self._pool.asleep():
+                await self._load_in_engine(adapter.lora)
             if in_place:
                 await self._table.replace(adapter)
             elif not await self._table.add(adapter):
@@ -97,6 +101,30 @@ class AdapterRegistry:
         """Update the names that `in` finds."""
         await self._read(READ_S)
         await self._folder.read()
+
+    async def _load_in_engine(self, lora: LoRARequest) -> None:
+        """Make an engine read an adapter. If the engine is lost, ask another one: the router sends no call to an engine
+        that has just lost one, if there are others. Raises ReportedError, EngineUnavailable."""
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                for attempt in range(1, LOAD_ATTEMPTS):
+                    try:
+                        return await self._ask_engine(lora)
+                    except ServingError as error:
+                        if error.code not in ENGINE_GONE:
+                            raise
+                        logger.warning(
+                            "adapter is read by another engine model=%s adapter=%s attempt=%d: %s",
+                            self.model, lora.lora_name, attempt, error,
+                        )  # fmt: skip
+                    await asyncio.sleep(attempt * BACK_OFF_S)
+                await self._ask_engine(lora)
+        except TimeoutError:
+            raise EngineUnavailable(f"no engine has read the adapter within {LOAD_TIMEOUT_S:g} s") from None
+
+    async def _ask_engine(self, lora: LoRARequest) -> None:
+        if (error := await self._pool.load_adapter(lora)) is not None:
+            raise ReportedError(error)
 
     def _short(self, name: str) -> list[str]:
         """Return the names of adapters that a client may mean by `name`."""

@@ -30,7 +30,6 @@ from engine.wire.remote_request import RemoteRequest
 logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 3.0
-LOAD_TIMEOUT_S = 120.0  # of an adapter, whose files may be on a slow disk
 AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
 
@@ -95,9 +94,7 @@ class ServePool:
     async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
         prompt = PromptDigest(f"adapter-{secrets.token_hex(8)}", 1, (), adapter=lora.digest)
         call = RoutingContext(prompt)  # it counts as no request
-        response = self._handle.load_adapter.remote(lora, call)
-        async with asyncio.timeout(LOAD_TIMEOUT_S):
-            found: ErrorInfo | None = await _answer(response, call)
+        found: ErrorInfo | None = await _answer(self._handle.load_adapter.remote(lora, call), call)
         return found
 
     async def reset_prefix_cache(self) -> None:

@@ -14,6 +14,7 @@ from deployments.adapters.registry import AdapterRegistry
 from deployments.adapters.sources import AdapterSources
 from deployments.adapters.table import MemoryTable
 from deployments.frontend.sequence import ReportedError
+from deployments.replicas.engine_replica import EngineReplica
 from engine.errors import AdapterError, AdapterNotFound, EngineUnavailable, InvalidParameter
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import ErrorInfo
@@ -35,6 +36,27 @@ class Pool:
         self.loaded.append(lora)
         await asyncio.sleep(0)
         return self.error
+
+
+class DyingPool(Pool):
+    """Replicas of which each is asked for one load. The engines of the first ones die before they have answered."""
+
+    def __init__(self, deaths: int):
+        super().__init__()
+        self.replicas = [EngineReplica("127.0.0.1") for _ in range(deaths)]
+
+    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+        if not self.replicas:
+            return await super().load_adapter(lora)
+        replica = self.replicas.pop(0)
+        replica.connect("tcp://127.0.0.1:9")
+        running = asyncio.create_task(replica.run())
+        asyncio.get_running_loop().call_soon(replica.fail, "rank 0 died")
+        try:
+            return await replica.load_adapter(lora)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
 
 def make(table: MemoryTable | None = None, pool: Pool | None = None, **config: Any) -> AdapterRegistry:
@@ -155,10 +177,45 @@ def test_what_an_engine_cannot_use_is_not_served(tmp_path):
         registry = make(pool=pool)
         with pytest.raises(ReportedError, match="no such layer"):
             await registry.load("sql", path, in_place=False)
+        assert len(pool.loaded) == 1, "another engine was asked for what none can use"
         assert await registry.find("sql") is None
         pool.sleeps = True  # there is no engine to ask: requests for it will get the error
         await registry.load("sql", path, in_place=False)
         assert await registry.find("sql") is not None
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_a_load_whose_engine_dies_is_asked_of_another_one(tmp_path, monkeypatch, deaths):
+    monkeypatch.setattr(registry_module, "BACK_OFF_S", 0.0)
+
+    async def scenario() -> None:
+        pool, path = DyingPool(deaths), str(write_adapter(tmp_path / "sql"))
+        registry = make(pool=pool)
+        if deaths < registry_module.LOAD_ATTEMPTS:
+            await registry.load("sql", path, in_place=False)
+            found = await registry.find("sql")
+            assert found is not None and pool.loaded == [found.lora]
+        else:
+            with pytest.raises(EngineUnavailable, match="rank 0 died"):
+                await registry.load("sql", path, in_place=False)
+            assert await registry.find("sql") is None
+        assert not pool.replicas
+
+    run(scenario())
+
+
+def test_a_load_that_no_engine_answers_has_a_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry_module, "LOAD_TIMEOUT_S", 0.01)
+
+    async def scenario() -> None:
+        pool = Pool()
+        pool.load_adapter = lambda _: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
+        registry = make(pool=pool)
+        with pytest.raises(EngineUnavailable, match="within 0.01 s"):
+            await registry.load("sql", str(write_adapter(tmp_path / "sql")), in_place=False)
+        assert await registry.find("sql") is None
 
     run(scenario())
 

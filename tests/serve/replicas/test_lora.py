@@ -60,8 +60,9 @@ def test_adapters_come_and_go_and_a_replica_dies_and_no_text_changes(server, ada
     assert {"pocket", "pirate", "loaded", "found"} <= cards.keys()
     assert (cards["loaded"]["root"], cards["loaded"]["parent"]) == (str(first), "pocket")
 
+    others = {f"other {i}": adapter(tmp_path / f"other {i}", alpha=3 + i) for i in range(8)}
     asked = [(model, prompt) for prompt in PROMPTS for model in ("pocket", "pirate", "loaded", "found")]
-    with ThreadPoolExecutor(len(asked)) as pool:
+    with ThreadPoolExecutor(len(asked) + len(others)) as pool:
         expected = list(pool.map(lambda one: stream(client, *one), asked))
         assert len(set(expected)) == len(asked)  # an adapter that has no effect would give the model's text
         running = Barrier(len(asked) + 1)
@@ -69,11 +70,13 @@ def test_adapters_come_and_go_and_a_replica_dies_and_no_text_changes(server, ada
         victim, *_ = processes(server, RANK)
         running.wait(60)
         victim.kill()
+        loads = [pool.submit(load, server, *other) for other in others.items()]  # some are sent to it
         gone = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "loaded"}, timeout=60)
         assert gone.status_code == 200, gone.text
         with pytest.raises(openai.NotFoundError):
             stream(client, "loaded", PROMPTS[0])
         assert [one.result(timeout=120) for one in streams] == expected
+        assert [one.result(timeout=120) for one in loads] == [200] * len(others)
 
     assert load(server, "loaded", adapter(tmp_path / "second", alpha=1)) == 200
     assert stream(client, "loaded", PROMPTS[0]) != expected[2]  # other weights, and none of the old KV
