@@ -11,7 +11,8 @@ import sys
 import pytest
 from PIL import Image
 
-from tests.browser.seeing_server import seeing_server
+from tests.browser.real_server import real_server
+from tests.vision_models import make_vision_chat_model
 
 expect = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed; `make test-browser` installs it"
@@ -45,7 +46,7 @@ def choose(page, *files: tuple[str, bytes]) -> None:
 
 
 def test_images_that_are_chosen_pasted_and_dropped_are_asked_about_and_the_code_asks_the_same(page, tmp_path):
-    with seeing_server(tmp_path / "model") as url:
+    with real_server(make_vision_chat_model(tmp_path / "model")) as url:
         page.goto(url)
         pending = page.locator(".composer .thumbnails img")
         choose(page, ("red.png", png(20, 12, "red")), ("blue.png", png(16, 16, "blue")))
@@ -87,7 +88,7 @@ def test_images_that_are_chosen_pasted_and_dropped_are_asked_about_and_the_code_
 
 
 def test_a_large_image_is_made_smaller_and_what_is_no_image_is_refused_by_name(page, tmp_path):
-    with seeing_server(tmp_path) as url:
+    with real_server(make_vision_chat_model(tmp_path)) as url:
         page.goto(url)
         choose(page, ("broken.png", b"no image"), ("wide.png", png(4096, 10, "red")))
         expect(page.get_by_role("alert").filter(has_text="broken.png is no image")).to_be_visible()

@@ -111,7 +111,12 @@ class LocalPools(LocalPool):
 
 @asynccontextmanager
 async def running_engine(
-    folder: Path, engine_id: str, prefill: LocalRemotePool | None = None, handoff: HandoffConfig | None = None
+    folder: Path,
+    engine_id: str,
+    prefill: LocalRemotePool | None = None,
+    handoff: HandoffConfig | None = None,
+    *,
+    enable_lora: bool = False,
 ) -> AsyncGenerator[tuple[EngineServer, EngineReplica]]:
     """An engine in a thread, and what controls it."""
     replica = EngineReplica("127.0.0.1", peers=None if prefill is None else {"prefill": prefill})
@@ -122,6 +127,7 @@ async def running_engine(
         max_num_seqs=MAX_NUM_SEQS,
         num_threads=1,
         handoff=handoff,
+        enable_lora=enable_lora,
     )
     engine = await asyncio.to_thread(EngineServer, config, engine_id=engine_id, status_to=replica.status_to)
     thread = threading.Thread(target=engine.run)
@@ -151,8 +157,9 @@ async def real_api(
     folder: Path, tracing: Tracing | None = None, info: ModelInfo | None = None
 ) -> AsyncGenerator[RealApi]:
     """folder: a model, served as `tiny` or as `info` says."""
+    adapted = info is not None and info.adapters is not None
     async with (
-        running_engine(folder, "decode-1") as (engine, replica),
+        running_engine(folder, "decode-1", enable_lora=adapted) as (engine, replica),
         serving(folder, engine, LocalPool(replica), tracing, info) as client,
     ):
         yield RealApi(client)

@@ -36,7 +36,6 @@ export class PlaygroundView {
   }
 
   async open() {
-    if (this.panes[0].settings.model.options.length) return;
     try {
       const { data } = await getJson("v1/models");
       for (const pane of this.panes) pane.settings.setModels(data);

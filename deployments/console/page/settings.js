@@ -58,10 +58,12 @@ export class Settings {
     );
   }
 
-  // models: cards of /v1/models
+  // models: cards of /v1/models. The chosen model stays chosen if it still exists.
   setModels(models) {
+    const chosen = this.model.value;
     this.modalities = Object.fromEntries(models.map((model) => [model.id, model.input_modalities]));
     this.model.replaceChildren(...models.map(({ id }) => h("option", { value: id }, id)));
+    if (chosen in this.modalities) this.model.value = chosen;
   }
 
   reads(modality) {

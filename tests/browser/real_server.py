@@ -1,4 +1,4 @@
-"""The HTTP API over a real engine whose model reads images, in a thread."""
+"""The HTTP API over a real engine, in a thread."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from deployments.openai.served_model import ModelInfo
 from tests.deployments.real_api import real_api
-from tests.vision_models import make_vision_chat_model
 
 
 @contextmanager
-def seeing_server(folder: Path) -> Iterator[str]:
-    """Yield its address. folder: the model is written there."""
-    make_vision_chat_model(folder)
+def real_server(folder: Path, info: ModelInfo | None = None) -> Iterator[str]:
+    """Yield its address. folder: a model, served as `tiny` or as `info` says."""
     urls: list[str] = []
     started, stop = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        async with real_api(folder) as api:
+        async with real_api(folder, info=info) as api:
             urls.append(f"{api.client.base_url}/")
             started.set()
             await asyncio.to_thread(stop.wait)
