@@ -3,7 +3,7 @@
 A batch has its rows divided among 1, 8 and 32 adapters, or has none, in turns, in one engine; and none in an engine
 without adapters. Beside it stands what a server would give that merges adapters into the weights, as PEFT does: it
 computes the rows of one adapter after those of another, in the engine without adapters, and has to merge and unmerge
-between them.
+between them; and vLLM's CPU backend, with `--vllm`, in processes of its own.
 
 Then a number of streams run: beside requests without an adapter, beside requests for an adapter that is in a slot, and
 beside the same requests for adapters of a higher rank that have to be loaded, one after another. Weights are random:
@@ -15,13 +15,18 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -29,6 +34,8 @@ import typer
 from safetensors.torch import save_file
 
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
+from benchmarks.peer_servers import stop
+from benchmarks.peers import SETTLE_S, preloaded
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
@@ -60,6 +67,7 @@ BATCH, PROMPT_LEN = 32, 8
 ADAPTERS = (0, 1, 8, 32)  # in a batch
 ANSWER = 128  # tokens of the answers for which adapters are merged
 STREAMS, LOAD_RANK, LOADS = 16, 64, 4
+NONE, VLLM = "engine without adapters", "vLLM: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,37 @@ def tokens_per_s(core: EngineCore, adapters: list[LoRARequest], tokens: int, bat
     return count / (time.perf_counter() - started)
 
 
+class Vllm:
+    """A process of vLLM."""
+
+    def __init__(self, python: str, folder: Path, dtype: str, max_loras: int, rank: int):
+        options = ["--max-loras", str(max_loras), "--max-lora-rank", str(rank)]
+        self._vocab_size = ModelConfig.from_folder(folder).vocab_size
+        self._process = subprocess.Popen(
+            [python, "-m", "benchmarks.lora_vllm", str(folder), dtype, *options],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())} | preloaded(python),
+        )  # fmt: skip
+        self._read()
+
+    def tokens_per_s(self, adapters: list[LoRARequest], tokens: int) -> float:
+        assert self._process.stdin
+        asked = {
+            "adapters": [lora.lora_path for lora in adapters], "tokens": tokens, "batch": BATCH,
+            "prompt_len": PROMPT_LEN, "vocab_size": self._vocab_size,
+        }  # fmt: skip
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        return float(self._read())
+
+    def close(self) -> None:
+        stop(self._process)
+
+    def _read(self) -> Any:
+        assert self._process.stdout
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        raise SystemExit("vllm has ended; its own error stands above")
+
+
 def gaps(core: EngineCore, tokens: int, adapters: Sequence[LoRARequest | None]) -> tuple[list[float], list[float]]:
     """Return the seconds between tokens of streams, and those of each of further requests of one token, which come one
     after another, each for one of the adapters."""
@@ -165,7 +204,7 @@ def gaps(core: EngineCore, tokens: int, adapters: Sequence[LoRARequest | None]) 
     return found, loads
 
 
-def measure(folder: Path, dtype: str, rank: int, tokens: int, repetitions: int) -> LoRAReport:
+def measure(folder: Path, dtype: str, rank: int, tokens: int, repetitions: int, vllm: str | None) -> LoRAReport:
     model = ModelConfig.from_folder(folder)
     adapters = [make_adapter(folder / f"{i}", model, rank, i) for i in range(max(ADAPTERS))]
     large = [make_adapter(folder / f"large {i}", model, LOAD_RANK, i) for i in range(LOADS)]
@@ -174,39 +213,47 @@ def measure(folder: Path, dtype: str, rank: int, tokens: int, repetitions: int) 
         model=str(folder), dtype=dtype, load_format="dummy", max_num_seqs=BATCH, max_model_len=512, num_blocks=2048  # type: ignore[arg-type]
     )  # fmt: skip
     adapted = replace(options, enable_lora=True, max_loras=max(ADAPTERS), max_lora_rank=rank)
-    cores = {"without": build_engine(options), "with": build_engine(adapted)}
-    for i, lora in enumerate(adapters):  # there are slots for all: they stay
-        add(cores["with"], f"first {i}", 1, lora)
-    while cores["with"].has_work:
-        cores["with"].step()
-    turns: dict[str, list[float]] = {}
-    for turn in range(repetitions + 1):
-        for count in (None, *ADAPTERS):
-            name = "engine without adapters" if count is None else f"{count} adapters"
-            core = cores["without" if count is None else "with"]
-            speed = tokens_per_s(core, adapters[: count or 0], tokens)
-            if turn:  # the first warms up
-                turns.setdefault(name, []).append(speed)
-        for count in ADAPTERS[1:] if turn else ():
-            speed = merged_tokens_per_s(cores["without"], count, merging, tokens)
-            turns.setdefault(f"{count} adapters, merged in turn", []).append(speed)
-    for core in cores.values():
-        core.close()
-    core = build_engine(replace(adapted, max_loras=2, max_lora_rank=LOAD_RANK, max_num_seqs=STREAMS + 1))
-    gaps(core, 8, [])
-    plain, _ = gaps(core, 16 * tokens, [None] * LOADS)
-    loaded, loads = gaps(core, 16 * tokens, large)
-    held, _ = gaps(core, 16 * tokens, large[-1:] * LOADS)
-    core.close()
+    with ExitStack() as engines:
+        without, core = (engines.enter_context(closing(build_engine(one))) for one in (options, adapted))
+        for i, lora in enumerate(adapters):  # there are slots for all: they stay
+            add(core, f"first {i}", 1, lora)
+        while core.has_work:
+            core.step()
+        rows: dict[str, Callable[[], float]] = {NONE: partial(tokens_per_s, without, [], tokens)}
+        for count in ADAPTERS:
+            rows[f"{count} adapters"] = partial(tokens_per_s, core, adapters[:count], tokens)
+        for count in ADAPTERS[1:]:
+            rows[f"{count} adapters, merged in turn"] = partial(merged_tokens_per_s, without, count, merging, tokens)
+        if vllm is not None:
+            peers = [Vllm(vllm, folder, dtype, max_loras, rank) for max_loras in (0, max(ADAPTERS))]
+            for peer in peers:
+                engines.callback(peer.close)
+            rows[f"{VLLM}{NONE}"] = partial(peers[0].tokens_per_s, [], tokens)
+            for count in ADAPTERS:
+                rows[f"{VLLM}{count} adapters"] = partial(peers[1].tokens_per_s, adapters[:count], tokens)
+        turns: dict[str, list[float]] = {name: [] for name in rows}
+        for turn in range(repetitions + 1):
+            for name, row in rows.items():
+                time.sleep(SETTLE_S if vllm is not None else 0)
+                speed = row()
+                if turn:  # the first warms up
+                    turns[name].append(speed)
+    with closing(
+        build_engine(replace(adapted, max_loras=2, max_lora_rank=LOAD_RANK, max_num_seqs=STREAMS + 1))
+    ) as core:
+        gaps(core, 8, [])
+        plain, _ = gaps(core, 16 * tokens, [None] * LOADS)
+        loaded, loads = gaps(core, 16 * tokens, large)
+        held, _ = gaps(core, 16 * tokens, large[-1:] * LOADS)
     beside = {"without an adapter": plain, "for an adapter in a slot": held, "for adapters to load": loaded}
     found = {name: [1000 * float(np.percentile(times, share)) for share in (50, 99)] for name, times in beside.items()}
     return LoRAReport(str(folder), dtype, rank, turns, found, loads, merging)
 
 
 def show_report(report: LoRAReport) -> None:
-    table = make_table("batch of 32", "tokens/s", "of one without")
-    base = report.tokens_per_s["engine without adapters"]
+    table = make_table("batch of 32", "tokens/s", "of this engine without")
     for name, values in report.tokens_per_s.items():
+        base = report.tokens_per_s[f"{VLLM}{NONE}" if name.startswith(VLLM) else NONE]
         ratio = statistics.median(value / other for value, other in zip(values, base, strict=True))
         table.add_row(name, figure(statistics.median(values)), f"{ratio:.2f}")
     merging = f"merging and unmerging one takes {report.merge_s:.2f} s, for answers of {ANSWER} tokens"
@@ -224,13 +271,14 @@ def main(
     rank: Annotated[int, typer.Option(help="Of the adapters in a batch.")] = 16,
     tokens: Annotated[int, typer.Option(help="Of each answer.")] = 24,
     repetitions: Annotated[int, typer.Option(help="Turns of each batch.")] = 3,
+    vllm: Annotated[str | None, typer.Option(help="Python of an environment with vLLM.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         shape = (Path(model) / "config.json").read_text(encoding="utf-8") if model else json.dumps(SHAPE)
         (folder / "config.json").write_text(shape, encoding="utf-8")
-        print_report(measure(folder, dtype, rank, tokens, repetitions), as_json, show_report)
+        print_report(measure(folder, dtype, rank, tokens, repetitions, vllm), as_json, show_report)
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def test_a_load_that_no_engine_answers_has_a_deadline(tmp_path, monkeypatch):
         pool = Pool()
         pool.load_adapter = lambda _: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
         registry = make(pool=pool)
-        with pytest.raises(EngineUnavailable, match="within 0.01 s"):
+        with pytest.raises(EngineUnavailable, match=r"within 0\.01 s"):
             await registry.load("sql", str(write_adapter(tmp_path / "sql")), in_place=False)
         assert await registry.find("sql") is None
 
