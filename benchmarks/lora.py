@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import os
+import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -153,10 +152,11 @@ class Vllm:
     def __init__(self, python: str, folder: Path, dtype: str, max_loras: int, rank: int):
         options = ["--max-loras", str(max_loras), "--max-lora-rank", str(rank)]
         self._vocab_size = ModelConfig.from_folder(folder).vocab_size
+        environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())} | preloaded(python)
+        command = [python, "-m", "benchmarks.lora_vllm", str(folder), dtype, *options]
         self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.lora_vllm", str(folder), dtype, *options],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())} | preloaded(python),
-        )  # fmt: skip
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self._read()
 
     def tokens_per_s(self, adapters: list[LoRARequest], tokens: int) -> float:

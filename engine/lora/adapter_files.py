@@ -24,7 +24,11 @@ LOW_RANK = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>
 # PEFT's names for a parameter that holds the weights of all experts, and for another one of the same module
 ALL_EXPERTS = re.compile(r"(?P<module>.+\.experts)(?:\.base_layer)?")
 WHOLE = "with the names base_model.model.MODULE.lora_A.weight and lora_B.weight only: "
-EMBEDDING = "adapters of embeddings are not supported; "
+REFUSED = {
+    "embed": "adapters of embeddings are not supported",
+    "lm_head": "adapters of the output head are not supported",
+}
+"""Why modules with these parts in their names are refused."""
 
 
 class TensorEntry(NamedTuple):
@@ -129,7 +133,7 @@ def _modules(tensors: Iterable[TensorEntry], adapter: str) -> dict[str, LowRank]
     factors: dict[str, dict[str, TensorEntry]] = {}
     for tensor in tensors:
         if (match := LOW_RANK.fullmatch(tensor.name)) is None:
-            why = EMBEDDING if "lora_embedding_" in tensor.name else ""
+            why = next((f"{reason}; " for part, reason in REFUSED.items() if part in tensor.name), "")
             raise AdapterError(adapter, WEIGHTS_FILE, tensor.name, f"{WHOLE}{why}{MERGE}")
         pair = factors.setdefault(match["module"], {})
         if match["factor"] in pair:

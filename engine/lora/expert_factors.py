@@ -17,7 +17,12 @@ class ExpertSizes(NamedTuple):
     experts: int
     hidden: int
     intermediate: int
-    gated: bool
+    wide: int
+    """Outputs of the first projections together."""
+    projections: tuple[str, ...]
+    """The first projections: those to gate and up, which may be one, or the one to up."""
+    may_be_swapped: bool
+    """Whether an adapter may have inputs and outputs exchanged."""
 
 
 def of_each_expert(
@@ -31,14 +36,13 @@ def of_each_expert(
     stores [experts, outputs, inputs], versions of PEFT before 0.19 confused inputs with outputs, and so exchanged the
     sizes of A and B. Raises AdapterError if the sizes fit no parameter or more than one.
     """
-    experts, hidden, inner, gated = sizes
-    up = ("gate_up_proj", ("gate_proj", "up_proj")) if gated else ("up_proj", ("up_proj",))
-    wide = len(up[1]) * inner
+    experts, hidden, inner, wide, first, may_be_swapped = sizes
+    up = ("up_proj" if first == ("up_proj",) else "gate_up_proj", first)
     found = a.shape[1], len(b)
     fits = [
         (parameter, swapped)
         for parameter, shape in ((up, (hidden, wide)), (("down_proj", ("down_proj",)), (inner, hidden)))
-        for swapped in (False, True)
+        for swapped in (False, True)[: 1 + may_be_swapped]
         if found == (shape[::-1] if swapped else shape)
     ]
     if len(a) % experts or len(fits) != 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import AdapterError, Described
-from engine.lora.adapter_files import ALL_EXPERTS, WEIGHTS_FILE, AdapterFiles, TensorEntry
+from engine.lora.adapter_files import ALL_EXPERTS, REFUSED, WEIGHTS_FILE, AdapterFiles, TensorEntry
 from engine.lora.expert_factors import ExpertSizes, of_each_expert
 from engine.model.layers.latent_attention import HeadProjections
 from engine.model.layers.lora import Adapted, GroupedAdapters, LinearAdapters
@@ -22,10 +22,10 @@ from engine.model.tensor_names import HEADS
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NOT_IN_STEPS = (*HEADS, "pooler.", "causal.")  # paths of what is computed for some of a step's tokens only
-REASONS = {
-    "experts": "adapters of experts are supported on CPUs only, and not for gpt-oss and Llama 4",
-    "kv_b_proj": "adapters of this layer of latent attention are supported on CPUs only",
-    "lm_head": "adapters of the output head are not supported",
+ON_CPU = "on CPUs only: on a GPU they have no kernel yet"
+REASONS = REFUSED | {
+    "experts": f"adapters of experts are supported {ON_CPU}",
+    "kv_b_proj": f"adapters of this layer of latent attention are supported {ON_CPU}",
     "intermediate.dense": "it is computed in one kernel with its activation",
 }
 
@@ -59,8 +59,11 @@ class Change:
 class ModelAdapters:
     """The layers of a model that adapters can change, and the adapter of each row of a step."""
 
-    def __init__(self, model: Model, slots: int, rank: int, max_tokens: int, device: torch.device):
-        """Give each linear layer of the model its slots. rank: the highest rank that an adapter may have."""
+    def __init__(
+        self, model: Model, slots: int, rank: int, max_tokens: int, device: torch.device, *, for_gpu: bool = False
+    ):
+        """Give each linear layer of the model its slots. rank: the highest rank that an adapter may have. for_gpu:
+        whether a model without weights counts as one on a GPU."""
         self._model, self._max_rank = model, rank
         self.rows = AdapterRows(max_tokens, device)
         self._layers: list[LinearAdapters | GroupedAdapters] = []
@@ -70,9 +73,9 @@ class ModelAdapters:
         for path, module in model.named_modules():
             if path.startswith(NOT_IN_STEPS):
                 continue
-            if isinstance(module, Experts) and module.takes_adapters:
+            if isinstance(module, Experts) and module.takes_adapters and not for_gpu:
                 self._add_experts(path, module)
-            elif isinstance(module, HeadProjections) and module.heads_take_adapters:
+            elif isinstance(module, HeadProjections) and module.heads_take_adapters and not for_gpu:
                 self._add_heads(path, module)
             elif isinstance(module, Adapted) and module.takes_adapters:
                 shards = list(module.weights.values())
@@ -126,13 +129,23 @@ class ModelAdapters:
         layers = []
         for weights in (dict(inputs), dict([last])):
             shards = list(weights.values())
-            layers.append(layer := GroupedAdapters(shards, module.num_experts, self.rows, module.dtype, module.device))
+            layer = GroupedAdapters(
+                shards, module.num_experts, self.rows, module.dtype, module.device, max(1, len(module.kernels))
+            )
+            layers.append(layer)
             for expert in range(module.num_experts):
                 self._add(layer, f"{path}.{expert}", weights, expert)
         module.adapters = layers[0], layers[1]
-        name = self._model.checkpoint_name(f"{path}.0.down_proj.weight").removesuffix(".0.down_proj.weight")
-        outputs, inputs_of_down = last[1].shape
-        self._experts[name] = ExpertSizes(module.num_experts, outputs, inputs_of_down, module.gated)
+        first, down = ([self._model.checkpoint_name(f"{path}.0.{name}.weight") for name in names]
+                       for names in (dict(inputs), ["down_proj"]))  # fmt: skip
+        name = down[0].removesuffix(".0.down_proj.weight")
+        self._experts[name] = ExpertSizes(
+            module.num_experts,
+            *last[1].shape,
+            wide=sum(shard.shape[OUTPUTS] for _, shard in inputs),
+            projections=tuple(own.removeprefix(f"{name}.0.").removesuffix(".weight") for own in first),
+            may_be_swapped=not module.orientation_is_known,
+        )
 
     def _add_heads(self, path: str, module: HeadProjections) -> None:
         shard, layers, places = module.weights[""], [], []

@@ -34,13 +34,13 @@ def check_listed(serve_config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def layers_of(model: ModelSection, role: Role) -> ModelAdapters:
-    """Return the layers that adapters can change in an engine of a pool. Allocates no memory for weights. Experts and
-    `kv_b_proj` count as on a CPU; a GPU refuses their adapters when it loads them."""
+    """Return the layers that adapters can change in an engine of a pool. Allocates no memory for weights."""
     engine = model.engine_config(role)
     shape = ModelConfig.from_folder(engine_folder(engine), engine.quantization)
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
     built = build_model(shape, TPGroup(0, engine.tensor_parallel), dtype, "meta")
-    return ModelAdapters(built, engine.max_loras, engine.max_lora_rank, 1, torch.device("meta"))
+    slots, rank = engine.max_loras, engine.max_lora_rank
+    return ModelAdapters(built, slots, rank, 1, torch.device("meta"), for_gpu=model.on_gpu(role))
 
 
 def check_adapters(model: ModelSection, layers: ModelAdapters) -> Iterator[Finding]:

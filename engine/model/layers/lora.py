@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.low_rank import AdapterRows, Factors, LowRankWeights, row_table
+from engine.model.low_rank import AdapterRows, Factors, LowRankWeights, filled, row_table
 from engine.model.ops.lora import low_rank
-from engine.model.shard import Shard, Sharded
+from engine.model.shard import INPUTS, Shard, Sharded
 
 
 class LinearAdapters:
@@ -45,16 +47,27 @@ class LinearAdapters:
 
 class GroupedAdapters:
     """The adapters of many products of equal sizes, one per expert or per head, on a CPU. Only adapters that change
-    these products take memory, and they share the host's copy of the factors."""
+    these products take memory, and they share the host's copy of the factors unless products are cut into parts."""
 
     def __init__(
-        self, shards: Sequence[Shard], products: int, rows: AdapterRows, dtype: torch.dtype, device: torch.device
+        self,
+        shards: Sequence[Shard],
+        products: int,
+        rows: AdapterRows,
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: int = 1,
     ):
-        """shards: shards of each product's weights, stacked along the outputs."""
-        sizes = [shard.local_shape[0] for shard in shards]
-        self.shards, self.rows, self._products = shards, rows, products
-        self._sizes = LowRankWeights.allocate(0, shards[0].local_shape[1], sizes, 0, dtype, device)
-        self._weights: dict[int, LowRankWeights] = {}  # by slot; in these, each product has a slot
+        """shards: shards of each product's weights, stacked along the outputs. parts: number of parts into which each
+        weight is cut, along the dimension that is split over the ranks."""
+        inputs, sizes = shards[0].local_shape[1], [shard.local_shape[0] for shard in shards]
+        self.shards, self.rows, self._products, self._parts = shards, rows, products, parts
+        self._cuts_inputs = shards[0].dim == INPUTS
+        self._outputs = [size // (1 if self._cuts_inputs else parts) for size in sizes]  # of a part, of each slice
+        self._sizes = LowRankWeights.allocate(0, inputs, sizes, 0, dtype, device)
+        inputs //= parts if self._cuts_inputs else 1
+        self._part = LowRankWeights.allocate(0, inputs, self._outputs, 0, dtype, device)
+        self._weights: dict[int, list[LowRankWeights]] = {}  # by slot, of each part; in these, each product has a slot
         self._add = low_rank.select(dtype, device)
 
     def add_each(self, out: Tensor, x: Tensor) -> None:
@@ -64,8 +77,9 @@ class GroupedAdapters:
             tokens, products = torch.meshgrid(torch.arange(len(x)), torch.arange(self._products), indexing="ij")
             self.add(out.flatten(0, 1), x.flatten(0, 1), products.flatten(), tokens.flatten())
 
-    def add(self, out: Tensor, x: Tensor, products: Tensor, tokens: Tensor) -> None:
-        """Add adapters to pairs of a token and a product. out: [pairs, outputs]; x: [pairs, inputs]."""
+    def add(self, out: Tensor, x: Tensor, products: Tensor, tokens: Tensor, part: int = 0) -> None:
+        """Add adapters to one part of the products, for pairs of a token and a product. out: [pairs, outputs]; x:
+        [pairs, inputs]."""
         if not self.rows.any:
             return
         slots, chosen = self.rows.slots()[tokens.numpy()], products.numpy()
@@ -73,7 +87,7 @@ class GroupedAdapters:
             if slot in self._weights:
                 rows = AdapterRows(len(x), x.device)
                 rows.begin(torch.from_numpy(row_table(np.where(slots == slot, chosen, -1), rows.tile_rows)))
-                self._add([out], x, self._weights[slot], rows)
+                self._add([out], x, self._weights[slot][part], rows)
 
     def empty_factors(self, rank: int) -> Factors:
         return self._sizes.empty_factors(rank, self._products)
@@ -82,13 +96,26 @@ class GroupedAdapters:
         if factors is None:
             self._weights.pop(slot, None)
         else:
-            self._weights[slot] = self._sizes.of_products(factors)
+            self._weights[slot] = [self._part.of_products(part) for part in self._cut(factors)]
+
+    def _cut(self, factors: Factors) -> list[Factors]:
+        """Return the factors of each part. Parts along the outputs share A, and parts along the inputs share B."""
+        if self._parts == 1:
+            return [factors]
+        if self._cuts_inputs:
+            return [replace(factors, a=a.contiguous()) for a in factors.a.chunk(self._parts, dim=1)]
+        widths = [filled(self._parts * size) for size in self._outputs]
+        slices = [
+            [F.pad(own, (0, filled(size) - size)) for own in b[..., : self._parts * size].split(size, dim=-1)]
+            for b, size in zip(factors.b.split(widths, dim=-1), self._outputs, strict=True)
+        ]
+        return [replace(factors, b=torch.cat(own, dim=-1)) for own in zip(*slices, strict=True)]
 
 
 class NoAdapters:
     """Stand-in for a layer's adapters in an engine without adapters. Adds nothing."""
 
-    def add(self, *_: object) -> None:
+    def add(self, *_: object, **__: object) -> None:
         pass
 
     add_each = add

@@ -4,6 +4,7 @@ The layer ends with one all-reduce, as an ordinary MLP does."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -129,6 +130,8 @@ class Experts(Sharded):
 
     gated: ClassVar[bool] = True
     """Whether there is a `gate`; if not, `gate_up` is [experts, slice, hidden]."""
+    orientation_is_known: ClassVar[bool] = False
+    """Whether all versions of PEFT write adapters of stacked weights in the same orientation."""
     stacked = False
     """Whether the checkpoint holds the weights of all experts in one tensor."""
     kernels: Sequence[ExpertWeights] = ()
@@ -170,9 +173,9 @@ class Experts(Sharded):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether adapters may change the experts. True if the experts have `kernels` that are not cut into parts, or
-        if the model has no weights."""
-        return len(self.kernels) == 1 or self.device.type == "meta"
+        """Whether adapters may change the experts. True if the experts have `kernels`, or if the model has no
+        weights."""
+        return bool(self.kernels) or self.device.type == "meta"
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         return self.tp.sum(self.partials(x, experts, weights))
@@ -180,11 +183,14 @@ class Experts(Sharded):
     def partials(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         """Return this rank's summands of the result. The result is the sum of all ranks' summands."""
         if self.kernels:
-            add = [adapters.add for adapters in self.adapters if adapters is not NO_ADAPTERS]
+            adapters = [one for one in self.adapters if one is not NO_ADAPTERS]
             return [
-                ops.mix_packed(x, part.gate_up, part.down, self.activation, experts, weights, part.biases, add)
-                for part in self.kernels
-            ]
+                ops.mix_packed(
+                    x, part.gate_up, part.down, self.activation, experts, weights, part.biases,
+                    [partial(one.add, part=i) for one in adapters],
+                )
+                for i, part in enumerate(self.kernels)
+            ]  # fmt: skip
         if self.kept is not None:
             mix, gate_up_packed, down_packed = self.kept
             return [mix(x, gate_up_packed, down_packed, self.activation, experts, weights, self.biases)]

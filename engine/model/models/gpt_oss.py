@@ -17,7 +17,7 @@ from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM, 
 from engine.model.ops import activation, moe
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.quantization.mxfp4 import MXFP4
-from engine.model.shard import INPUTS, Shard, Sharded, Shards
+from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class GptOssExperts(Experts):
     `down` must be added once only, so it is 0 on ranks above 0.
     """
 
-    takes_adapters = False
+    orientation_is_known = True
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, format: WeightFormat | None):
         Sharded.__init__(self)
@@ -58,6 +58,10 @@ class GptOssExperts(Experts):
         part = Shard.of_rank((hidden, size), INPUTS, tp, "intermediate_size")
         self.rows = Shard((num, 2 * size, hidden), 1, 2 * part.start, 2 * part.size)
         self.columns = Shard((num, hidden, size), 2, part.start, part.size)
+        self.num_experts = num
+        self.weights = {
+            "gate_up_proj": Shard((2 * size, hidden), OUTPUTS, 2 * part.start, 2 * part.size), "down_proj": part
+        }  # fmt: skip
         self.activation = activation.select("swigluoai", self.dtype, self.device)
         self.mix = moe.select(hidden, part.size, self.dtype, self.device)
         self.gate_up_bias = nn.Parameter(torch.empty(num, 2 * part.size), requires_grad=False)

@@ -270,11 +270,14 @@ class Llama4Experts(OurExperts):
     over experts is the result.
     """
 
-    takes_adapters = False  # its tokens are not those of the step
-
     def __init__(self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup):
         super().__init__(hidden_size, moe, activation, tp)
         self.num_experts, self.k = moe.num_experts, moe.experts_per_token
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters may change the experts. With several experts per token, rows are no tokens of the step."""
+        return super().takes_adapters and self.k == 1
 
     def forward(self, routed_in: Tensor) -> Tensor:  # type: ignore[override]
         rows = routed_in.unflatten(0, (self.num_experts, -1)).transpose(0, 1)  # [tokens, experts, hidden]

@@ -95,7 +95,12 @@ def test_what_would_compute_something_else_is_refused_by_name(tmp_path, config, 
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 2)}, "adapters of embeddings"),
         ({f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(2)} | pair(), "lora_magnitude_vector"),
         ({f"base_model.model.{Q}.lora_B.bias": torch.ones(2)} | pair(), "lora_B.bias"),
-        ({"base_model.model.lm_head.weight": torch.ones(2, 2)} | pair(), "lm_head.weight"),
+        ({"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(2, 2)}, "adapters of embeddings"),
+        (
+            {"base_model.model.lm_head.base_layer.weight": torch.ones(2, 2)} | pair(),
+            "adapters of the output head are not supported; merge the adapter into the model instead, got "
+            "'base_model.model.lm_head.base_layer.weight'",
+        ),
         ({NAME.format(Q, "A"): torch.ones(4, 2)}, "q_proj.lora_B must be in adapter_model.safetensors"),
         (pair() | {NAME.format(Q, "A"): torch.ones(2, 2)}, "of the same rank"),
         (pair() | pair(name="base_model.model.{}.lora_{}.other.weight"), "of the same adapter"),

@@ -83,6 +83,8 @@ def made(tmp_path_factory):
         folder = make_folder(tmp_path_factory.mktemp(family), family)
         dense = {"target_modules": ALL_LINEAR} if family in FAST else {}
         other: dict[str, Any] = {"lora_alpha": 24} if family == "minicpm3" else {}  # whose residuals are scaled down
+        if family == "qwen3_moe":
+            other = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
         if family in BACKEND and family != "OlmoeForCausalLM":
             other = {"target_modules": "all-linear"}
         first = {**dense, **other, "rank_pattern": {"layers.0.self_attn.o_proj": 2}, "alpha_pattern": {"o_proj": 16}}
@@ -180,6 +182,8 @@ def test_adapters_that_do_not_fit_the_model_are_refused(made, tmp_path, opened):
     opened.append(core := build_engine(config(folder, max_lora_rank=16)))
     with pytest.raises(AdapterError, match=r"with the names .*lm_head"):  # PEFT saves the head itself as well
         make_adapter(tmp_path / "head", folder, 1, target_modules=["q_proj", "lm_head"])
+    head = tmp_path / "head" / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(head).items() if "lora_" in name}, head)
     lost = tmp_path / "lost"
     shutil.copytree(one.lora_path, lost)
     tensors = load_file(lost / "adapter_model.safetensors")
@@ -189,6 +193,7 @@ def test_adapters_that_do_not_fit_the_model_are_refused(made, tmp_path, opened):
     save_file(renamed, lost / "adapter_model.safetensors")
     cases = [
         (make_adapter(tmp_path / "high", folder, 1, rank=32), r"r must be at most 16 \(max_lora_rank\), got 32"),
+        (named(head.parent), r"adapters of the output head are not supported.*without a matching layer: lm_head"),
         (named(lost), r"got 1 of \d+ without a matching layer: model\.layers\.9\.self_attn\.q_proj"),
         (make_adapter(tmp_path / "other", made("phi3")[0], 1), "without a matching layer|of a layer with"),
     ]
@@ -238,9 +243,11 @@ def test_grammars_and_adapters_of_one_batch_do_not_meet(tmp_path, opened):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("determinism", [None, "strict"])
-def test_two_ranks_have_the_tokens_of_one(determinism, made):
-    folder, adapters = made("llama")
+@pytest.mark.parametrize(
+    ("family", "determinism"), [("llama", None), ("llama", "strict"), ("qwen3_moe", None), ("qwen3_moe", "strict")]
+)
+def test_two_ranks_have_the_tokens_of_one(family, determinism, made):
+    folder, adapters = made(family)
     requests = {str(i): (prompt(9 + i), lora) for i, lora in enumerate([None, *adapters])}
     pool, answers = RankPool(), []
     try:

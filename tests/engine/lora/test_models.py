@@ -15,11 +15,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, LoRARequest
+from engine.distributed.tp_group import TPGroup
 from engine.errors import AdapterError
 from engine.lora.adapter_files import open_adapter
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.checkpoint import cache
 from engine.model.checkpoint.folder import resolve
+from engine.model.fixed_order import FixedOrder
 from engine.model.low_rank import row_table
 from engine.wire.messages import GenerateRequest
 from tests.batches import ByHand, load_by_hand
@@ -136,10 +138,40 @@ def test_experts_of_sizes_that_do_not_tell_the_parameter_and_of_other_models_are
         with_adapters(ambiguous, [lora])
     with pytest.raises(AdapterError, match="must be of 6 experts with 48 inputs and 64 outputs, or 32 and 48"):
         with_adapters(other, [lora])
-    gpt_oss = make_model(tmp_path / "gpt_oss", "gpt_oss")
-    lora = make_adapter(tmp_path / "b", gpt_oss, 1, target_modules=[], target_parameters=["mlp.experts.down_proj"])
-    with pytest.raises(AdapterError, match=r"not for gpt-oss.*without a matching layer"):
-        with_adapters(gpt_oss, [lora])
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "Llama4ForCausalLM"])
+def test_experts_whose_weights_are_stored_transposed(name, tmp_path):
+    if name == "gpt_oss":
+        folder = make_model(tmp_path / "model", name)
+    else:
+        folder = make_transformers_model(tmp_path / "model", name, num_experts_per_tok=1)
+    experts = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    adapters = two_adapters(tmp_path, folder, **experts)
+    check(step(with_adapters(folder, adapters), 2), expected(folder, adapters))
+
+
+def test_the_experts_of_gpt_oss_may_have_one_size_for_both_parameters(tmp_path):
+    """As in the models that were published, whose down_proj is square."""
+    folder = make_model(tmp_path / "model", "gpt_oss", hidden_size=48, intermediate_size=48)
+    adapters = two_adapters(tmp_path, folder, target_modules=[], target_parameters=["experts.down_proj"])
+    check(step(with_adapters(folder, adapters), 2), expected(folder, adapters))
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *with_slow(["gpt_oss", "mixtral", "minicpm3"], {"gpt_oss", "mixtral", "minicpm3"})]
+)
+def test_adapters_of_experts_and_heads_have_the_same_bits_with_any_number_of_ranks_if_sums_have_a_fixed_order(
+    family, tmp_path
+):
+    folder = make_model(tmp_path / "model", family)
+    experts = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]} if family != "minicpm3" else {}
+    adapters, ranks = two_adapters(tmp_path, folder, **experts), [FixedOrder(rank) for rank in make_ranks(2)]
+    alone = step(with_adapters(folder, adapters, FixedOrder(TPGroup(0, 1))), 2)
+    check(alone, expected(folder, adapters))
+    parts = [with_adapters(folder, adapters, rank) for rank in ranks]
+    for found in on_all(ranks, lambda rank: step(parts[rank], 2)):
+        assert all(map(torch.equal, found, alone))
 
 
 @pytest.mark.slow

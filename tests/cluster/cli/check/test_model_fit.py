@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,22 @@ def test_adapters_that_are_listed_are_compared_with_the_model_and_slots_with_mem
     monkeypatch.setattr("cluster.cli.check.adapters.ModelAdapters.slot_bytes", 20 * GIB)
     monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 10 * GIB)
     assert any("do not fit into memory" in line for line in told(configured))
+
+
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [("qwen3_moe", {"target_modules": [], "target_parameters": ["experts.down_proj"]}), ("deepseek_v3", {})],
+)
+def test_adapters_of_experts_and_of_latent_attention_are_refused_for_gpus_with_the_reason(family, target, tmp_path):
+    folder = make_model(tmp_path / "tiny", family, tokenizer=True)
+    make_adapter(tmp_path / "mine", folder, 1, **target)
+    for num_gpus, level in ((0, "ok"), (1, "problem")):
+        configured = config(folder, lora_modules={"mine": str(tmp_path / "mine")}, decode={"num_gpus": num_gpus})
+        nodes = [Node({"CPU": 4.0, "GPU": 1.0}, {})]
+        (found,) = (f for f in check_models(configured, nodes, here=False) if f.topic == "adapter mine of tiny")
+        assert found.level == level, found
+    part = "experts" if target else "kv_b_proj"
+    assert re.search(rf"\d of \d+ without a matching layer: [\w.]*{part}.*on a GPU they have no kernel yet", found.message)
 
 
 def test_a_check_of_a_file_names_an_adapter_that_does_not_fit(tmp_path):
