@@ -100,7 +100,8 @@ def make_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> LoRA
         tensors[f"{prefix}.lora_B.weight"] = 0.02 * torch.randn(outputs, rank, generator=generator)
     folder.mkdir()
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    modules = sorted({name.rpartition(".")[2] for name in sizes})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": modules}
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return LoRARequest(folder.name, str(folder), open_adapter(folder).digest)
 
