@@ -94,10 +94,10 @@ class ModelAdapters:
         model, in particular if it changes a layer that the model lacks. To ignore that layer would make it another
         adapter."""
         changes = list(self._changes(files))
+        check_places(files, changes)  # first: the rank of a layer without a place may be that of all experts together
         rank = max(len(change.a) for change in changes)
         if rank > self._max_rank:
             raise AdapterError(files.name, "r", rank, f"at most {self._max_rank} (max_lora_rank)")
-        check_places(files, changes)
         numbers = {id(layer): i for i, layer in enumerate(self._layers)}
         factors: dict[int, Factors] = {}
         for change in changes:
