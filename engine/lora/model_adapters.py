@@ -140,8 +140,9 @@ class ModelAdapters:
                        for names in (dict(inputs), ["down_proj"]))  # fmt: skip
         name = down[0].removesuffix(".0.down_proj.weight")
         self._experts[name] = ExpertSizes(
-            module.num_experts,
-            *last[1].shape,
+            experts=module.num_experts,
+            hidden=last[1].shape[OUTPUTS],
+            intermediate=last[1].shape[INPUTS],
             wide=sum(shard.shape[OUTPUTS] for _, shard in inputs),
             projections=tuple(own.removeprefix(f"{name}.0.").removesuffix(".weight") for own in first),
             may_be_swapped=not module.orientation_is_known,

@@ -173,7 +173,9 @@ def test_adapters_of_experts_and_of_latent_attention_are_refused_for_gpus_with_t
         (found,) = (f for f in check_models(configured, nodes, here=False) if f.topic == "adapter mine of tiny")
         assert found.level == level, found
     part = "experts" if target else "kv_b_proj"
-    assert re.search(rf"on a GPU they have no kernel yet.*\d of \d+ without a matching layer: [\w.]*{part}", found.message)
+    assert re.search(
+        rf"on a GPU they have no kernel yet.*\d of \d+ without a matching layer: [\w.]*{part}", found.message
+    )
 
 
 def test_a_check_of_a_file_names_an_adapter_that_does_not_fit(tmp_path):
