@@ -175,6 +175,7 @@ class Graph:
         first = WIDTH * len(self._rows) + 1
         for i, arg in enumerate(args):
             if isinstance(arg, TokenCount):
+                assert arg % self._tokens == 0, "a kernel takes the same number of rows for each token"
                 self._token_counts.append(first + i)
                 self._rows_per_token.append(arg // self._tokens)
         self._rows.append([*packed, *[0] * padding, entry, 0])
