@@ -74,8 +74,8 @@ class HandoffConfig:
 
     move_requests: bool = option(
         False,
-        "Whether the running requests of a replica that stops move to another replica, with "
-        "their KV. Needs no prefill pool.",
+        "Whether running requests of a replica that stops, or that is out of KV blocks, move to another replica, "
+        "with their KV. Needs no prefill pool.",
     )
 
     enable_prefix_fetching: bool = option(

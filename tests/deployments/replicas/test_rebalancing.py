@@ -14,6 +14,7 @@ from deployments.replicas import rebalancing
 from deployments.replicas.departure import GROUP
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.rebalancing import FILLED_USAGE, IDLE_USAGE, rebalance, requests_to_move, room
+from engine.core.output import Event
 from engine.errors import EngineUnavailable
 from engine.wire.messages import EngineStats, EngineStatus
 from tests.deployments.replicas.fake_prefill import status
@@ -102,21 +103,28 @@ def test_requests_leave_after_each_period_with_preemptions_to_engines_of_the_sam
     assert engine.moved == [2]
 
 
-def test_requests_move_from_a_real_engine_without_blocks_to_an_idle_one_and_keep_their_texts(monkeypatch):
-    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+def test_requests_move_from_a_real_engine_without_blocks_to_an_idle_one_and_keep_their_texts():
+    """The engine is asked after its first step with preemptions, in its own thread: later, too few may be left."""
     small, large = (make_config("pocket", num_blocks=blocks, max_model_len=256) for blocks in (20, 200))
     ranks = RankPool(), RankPool()
     with Movers(small, large, ranks) as movers, closing(ranks[0]), closing(ranks[1]):
+        full, idle, moved = movers.decode.server._core, movers.prefill.server._core.stats(), 0
+        step = full.step
+
+        def step_and_rebalance() -> list[Event]:
+            nonlocal moved
+            events, stats = step(), full.stats()
+            if not moved:
+                moved = requests_to_move(stats.preemptions, stats, [idle], SLOTS)
+                events = [*events, *(full.move(moved) if moved else [])]
+            return events
+
+        full.step = step_and_rebalance  # type: ignore[method-assign]
         start_all(movers, lengths=(15, 16, 17, 31, 32, 33))
-        statuses = movers.decode, movers.prefill
-        movers.listen(0, lambda: all(e.status for e in statuses) and movers.decode.status.stats.preemptions > 0)
-        full, idle = (engine.status.stats for engine in statuses)
-        count = requests_to_move(full.preemptions, full, [idle], SLOTS)
-        assert count > 0
-        movers.leave(0, count)
+        movers.listen(0, movers.ended)
         gone = movers.stopped()
+        assert len(gone) == moved > 0
         movers.arrive(1)
-        movers.listen(0, lambda: all(stream.last for name, stream in movers.streams.items() if name not in gone))
         movers.listen(1, movers.ended)
         assert movers.prefill.scheduler.totals.preemptions == 0
         check(movers, make_config("pocket", moves=False))
