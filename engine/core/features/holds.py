@@ -14,6 +14,8 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
 from engine.wire.messages import HoldEnd, HoldMark, HoldOutcome, HoldRefusal, HoldStats
 
+MAX_HOLDS = 4096  # of all clients together
+MAX_HOLDS_PER_CLIENT = 1024  # prefixes of one prompt share blocks, but each takes memory for the names of its blocks
 RETRY_S = 1.0  # after which blocks that are in no tier are copied again
 OFF = "this server keeps no holds (max_held_share is 0, or prefix caching is off)"
 
@@ -159,6 +161,10 @@ class Holds:
         if (same := self._by_end.get((asked.client, hashes[-1]))) is not None:
             if expires_at > same.expires_at:
                 same.ttl_s, same.expires_at = mark.ttl_s, expires_at
+            if same.name != asked.name:
+                same.name = ""  # it is that of several conversations: none of them may end it
+            if same.response_id != asked.response_id:
+                same.response_id = ""
             return HoldOutcome(tokens=len(hashes) * size, ttl_s=same.ttl_s)
         needed = [list(group.needed(hashes)) for group in self._kv_cache.groups]
         blocks = [g.pool.match_all(some) for g, some in zip(self._kv_cache.groups, needed, strict=True)]
@@ -191,6 +197,11 @@ class Holds:
 
     def _lacks(self, mark: HoldMark, hold: Hold, replaced: list[Hold]) -> HoldOutcome | None:
         """Return the refusal of a hold for which there is no room, else None."""
+        number = sum(client == hold.client for client, _ in self._by_end) - len(replaced)
+        if number >= MAX_HOLDS_PER_CLIENT:
+            return refused(mark, "client_full", f"this client has {number} holds, the limit is {MAX_HOLDS_PER_CLIENT}")
+        if (number := len(self._by_end) - len(replaced)) >= MAX_HOLDS:
+            return refused(mark, "full", f"all clients together have {number} holds, the limit is {MAX_HOLDS}")
         own = self._clients.get(hold.client) or [Counter() for _ in hold.needed]
         for kept, share, whose, refusal in (
             (self._kept, self._share, "all holds", "full"),
@@ -208,7 +219,7 @@ class Holds:
                     what = "snapshots" if group.kind == "mamba" else "blocks"
                     reason = f"{whose} would keep {count} {what}, the limit is {limit}"
                     return refused(mark, refusal, reason)  # type: ignore[arg-type]
-        for group, blocks, room in zip(self._kv_cache.groups, hold.blocks, self._room, strict=True):
+        for group, blocks, room in zip(self._kv_cache.groups, hold.blocks, self._limits(self._share), strict=True):
             count = len(group.pool.held) + _growth(group.pool.held, blocks, [])
             if tiers and count > room:
                 reason = f"{count} blocks would wait on the device to be copied to a tier, the limit is {room}"
@@ -216,7 +227,7 @@ class Holds:
         return None
 
     def _limits(self, share: float) -> list[int]:
-        """Return this share of each group as a number of blocks, without tiers."""
+        """Return this share of each group as a number of blocks on the device."""
         share = min(share, self._share)
         return [
             min(room, int(share * group.pool.num_blocks))
@@ -340,7 +351,7 @@ class Holds:
         for group, manager in enumerate(self._kv_cache.groups):
             pool = manager.pool
             assert pool.held == Counter(b for hold in holds for b in hold.blocks[group]), "a held block is lost"
-            assert len(pool.held) <= self._room[group], "too many blocks are held"
+            assert len(pool.held) <= self._limits(self._share)[group], "too many blocks are held"
             assert self._kept[group] == Counter(h for hold in holds for h in hold.needed[group]), "a hold is lost"
             for client, counters in self._clients.items():
                 own = Counter(h for hold in holds if hold.client == client for h in hold.needed[group])

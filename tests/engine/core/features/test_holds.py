@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
+from engine.core.features import holds
 from engine.wire.block_hash import block_hashes
 from engine.wire.messages import HoldOutcome
 from tests.engine.core.features.test_kv_offloading import TierMachine
@@ -226,6 +227,42 @@ def test_held_blocks_that_a_failed_request_has_read_are_held_no_longer():
     request.in_flight += 1
     harness.scheduler.append_tokens(request, [-1], None, 0.0)
     assert harness.scheduler.holds.stats.ended == {"invalid": 1}
+
+
+def test_first_token_of_a_request_that_was_preempted_meanwhile_reports_its_holds():
+    harness = make()
+    harness.add("preempted", PROMPT, max_tokens=3, hold=[(20, 10.0)])
+    harness.plan()
+    harness.scheduler._blocks._preempt(harness.scheduler.queue.live["preempted"])
+    harness.commit()
+    assert len(outcomes(harness, "preempted")) == 1
+    harness.run()
+    assert len(outcomes(harness, "preempted")) == 1
+
+
+@pytest.mark.parametrize("name", ["one", "another", "resp-one", "resp-another"])
+def test_hold_that_two_conversations_ask_for_is_ended_by_neither(name):
+    harness = make()
+    assert held(harness, "one", hold_name="one").refusal is None
+    assert held(harness, "another", hold_name="another").refusal is None
+    harness.scheduler.holds.release(name, None)
+    flood(harness)
+    assert cached(harness) == 20
+    harness.run()
+
+
+def test_hold_beyond_the_number_of_holds_is_refused(monkeypatch):
+    """Marks of one prompt share its blocks, so the share alone would let a client have a hold for each block."""
+    monkeypatch.setattr(holds, "MAX_HOLDS_PER_CLIENT", 2)
+    monkeypatch.setattr(holds, "MAX_HOLDS", 3)
+    harness = make()
+    harness.add("many", PROMPT, max_tokens=2, client="alice", hold=[(4 * blocks, 10.0) for blocks in (1, 2, 3)])
+    serve(harness, "many")
+    assert [outcome.refusal for outcome in outcomes(harness, "many")] == [None, None, "client_full"]
+    assert held(harness, "of bob", PROMPT[:4], client="bob").refusal is None
+    refused = held(harness, "of carol", PROMPT[:4], client="carol")
+    assert (refused.refusal, refused.reason) == ("full", "all clients together have 3 holds, the limit is 3")
+    harness.run()
 
 
 def test_engine_with_windows_holds_the_windows_before_the_mark():
