@@ -25,10 +25,10 @@ from engine.core.request_checks import ModelLimits, RequestChecks
 from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
-from engine.errors import EngineError, InvalidParameter, Moved, Overloaded, ServingError
+from engine.errors import EngineError, InvalidParameter, Moved, Overloaded, RequestError, ServingError
 from engine.wire.handoff import BlocksAsked, Closed, Failed, HandoffEvent, Noted, Received
 from engine.wire.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
-from engine.wire.plan import StepPlan, StepResult
+from engine.wire.plan import ALL_TOKENS_BANNED, StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEFORE_OTHERS = 1 << 40  # arrivals
-NO_TOKEN = "no token can be sampled: all tokens are banned, or the model's logits are not finite"
+ALL_BANNED = "no token can be sampled: all tokens are banned"
+NO_TOKEN = "no token can be sampled: the model's logits are not finite"
 NOT_FINITE = "the model's hidden states are not finite"
 
 
@@ -323,10 +324,10 @@ class Scheduler:
                 rejected = self.speculation.verified(request, len(tokens) - 1, result.drafts.get(i, ()))
                 computed -= rejected
                 request.computed -= rejected if running else 0
-            if running and computed <= request.computed:  # else it was preempted meanwhile, and started again
+            if known := running and computed <= request.computed:  # else it was preempted meanwhile
                 cache_blocks(request, computed)
-                if computed >= request.holds.next_mark:
-                    self.holds.passed(request, computed, now)
+            if computed >= request.holds.next_mark and (known or tokens):  # the first token reports all outcomes
+                self.holds.passed(request, computed, now)
             if rows := result.prompt_logprobs[i]:
                 request.add_prompt_logprobs(start, rows)
             if request.asked_by:
@@ -345,7 +346,7 @@ class Scheduler:
         The caller records token times, for all requests of the step together."""
         request.in_flight -= 1
         if tokens[0] < 0:
-            return self._fail_sampling(request, now)
+            return self._fail_sampling(request, tokens[0], now)
         if first := request.clock.first_token_at is None:
             request.clock.first_token_at = now
             request.note("first token")
@@ -376,11 +377,13 @@ class Scheduler:
         self._retire(request)
         return Event(request, last_delta(request, last, "error", now, error))
 
-    def _fail_sampling(self, request: Request, now: float) -> Event:
-        """End a request for which no token could be sampled."""
-        self.holds.forget(request)
-        self.kv_cache.invalidate(request)
-        error: ServingError = EngineError(request.request_id, NO_TOKEN)
+    def _fail_sampling(self, request: Request, token: int, now: float) -> Event:
+        """End a request for which no token could be sampled. token: why, as in StepResult."""
+        error: ServingError = RequestError(ALL_BANNED)
+        if token != ALL_TOKENS_BANNED:
+            error = EngineError(request.request_id, NO_TOKEN)
+            self.holds.forget(request)
+            self.kv_cache.invalidate(request)
         if request.grammar.error and request.params.structured_outputs:
             error = request.params.structured_outputs.invalid(f"simple enough to follow ({request.grammar.error})")
         return self._finish(request, "error", now, error=error)
@@ -472,9 +475,10 @@ class Scheduler:
             return
         request.in_flight -= 1
         if tokens[0] < 0:
-            self.kv_cache.invalidate(request)
-            self.offloading.forget(request)
-            self.handoffs.refuse(request, NO_TOKEN)
+            if not (banned := tokens[0] == ALL_TOKENS_BANNED):
+                self.kv_cache.invalidate(request)
+                self.offloading.forget(request)
+            self.handoffs.refuse(request, ALL_BANNED if banned else NO_TOKEN)
         else:
             request.note("first token computed")
             self.handoffs.finish(request, tokens[0], logprobs[0] if logprobs else None, self.block_size)

@@ -102,13 +102,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.counts)
 
 
+ALL_TOKENS_BANNED = -2
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Result of one step. Lists have one entry per plan entry."""
 
     step: int
     tokens: list[list[int]]
-    """Sampled tokens: the accepted drafts and the token after them; -1 where the logits were not finite. Empty where
-    the plan asked for none."""
+    """Sampled tokens: the accepted drafts and the token after them; -1 where the logits were not finite, and
+    ALL_TOKENS_BANNED where the request's parameters allow no token. Empty where the plan asked for none."""
     logprobs: list[list[TokenLogprob] | None]
     """One per sampled token, for sequences that asked for them."""
     prompt_logprobs: list[list[TokenLogprob] | None]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.wire.plan import ALL_TOKENS_BANNED
+
 CANDIDATES = 1024
 CACHED = 2**18  # logits processed at a time on a CPU, so that intermediate results stay in its cache
 MIN_TEMPERATURE = 1e-2  # vLLM's too
@@ -49,7 +51,7 @@ def sample_rows_plain(draw_rows: DrawRows, logits: Tensor, random: list[RandomRo
         best, tokens = logits.max(dim=-1)
     for group in random:
         tokens[group.rows] = draw_rows(logits, best, group)
-    return mark_non_finite(best, tokens)
+    return torch.where(best == -torch.inf, ALL_TOKENS_BANNED, mark_non_finite(best, tokens))
 
 
 def mark_non_finite(best: Tensor, tokens: Tensor) -> Tensor:

@@ -57,3 +57,23 @@ def test_held_conversation_is_cached_after_a_flood_and_another_is_not(family, tm
         assert [delta.token_ids for delta in computed] == [delta.token_ids for delta in again]
     finally:
         core.close()
+
+
+def test_request_that_bans_all_tokens_ends_no_hold_and_costs_no_cached_block(tmp_path):
+    """Else one client could end the holds of all others that begin as its own prompt does."""
+    folder = make_model(tmp_path, "llama")
+    core = build_engine(EngineConfig(model=str(folder), num_blocks=128, block_size=4, max_model_len=100))
+    try:
+        prompt = random.Random(1).choices(range(3, 97), k=50)
+        answer(core, "held", prompt, [HoldMark(50, 60.0)])
+        banned = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]])
+        core.add(GenerateRequest(request_id="banned", prompt=[*prompt[:20], 7], params=banned, client="mallory"))
+        deltas = []
+        while core.has_work:
+            deltas += [event.delta for event in core.step()]
+        stats = core.stats().holds
+        assert stats is not None and (stats.holds, stats.ended) == (1, {})
+        assert deltas[-1].error is not None and deltas[-1].error.type == "invalid_request_error"
+        assert answer(core, "again", [*prompt, 7])[0].num_cached_tokens == 48
+    finally:
+        core.close()

@@ -25,6 +25,7 @@ from engine.runner.sampler import (
     process_rows,
 )
 from engine.wire.messages import TokenLogprob
+from engine.wire.plan import ALL_TOKENS_BANNED
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.runner.sampling_cases import (
     FILTERS,
@@ -241,13 +242,14 @@ def test_a_greedy_batch_prepares_nothing_and_draws_no_number():
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, *FILTERS.values()], ids=str)
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_a_row_without_a_finite_best_logit_gives_minus_one_and_leaves_the_others_alone(fields, broken):
+def test_a_row_without_a_finite_best_logit_says_why_and_leaves_the_others_alone(fields, broken):
     rows = [SampledRow(0, i, 0, i, SamplingParams(**fields)) for i in range(3)]
     inputs = prepare_sampling(rows, VOCAB, UniformSource())
     logits = LOGITS.repeat(3, 1)
     expected = sample(logits.clone(), inputs).tolist()
     logits[1] = broken
-    assert sample(logits, inputs).tolist() == [expected[0], -1, expected[2]]
+    why = ALL_TOKENS_BANNED if broken == -torch.inf else -1
+    assert sample(logits, inputs).tolist() == [expected[0], why, expected[2]]
     one_nan = LOGITS.repeat(3, 1)
     one_nan[1, 5] = torch.nan
     assert sample(one_nan, inputs).tolist() == [expected[0], -1, expected[2]]
