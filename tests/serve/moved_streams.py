@@ -55,9 +55,11 @@ def _moves(stream: Stream, events: list[dict[str, Any]]) -> list[Move]:
 
 
 def _pause_s(stream: Stream, move: list[tuple[str, float]]) -> float:
-    """The longest time between two tokens that overlaps with the move, which is timed by the same machine's clock."""
+    """The longest time between two tokens that overlaps with the move, which is timed by the same machine's clock. The
+    time that the move took, if the client was so late that it read its first token afterwards."""
     began, ended = (at - time.time() + time.monotonic() for _, at in (move[0], move[-1]))
-    return max(after - before for before, after in pairwise(stream.arrivals) if before <= ended and after >= began)
+    pauses = (after - before for before, after in pairwise(stream.arrivals) if before <= ended and after >= began)
+    return max(pauses, default=ended - began)
 
 
 def _phase(what: str) -> str | None:
