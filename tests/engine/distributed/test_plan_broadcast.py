@@ -96,7 +96,7 @@ def test_a_missing_plan_ends_the_receiver(ranks):
     ranks.broadcaster.send(make_plan(2))
     for rank, receiver in enumerate(ranks.receivers, start=1):
         receiver.receive(LIMIT_S)
-        with pytest.raises(EngineUnavailable, match=f"rank {rank} missed plan 2; plan 3 came"):
+        with pytest.raises(EngineUnavailable, match=f"rank {rank} missed plan 2 and received plan 3"):
             receiver.receive(LIMIT_S)
 
 

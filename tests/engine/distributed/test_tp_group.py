@@ -151,7 +151,7 @@ def test_ranks_that_were_told_different_sizes_do_not_start():
     first = TPGroup.listen(2, device="cpu")
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(TPGroup.connect, 1, 3, first.address, LIMIT_S, device="cpu")
-        with pytest.raises(StartupError, match="different sizes"):
+        with pytest.raises(StartupError, match="different group sizes"):
             first.join(LIMIT_S)
         with pytest.raises(StartupError):
             other.result()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig, HandoffConfig
-from engine.wire.messages import Add, GenerateRequest
+from engine.wire.messages import Add, GenerateRequest, TokenLogprob
 from engine.wire.remote_request import KVHolder
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Engine, Pair
@@ -41,7 +41,7 @@ class Caches(Pair):
         self.here, self.there = self.decode, self.prefill
         self._ingresses = {self.here: self.ingress, self.there: Ingress(self._context, self.there.server)}
         self.requests: list[GenerateRequest] = []
-        self.answers: list[tuple[list[int], list[float]]] = []
+        self.answers: list[tuple[list[int], list[TokenLogprob]]] = []
         self.notes: list[str] = []
 
     def start(
@@ -69,7 +69,7 @@ class Caches(Pair):
         self.answers.append(
             (
                 [token for delta in deltas for token in delta.token_ids],
-                [entry.logprob for delta in deltas for entry in delta.logprobs or []],
+                [entry for delta in deltas for entry in delta.logprobs or []],
             )
         )
         self.notes = [event.what for delta in deltas for event in delta.timeline]

@@ -132,7 +132,7 @@ def test_a_head_that_differs_from_the_embedding_is_used_though_config_json_ties_
     model = load(folder)
     assert torch.equal(model.lm_head.weight, head)
     assert torch.equal(model.embed_tokens.weight, embedding)
-    assert "lm_head.weight differs from model.embed_tokens.weight: the head is not tied" in caplog.text
+    assert "lm_head.weight differs from model.embed_tokens.weight, so the head is not tied" in caplog.text
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(reference.lm_head.weight, head), "as transformers has it"
 

@@ -101,7 +101,7 @@ def test_num_blocks_that_memory_does_not_hold_are_refused_with_the_number_that_f
 
 
 def test_a_size_that_is_not_free_is_refused_with_what_is():
-    with pytest.raises(OutOfMemory, match=r"kv_cache_memory_gib=4\.5 does not fit: 1\.25 GiB are free"):
+    with pytest.raises(OutOfMemory, match=r"kv_cache_memory_gib=4\.5 does not fit: only 1\.25 GiB are free"):
         choose(kv_cache_memory_gib=4.5, free=1.25 * GIB)
 
 

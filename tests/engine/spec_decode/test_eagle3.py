@@ -105,12 +105,15 @@ def test_heads_of_every_publisher_read_the_layers_that_they_were_trained_on(publ
         ({"vocab_size": 96}, f"made for a vocabulary of size {VOCAB}"),
         ({"target_hidden_size": 64}, "made for hidden states of size 48"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}, "made for a target of 8 layers"),
-        ({"norm_before_fc": True}, "an EAGLE-3 head with norm_before_fc false, not true"),
+        ({"norm_before_fc": True}, "an EAGLE-3 head with norm_before_fc false instead of true"),
         (
             {"eagle_config": {**MODEL_OPTIMIZER, "use_aux_hidden_state": False}},
-            "with use_aux_hidden_state true, not false",
+            "with use_aux_hidden_state true instead of false",
         ),
-        ({"eagle_config": {**MODEL_OPTIMIZER, "use_mtp_layernorm": True}}, "with use_mtp_layernorm false, not true"),
+        (
+            {"eagle_config": {**MODEL_OPTIMIZER, "use_mtp_layernorm": True}},
+            "with use_mtp_layernorm false instead of true",
+        ),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(changes, message, tmp_path, target):

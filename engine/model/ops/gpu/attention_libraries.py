@@ -136,7 +136,7 @@ def load(library: Library, device: torch.device) -> Attend | None:
             raise ValueError("it does not support this GPU")
         return library.load(device)
     except Exception as e:  # noqa: BLE001 - any error of a library
-        logger.info("attention: %s is left out: %s", library.name, e)
+        logger.info("attention: %s is not used: %s", library.name, e)
         return None
 
 
