@@ -161,7 +161,8 @@ LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
         CompletionBody,
         {"prompt": ["a"] * 2, "n": 128, "logit_bias": {str(i): 1 for i in range(10_000)}},
     ),
-    "short texts": (CompletionBody, {"prompt": "a", **dict.fromkeys([*SHORT, "prompt_cache_key"], "a" * 1024), **LONG_IDS}),
+    "short texts": (CompletionBody, {"prompt": "a", **dict.fromkeys(SHORT, "a" * 1024), **LONG_IDS}),
+    "prompt_cache_key": (CompletionBody, {"prompt": "a", "prompt_cache_key": "a" * 1024}),
     "documents of a chat": (ChatBody, {"messages": [HELLO], "documents": [{"text": "a" * 10_000}] * 1024}),
     "thinking": (ChatBody, {"messages": [HELLO], "thinking": {"type": "enabled"}}),
     "marks of holds": (
