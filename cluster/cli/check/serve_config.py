@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from cluster import ray_serve_llm
@@ -63,7 +64,7 @@ def lists_adapters(serve_config: Mapping[str, Any]) -> bool:
 
 
 def memory_may_be_short(serve_config: Mapping[str, Any]) -> bool:
-    """Return whether weights and KV caches take more than half of this machine's free memory, judging by file sizes."""
+    """Return whether weights and KV caches take more than half of this machine's available memory, judging by file sizes."""
     needed = 0.0
     for _, application in ours(serve_config):
         for model in AppConfig.of(application).models:
@@ -71,7 +72,7 @@ def memory_may_be_short(serve_config: Mapping[str, Any]) -> bool:
             for role, pool in model.pools.items():
                 kv_gib = model.engine_config(role).kv_cache_memory_gib or KV_CACHE_GIB
                 needed += pool.bounds[0] * (weights + kv_gib * 2**30)
-    return needed > os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    return needed > psutil.virtual_memory().available / 2
 
 
 def address_of(serve_config: Mapping[str, Any]) -> tuple[str, int]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -191,7 +192,7 @@ def test_too_little_memory_is_told_before_anything_starts_with_the_way_out(monke
     monkeypatch.setattr(serve_command, "_joins_a_cluster", lambda: False)
     monkeypatch.setattr("cluster.cli.check.ports.check_port", lambda *port: Finding("ok", "port", "free"))
     monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 1000)
-    monkeypatch.setattr("os.sysconf", lambda name: {"SC_AVPHYS_PAGES": 1}.get(name, 1000))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     result = CliRunner().invoke(app, ["serve"])
     assert isinstance(result.exception, StartupError)
     assert "do not fit into memory. Raise tensor_parallel, or use a smaller model" in str(result.exception)
