@@ -64,7 +64,7 @@ def lists_adapters(serve_config: Mapping[str, Any]) -> bool:
 
 
 def memory_may_be_short(serve_config: Mapping[str, Any]) -> bool:
-    """Return whether weights and KV caches take more than half of this machine's available memory, judging by file sizes."""
+    """Return whether weights and KV caches, judging by file sizes, take more than half of the available memory."""
     needed = 0.0
     for _, application in ours(serve_config):
         for model in AppConfig.of(application).models:
