@@ -189,7 +189,7 @@ def test_a_request_keeps_its_images_which_are_not_encoded_again(ranks, tmp_path,
     with Movers(config, config, ranks) as movers:
         for seed, sampled in enumerate(({}, RANDOM)):  # in turn: some towers' bits depend on what else a step computes
             asked = Prompt(name).text(5, 6).image(11 + seed).text(7, 8, 9, *range(3, 70))
-            movers.start(f"image {seed}", asked.tokens, max_tokens=60, mm_features=asked.images, **sampled)
+            movers.start(f"image {seed}", asked.tokens, max_tokens=NUM_TOKENS, mm_features=asked.images, **sampled)
             movers.listen(0, movers.has(3))
             movers.leave(0)
             movers.arrive(1)
