@@ -20,6 +20,7 @@ from engine.model.ops.cpu.kernel import (
     exp,
     kernel,
     load,
+    multiply,
     store,
     take,
 )
@@ -35,9 +36,9 @@ def normalise(x: Any, source: Any, weight: Any, out: Any, target: Any, size: Any
     for i in range(size):
         value = load(x, source + i)
         total += value * value
-    scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+    scale = divide(np.float32(1.0), np.sqrt(total / np.float32(size) + eps))
     for i in range(size):
-        store(out, target + i, load(x, source + i) * scale * (shift + load(weight, i)))
+        store(out, target + i, multiply(multiply(load(x, source + i), scale), shift + load(weight, i)))
 
 
 @device_function
@@ -107,11 +108,11 @@ def gated_rms_norm_rows(cast: Any, args: Any) -> None:
                 total = np.float32(0.0)
                 for i in range(size):
                     total += x[start + i] * x[start + i]
-                scale = one / np.sqrt(total / np.float32(size) + eps)
+                scale = divide(one, np.sqrt(total / np.float32(size) + eps))
                 for i in range(size):
                     g = load(gate, of_gate + i)
                     opened = divide(one if by_sigmoid else g, one + exp(-g))
-                    store(out, start + i, x[start + i] * scale * load(weight, i) * opened)
+                    store(out, start + i, multiply(multiply(multiply(x[start + i], scale), load(weight, i)), opened))
 
 
 @kernel

@@ -33,6 +33,7 @@ from engine.model.ops.cpu import linear as cpu_linear
 from engine.model.ops.cpu import norm as cpu_norm
 from engine.model.ops.cpu import rope as cpu_rope
 from engine.model.ops.cpu import sampling as cpu_sampling
+from engine.model.ops.cpu.kernel import TokenCount
 from engine.model.ops.cpu.moe import experts as cpu_experts
 from engine.model.ops.cpu.moe import routing as cpu_routing
 from engine.model.ops.sampling_plain import RandomRows
@@ -72,6 +73,30 @@ def test_a_sum_and_its_norm_have_the_bits_of_both_computed_apart(tokens, size, s
     total, normed = cpu_norm.add_rms_norm(x, y[1:], weight, 1e-6, shift)
     assert torch.equal(total, x + y[1:])
     assert torch.equal(normed, cpu_norm.rms_norm(total, weight, 1e-6, shift))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [16, 24, 48, 100])
+def test_a_norm_has_the_same_bits_wherever_its_arrays_are_in_memory(size, dtype, gated):
+    x, gate, weight = (
+        randn(size, dtype=torch.float32 if gated else dtype),
+        randn(size, dtype=dtype),
+        randn(size, dtype=dtype),
+    )
+    numbers, found = torch.tensor([1e-6, 0.0]), set()
+    for distance in range(0, 8 * size, 8):  # from the end of the weight to the output, in bytes
+        memory = torch.zeros(16 * size, dtype=torch.uint8)
+        near, out = (memory[start:][: size * dtype.itemsize].view(dtype) for start in (0, 4 * size + distance))
+        near.copy_(weight)
+        if gated:
+            cpu_norm.GATED_RMS_NORM.launch(
+                dtype, 1, x, gate, near, out, numbers, TokenCount(1), 1, size, size, size, 0
+            )  # fmt: skip
+        else:
+            cpu_norm.RMS_NORM.launch(dtype, 1, x, near, out, numbers, TokenCount(1), size, 1, size, size)
+        found.add(bytes(out.view(torch.uint8).tolist()))
+    assert len(found) == 1
 
 
 @PROFILE

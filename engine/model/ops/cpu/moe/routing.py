@@ -86,6 +86,7 @@ def route_rows(cast: Any, args: Any) -> None:
                     top = max(top, load(logits, start + i))
                 for i in range(size):
                     scores[i] = exp(load(logits, start + i) - top)
+                for i in range(size):  # apart: in a loop that writes, the order of a sum depends on addresses
                     total += scores[i]
                 for i in range(size):
                     scores[i] = divide(scores[i], total)
