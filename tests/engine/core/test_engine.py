@@ -228,7 +228,8 @@ def test_a_request_whose_tokens_are_all_banned_fails_alone_and_the_engine_lives_
     engine.add("good too")
     engine.go()
     assert engine.last("hopeless").finish_reason == "error"
-    assert engine.last("hopeless").error.code == "engine_error"
+    assert engine.last("hopeless").error.code == "request_error"
+    assert engine.last("hopeless").error.status == 400
     assert engine.tokens("hopeless") == []
     assert engine.tokens("good too") == expected
 

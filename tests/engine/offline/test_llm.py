@@ -477,7 +477,7 @@ def test_a_request_that_fails_says_why_and_the_others_are_computed(llm):
     good, bad = generate(llm, TEXTS[:2], params)
     assert good.outputs[0].finish_reason == "length"
     assert bad.outputs[0].finish_reason == "error"
-    assert "failed in the engine" in bad.outputs[0].error
+    assert "all tokens are banned" in bad.outputs[0].error
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):

@@ -160,6 +160,8 @@ class Graph:
         self._rows_per_token: list[int] = []  # for each of them: a kernel may take several rows for each token
         self._table = np.empty((0, WIDTH), dtype=np.int64)
         self._threads = 1
+        #: Whether every recorded kernel takes the same number of rows for each token. If not, a replay would be wrong.
+        self.is_complete = True
 
     def __enter__(self) -> None:
         recorder.graph = self
@@ -175,7 +177,7 @@ class Graph:
         first = WIDTH * len(self._rows) + 1
         for i, arg in enumerate(args):
             if isinstance(arg, TokenCount):
-                assert arg % self._tokens == 0, "a kernel takes the same number of rows for each token"
+                self.is_complete &= arg % self._tokens == 0
                 self._token_counts.append(first + i)
                 self._rows_per_token.append(arg // self._tokens)
         self._rows.append([*packed, *[0] * padding, entry, 0])

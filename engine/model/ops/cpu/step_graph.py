@@ -118,7 +118,7 @@ class StepGraph:
         )
         with self._graph:
             hidden = self._forward(self._x[: len(x)], fixed)
-        if hidden not in self._graph.memory:
+        if not self._graph.is_complete or hidden not in self._graph.memory:
             return False
         self._hidden = hidden.as_strided((len(self._x), hidden.shape[1]), hidden.stride())
         x, batch = self._example(REPLAYED[: len(self._counts)])
