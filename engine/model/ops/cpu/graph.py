@@ -160,8 +160,7 @@ class Graph:
         self._rows_per_token: list[int] = []  # for each of them: a kernel may take several rows for each token
         self._table = np.empty((0, WIDTH), dtype=np.int64)
         self._threads = 1
-        #: Whether every recorded kernel takes the same number of rows for each token. If not, a replay would be wrong.
-        self.is_complete = True
+        self.is_complete = True  # each recorded kernel takes the same number of rows for each token
 
     def __enter__(self) -> None:
         recorder.graph = self
