@@ -187,7 +187,7 @@ def test_a_request_keeps_its_images_which_are_not_encoded_again(ranks, tmp_path,
     sizes = {"dtype": dtype, "block_size": 4}
     config = make_config(folder, **sizes)
     with Movers(config, config, ranks) as movers:
-        for seed, sampled in enumerate(({}, RANDOM)):  # in turn: some towers' bits depend on what else a step computes
+        for seed, sampled in enumerate(({}, RANDOM)):  # in turn: bits of heads of 12 depend on the batch
             asked = Prompt(name).text(5, 6).image(11 + seed).text(7, 8, 9, *range(3, 70))
             movers.start(f"image {seed}", asked.tokens, max_tokens=NUM_TOKENS, mm_features=asked.images, **sampled)
             movers.listen(0, movers.has(3))
