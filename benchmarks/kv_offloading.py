@@ -25,7 +25,7 @@ from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.wire.messages import GenerateRequest, HoldMark, HoldRequest
+from engine.wire.messages import GenerateRequest, HoldMark, PromptHold
 from engine.wire.sampling_params import SamplingParams
 
 HELD_S = 300.0
@@ -134,7 +134,7 @@ def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> Outcome:
         tool = draw.choices(range(3, vocab_size), k=load.tool)
         prompt = context if is_first else [*context, *tool]
         started, first, began_at = time.perf_counter(), None, clock.monotonic()
-        hold = HoldRequest(marks=[HoldMark(len(prompt), HELD_S)]) if tier in WITH_HOLDS else None
+        hold = PromptHold(marks=[HoldMark(len(prompt), HELD_S)]) if tier in WITH_HOLDS else None
         core.add(
             GenerateRequest(request_id=str(number), prompt=prompt, params=params, client=f"agent {agent}", hold=hold)
         )

@@ -25,7 +25,7 @@ from engine.core.scheduler import Scheduler
 from engine.model.kv_groups import KVCacheSpec
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import GenerateRequest, HoldMark, HoldOutcome, HoldRequest
+from engine.wire.messages import GenerateRequest, HoldMark, HoldOutcome, PromptHold
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource
@@ -369,7 +369,7 @@ class Harness:
             kv_source=kv_source,
             kv_holder=kv_holder,
             client=client,
-            hold=HoldRequest(marks=[HoldMark(*mark) for mark in hold], name=hold_name, response_id=f"resp-{name}")
+            hold=PromptHold(marks=[HoldMark(*mark) for mark in hold], name=hold_name, response_id=f"resp-{name}")
             if hold
             else None,
         )

@@ -47,7 +47,7 @@ from engine.errors import (
     RequestTimeout,
 )
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import GenerateRequest, HoldMark, HoldRequest
+from engine.wire.messages import GenerateRequest, HoldMark, PromptHold
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import SupportedTasks
@@ -470,7 +470,7 @@ class ServedModel:
         sequences = [params.sequence(j) for j in range(body.n)]
         name = context.session_id or body.prompt_cache_key
         response_id = context.response_id
-        holds = [HoldRequest(marks=some, response_id=response_id, name=name) if some else None for some in marks]
+        holds = [PromptHold(marks=some, response_id=response_id, name=name) if some else None for some in marks]
         return [
             [
                 msgspec.structs.replace(

@@ -11,7 +11,7 @@ from engine.spec_decode.draft_length import SequenceDrafts
 from engine.text.free_text import FREE_TEXT, FreeText
 from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
 from engine.wire.lora import LoRARequest, digest_of
-from engine.wire.messages import GenerateRequest, HoldMark, HoldOutcome, HoldRequest, RequestTimes, TokenLogprob
+from engine.wire.messages import GenerateRequest, HoldMark, HoldOutcome, PromptHold, RequestTimes, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource, RemoteRequest
@@ -132,7 +132,7 @@ class RequestHolds:
 
     @classmethod
     def of(cls, message: GenerateRequest, num_prompt: int) -> RequestHolds:
-        asked = message.hold or HoldRequest(marks=[])
+        asked = message.hold or PromptHold(marks=[])
         marks = [HoldMark(min(mark.tokens, num_prompt), mark.ttl_s) for mark in asked.marks]
         holds = cls(message.client, asked.name, asked.response_id, sorted(marks, key=lambda mark: mark.tokens))
         holds.next_mark = holds.marks[0].tokens if marks else NEVER

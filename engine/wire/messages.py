@@ -46,7 +46,7 @@ class HoldMark(msgspec.Struct, frozen=True, array_like=True):
     ttl_s: float
 
 
-class HoldRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PromptHold(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The holds that one request asks for."""
 
     marks: list[HoldMark]
@@ -108,7 +108,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Model that must serve the request: replicas of other models refuse it. None allows any."""
     session_id: str = ""
     """Session key: routers send requests of one session to one engine if they can. Engines ignore it."""
-    hold: HoldRequest | None = None
+    hold: PromptHold | None = None
     """Parts of the prompt that the client wants to stay cached."""
     when_idle: bool = False
     """Whether the request runs only on an idle engine: it is refused, or aborted, if the engine has other work."""

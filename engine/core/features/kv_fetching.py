@@ -65,7 +65,7 @@ class NoFetching:
 
 
 @dataclass(slots=True, eq=False)
-class Fetch:
+class PendingFetch:
     """A handoff under way. Until it ends, the blocks that it fills are pinned, and so are the blocks of the same prefix
     that this engine had already."""
 
@@ -116,8 +116,8 @@ class KVFetching:
         self._kv_cache, self._handoffs, self._times = kv_cache, handoffs, times
         self._timeout_s, self._bytes, self._quarantined = timeout_s, block_bytes, quarantined
         self._min_tokens = min_tokens
-        self._fetches: dict[str, Fetch] = {}  # by handoff id
-        self._coming: dict[tuple[int, bytes], Fetch] = {}  # by group and hash
+        self._fetches: dict[str, PendingFetch] = {}  # by handoff id
+        self._coming: dict[tuple[int, bytes], PendingFetch] = {}  # by group and hash
         self._held: dict[str, list[tuple[int, int]]] = {}  # (group, block) held for others, by handoff id
 
     @property
@@ -163,7 +163,7 @@ class KVFetching:
             self._unpin(there)
             return False
         handoff_id = self._open(request, holder, blocks, matched * size, hit * size)
-        fetch = self._fetches[handoff_id] = Fetch(
+        fetch = self._fetches[handoff_id] = PendingFetch(
             handoff_id,
             holder.engine.engine_id,
             request,
@@ -265,7 +265,7 @@ class KVFetching:
             request.note(f"{came} of {len(fetch.blocks)} blocks have come from {fetch.engine_id}{why}")
         return [request for request in fetch.requests if request.state is State.LOADING_KV]
 
-    def _count(self, fetch: Fetch, upto: int) -> int:
+    def _count(self, fetch: PendingFetch, upto: int) -> int:
         """Return how many leading blocks of a fetch are complete, if the KV of `upto` tokens has come."""
         if upto == fetch.upto:
             return len(fetch.blocks)

@@ -9,7 +9,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.wire.messages import GenerateRequest, HoldMark, HoldRequest, TokenDelta
+from engine.wire.messages import GenerateRequest, HoldMark, PromptHold, TokenDelta
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
 
@@ -19,7 +19,7 @@ BLOCKS = {"llama": 128, "gemma3": 128, "qwen3_next": 1024, "deepseek_v3": 128}
 
 
 def answer(core: EngineCore, name: str, prompt: list[int], hold: list[HoldMark] | None = None) -> list[TokenDelta]:
-    asked = HoldRequest(marks=hold) if hold else None
+    asked = PromptHold(marks=hold) if hold else None
     core.add(GenerateRequest(request_id=name, prompt=prompt, params=PARAMS, client="alice", hold=asked))
     deltas = []
     while core.has_work:
