@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 BEFORE_OTHERS = 1 << 40  # arrivals
 ALL_BANNED = "no token can be sampled: all tokens are banned"
-NO_TOKEN = "no token can be sampled: the model's logits are not finite"
+LOGITS_NOT_FINITE = "no token can be sampled: the model's logits are not finite"
 NOT_FINITE = "the model's hidden states are not finite"
 
 
@@ -381,7 +381,7 @@ class Scheduler:
         """End a request for which no token could be sampled. token: why, as in StepResult."""
         error: ServingError = RequestError(ALL_BANNED)
         if token != ALL_TOKENS_BANNED:
-            error = EngineError(request.request_id, NO_TOKEN)
+            error = EngineError(request.request_id, LOGITS_NOT_FINITE)
             self.holds.forget(request)
             self.kv_cache.invalidate(request)
         if request.grammar.error and request.params.structured_outputs:
@@ -478,7 +478,7 @@ class Scheduler:
             if not (banned := tokens[0] == ALL_TOKENS_BANNED):
                 self.kv_cache.invalidate(request)
                 self.offloading.forget(request)
-            self.handoffs.refuse(request, ALL_BANNED if banned else NO_TOKEN)
+            self.handoffs.refuse(request, ALL_BANNED if banned else LOGITS_NOT_FINITE)
         else:
             request.note("first token computed")
             self.handoffs.finish(request, tokens[0], logprobs[0] if logprobs else None, self.block_size)
