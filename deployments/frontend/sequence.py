@@ -270,8 +270,8 @@ class Sequence:
         return None if self._attempt is None else self._attempt.error
 
     def go_on(self, error: BaseException, inbox: Inbox) -> None:
-        """Abort the current attempt, which has failed, and start another. Raises an error if another attempt would be
-        useless."""
+        """Abort the current attempt, which has failed, and start another. Raises an error if another attempt
+        cannot succeed."""
         failed = self.retry.request_id
         source, engine = None, ""
         if isinstance(error, ReportedError) and error.code == "moved":

@@ -82,6 +82,5 @@ class Lease:
 
 
 def lease_key(job_id: str) -> str:
-    """Return the store key of a job's lease, which differs from the keys of all records for any id that a client
-    sends."""
+    """Return the store key of a job's lease. No id that a client sends can make it equal to a record's key."""
     return f"manta:lease:{job_id}"

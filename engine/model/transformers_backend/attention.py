@@ -205,8 +205,8 @@ def record(
 
 
 class WithValues(TorchFunctionMode):
-    """Replaces tensors on the meta device by zeros, so that mask functions, which read numbers of padding, can be
-    computed."""
+    """Replaces tensors on the meta device by zeros. Mask functions read values from tensors, which meta tensors do not
+    have."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = [torch.zeros_like(x, device="cpu") if isinstance(x, Tensor) and x.is_meta else x for x in args]

@@ -67,7 +67,7 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 class ShapesOnly(TPGroup):
-    """A group for trials: collectives return tensors of the right shape without communication."""
+    """A group for the trial run of a model: its collectives return tensors of the right shape without communication."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

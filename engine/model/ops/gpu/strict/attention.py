@@ -82,7 +82,7 @@ def plan_splits_kernel(
 
 @triton.jit
 def merge(acc, total, top, found, found_top):
-    """Add the result of a split, [rows, head_dim], whose weights have a sum with the logarithm (base 2) `found_top`."""
+    """Add `found` [rows, head_dim], the result of a split. found_top: logarithm (base 2) of the sum of its weights."""
     highest = tl.maximum(top, found_top)
     base = tl.where(highest == float("-inf"), 0.0, highest)  # a row that sees no key yet
     weight, shrink = tl.exp2(found_top - base), tl.exp2(top - base)
