@@ -20,7 +20,7 @@ from benchmarks.command import JsonOption, print_json, run
 from cluster.cli.bench.tables import make_table, show
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
-from engine.core.features.kv_cache_coordinator import kv_cache_of
+from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler

@@ -14,8 +14,8 @@ from engine.core.block_pool import BlockPool
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds import Holds
-from engine.core.features.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_fetching import KVFetching
+from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.speculator import Speculator, any_number
 from engine.core.kv_cache_manager import KVCacheManager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.simulator.cost_model import Card, ModelShape, usable_bytes
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
-from engine.core.features.kv_cache_coordinator import kv_cache_of
+from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.model.kv_groups import KVCacheSpec

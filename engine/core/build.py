@@ -19,8 +19,8 @@ from engine.core.features.encoder_cache_manager import EncoderCacheManager, Text
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds import Holds, NoHolds
 from engine.core.features.image_handoffs import ImageHandoffs
-from engine.core.features.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_fetching import KVFetching, NoFetching
+from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import NoSpeculation, Speculator, any_number

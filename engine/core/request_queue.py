@@ -11,8 +11,8 @@ class RequestQueue:
     """Keeps every live request in the collection for its state, and gives each running request a slot.
 
     The scheduler decides which request moves; the queue only moves it. Live requests also include those whose KV
-    another engine computes or reads, which the HandoffManager keeps, and those whose KV a tier loads, which
-    KVOffloading keeps.
+    another engine computes or reads, which the HandoffManager keeps, and those whose KV is on its way into the cache,
+    which KVLoading knows.
     """
 
     def __init__(self, max_num_seqs: int):

@@ -11,9 +11,11 @@ from engine.config import EngineConfig
 from engine.core.block_allocator import BlockAllocator
 from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
 from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
+from engine.core.features.handoff_progress import Arrived, Ended, HandoffProgress
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds import Holds, NoHolds
 from engine.core.features.kv_fetching import KVFetching, NoFetching
+from engine.core.features.kv_loading import KVLoading
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.moves import Moves
 from engine.core.features.speculator import NoSpeculation, Speculator
@@ -26,7 +28,7 @@ from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import EngineError, InvalidParameter, Moved, Overloaded, RequestError, ServingError
-from engine.wire.handoff import BlocksAsked, Closed, Failed, HandoffEvent, Noted, Received
+from engine.wire.handoff import HandoffEvent
 from engine.wire.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.plan import ALL_TOKENS_BANNED, StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
@@ -85,6 +87,7 @@ class Scheduler:
         self.adapters = adapters or NoAdapterSlots()
         self.offloading = offloading or NoOffloading()
         self.fetching = fetching or NoFetching()
+        self.loading = KVLoading(self.offloading, self.fetching)
         self.holds = holds or NoHolds()
         #: Every limit is called for each request in each step, so parts that limit nothing are left out.
         self._token_limits = [*token_limits, *self.images.token_limits, *self.speculation.token_limits]
@@ -92,6 +95,7 @@ class Scheduler:
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
         self.moves = Moves(self.kv_cache, self.handoffs)
+        self._handoff_progress = HandoffProgress(self.handoffs, self.fetching, self.queue, self.kv_cache)
         self._blocks = BlockAllocator(self.kv_cache, self.queue, self.handoffs, self.totals)
         self._stops = StopConditions(limits.eos_token_ids)
         #: Planned steps that are not committed yet, oldest first, each with the requests of its entries.
@@ -102,7 +106,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait for their turn, for a grammar, or for cached KV from elsewhere."""
-        return self.queue.num_waiting + len(self.offloading.loading) + len(self.fetching.waiting)
+        return self.queue.num_waiting + len(self.loading.requests)
 
     @property
     def has_work(self) -> bool:
@@ -149,8 +153,7 @@ class Scheduler:
         """Empty the prefix cache and the tiers below it, and end all holds."""
         self.holds.clear()
         self.kv_cache.clear_cache()
-        self.offloading.clear()
-        self.fetching.clear()
+        self.loading.clear()
 
     def set_grammar(self, request: Request, grammar: Grammar) -> None:
         """Attach the compiled grammar that a request was waiting for, and make the request ready to run."""
@@ -170,16 +173,14 @@ class Scheduler:
         if request is None:
             return None
         if request.asked_by:
-            if request.state is not State.LEASED:
-                self._retire(request)
-            self.handoffs.refuse(request, str(error or "cancelled"))
+            self._handoff_progress.cancel(request, str(error or "cancelled"))
             return None
         return self._finish(request, "error" if error else reason, now, error=error)
 
     def move(self, count: int, now: float) -> list[Event]:
         """Let other engines go on with up to `count` requests. Waiting requests leave at once. If `count` is not
         reached, running requests leave after their next token, with their KV."""
-        others = [*self.handoffs.receiving.values(), *self.offloading.loading, *self.fetching.waiting]
+        others = [*self.handoffs.receiving.values(), *self.loading.requests]
         at_once = self.moves.choose(self.queue, others, count)
         return [self._finish(request, "error", now, error=Moved(request.request_id)) for request in at_once]
 
@@ -265,8 +266,7 @@ class Scheduler:
         matched = self.kv_cache.match(request, self.images.whole_prefix)
         if self.kv_cache.in_flight(request, matched, self.queue.running):
             return False
-        wanted = (request, matched, self.images.whole_prefix, self._blocks.watermark, now)
-        if self.offloading.load(*wanted) or self.fetching.fetch(*wanted):
+        if self.loading.load(request, matched, self.images.whole_prefix, self._blocks.watermark, now):
             self.queue.remove(request)
             request.state = State.LOADING_KV
             return True
@@ -331,7 +331,8 @@ class Scheduler:
             if rows := result.prompt_logprobs[i]:
                 request.add_prompt_logprobs(start, rows)
             if request.asked_by:
-                self._report(request, computed, tokens, logprobs)
+                error = self._sampling_error(request, tokens[0]) if tokens and tokens[0] < 0 else None
+                self._handoff_progress.report(request, computed, tokens, logprobs, error)
             elif tokens:
                 events.append(self.append_tokens(request, tokens, logprobs, now))
             elif i in result.pooled:
@@ -346,7 +347,7 @@ class Scheduler:
         The caller records token times, for all requests of the step together."""
         request.in_flight -= 1
         if tokens[0] < 0:
-            return self._fail_sampling(request, tokens[0], now)
+            return self._finish(request, "error", now, error=self._sampling_error(request, tokens[0]))
         if first := request.clock.first_token_at is None:
             request.clock.first_token_at = now
             request.note("first token")
@@ -374,26 +375,31 @@ class Scheduler:
         error = Moved(request.request_id)
         if last.kv_source is None:
             return self._finish(request, "error", now, last, error=error)
-        self._retire(request)
+        self._handoff_progress.lease(request)
         return Event(request, last_delta(request, last, "error", now, error))
 
-    def _fail_sampling(self, request: Request, token: int, now: float) -> Event:
-        """End a request for which no token could be sampled. token: why, as in StepResult."""
-        error: ServingError = RequestError(ALL_BANNED)
+    def _sampling_error(self, request: Request, token: int) -> ServingError:
+        """Return why no token could be sampled for a request. token: the reason, as in StepResult."""
         if token != ALL_TOKENS_BANNED:
-            error = EngineError(request.request_id, LOGITS_NOT_FINITE)
-            self.holds.forget(request)
-            self.kv_cache.invalidate(request)
+            self._invalidate(request)
         if request.grammar.error and request.params.structured_outputs:
-            error = request.params.structured_outputs.invalid(f"simple enough to follow ({request.grammar.error})")
-        return self._finish(request, "error", now, error=error)
+            return request.params.structured_outputs.invalid(f"simple enough to follow ({request.grammar.error})")
+        banned = token == ALL_TOKENS_BANNED
+        return RequestError(ALL_BANNED) if banned else EngineError(request.request_id, LOGITS_NOT_FINITE)
 
     def _finish_pooling(self, request: Request, pooled: bytes, now: float) -> Event:
         if not pooled:
-            self.kv_cache.invalidate(request)
+            self._invalidate(request)
             return self._finish(request, "error", now, error=EngineError(request.request_id, NOT_FINITE))
         delta = TokenDelta(request_id=request.request_id, pooled=pooled, num_cached_tokens=request.prefix.num_cached)
         return self._finish(request, "stop", now, delta)
+
+    def _invalidate(self, request: Request) -> None:
+        """Drop the KV of a request wherever it is kept, since it may hold non-finite numbers."""
+        self.holds.forget(request)
+        self.offloading.forget(request)
+        if request.tables:  # else it was preempted after the step was planned
+            self.kv_cache.invalidate(request)
 
     def _finish(
         self, request: Request, reason: FinishReason, now: float, delta: TokenDelta | None = None,
@@ -421,83 +427,25 @@ class Scheduler:
         )
         return Event(request, last_delta(request, delta, reason, now, error))
 
-    # -- handoffs ------------------------------------------------------------------------------------------
-
     def handle(self, event: HandoffEvent, now: float) -> list[Event]:
         """Record the progress of a handoff."""
-        if self.fetching.owns(event):
-            for request in self.fetching.handle(event, now):
-                self.queue.wait(request)
-            return []
-        match event:
-            case Noted():
-                if noted := self.queue.live.get(event.request_id):
-                    noted.timeline.append(event.what)
-                return []
-            case BlocksAsked():
-                self.handoffs.refuse_blocks(event)
-                return []
-            case Closed():
-                leased = self.handoffs.leased.get(event.handoff_id)
-                request = leased or self.queue.live[event.handoff_id]  # one that is not leased is still being computed
-                return [self._finish(request, self.handoffs.closed(request, event), now)]
-            case Received():
-                request = self.handoffs.received(event, now)
-                verified = self.kv_cache.received(request)
-            case Failed():
-                request = self.handoffs.failed(event, now)
-                verified = event.verified
-        self.kv_cache.cache_blocks(request, verified)
-        if request.state is State.FINISHED:
-            self.kv_cache.release(request)
-            return []
-        self.queue.wait(request)
-        if isinstance(event, Failed):
-            first = request.tables[0].num_cached
-            self.kv_cache.invalidate(request, first)  # the other engine's logits may not be finite
-            self.kv_cache.release(request)
-            error = self.handoffs.final_error(request, event)
-            return [self._finish(request, "error", now, error=error)] if error else []
-        request.timeline += event.first.timeline
-        request.computed, request.in_flight = verified, 1
-        request.prefix.num_cached = max(request.prefix.num_cached, event.first.cached)
-        self.holds.passed(request, len(request.tokens), now)
-        logprobs = None if event.first.logprob is None else [event.first.logprob]
-        events = [self.append_tokens(request, [event.first.token], logprobs, now)]
-        self.metrics.observe_tokens([request], now)
-        return events
-
-    def _report(self, request: Request, computed: int, tokens: list[int], logprobs: list[TokenLogprob] | None) -> None:
-        """Report the computed tokens of a prompt to the engine that asked for it. `tokens` holds the first sampled
-        token once the whole prompt is computed, and is empty before."""
-        self.handoffs.report(request, computed, self.block_size)
-        if not tokens:
-            return
-        request.in_flight -= 1
-        if tokens[0] < 0:
-            if not (banned := tokens[0] == ALL_TOKENS_BANNED):
-                self.kv_cache.invalidate(request)
-                self.offloading.forget(request)
-            self.handoffs.refuse(request, ALL_BANNED if banned else LOGITS_NOT_FINITE)
-        else:
-            request.note("first token computed")
-            self.handoffs.finish(request, tokens[0], logprobs[0] if logprobs else None, self.block_size)
-        self._retire(request)
-
-    def _retire(self, request: Request) -> None:
-        """Stop computing a request. Its blocks stay until the other engine has read them."""
-        assert request.asked_by is not None
-        self.queue.remove(request)
-        request.state = State.LEASED
-        self.handoffs.leased[request.asked_by.handoff_id] = request
+        match self._handoff_progress.handle(event, now):
+            case Ended(request, reason, error):
+                return [self._finish(request, reason, now, error=error)]
+            case Arrived(request, first):
+                self.holds.passed(request, len(request.tokens), now)
+                logprobs = None if first.logprob is None else [first.logprob]
+                events = [self.append_tokens(request, [first.token], logprobs, now)]
+                self.metrics.observe_tokens([request], now)
+                return events
+        return []
 
     def check(self) -> None:
         """Raise AssertionError if requests, slots and blocks do not add up."""
         self.images.check()
         self.adapters.check_slots(self.queue.running)
         receiving, leased = list(self.handoffs.receiving.values()), list(self.handoffs.leased.values())
-        self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased,
-                         [*self.offloading.loading, *self.fetching.waiting])  # fmt: skip
+        self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased, self.loading.requests)
         self.offloading.check()
         self.holds.check()
         self.kv_cache.check([*self.queue.running, *self.queue.waiting_with_kv, *receiving, *leased])

@@ -250,6 +250,22 @@ def test_logits_that_are_not_finite_end_their_own_request_only():
     h.scheduler.check()
 
 
+def test_a_request_that_is_preempted_before_its_logits_are_found_not_finite_ends_alone():
+    h = Harness(num_blocks=8, max_model_len=32, depth=2)
+    h.add("good", ids(8), max_tokens=20)
+    h.add("bad", ids(8, 9), max_tokens=20)
+    bad = h.scheduler.queue.live["bad"]
+    while not (bad.num_preemptions and bad.in_flight):
+        h.step()
+    (_, requests), done = h.scheduler.planned[0], h.runner.execute(h.prepared.pop(0))
+    tokens = [[-1] if request is bad else some for request, some in zip(requests, done.tokens, strict=True)]
+    events = h.scheduler.commit(StepResult(done.step, tokens, done.logprobs, done.prompt_logprobs), now=0.0)
+    ended = [event for event in events if event.delta.error is not None]
+    assert [event.request for event in ended] == [bad]
+    assert "not finite" in ended[0].delta.error.message
+    h.scheduler.check()
+
+
 def test_times_are_given_with_the_last_delta():
     h = Harness(num_blocks=8, max_model_len=32)
     h.add("a", ids(4), max_tokens=1)

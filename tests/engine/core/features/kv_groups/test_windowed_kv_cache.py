@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.block_pool import BlockPool
-from engine.core.features.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
+from engine.core.features.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
 from engine.core.request import Request
 from engine.model.kv_groups import KVCacheSpec
 from engine.wire.messages import GenerateRequest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine.core.block_pool import BlockPool
-from engine.core.features.state_cache_manager import OneSnapshot, StateCacheManager
+from engine.core.features.kv_groups.state_cache_manager import OneSnapshot, StateCacheManager
+from engine.core.features.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
 from engine.core.features.token_limit import TokenLimit
-from engine.core.features.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
 from engine.core.kv_cache_manager import Below, KVCacheManager, Shorten, StateChanges, nowhere
 from engine.core.request import Request
 from engine.model.kv_groups import KVCacheSpec

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.block_pool import BlockPool
-from engine.core.features.kv_cache_coordinator import KVCacheCoordinator, kv_cache_of
+from engine.core.features.kv_groups.kv_cache_coordinator import KVCacheCoordinator, kv_cache_of
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.model.kv_groups import KVCacheSpec

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.block_pool import BlockPool
-from engine.core.features.state_cache_manager import StateCacheManager
+from engine.core.features.kv_groups.state_cache_manager import StateCacheManager
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import BlockTable, Request, StateSnapshot
 from engine.wire.messages import GenerateRequest
