@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from engine.core.block_pool import HashChanges
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
@@ -47,7 +48,8 @@ class TierHarness(Harness):
         super().__init__(**options)
         self.announced: set[bytes] = set()
         """Blocks that a router believes to be here."""
-        self.pool.track(True)
+        self.changes = HashChanges()
+        self.pool.observers.append(self.changes)
         self.offloading.hashes.track(True)
 
     def make_offloading(self, kv_cache: KVCacheManager) -> KVOffloading:
@@ -92,7 +94,7 @@ class TierHarness(Harness):
                         self.disk.pop(name, None)
                 case _:
                     self.moving[command.number] = Moving(command)
-        stored, removed = self.pool.take_changes()
+        stored, removed = self.changes.take()
         hashes = self.offloading.hashes
         self.announced = self.announced - set(hashes.gone(removed)) | set(stored)
         assert self.announced == {*self.pool.block_hashes(), *hashes.all()}, "a router is wrong"

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from engine.core.request import Request
 
 
-class NoBlockEvents:
-    """Ignores all changes of a pool. Has the methods of BlockEvents (features/block_events.py)."""
+class BlockObserver:
+    """Sees how the prefix cache of a pool changes. A subclass overrides what it records."""
 
     def describe(self, request: Request, first: int, end: int) -> None:
         """Record that the blocks [first, end) of a request hold its tokens. Called before they enter the prefix
@@ -24,7 +24,28 @@ class NoBlockEvents:
         """Record that a block has left the prefix cache."""
 
     def cleared(self) -> None:
-        """Record that all blocks have left the prefix cache."""
+        """Record that the prefix cache has been emptied. `removed` was called for each of its blocks."""
+
+
+class HashChanges(BlockObserver):
+    """The hashes that have entered or left a prefix cache since the last call of `take`."""
+
+    def __init__(self) -> None:
+        self._changes: dict[bytes, bool] = {}  # by hash: whether it can be matched now
+
+    def __bool__(self) -> bool:
+        return bool(self._changes)
+
+    def stored(self, block_hash: bytes) -> None:
+        self._changes[block_hash] = True
+
+    def removed(self, block_hash: bytes) -> None:
+        self._changes[block_hash] = False
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the hashes added and the hashes removed. A hash both added and removed counts as removed."""
+        changes, self._changes = self._changes, {}
+        return [h for h, there in changes.items() if there], [h for h, there in changes.items() if not there]
 
 
 class BlockPool:
@@ -66,8 +87,7 @@ class BlockPool:
         self.pinned: Counter[int] = Counter()
         #: References of blocks that holds keep in the prefix cache.
         self.held: Counter[int] = Counter()
-        self.events = NoBlockEvents()
-        self._changes: dict[bytes, bool] | None = None  # since the last `take_changes`: hash -> can it be matched now?
+        self.observers: list[BlockObserver] = []
 
     @property
     def num_free(self) -> int:
@@ -210,9 +230,8 @@ class BlockPool:
             self._by_hash[block_hash] = block
             self._hash[block] = block_hash
             self._invalid.discard(block)
-            self.events.stored(block_hash)
-            if self._changes is not None:
-                self._changes[block_hash] = True
+            for observer in self.observers:
+                observer.stored(block_hash)
             return block
         if duplicate != block:
             if self._ref_counts[duplicate] == 0:
@@ -225,30 +244,20 @@ class BlockPool:
         """Hashes of all blocks that can be matched."""
         return list(self._by_hash)
 
-    def track(self, enabled: bool) -> None:
-        """Start or stop recording which hashes are added and removed."""
-        self._changes = {} if enabled else None
-
-    @property
-    def has_changes(self) -> bool:
-        return bool(self._changes)
-
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes added and the hashes removed since the last call. A hash both added and removed counts as
-        removed."""
-        changes, self._changes = self._changes or {}, {}
-        return [h for h, there in changes.items() if there], [h for h, there in changes.items() if not there]
+    def describe(self, request: Request, first: int, end: int) -> None:
+        """Tell the observers that the blocks [first, end) of a request, which are about to be cached, hold its
+        tokens."""
+        for observer in self.observers:
+            observer.describe(request, first, end)
 
     def clear_cache(self) -> None:
         """Empty the prefix cache: no current block can be matched again. Blocks in use stay valid for their holders."""
         while self._cached:
             self._evict()
-        for block_hash, block in self._by_hash.items():
-            self._hash[block] = None
-            if self._changes is not None:
-                self._changes[block_hash] = False
-        self._by_hash.clear()
-        self.events.cleared()
+        for block in list(self._by_hash.values()):
+            self._forget(block)
+        for observer in self.observers:
+            observer.cleared()
 
     def invalidate(self, blocks: list[int]) -> None:
         """Remove the blocks that only the caller holds from the prefix cache: they may hold non-finite numbers.
@@ -283,9 +292,8 @@ class BlockPool:
         assert block_hash is not None
         del self._by_hash[block_hash]
         self._hash[block] = None
-        self.events.removed(block_hash)
-        if self._changes is not None:
-            self._changes[block_hash] = False
+        for observer in self.observers:
+            observer.removed(block_hash)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free, cached or used, exactly once."""

@@ -205,7 +205,7 @@ class KVCacheManager:
         first, size = table.num_cached, self.pool.block_size
         full = max(first, min(computed, len(request.tokens)) // size)
         hashes = request.hashes(full, size)
-        self.pool.events.describe(request, first, full)
+        self.pool.describe(request, first, full)
         for index in range(first, full):
             own = table.blocks[index]
             block = self.pool.cache_block(own, hashes[index])

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engine.core.block_pool import HashChanges
 from engine.core.engine_stats import load_of
 from engine.core.output import Event
 from engine.core.scheduler import Scheduler
@@ -31,6 +32,7 @@ class KVEventPublisher:
         #: Whether routers are told to prefer other engines.
         self.draining = False
         self._engine_id, self._scheduler, self._pool = engine_id, scheduler, scheduler.kv_cache.pool
+        self._blocks = HashChanges()
         self._below = scheduler.offloading.hashes
         self._subscribers: dict[str, _Subscriber] = {}  # by address
         self._sent_at = self._due_at = float("-inf")
@@ -41,7 +43,7 @@ class KVEventPublisher:
 
     def subscribe(self, command: Subscribe, now: float) -> None:
         if not self._subscribers:
-            self._pool.track(True)
+            self._pool.observers.append(self._blocks)
             self._below.track(True)
             self._prefilling = set(self._scheduler.queue.live)
         subscriber = self._subscribers.get(command.address)
@@ -71,7 +73,8 @@ class KVEventPublisher:
         for address in [a for a, subscriber in self._subscribers.items() if subscriber.until < now]:
             del self._subscribers[address]
         if not self._subscribers:
-            self._pool.track(False)
+            self._pool.observers.remove(self._blocks)
+            self._blocks = HashChanges()
             self._below.track(False)
             self._admitted, self._prefilled, self._prefilling = [], [], set()
             return
@@ -81,7 +84,7 @@ class KVEventPublisher:
             return  # before computing the load: this is called in every step
         load = load_of(self._scheduler)
         held = b"".join(self._scheduler.holds.ends)
-        changed = self.draining or self._pool.has_changes or load != self._load or held != self._held
+        changed = self.draining or self._blocks or load != self._load or held != self._held
         if not (changed or self._admitted or self._prefilled):
             self._due_at = self._sent_at + HEARTBEAT_S
         synced = [address for address, subscriber in self._subscribers.items() if subscriber.synced]
@@ -99,7 +102,7 @@ class KVEventPublisher:
 
     def _changes(self, load: EngineLoad, held: bytes | None) -> EngineUpdate:
         self._number += 1
-        stored, removed = self._pool.take_changes()
+        stored, removed = self._blocks.take()
         admitted, self._admitted = self._admitted, []
         prefilled, self._prefilled = self._prefilled, []
         return EngineUpdate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from engine.core.block_pool import NoBlockEvents
+from engine.core.block_pool import BlockObserver
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.wire.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent
@@ -47,7 +47,7 @@ class KVEvents:
         block_size = groups[0].pool.block_size
         self._groups = [BlockEvents(number, group, block_size, int_hashes) for number, group in enumerate(groups)]
         for group, events in zip(groups, self._groups, strict=True):
-            group.pool.events = events
+            group.pool.observers.append(events)
 
     def publish(self) -> None:
         """Send what has changed since the last call."""
@@ -63,7 +63,7 @@ class KVEvents:
         self._publisher.close()
 
 
-class BlockEvents(NoBlockEvents):
+class BlockEvents(BlockObserver):
     """Collects what has changed in the pool of one KV cache group. A block that is stored and removed again between two
     calls of `take`, or removed and stored again, is not reported."""
 

@@ -245,7 +245,7 @@ class KVFetching:
         upto = event.first.cached if isinstance(event, Received) else event.verified
         came = 0 if fetch.is_void else self._count(fetch, upto)
         for manager in self._kv_cache.groups:
-            manager.pool.events.describe(fetch.wanted_by, 0, len(fetch.wanted_by.tokens) // manager.pool.block_size)
+            manager.pool.describe(fetch.wanted_by, 0, len(fetch.wanted_by.tokens) // manager.pool.block_size)
         for i in reversed(range(len(fetch.blocks))):  # tail first, so that eviction eats a chain from its end
             group, block, block_hash = fetch.blocks[i]
             del self._coming[group, block_hash]

@@ -279,7 +279,7 @@ class KVOffloading:
         moved: Counter[str] = Counter()  # blocks' bytes, by tier
         for manager in self._kv_cache.groups:
             size = manager.pool.block_size
-            manager.pool.events.describe(load.wanted_by, 0, len(load.wanted_by.tokens) // size)
+            manager.pool.describe(load.wanted_by, 0, len(load.wanted_by.tokens) // size)
         for i in reversed(range(len(load.blocks))):  # tail first, so that eviction eats a chain from its end
             block, block_hash = load.blocks[i], load.hashes[i]
             tier, index = self._tier(block), self._tier(block).index(block.group)

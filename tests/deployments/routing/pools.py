@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from deployments.routing.prefix_index import block_keys
 from deployments.routing.routing_context import PromptDigest
-from engine.core.block_pool import BlockPool
+from engine.core.block_pool import BlockPool, HashChanges
 from engine.wire import block_hash
 from engine.wire.messages import EngineLoad, EngineUpdate
 
@@ -33,6 +33,7 @@ class PoolEngine:
     num_blocks: int = 64
     slots: int = 8
     pool: BlockPool = field(init=False)
+    changes: HashChanges = field(default_factory=HashChanges)
     held: dict[str, list[int]] = field(default_factory=dict)
     queued: dict[str, int] = field(default_factory=dict)
     admitted: list[str] = field(default_factory=list)
@@ -41,7 +42,7 @@ class PoolEngine:
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK)
-        self.pool.track(True)
+        self.pool.observers.append(self.changes)
 
     def take(self, request_id: str, tokens: list[int]) -> None:
         self.queued[request_id] = len(tokens)
@@ -72,7 +73,7 @@ class PoolEngine:
 
     def update(self) -> EngineUpdate:
         self.number += 1
-        stored, removed = self.pool.take_changes()
+        stored, removed = self.changes.take()
         admitted, self.admitted, prefilled, self.prefilled = self.admitted, [], self.prefilled, []
         return EngineUpdate(
             engine_id=self.name,

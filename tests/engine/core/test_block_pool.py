@@ -1,6 +1,6 @@
 import pytest
 
-from engine.core.block_pool import BlockPool
+from engine.core.block_pool import BlockPool, HashChanges
 from engine.wire.block_hash import block_hash, root_hash
 
 
@@ -20,6 +20,13 @@ def cache(pool: BlockPool, hashes: list[bytes]) -> list[int]:
     pool.release(blocks)
     pool.check()
     return blocks
+
+
+def observe(pool: BlockPool) -> HashChanges:
+    """What changes from now on."""
+    changes = HashChanges()
+    pool.observers.append(changes)
+    return changes
 
 
 def test_taking_more_than_there_is_changes_nothing():
@@ -122,12 +129,12 @@ def test_clearing_the_cache_leaves_nothing_to_match_and_blocks_in_use_to_their_h
     pool = BlockPool(4, 2)
     hashes = chain([1, 2], [3, 4])
     cache(pool, hashes)
-    pool.track(True)
+    changes = observe(pool)
     held = pool.reserve(pool.match(hashes[:1]), 0)
     pool.clear_cache()
     pool.check()
     assert (pool.match(hashes), pool.num_used, pool.num_cached) == ([], 1, 0)
-    assert sorted(pool.take_changes()[1]) == sorted(hashes)
+    assert sorted(changes.take()[1]) == sorted(hashes)
     again = pool.allocate(1)
     assert pool.cache_block(again[0], hashes[0]) == again[0], "a new copy takes the place of the old one"
     pool.release(held)
@@ -146,17 +153,17 @@ def test_releasing_twice_is_our_own_error():
 def test_changes_are_names_that_came_and_went_since_they_were_asked_for():
     pool = BlockPool(2, 2)
     cache(pool, chain([1, 2]))
-    assert not pool.has_changes, "nobody wants to know"
-    pool.track(True)
+    changes = observe(pool)
+    assert not changes, "it came before"
     first, second, third = chain([1, 2]) + chain([3, 4]) + chain([5, 6])
     cache(pool, [second])
-    assert pool.has_changes
-    assert pool.take_changes() == ([second], [])
+    assert changes
+    assert changes.take() == ([second], [])
     cache(pool, [third])
     pool.clear_cache()
-    stored, removed = pool.take_changes()
+    stored, removed = changes.take()
     assert (stored, sorted(removed)) == ([], sorted([first, second, third])), "what came and went is gone"
-    assert not pool.has_changes
+    assert not changes
     assert pool.block_hashes() == []
 
 
@@ -164,12 +171,12 @@ def test_blocks_that_are_not_trusted_are_not_matched_and_are_named_once_to_whoev
     pool = BlockPool(4, 2)
     hashes = chain([1, 2], [3, 4], [5, 6])
     shared = cache(pool, hashes)[0]
-    pool.track(True)
+    changes = observe(pool)
     other, blocks = pool.reserve(pool.match(hashes[:1]), 0), pool.reserve(pool.match(hashes[:2]), 1)
     pool.invalidate(blocks)
     pool.check()
     assert pool.match(hashes) == [shared] == other, "of what another holds, that one will find out"
-    assert pool.take_changes() == ([], hashes[1:2])
+    assert changes.take() == ([], hashes[1:2])
     pool.release(blocks)
     assert sorted(pool.take_invalid(pool.allocate(3))) == sorted(blocks[1:])
     assert pool.take_invalid(blocks) == []

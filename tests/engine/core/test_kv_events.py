@@ -187,11 +187,11 @@ def test_without_subscribers_nothing_is_recorded():
     harness, reader = subscribed()
     harness.add("a", list(range(1, 11)), max_tokens=1)
     harness.run()
-    assert harness.pool.has_changes
+    assert harness.pool.observers
     assert harness.send(reader, after_s=SUBSCRIPTION_S + 1) == []
     harness.add("b", list(range(11, 21)), max_tokens=1)
     harness.run()
-    assert not harness.pool.has_changes
+    assert not harness.pool.observers
     assert harness.kv_events.wait_s(harness.now) is None
     harness.kv_events.subscribe(Subscribe("a"), harness.now)
     (update,) = harness.send(reader)

@@ -234,7 +234,7 @@ class StateCacheManager(KVCacheManager):
     def _cache(self, request: Request, position: int, snapshot: int) -> int:
         """Enter a snapshot into the prefix cache, and return the one to use from now on."""
         end = position // self.pool.block_size
-        self.pool.events.describe(request, end - 1, end)
+        self.pool.describe(request, end - 1, end)
         return self.pool.cache_block(snapshot, self._hash(request, position))
 
     def _share(self, snapshot: int) -> int:
