@@ -31,6 +31,7 @@ from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step_cost import StepTimes
 from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.kv_offload.disk import sealed_size
@@ -38,6 +39,7 @@ from engine.kv_offload.group_tiers import GroupTiers, NoTiers
 from engine.kv_offload.rank_tiers import RankTiers
 from engine.kv_offload.tier_index import TierIndex
 from engine.kv_transfer.fingerprint import fingerprint
+from engine.kv_transfer.no_channel import NoChannel
 from engine.lora.group_loader import GroupLoader
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
@@ -100,7 +102,7 @@ def build_engine(
     step_times = StepTimes()
     offloading = make_offloading(loaded, tiers, kv_cache, step_times)
     handoff = loaded.config.handoff
-    channel = None if handoff is None else open_channel(handoff, kv_ranks)
+    channel = NoChannel() if handoff is None else open_channel(handoff, kv_ranks)
     handoffs = make_handoffs(loaded, channel, step_times)
     scheduler = Scheduler(
         loaded.config,
@@ -163,10 +165,10 @@ def start_tiers(loaded: Loaded, opened: ExitStack) -> RankTiers | None:
     return worker.start_tiers(loaded.runner, loaded.folder, opened)
 
 
-def make_broadcaster(group: TPGroup) -> PlanBroadcaster | None:
-    """Return the broadcaster that sends plans to the other ranks, or None if there are none."""
+def make_broadcaster(group: TPGroup) -> PlanBroadcaster | NoBroadcaster:
+    """Return the broadcaster that sends plans to the other ranks."""
     if group.size == 1:
-        return None
+        return NoBroadcaster()
     from engine.distributed.plan_broadcast import PlanBroadcaster
 
     return PlanBroadcaster(group)
@@ -222,9 +224,9 @@ def make_limits(loaded: Loaded) -> ModelLimits:
     )
 
 
-def make_handoffs(loaded: Loaded, channel: HandoffChannel | None, step_times: StepTimes) -> HandoffManager:
+def make_handoffs(loaded: Loaded, channel: HandoffChannel | NoChannel, step_times: StepTimes) -> HandoffManager:
     config, runner = loaded.config, loaded.runner
-    if config.handoff is None or channel is None:
+    if config.handoff is None:
         return HandoffManager()
     policy = None
     if config.handoff.role == "decode":
@@ -236,13 +238,13 @@ def make_handoffs(loaded: Loaded, channel: HandoffChannel | None, step_times: St
 
 def make_fetching(
     loaded: Loaded,
-    channel: HandoffChannel | None,
+    channel: HandoffChannel | NoChannel,
     kv_cache: KVCacheManager,
     handoffs: HandoffManager,
     step_times: StepTimes,
 ) -> KVFetching | NoFetching:
     config = loaded.config.handoff
-    if config is None or channel is None or config.role not in ("decode", "replica"):
+    if config is None or channel.peer is None or config.role not in ("decode", "replica"):
         return NoFetching()
     if not config.enable_prefix_fetching:
         return NoFetching()

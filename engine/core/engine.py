@@ -22,6 +22,7 @@ from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
 from engine.core.step_cost import StepTimes, StepWork
+from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.errors import (
     EngineUnavailable,
@@ -30,6 +31,7 @@ from engine.errors import (
     ServingError,
 )
 from engine.kv_offload.group_tiers import GroupTiers, NoTiers
+from engine.kv_transfer.no_channel import NoChannel
 from engine.lora.group_loader import GroupLoader
 from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner
@@ -44,7 +46,7 @@ from engine.wire.messages import (
     ErrorInfo,
     GenerateRequest,
 )
-from engine.wire.plan import StepPlan, StepResult
+from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
 
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
@@ -54,10 +56,8 @@ if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handof
 logger = logging.getLogger(__name__)
 
 GRAMMAR_POLL_S = 0.005  # while every request waits for a grammar or a mask
-RANK_CHECK_INTERVAL_S = 1.0  # between checks that all ranks live, while a step computes
 FLUSH_S = 5.0  # that `close` waits for the disk
 FLUSH_POLL_S = 0.002
-RANK_POLL_S = 0.01  # between such checks, after a step has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class EngineCore:
         tiers: GroupTiers | NoTiers,
         kv_events: KVEvents | NoKVEvents,
         kv_workers: ExitStack,
-        broadcaster: PlanBroadcaster | None = None,
-        channel: HandoffChannel | None = None,
+        broadcaster: PlanBroadcaster | NoBroadcaster,
+        channel: HandoffChannel | NoChannel,
     ):
         self.config, self.model_config = config, model_config
         self.runner, self.scheduler, self.step_times = runner, scheduler, step_times
@@ -111,7 +111,7 @@ class EngineCore:
         self._in_flight: deque[StepInFlight] = deque()
         # A thread for overlap on devices whose calls block. With other ranks it is needed even without overlap, to
         # notice a rank that hangs while a step waits for it.
-        threaded = broadcaster is not None or (runner.overlap and not runner.device.asynchronous)
+        threaded = group.size > 1 or (runner.overlap and not runner.device.asynchronous)
         self._executor = ThreadPoolExecutor(1, "model", runner.device.set_current) if threaded else None
         if self._executor is not None:
             # An interrupt while the executor starts its thread would make the interpreter wait for that thread for ever
@@ -128,7 +128,6 @@ class EngineCore:
 
     def prefill(self, remote_request: RemoteRequest) -> bool:
         """Compute a prompt for another engine. Returns False if it is refused; the refusal is sent to that engine."""
-        assert self.handoff_channel is not None
         if remote_request.handoff_id in self.scheduler.queue.live:
             return True  # the prefill request came twice
         now = time.monotonic()
@@ -248,8 +247,7 @@ class EngineCore:
         return events
 
     def _plan(self) -> tuple[list[Event], StepPlan | None]:
-        if self._broadcaster:
-            self._broadcaster.check()
+        self._broadcaster.check()
         self.idle = False
         events = self._abort_overdue() + self._take_compiled() + self._take_adapters() + self._take_handoffs()
         self._take_tier_answers()
@@ -260,8 +258,7 @@ class EngineCore:
 
     def _launch(self, plan: StepPlan) -> None:
         submitted_at, work = time.monotonic(), StepWork.of(plan)
-        if self._broadcaster:
-            self._broadcaster.send(plan)
+        self._broadcaster.send(plan)
         inputs, launch = self.runner.prepare(plan), self.runner.launch
         launched = self._executor.submit(launch, inputs) if self._executor else launch(inputs)
         self._in_flight.append(StepInFlight(launched, submitted_at, work))
@@ -269,37 +266,14 @@ class EngineCore:
     def _finish_step(self) -> list[Event]:
         """Wait for the oldest step in flight, and record its result."""
         step = self._in_flight.popleft()
-        result = self._collect(step.launched)
+        launched = step.launched
+        result = self.runner.collect(self._broadcaster.result(launched) if isinstance(launched, Future) else launched)
         began_at, self.last_step_at = max(step.submitted_at, self.last_step_at), time.monotonic()
         self.step_times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
         events = self.scheduler.commit(result, self.last_step_at)
         self._submit_handoffs()
-        if self._broadcaster:
-            self._broadcaster.committed(result)
+        self._broadcaster.committed(result)
         return events
-
-    def _collect(self, step: Future[LaunchedStep] | LaunchedStep) -> StepResult:
-        """Wait for a step and return its result. Raises EngineUnavailable if a rank dies or hangs meanwhile."""
-        if not isinstance(step, Future):
-            return self.runner.collect(step)
-        while self._broadcaster and not wait([step], RANK_CHECK_INTERVAL_S).done:
-            self._broadcaster.check()
-        try:
-            launched = step.result()
-        except EngineUnavailable:
-            self._name_lost_rank()
-            raise
-        while self._broadcaster and not launched.event.reached(RANK_CHECK_INTERVAL_S):
-            self._broadcaster.check()
-        return self.runner.collect(launched)
-
-    def _name_lost_rank(self) -> None:
-        """Raise EngineUnavailable naming the lost rank, if it becomes known within RANK_CHECK_INTERVAL_S. The failure
-        of a collective may be noticed earlier, but it says only that a connection has ended."""
-        deadline = time.monotonic() + RANK_CHECK_INTERVAL_S
-        while self._broadcaster and time.monotonic() < deadline:
-            self._broadcaster.check()
-            time.sleep(RANK_POLL_S)
 
     def _wait_for_grammars(self) -> None:
         """Wait briefly if a request needs a grammar, a mask, an adapter or pinned blocks; otherwise become idle. Called
@@ -319,10 +293,7 @@ class EngineCore:
     # -- handoffs ------------------------------------------------------------------------------------------
 
     def _take_handoffs(self) -> list[Event]:
-        if self.image_handoffs is not None:
-            self.image_handoffs.take_events()
-        if self.handoff_channel is None:
-            return []
+        self.image_handoffs.take_events()
         now = time.monotonic()
         self.scheduler.fetching.give_up_late(now)
         return [event for handoff in self.handoff_channel.events() for event in self.scheduler.handle(handoff, now)]
@@ -331,12 +302,10 @@ class EngineCore:
         """Pass the scheduler's actions to the handoffs' channels and the tiers, and queue its notices for the control
         actor."""
         self._tiers.submit(self.scheduler.offloading.take_commands(time.monotonic()))
-        if self.handoff_channel is not None:
-            self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
-        if self.image_handoffs is not None:
-            self._submit(self.image_handoffs.channel, self.image_handoffs.actions)
+        self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
+        self._submit(self.image_handoffs.channel, self.image_handoffs.actions)
 
-    def _submit(self, channel: HandoffChannel, actions: list[HandoffOutput]) -> None:
+    def _submit(self, channel: HandoffChannel | NoChannel, actions: list[HandoffOutput]) -> None:
         submitted = []
         for action in actions:
             if isinstance(action, DispatchRemote | CancelDispatch):
@@ -445,11 +414,8 @@ class EngineCore:
         self._adapter_loader.close()
         if self._executor:
             self._executor.shutdown(wait=True, cancel_futures=True)
-        if self.handoff_channel is not None:  # before the other ranks end: they may be reading
-            self.handoff_channel.close()
-        if self.image_handoffs is not None:
-            self.image_handoffs.channel.close()
+        self.handoff_channel.close()  # before the other ranks end: they may be reading
+        self.image_handoffs.channel.close()
         self._kv_workers.close()
-        if self._broadcaster:
-            self._broadcaster.close()
+        self._broadcaster.close()
         self._group.close()

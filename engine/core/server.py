@@ -179,7 +179,7 @@ class EngineServer:
             self._reply(event.request.reply_to, event.delta)
 
     def _move(self, count: int) -> None:
-        if self._core.handoff_channel is None:
+        if self._core.handoff_channel.peer is None:
             self._inbox.refuse("unexpected", "MoveRequests: this engine does not hand over KV")
             return
         for event in self._core.move(count):
@@ -205,15 +205,14 @@ class EngineServer:
 
     def _hand_over(self, command: Prefill | CancelPrefill | RemoteRequestFailed | PrefillReplicas) -> None:
         channel, images = self._core.handoff_channel, self._core.image_handoffs
-        if images is not None:
-            match command:
-                case PrefillReplicas(replicas, "encode"):
-                    images.replicas = replicas
-                    return
-                case RemoteRequestFailed(handoff_id) if images.owns(handoff_id):
-                    images.channel.submit(command)
-                    return
-        if channel is None:
+        match command:
+            case PrefillReplicas(replicas, "encode") if images.channel.peer is not None:
+                images.replicas = replicas
+                return
+            case RemoteRequestFailed(handoff_id) if images.owns(handoff_id):
+                images.channel.submit(command)
+                return
+        if channel.peer is None:
             self._inbox.refuse("unexpected", f"{type(command).__name__}: this engine does not hand over KV")
             return
         match command:
@@ -257,18 +256,19 @@ class EngineServer:
 
     def _send_status(self, now: float) -> None:
         channel, images = self._core.handoff_channel, self._core.image_handoffs
-        channels = [*([channel] if channel else []), *([images.channel] if images else [])]
         status = EngineStatus(
             engine_id=self.engine_id,
             ended=self._ended,
             stats=self._core.stats(),
             last_step_age_s=self._core.last_step_age_s,
-            handoffs=channel.stats() if channel else None,
-            image_handoffs=images.channel.stats() if images else None,
-            live_handoffs=[handoff for channel in channels for handoff in channel.snapshot()][:MAX_LIVE_HANDOFFS],
+            handoffs=channel.stats(),
+            image_handoffs=images.channel.stats(),
+            live_handoffs=[handoff for each in (channel, images.channel) for handoff in each.snapshot()][
+                :MAX_LIVE_HANDOFFS
+            ],
             fingerprint=self._core.scheduler.handoffs.fingerprint,
-            encode_fingerprint=images.fingerprint if images else "",
-            refused=add_up(REFUSALS.counts(), *(channel.refused_by_ranks() for channel in channels)),
+            encode_fingerprint=images.fingerprint,
+            refused=add_up(REFUSALS.counts(), channel.refused_by_ranks(), images.channel.refused_by_ranks()),
         )
         self._push(self._status_to, self._encode(status))
         self._ended = []

@@ -13,7 +13,8 @@ import sys
 import time
 import uuid
 import zlib
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from typing import Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -28,6 +29,8 @@ from engine.wire.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
+CHECK_INTERVAL_S = 1.0  # between checks that all ranks live, while a step computes
+POLL_S = 0.01  # between such checks, after a step has failed
 JOIN_TIMEOUT_S = 30.0  # for ranks to join after all have loaded the model
 HEARTBEAT_MS = 1000
 SILENCE_MS = 10_000  # without an answer to heartbeats after which a peer counts as gone
@@ -39,6 +42,20 @@ NAME = "plans"  # name of the socket in metrics
 
 RankAnswer = AdapterAnswer | TierAnswer
 A = TypeVar("A", AdapterAnswer, TierAnswer)
+
+
+class Launched(Protocol):
+    """A step in the device's queue."""
+
+    @property
+    def event(self) -> Event: ...
+
+
+class Event(Protocol):
+    def reached(self, timeout_s: float) -> bool: ...
+
+
+L = TypeVar("L", bound=Launched)
 
 
 class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -109,6 +126,28 @@ class PlanBroadcaster:
             reason = f"rank {self._gone} is gone"
             self._group.abort(reason)  # a step may be waiting for it
             raise EngineUnavailable(reason)
+
+    def result(self, step: Future[L]) -> L:
+        """Wait until a step has been launched and computed. Raises EngineUnavailable if a rank dies or hangs
+        meanwhile."""
+        while not wait([step], CHECK_INTERVAL_S).done:
+            self.check()
+        try:
+            launched = step.result()
+        except EngineUnavailable:
+            self._name_lost_rank()
+            raise
+        while not launched.event.reached(CHECK_INTERVAL_S):
+            self.check()
+        return launched
+
+    def _name_lost_rank(self) -> None:
+        """Raise EngineUnavailable naming the lost rank, if it becomes known within CHECK_INTERVAL_S. The failure of a
+        collective may be noticed earlier, but it says only that a connection has ended."""
+        deadline = time.monotonic() + CHECK_INTERVAL_S
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(POLL_S)
 
     def close(self) -> None:
         """End the other ranks and close the socket."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.kv_offload.tier_worker import TierWorker
 from engine.wire.kv_offload import TierAnswer, TierCommand
 
@@ -26,7 +27,9 @@ class GroupTiers:
     """Sends commands to the tiers of all ranks; each rank has a part of every block. A command ends once all ranks have
     answered. A block that failed on any rank counts as failed."""
 
-    def __init__(self, worker: TierWorker, ranks: int, broadcaster: PlanBroadcaster | None, wake: Callable[[], None]):
+    def __init__(
+        self, worker: TierWorker, ranks: int, broadcaster: PlanBroadcaster | NoBroadcaster, wake: Callable[[], None]
+    ):
         """worker: tiers of this rank. wake: function called from a thread when this rank has answered."""
         worker.wake = wake
         self._worker, self._ranks, self._broadcaster = worker, ranks, broadcaster
@@ -34,15 +37,13 @@ class GroupTiers:
 
     def submit(self, commands: list[TierCommand]) -> None:
         for command in commands:
-            if self._broadcaster is not None:
-                self._broadcaster.command(command)
+            self._broadcaster.command(command)
             self._worker.submit(command)
 
     def answers(self) -> list[TierAnswer]:
         """Return one combined answer for each command that all ranks have answered since the last call."""
-        others = [] if self._broadcaster is None else self._broadcaster.take_answers(TierAnswer)
         done = []
-        for answer in [*self._worker.answers(), *others]:
+        for answer in [*self._worker.answers(), *self._broadcaster.take_answers(TierAnswer)]:
             key = answer.number, answer.copied
             found = self._answers.setdefault(key, [])
             found.append(answer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.errors import RequestError
 from engine.lora.adapter_loader import AdapterLoader
 from engine.wire.lora import AdapterAnswer, AdapterLoad, LoRARequest
@@ -18,7 +19,7 @@ class GroupLoader:
     """Loads adapters on all ranks. An adapter is available once every rank has it. If any rank cannot load it, it
     counts as missing on all; the requests for that adapter end, and no others do."""
 
-    def __init__(self, loader: AdapterLoader | None, ranks: int, broadcaster: PlanBroadcaster | None):
+    def __init__(self, loader: AdapterLoader | None, ranks: int, broadcaster: PlanBroadcaster | NoBroadcaster):
         """loader: loader of this rank; None in an engine without adapters."""
         self._loader, self._ranks, self._broadcaster = loader, ranks, broadcaster
         self._answers: dict[int, list[AdapterAnswer]] = {}  # by the command's number
@@ -30,8 +31,7 @@ class GroupLoader:
     def load(self, command: AdapterLoad) -> None:
         assert self._loader is not None
         self._answers[command.number] = []
-        if self._broadcaster is not None:
-            self._broadcaster.command(command)
+        self._broadcaster.command(command)
         self._loader.load(command)
 
     def finished(self) -> list[tuple[int, RequestError | None]]:
@@ -39,8 +39,7 @@ class GroupLoader:
         failed, the error is that of one of them."""
         if not self._answers or self._loader is None:
             return []
-        others = [] if self._broadcaster is None else self._broadcaster.take_answers(AdapterAnswer)
-        for answer in [*self._loader.answers(), *others]:
+        for answer in [*self._loader.answers(), *self._broadcaster.take_answers(AdapterAnswer)]:
             self._answers[answer.number].append(answer)
         done = [number for number, answers in self._answers.items() if len(answers) == self._ranks]
         return [(number, error_of(self._answers.pop(number))) for number in done]

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from engine.core.features.image_handoffs import ImageHandoffs, Note
+from engine.core.features.image_handoffs import ImageHandoffs, NoImageHandoffs, Note
 from engine.core.features.token_limit import TokenLimit
 from engine.core.request import Request
 from engine.errors import InvalidParameter
@@ -31,8 +31,10 @@ class TextOnly:
     """Stand-in for EncoderCacheManager in an engine whose model takes no images."""
 
     token_limits: tuple[TokenLimit, ...] = ()
-    handoffs: ImageHandoffs | None = None
     num_encoded = num_hits = 0
+
+    def __init__(self) -> None:
+        self.handoffs = NoImageHandoffs()
 
     def check_images(self, images: Sequence[MultiModalFeatureSpec], prompt: list[int]) -> None:
         if images:
@@ -76,7 +78,7 @@ class EncoderCacheManager:
         self._forgotten: list[bytes] = []
         self._pixels = WeakValueDictionary[bytes, TensorData]()  #: of live requests, by hash
         self._received: list[ReceivedImage] = []
-        self.handoffs: ImageHandoffs | None = None
+        self.handoffs: ImageHandoffs | NoImageHandoffs = NoImageHandoffs()
         """Handoffs of images from encode engines; None without such engines."""
         self.num_embeds = 0  #: embeddings in the cache
         self.num_encoded = 0  #: images, since the start
@@ -131,7 +133,7 @@ class EncoderCacheManager:
             self.num_hits += 1
             self._in_step.add(key)
             return True
-        if self.handoffs is not None and self.handoffs.awaits(image, note):
+        if self.handoffs.awaits(image, note):
             return False
         if self._encoded and sum(other.num_embeds for other in self._encoded) + size > self._budget:
             return False
@@ -144,7 +146,7 @@ class EncoderCacheManager:
         self._cached[key] = size
         self._in_step.add(key)
         self.num_embeds += size
-        received = None if self.handoffs is None else self.handoffs.take(image, note)
+        received = self.handoffs.take(image, note)
         if received is not None:
             self._received.append(received)
             return True
@@ -154,10 +156,9 @@ class EncoderCacheManager:
 
     def ask_ahead(self, images: Iterable[MultiModalFeatureSpec], note: Note) -> None:
         """Ask encode engines for images that a request needs in later steps, so that they work in parallel."""
-        if self.handoffs is not None:
-            for image in images:
-                if image.mm_hash not in self._cached:
-                    self.handoffs.awaits(image, note, ahead=True)
+        for image in images:
+            if image.mm_hash not in self._cached:
+                self.handoffs.awaits(image, note, ahead=True)
 
     def share_pixels(self, images: list[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
         """Return the images, sharing pixels that another live request already brought, so that they are kept once."""
@@ -178,8 +179,7 @@ class EncoderCacheManager:
             for image in request.images
             if request.computed < image.mm_position.end and image.mm_hash not in self._cached
         }
-        elsewhere = [] if self.handoffs is None else filter(self.handoffs.has, missing)
-        return sum(missing.values()) - sum(missing[mm_hash] for mm_hash in elsewhere)
+        return sum(count for mm_hash, count in missing.items() if not self.handoffs.has(mm_hash))
 
     def take_changes(self) -> ImageChanges:
         """Return the image changes of the step being planned, and begin the next step."""
@@ -190,8 +190,7 @@ class EncoderCacheManager:
 
     def release(self, received: list[ReceivedImage]) -> None:
         """Free the blocks of images from encode engines once a step has copied them."""
-        if received and self.handoffs is not None:
-            self.handoffs.release(received)
+        self.handoffs.release(received)
 
     def check_images(self, images: Sequence[MultiModalFeatureSpec], prompt: list[int]) -> None:
         """Raise InvalidParameter if an image could never be encoded, or does not fit its placeholders in `prompt`."""

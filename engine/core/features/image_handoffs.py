@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.core.features.handoffs import HandoffOutput
+from engine.kv_transfer.no_channel import NoChannel
 from engine.wire.handoff import Failed, OpenHandoff, Received
 from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
@@ -24,6 +25,35 @@ AHEAD = 2  # images requested ahead per encode engine: it always has a next one,
 MAX_FAILED = 1000  # failed images remembered, to be encoded here; their requests may have ended
 
 Note = Callable[[str], None]  # adds an event to the timeline of a request
+
+
+class NoImageHandoffs:
+    """Stand-in for ImageHandoffs in an engine without encode engines."""
+
+    fingerprint = ""
+
+    def __init__(self) -> None:
+        self.channel = NoChannel()
+        self.replicas: list[PrefillReplica] = []
+        self.actions: list[HandoffOutput] = []
+
+    def awaits(self, image: MultiModalFeatureSpec, note: Note, *, ahead: bool = False) -> bool:
+        return False
+
+    def has(self, mm_hash: bytes) -> bool:
+        return False
+
+    def take(self, image: MultiModalFeatureSpec, note: Note) -> ReceivedImage | None:
+        return None
+
+    def release(self, received: list[ReceivedImage]) -> None:
+        pass
+
+    def take_events(self) -> None:
+        pass
+
+    def owns(self, handoff_id: str) -> bool:
+        return False
 
 
 class ImageHandoffs:
