@@ -131,6 +131,23 @@ class SlotImages:
         return EmbeddingRows(staged.add(np.concatenate(rows)), parts, image_ends), rotary
 
 
+class NoEncoderCache:
+    """Stand-in for EncoderCache in an engine whose model takes no images."""
+
+    embedding_bytes = 0
+
+    def update(self, plan: StepPlan, inbox: Tensor | None, blocks: list[Tensor]) -> None:
+        pass
+
+    def embed(
+        self, ids: Tensor, batch: Batch, needed: EmbeddingRows | None, rotary: Tensor | None
+    ) -> tuple[Tensor | None, Batch]:
+        return None, batch
+
+    def encode_example(self, num_embeds: int) -> None:
+        pass
+
+
 class EncoderCache:
     """Embeddings of images on the device, by hash. Rank 0's EncoderCacheManager decides which are kept."""
 
@@ -138,6 +155,7 @@ class EncoderCache:
         """together: whether one call encodes all images of a step that fit together. The results then differ in the
         last bits, as they do on a GPU anyway."""
         assert model.vision is not None and cfg.vision is not None
+        self._model = model
         self._vision, self._hidden_size, self._dtype, self._cfg = model.vision, cfg.hidden_size, dtype, cfg.vision
         self._width = cfg.hidden_size * (1 + cfg.vision.deepstack)
         self.embedding_bytes = self._width * dtype.itemsize
@@ -171,14 +189,15 @@ class EncoderCache:
                 calls.append([image])
         return calls
 
-    def merge(
-        self, x: Tensor, batch: Batch, needed: EmbeddingRows | None, rotary: Tensor | None
-    ) -> tuple[Tensor, Batch]:
-        """Return a step's token embeddings, with image embeddings in their rows, and its batch with rotary positions
-        for images.
+    def embed(
+        self, ids: Tensor, batch: Batch, needed: EmbeddingRows | None, rotary: Tensor | None
+    ) -> tuple[Tensor | None, Batch]:
+        """Return the embeddings [tokens, hidden] of a step's tokens, with those of images in their rows, and the step's
+        batch with rotary positions for images. None instead of embeddings if the model may embed the tokens itself.
 
-        x: [tokens, hidden], the embedded tokens. rotary: see StepInputs.rotary_positions.
+        ids: [tokens] int64. rotary: see StepInputs.rotary_positions.
         """
+        x = self._model.embed(ids)
         if rotary is not None and rotary.dim() == 1:
             batch = replace(batch, positions=rotary)
         elif rotary is not None:

@@ -13,7 +13,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
 from engine.runner import kv_cache
-from engine.runner.images import EncoderCache
+from engine.runner.images import EncoderCache, NoEncoderCache
 from engine.runner.rank_setup import RankSetup
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ LEAST = 2  # fewest snapshots; a handoff needs one
 def plan_blocks(
     setup: RankSetup,
     run_dummy_step: Callable[[int, int], None],
-    encoder_cache: EncoderCache | None,
+    encoder_cache: EncoderCache | NoEncoderCache,
     drafter_block_bytes: int,
 ) -> tuple[list[int], int, int]:
     """Return (blocks of each KV cache group, longest sequence in tokens, snapshots of recurrent states).
@@ -62,7 +62,7 @@ def plan_blocks(
 
 
 def free_gpu_bytes(
-    setup: RankSetup, run_dummy_step: Callable[[int, int], None], encoder_cache: EncoderCache | None
+    setup: RankSetup, run_dummy_step: Callable[[int, int], None], encoder_cache: EncoderCache | NoEncoderCache
 ) -> int:
     """Return the bytes that `gpu_memory_utilization` leaves for the KV cache and snapshots. Encodes the largest image
     and runs the largest step, to measure their activations; subtracts these, weights, graphs, token history and block
@@ -70,8 +70,7 @@ def free_gpu_bytes(
     config = setup.config
 
     def run_largest() -> None:
-        if encoder_cache is not None:
-            encoder_cache.encode_example(config.encoder_cache_size)
+        encoder_cache.encode_example(config.encoder_cache_size)
         run_dummy_step(config.max_num_batched_tokens, config.max_num_seqs)
 
     run_largest()  # compiles kernels and loads libraries, whose memory stays in use
@@ -90,8 +89,7 @@ def free_gpu_bytes(
     tables = len(setup.model.kv_groups) * -(-longest // setup.block_size)
     sequences = 4 * config.max_num_seqs * (longest + tables)  # token history and block tables, int32
     threads = CUBLAS_BYTES * (setup.tp.size > 1)  # with other ranks, EngineCore launches steps in another thread
-    if encoder_cache is not None:
-        activations += config.encoder_cache_size * encoder_cache.embedding_bytes
+    activations += config.encoder_cache_size * encoder_cache.embedding_bytes
     logger.info(
         "profiled the largest step: %.2f GiB above %.2f GiB in use; %.2f GiB are kept for graphs, %.2f for tokens "
         "and block tables",

@@ -28,7 +28,7 @@ from engine.model.state import StateCache
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.graphs import can_capture, graph_shapes, record_cpu_steps
-from engine.runner.images import EncoderCache
+from engine.runner.images import EncoderCache, NoEncoderCache
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
 from engine.runner.load import allocate_inbox, compile_model, load_adapters, load_drafter, load_model
 from engine.runner.memory import plan_blocks
@@ -83,7 +83,7 @@ class ModelRunner:
         self.model = load_model(setup)
         self.adapter_loader = load_adapters(setup, self.model)
         self._adapter_rows = self.adapter_loader.rows if self.adapter_loader else AdapterRows(0, device)
-        self._encoder_cache: EncoderCache | None = None
+        self._encoder_cache: EncoderCache | NoEncoderCache = NoEncoderCache()
         if model_config.vision is not None:
             self._encoder_cache = EncoderCache(self.model, model_config, self.dtype, together=self.device.asynchronous)
         self.image_inbox = allocate_inbox(setup)
@@ -213,8 +213,7 @@ class ModelRunner:
                 self.kv_caches[change.group][block, :, :, :, start:] = 0
         self.states.restore(inputs.plan.restored)
         self._adapter_rows.begin(inputs.adapter_rows)
-        if self._encoder_cache is not None:
-            self._encoder_cache.update(inputs.plan, self.image_inbox, inputs.received_blocks)
+        self._encoder_cache.update(inputs.plan, self.image_inbox, inputs.received_blocks)
         out, size = self._forward(inputs, history), self.model_config.hidden_size
         hidden = out if self.drafter is None else out[:, :size]
         tokens, logprobs = self._sample(hidden, inputs)
@@ -249,11 +248,8 @@ class ModelRunner:
             assert self.graphs is not None
             return self.graphs.run(*inputs.graph)
         assert inputs.batch is not None
-        ids, batch = history[inputs.token_index].long(), inputs.batch
-        x = None
-        if self._encoder_cache is not None:
-            embedded = self.model.embed(ids)
-            x, batch = self._encoder_cache.merge(embedded, batch, inputs.image_rows, inputs.rotary_positions)
+        ids = history[inputs.token_index].long()
+        x, batch = self._encoder_cache.embed(ids, inputs.batch, inputs.image_rows, inputs.rotary_positions)
         as_text = batch.rope_table is None and batch.deepstack is None and batch.image_ends is None
         if self._step_graph is not None and as_text:
             return self._step_graph.run(self.model.embed(ids) if x is None else x, batch)
