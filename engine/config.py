@@ -321,10 +321,19 @@ class EngineConfig:
     kv_offloading_dir: str = option(
         "~/.cache/manta/kv", "Folder of the blocks on disk. Engines of one machine may share it."
     )
+    kv_offloading_store: str | None = option(
+        None,
+        "Folder or object store for KV blocks that all engines with this model and key share, as a path or as a URL of "
+        "fsspec such as s3://bucket/kv. The blocks are encrypted.",
+    )
+    kv_offloading_store_size: float | None = option(
+        None, "GiB in the store, over all ranks, for the blocks of this model and setup."
+    )
     kv_offloading_key_file: str | None = option(
         None,
-        "File of at least 32 random bytes with which blocks on disk are encrypted. Blocks survive a restart only "
-        "if their key does: the default key is lost with the cluster, or with an engine that has no cluster.",
+        "File of at least 32 random bytes with which blocks on disk and in the store are encrypted. Blocks survive a "
+        "restart only if their key does: the default key is lost with the cluster, or with an engine that has no "
+        "cluster.",
     )
     kv_offloading_ttl_s: float | None = option(
         None, "Seconds after which a block is deleted from the tiers, even if it is used. Default: never."
@@ -357,7 +366,8 @@ class EngineConfig:
     @property
     def offloads_kv(self) -> bool:
         """Whether there are tiers below the KV cache."""
-        return self.kv_offloading_size is not None or self.kv_offloading_disk_size is not None
+        sizes = self.kv_offloading_size, self.kv_offloading_disk_size, self.kv_offloading_store_size
+        return any(size is not None for size in sizes)
 
     @property
     def known_block_size(self) -> int:
@@ -421,13 +431,19 @@ class EngineConfig:
             raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, limit)
 
     def _check_offloading(self) -> None:
-        for key in ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_ttl_s", "kv_offloading_timeout_s"):
+        for key in ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_store_size", "kv_offloading_ttl_s",
+                    "kv_offloading_timeout_s"):  # fmt: skip
             value = getattr(self, key)
             if value is not None and not value > 0:
                 raise ConfigError(key, value, "above 0, or left out")
         if self.offloads_kv and not self.enable_prefix_caching:
-            limit = "true with kv_offloading_size or kv_offloading_disk_size, because the prefix cache finds the blocks"
+            limit = "true with tiers (kv_offloading_*), because the prefix cache finds the blocks"
             raise ConfigError("enable_prefix_caching", False, limit)
-        if self.kv_offloading_disk_size is None and self.kv_offloading_key_file is not None:
-            limit = "left out without kv_offloading_disk_size, because only blocks on disk are encrypted"
+        if (self.kv_offloading_store is None) != (self.kv_offloading_store_size is None):
+            given, missing = "kv_offloading_store", "kv_offloading_store_size"
+            if self.kv_offloading_store is None:
+                given, missing = missing, given
+            raise ConfigError(missing, None, f"set, because {given} is")
+        if self.kv_offloading_key_file is not None and not (self.kv_offloading_disk_size or self.kv_offloading_store):
+            limit = "left out without a disk or store, because only blocks there are encrypted"
             raise ConfigError("kv_offloading_key_file", self.kv_offloading_key_file, limit)

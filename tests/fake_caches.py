@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_fetching import KVFetching
+from engine.core.features.kv_offloading import KVOffloading
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.step_cost import StepTimes
 from engine.wire.block_hash import BLOCK_HASH_BYTES, block_hashes
@@ -23,6 +24,7 @@ from engine.wire.handoff import (
 from engine.wire.remote_request import KVHolder, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.fake_runner import Harness
+from tests.fake_tiers import TierHarness
 
 HERE, THERE = Peer("here", "", 1), Peer("there", "", 2)
 TIMEOUT_S = 2.0
@@ -47,11 +49,14 @@ class CacheHarness(Harness):
         self.refused: dict[str, str] = {}
         self.known: dict[bytes, list[int]] = {}  # tokens up to the end of a block, by its name
 
-    def make_fetching(self, kv_cache: KVCacheManager, handoffs: HandoffManager | None) -> KVFetching:
+    def make_fetching(
+        self, kv_cache: KVCacheManager, handoffs: HandoffManager | None, offloading: KVOffloading | None
+    ) -> KVFetching:
         assert handoffs is not None
         return KVFetching(
             kv_cache,
             handoffs,
+            offloading,
             peer=HERE,
             times=StepTimes(),
             timeout_s=TIMEOUT_S,
@@ -118,7 +123,7 @@ class CacheHarness(Harness):
         wanted = [[each for each in group if each not in hashes[:skip]] for group in needed]
         asked = RemoteRequest(
             handoff_id=name, request_id="theirs", attempt=1, token_ids=[], num_prompt=0, params=SamplingParams(),
-            seed=0, cache_salt="", skip=skip * size, fingerprint=fingerprint, decode=THERE,
+            seed=0, cache_salt="", skip=skip * size, fingerprint=fingerprint, decode=THERE, timeout_s=TIMEOUT_S,
         )  # fmt: skip
         self.asked[name] = [each for group in wanted for each in group]
         self.handle(BlocksAsked(asked, len(hashes) * size, [b"".join(group) for group in wanted]))
@@ -187,3 +192,21 @@ class CacheHarness(Harness):
     def drain(self) -> None:
         while self.open or self.held:
             self.settle()
+
+
+class TieredCacheHarness(CacheHarness, TierHarness):
+    """The same with tiers below the cache, from which others fetch too."""
+
+    def settle(self) -> None:
+        if self.open or self.held:
+            CacheHarness.settle(self)
+        else:
+            TierHarness.settle(self)
+
+    def drain(self) -> None:
+        while self.open or self.held or self.moving or self.answers:
+            if self.open or self.held:
+                CacheHarness.settle(self)
+            TierHarness.drain(self)
+            self.fetching.give_up_late(self.now)
+            self.forward()

@@ -309,7 +309,7 @@ class Harness:
             speculation=speculator,
             token_limits=token_limits,
             adapters=adapters,
-            fetching=self.make_fetching(kv_cache, handoffs),
+            fetching=self.make_fetching(kv_cache, handoffs, offloading),
             offloading=offloading,
             holds=Holds(
                 kv_cache,
@@ -441,7 +441,9 @@ class Harness:
         """The tiers below the cache."""
         return None
 
-    def make_fetching(self, kv_cache: KVCacheManager, handoffs: HandoffManager | None) -> KVFetching | None:
+    def make_fetching(
+        self, kv_cache: KVCacheManager, handoffs: HandoffManager | None, offloading: KVOffloading | None
+    ) -> KVFetching | None:
         """What fetches KV from the caches of other engines."""
         return None
 

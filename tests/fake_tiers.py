@@ -12,7 +12,16 @@ from engine.core.features.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.step_cost import StepTimes
 from engine.kv_offload.tier_index import TierIndex
-from engine.wire.kv_offload import DropBlocks, LoadBlocks, StopLoad, StoreBlocks, TierAnswer, TierBlock
+from engine.wire.kv_offload import (
+    DropBlocks,
+    FoundBlock,
+    LoadBlocks,
+    StopLoad,
+    StoreBlocks,
+    StoreListing,
+    TierAnswer,
+    TierBlock,
+)
 from tests.fake_runner import Harness
 
 TIMEOUT_S = 2.0
@@ -38,12 +47,23 @@ class Moving:
 class TierHarness(Harness):
     """A scheduler with tiers below its cache."""
 
-    def __init__(self, *, host_slots: int = 0, disk_blocks: int = 0, min_tokens: int = 1, **options):
-        """host_slots: of each KV cache group. disk_blocks: of all together."""
+    def __init__(
+        self, *, host_slots: int = 0, disk_blocks: int = 0, store_blocks: int = 0, min_tokens: int = 1, **options
+    ):
+        """host_slots: of each KV cache group. disk_blocks, store_blocks: of all together."""
         self._host_slots, self._disk_blocks, self._min_tokens = host_slots, disk_blocks, min_tokens
+        self._store_blocks = store_blocks
+        self.store: dict[bytes, object] = {}
+        """What all engines share."""
+        self.written: dict[bytes, object] = {}
+        """All that was ever in the store."""
+        self.listed: set[bytes] = set()
+        """What was there at the last listing, or was written since."""
         self.host: dict[tuple[int, int], object] = {}  # by group and slot
         self.disk: dict[bytes, object] = {}
         self.moving: dict[int, Moving] = {}
+        self.is_unreachable = False
+        """Whether the next load fails since the store cannot be reached."""
         self.answers: list[TierAnswer] = []
         super().__init__(**options)
         self.announced: set[bytes] = set()
@@ -59,6 +79,8 @@ class TierHarness(Harness):
             tiers.append(Tier("host", slots, [1] * groups, [1] * groups))
         if self._disk_blocks:
             tiers.append(Tier("disk", [TierIndex(self._disk_blocks)], [1] * groups, [1]))
+        if self._store_blocks:
+            tiers.append(Tier("store", [TierIndex(self._store_blocks)], [1] * groups, [1]))
         return KVOffloading(
             kv_cache,
             tiers,
@@ -89,9 +111,9 @@ class TierHarness(Harness):
                 case StopLoad(number):
                     if number in self.moving:
                         self._end(number, set(range(len(self.moving[number].command.blocks))))
-                case DropBlocks(names):
+                case DropBlocks(names, in_store):
                     for name in names:
-                        self.disk.pop(name, None)
+                        (self.store if in_store else self.disk).pop(name, None)
                 case _:
                     self.moving[command.number] = Moving(command)
         stored, removed = self.changes.take()
@@ -129,7 +151,18 @@ class TierHarness(Harness):
                     self.host[block.group, block.slot] = moving.copies[i]
                 if i not in failed and block.on_disk:
                     self.disk[block.name] = moving.copies[i]
+                if i not in failed and block.in_store:
+                    self.store[block.name] = self.written[block.name] = moving.copies[i]
+                    self.listed.add(block.name)
             self._end(number, failed)
+
+    def list(self) -> None:
+        """Tell the engine what other engines have written and deleted."""
+        added = [FoundBlock(name, 1, 0.0) for name in self.store if name not in self.listed]
+        removed = [name for name in self.listed if name not in self.store]
+        self.listed = set(self.store)
+        self.offloading.answered(StoreListing(added, removed), self.now)
+        self.scheduler.check()
 
     def write(self, number: int, index: int, fails: bool = False) -> bool:
         """Write one block of a load, unless it fails. Returns whether it is written."""
@@ -137,7 +170,8 @@ class TierHarness(Harness):
         if index in moving.done:
             return True
         block = moving.command.blocks[index]
-        found = self.disk.get(block.name) if block.slot < 0 else self.host[block.group, block.slot]
+        folder = self.store if block.in_store else self.disk
+        found = folder.get(block.name) if block.slot < 0 else self.host[block.group, block.slot]
         if fails or found is None:
             return False
         moving.done.add(index)
@@ -156,4 +190,5 @@ class TierHarness(Harness):
 
     def _end(self, number: int, failed: set[int]) -> None:
         moving = self.moving.pop(number)
-        self.answers.append(TierAnswer(number, failed=sorted(failed - moving.done)))
+        is_unreachable, self.is_unreachable = self.is_unreachable, False
+        self.answers.append(TierAnswer(number, failed=sorted(failed - moving.done), is_unreachable=is_unreachable))

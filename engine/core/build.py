@@ -37,6 +37,7 @@ from engine.errors import ConfigError
 from engine.kv_offload.disk import sealed_size
 from engine.kv_offload.group_tiers import GroupTiers, NoTiers
 from engine.kv_offload.rank_tiers import RankTiers
+from engine.kv_offload.sealing import OVERHEAD
 from engine.kv_offload.tier_index import TierIndex
 from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.no_channel import NoChannel
@@ -113,7 +114,7 @@ def build_engine(
         images=make_images(loaded, open_channel, image_ranks),
         adapters=AdapterSlots(config.max_loras) if loaded.config.enable_lora else None,
         offloading=offloading,
-        fetching=make_fetching(loaded, channel, kv_cache, handoffs, step_times),
+        fetching=make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
         holds=make_holds(loaded, kv_cache, offloading),
         token_limits=token_limits,
     )
@@ -241,6 +242,7 @@ def make_fetching(
     channel: HandoffChannel | NoChannel,
     kv_cache: KVCacheManager,
     handoffs: HandoffManager,
+    offloading: KVOffloading | NoOffloading,
     step_times: StepTimes,
 ) -> KVFetching | NoFetching:
     config = loaded.config.handoff
@@ -251,6 +253,7 @@ def make_fetching(
     return KVFetching(
         kv_cache,
         handoffs,
+        offloading,
         peer=channel.peer,
         times=step_times,
         timeout_s=config.fetch_timeout_s,
@@ -271,6 +274,9 @@ def make_offloading(
     if tiers.disk_bytes:
         files = TierIndex(tiers.disk_bytes, config.kv_offloading_ttl_s)
         found.append(Tier("disk", [files], list(map(sealed_size, tiers.block_bytes)), [ranks]))
+    if tiers.store_bytes:
+        objects = TierIndex(tiers.store_bytes, config.kv_offloading_ttl_s)
+        found.append(Tier("store", [objects], [size + OVERHEAD for size in tiers.block_bytes], [ranks]))
     offloading = KVOffloading(
         kv_cache,
         found,

@@ -249,8 +249,8 @@ class EngineCore:
     def _plan(self) -> tuple[list[Event], StepPlan | None]:
         self._broadcaster.check()
         self.idle = False
-        events = self._abort_overdue() + self._take_compiled() + self._take_adapters() + self._take_handoffs()
         self._take_tier_answers()
+        events = self._abort_overdue() + self._take_compiled() + self._take_adapters() + self._take_handoffs()
         plan = self.scheduler.schedule(time.monotonic())
         for load in self.scheduler.adapters.take_loads():
             self._adapter_loader.load(load)

@@ -1,1 +1,1 @@
-"""Tiers below the KV cache: host memory and local disk."""
+"""Tiers below the KV cache: host memory, local disk and a shared store."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import stat
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import StartupError
 from engine.kv_offload.sealing import OVERHEAD, Sealer
+from engine.wire.kv_offload import FoundBlock
 
 logger = logging.getLogger(__name__)
 
@@ -21,15 +22,6 @@ PAGE = 4096  # bytes in which file systems give out space
 MAX_ENGINES = 1024  # of one scope that use a folder at a time
 TEMPORARY = ".tmp"
 TEMPORARY_KEY = "temporary-"  # begins the name of a scope whose key is stored nowhere; the key's name follows
-
-
-@dataclass(frozen=True, slots=True)
-class FoundBlock:
-    """A block left on disk by an earlier start of the engine."""
-
-    name: bytes
-    size: int
-    age_s: float
 
 
 class DiskFolder:
@@ -66,20 +58,7 @@ class DiskFolder:
 
     def write(self, name: bytes, block: memoryview) -> None:
         """Write a block. If this fails, raises OSError and leaves no file behind."""
-        file = self._file(name)
-        temporary = file.with_suffix(TEMPORARY)
-        sealed = self._sealer.seal(name, block)
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "wb", buffering=0) as opened:
-                written = 0
-                while written < len(sealed):  # a nearly full disk may take a part
-                    written += opened.write(memoryview(sealed)[written:]) or 0
-            os.replace(temporary, file)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_private(self._file(name), self._sealer.seal(name, block))
 
     def read(self, name: bytes) -> bytes:
         """Return a block. Raises OSError if there is none, and Unsealable if it is damaged."""
@@ -96,6 +75,23 @@ class DiskFolder:
     def _file(self, name: bytes) -> Path:
         digits = name.hex()
         return self.path / digits[:2] / digits
+
+
+def write_private(file: Path, data: bytes) -> None:
+    """Write a file that only the owner can read. It appears under its name only once it is complete. If this fails,
+    raises OSError and leaves no file behind."""
+    temporary = file.with_suffix(f".{secrets.token_hex(4)}{TEMPORARY}")
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb", buffering=0) as opened:
+            written = 0
+            while written < len(data):  # a nearly full disk may take a part
+                written += opened.write(memoryview(data)[written:]) or 0
+        os.replace(temporary, file)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def on_disk(size: int) -> int:

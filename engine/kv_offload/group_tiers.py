@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.kv_offload.tier_worker import TierWorker
-from engine.wire.kv_offload import TierAnswer, TierCommand
+from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand
 
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.distributed.plan_broadcast import PlanBroadcaster
@@ -19,7 +19,7 @@ class NoTiers:
     def submit(self, commands: list[TierCommand]) -> None:
         pass
 
-    def answers(self) -> Iterable[TierAnswer]:
+    def answers(self) -> Iterable[TierAnswer | StoreListing]:
         return ()
 
 
@@ -40,14 +40,16 @@ class GroupTiers:
             self._broadcaster.command(command)
             self._worker.submit(command)
 
-    def answers(self) -> list[TierAnswer]:
-        """Return one combined answer for each command that all ranks have answered since the last call."""
-        done = []
+    def answers(self) -> list[TierAnswer | StoreListing]:
+        """Return what has come since the last call: one combined answer for each command that all ranks have answered,
+        and listings of the store."""
+        done: list[TierAnswer | StoreListing] = [*self._worker.listings()]
         for answer in [*self._worker.answers(), *self._broadcaster.take_answers(TierAnswer)]:
             key = answer.number, answer.copied
             found = self._answers.setdefault(key, [])
             found.append(answer)
             if len(found) == self._ranks:
-                failed = sorted({index for one in self._answers.pop(key) for index in one.failed})
-                done.append(TierAnswer(*key, failed))
+                del self._answers[key]
+                failed = sorted({index for one in found for index in one.failed})
+                done.append(TierAnswer(*key, failed, any(one.is_unreachable for one in found)))
         return done

@@ -12,12 +12,15 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
-from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder, FoundBlock, delete_stale, sealed_size
-from engine.kv_offload.sealing import BlockNames, Sealer, choose_secret
-from engine.kv_offload.tier_worker import TierWorker
+from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder, delete_stale, sealed_size
+from engine.kv_offload.sealing import OVERHEAD, BlockNames, Sealer, choose_secret
+from engine.kv_offload.store import StoreFolder
+from engine.kv_offload.tier_worker import LIST_S, TierWorker
 from engine.user_folder import user_folder
+from engine.wire.kv_offload import FoundBlock
 
 GIB = 2**30
+SIZES = ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_store_size")
 LAYOUT_VERSION = 1  # raised when a block has another layout, or kernels give it other bits
 
 
@@ -33,6 +36,8 @@ class RankTiers:
     """Blocks of each group in host memory; empty without this tier."""
     disk_bytes: int
     """Space on this rank's disk; 0 without this tier."""
+    store_bytes: int
+    """Space in the store for one rank's parts; 0 without this tier."""
     found: list[FoundBlock]
     """Blocks that earlier starts have left on the disks of all ranks, oldest first."""
 
@@ -49,27 +54,43 @@ def open_tiers(
         return None
     block_bytes = [cache[:1].nbytes for cache in caches]
     if not all(block_bytes):
-        key = "kv_offloading_size" if config.kv_offloading_size is not None else "kv_offloading_disk_size"
+        key = next(key for key in SIZES if getattr(config, key) is not None)
         raise ConfigError(key, getattr(config, key), "left out, because this model keeps no KV in blocks")
     slots = host_slots(config, [len(cache) for cache in caches], block_bytes, tp.size)
-    per_rank = int((config.kv_offloading_disk_size or 0) * GIB) // tp.size
-    secret, disk = choose_secret(config.kv_offloading_key_file, tp.key), None
+    disk_bytes = share_of(config, "kv_offloading_disk_size", tp.size, max(map(sealed_size, block_bytes)))
+    store_bytes = share_of(config, "kv_offloading_store_size", tp.size, max(block_bytes) + OVERHEAD)
+    secret, disk, store = choose_secret(config.kv_offloading_key_file, tp.key), None, None
     names = BlockNames(secret)
-    if config.kv_offloading_disk_size is not None:
-        if per_rank < max(map(sealed_size, block_bytes)):
-            limit = "enough for one block on each rank"
-            raise ConfigError("kv_offloading_disk_size", config.kv_offloading_disk_size, limit)
-        # numbers differ between devices and numbers of ranks, and a rank's file has its heads only
-        own = f"{scope} object={LAYOUT_VERSION} device={caches[0].device.type} rank={tp.rank}/{tp.size}"
-        key = f"{TEMPORARY_KEY}{names.folder('')}-" if config.kv_offloading_key_file is None else ""
+    key = f"{TEMPORARY_KEY}{names.folder('')}-" if config.kv_offloading_key_file is None else ""
+    # numbers differ between devices and numbers of ranks, and a rank's file has its heads only
+    shared = f"{scope} object={LAYOUT_VERSION} device={caches[0].device.type} ranks={tp.size}"
+    own = f"{shared} rank={tp.rank}"
+    if disk_bytes:
         root = user_folder(config.kv_offloading_dir)
         disk = DiskFolder(root, key + names.folder(own), Sealer(secret, own))
         opened.callback(disk.close)
         delete_stale(root, disk.path, config.kv_offloading_ttl_s, key)
+    if config.kv_offloading_store is not None:
+        if config.kv_offloading_key_file is None and tp.key is None:
+            limit = "a key file, because without a cluster no other engine has this engine's key"
+            raise ConfigError("kv_offloading_key_file", None, limit)
+        folder, sealer = key + names.folder(shared), Sealer(secret, own)
+        store = StoreFolder(config.kv_offloading_store, folder, sealer, rank=tp.rank, ranks=tp.size)
     found = [] if disk is None else on_all_ranks(disk, tp)
-    worker = TierWorker(caches, host_slots=slots, disk=disk)
+    ttl_s = config.kv_offloading_ttl_s
+    worker = TierWorker(caches, host_slots=slots, disk=disk, store=store, list_s=LIST_S, ttl_s=ttl_s, temporary_key=key)
     opened.callback(worker.close)
-    return RankTiers(worker, names, block_bytes, slots, per_rank, found)
+    return RankTiers(worker, names, block_bytes, slots, disk_bytes, store_bytes, found)
+
+
+def share_of(config: EngineConfig, key: str, ranks: int, largest: int) -> int:
+    """Return one rank's share of a tier in bytes; 0 without this tier. largest: bytes of the largest block. Raises
+    ConfigError."""
+    size = getattr(config, key)
+    share = int((size or 0) * GIB) // ranks
+    if size is not None and share < largest:
+        raise ConfigError(key, size, "enough for one block on each rank")
+    return share
 
 
 def host_slots(config: EngineConfig, counts: list[int], block_bytes: list[int], ranks: int) -> list[int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+BUSY_S = 1.0  # after which a block that is too old, but was being moved or held, is looked at again
 
 
 @dataclass(slots=True)
@@ -33,7 +36,7 @@ class TierIndex:
         self.capacity, self.used = capacity, 0
         self._ttl_s = math.inf if ttl_s is None else ttl_s
         self._entries: OrderedDict[bytes, TierEntry] = OrderedDict()  # least recently used first
-        self._by_age: dict[bytes, None] = {}  # oldest first
+        self._ages: list[tuple[float, float, bytes]] = []  # heap of (when to look, time of `add`, name)
         self._free = list(range(capacity - 1, -1, -1)) if slots else None
         #: References of holds.
         self.held: Counter[bytes] = Counter()
@@ -69,7 +72,9 @@ class TierIndex:
         if evicted is None:
             return None
         slot = -1 if self._free is None else self._free.pop()
-        self._entries[name], self._by_age[name] = TierEntry(size, now, slot), None
+        self._entries[name] = TierEntry(size, now, slot)
+        if self._ttl_s < math.inf:
+            heapq.heappush(self._ages, (now + self._ttl_s, now, name))
         self.used += size
         return evicted
 
@@ -83,6 +88,9 @@ class TierIndex:
     def end_read(self, name: bytes) -> None:
         if entry := self._entries.get(name):
             entry.readers -= 1
+
+    def is_read(self, name: bytes) -> bool:
+        return self._entries[name].readers > 0
 
     def touch(self, names: Iterable[bytes]) -> None:
         """Mark blocks as used. The last name counts as used most recently."""
@@ -108,7 +116,6 @@ class TierIndex:
             return False
         if self.held.pop(name, 0):
             self.lost_held = True
-        del self._by_age[name]
         self.removed.append(name)
         self.used -= entry.size
         if self._free is not None:
@@ -121,14 +128,19 @@ class TierIndex:
 
     def expire(self, now: float) -> list[bytes]:
         """Forget the blocks that are too old, and return their names."""
-        expired = []
-        for name in self._by_age:
-            if self._entries[name].added_at + self._ttl_s > now:
-                break
+        expired, busy = [], []
+        while self._ages and self._ages[0][0] <= now:
+            _, added_at, name = heapq.heappop(self._ages)
+            entry = self._entries.get(name)
+            if entry is None or entry.added_at != added_at:
+                continue  # it was removed, and perhaps added again
             if self._idle(name):
+                self.remove(name)
                 expired.append(name)
-        for name in expired:
-            self.remove(name)
+            else:
+                busy.append((now + BUSY_S, added_at, name))
+        for each in busy:
+            heapq.heappush(self._ages, each)
         return expired
 
     def clear(self) -> list[bytes]:
@@ -160,7 +172,9 @@ class TierIndex:
     def check(self) -> None:
         """Raise AssertionError unless sizes and slots add up."""
         assert self.used == sum(entry.size for entry in self._entries.values()) <= self.capacity, "bytes are lost"
-        assert self._by_age.keys() == self._entries.keys(), "a block is lost"
+        if self._ttl_s < math.inf:
+            ages = {(added_at, name) for _, added_at, name in self._ages}
+            assert all((entry.added_at, name) in ages for name, entry in self._entries.items()), "a block has no end"
         assert self.held.keys() <= self._entries.keys(), "a held block is lost"
         assert all(entry.readers >= 0 for entry in self._entries.values()), "a block was read to its end twice"
         if self._free is not None:

@@ -13,11 +13,25 @@ from torch import Tensor
 from engine.kv_offload.block_memory import DeviceBlocks
 from engine.kv_offload.disk import DiskFolder
 from engine.kv_offload.sealing import Unsealable
-from engine.wire.kv_offload import DropBlocks, LoadBlocks, StopLoad, StoreBlocks, TierAnswer, TierBlock, TierCommand
+from engine.kv_offload.store import StoreFolder, Unreachable
+from engine.wire.kv_offload import (
+    DropBlocks,
+    LoadBlocks,
+    StopLoad,
+    StoreBlocks,
+    StoreListing,
+    TierAnswer,
+    TierBlock,
+    TierCommand,
+)
 
 logger = logging.getLogger(__name__)
 
 READERS = 4  # threads: a disk is faster if it is asked for several blocks at a time
+GETTERS = 8  # threads: a store takes longer to answer, and answers many at a time
+PUTTERS = 4
+LIST_S = 5.0  # between two listings of the store
+CLEAN_S = 3600.0  # between two deletions of what nobody will read
 CLOSE_S = 2.0  # that `close` waits for all threads
 
 Task = Callable[[], None]
@@ -63,7 +77,19 @@ class RankLoad:
         self.command = command
         self.left = set(range(len(command.blocks)))
         self.failed: list[int] = []
+        self.is_unreachable = False
         self.lock = threading.Lock()  # held while a block is written: once a load is stopped, none is
+
+
+class RankStore:
+    """State of a StoreBlocks command whose blocks are being written to the store. After the first failure, no other
+    block is tried."""
+
+    def __init__(self, command: StoreBlocks):
+        self.command = command
+        self.left = len(command.blocks)
+        self.failed: list[int] = []
+        self.lock = threading.Lock()
 
 
 class TierWorker:
@@ -79,16 +105,32 @@ class TierWorker:
         *,
         host_slots: Sequence[int] = (),
         disk: DiskFolder | None = None,
+        store: StoreFolder | None = None,
+        list_s: float = LIST_S,
+        ttl_s: float | None = None,
+        temporary_key: str = "",
         wake: Callable[[], None] = lambda: None,
     ):
         """caches: as for DeviceBlocks. host_slots: number of blocks of each group that fit in host memory; empty
-        without this tier. wake: function called from a thread when `answers` has something new."""
-        self._device, self._disk, self.wake = DeviceBlocks(caches), disk, wake
+        without this tier. list_s: seconds between two listings of the store. ttl_s, temporary_key: as for
+        `StoreFolder.delete_stale`. wake: function called from a thread when `answers` has something new."""
+        self._device, self._disk, self._store, self.wake = DeviceBlocks(caches), disk, store, wake
         self._host = [self._device.buffer(group, count) for group, count in enumerate(host_slots)]
         self._loads: dict[int, RankLoad] = {}
+        self._listings: queue.SimpleQueue[StoreListing] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[TierAnswer] = queue.SimpleQueue()
         self._copier, self._writer = TaskThreads("kv copy"), TaskThreads("kv write")
         self._loader, self._readers = TaskThreads("kv load"), TaskThreads("kv read", READERS)
+        self._threads = [self._copier, self._writer, self._loader, self._readers]
+        self._closing = threading.Event()
+        if store is not None:
+            self._getters, self._putters = TaskThreads("kv get", GETTERS), TaskThreads("kv put", PUTTERS)
+            self._threads += [self._putters, self._getters]
+            if store.rank == 0:
+                lister = threading.Thread(
+                    target=self._list, args=(store, list_s, ttl_s, temporary_key), name="kv list", daemon=True
+                )
+                lister.start()
 
     def submit(self, command: TierCommand) -> None:
         match command:
@@ -97,25 +139,38 @@ class TierWorker:
             case LoadBlocks(number, blocks):
                 load = self._loads[number] = RankLoad(command)
                 for index, block in enumerate(blocks):
-                    threads = self._readers if block.slot < 0 else self._loader  # a disk may hang
-                    threads.submit(lambda index=index: self._load(load, index))  # type: ignore[misc]
+                    self._threads_for(block).submit(lambda index=index: self._load(load, index))  # type: ignore[misc]
             case StopLoad(number):
                 if stopped := self._loads.get(number):
                     with stopped.lock:
                         stopped.failed += sorted(stopped.left)
                         stopped.left.clear()
                         self._end(stopped)
-            case DropBlocks(names):
-                self._writer.submit(lambda: self._drop(names))
+            case DropBlocks(names, in_store):
+                if not in_store:
+                    self._writer.submit(lambda: self._drop(names))
+                elif (store := self._store) is not None and store.rank == 0:
+                    self._putters.submit(lambda: self._drop_in(store, names))
+
+    def _threads_for(self, block: TierBlock) -> TaskThreads:
+        """Return the threads that load a block: those of its tier, since a disk or store may hang."""
+        if block.in_store:
+            return self._getters
+        return self._readers if block.on_disk else self._loader
 
     def answers(self) -> list[TierAnswer]:
         """Return the answers since the last call."""
         return [self._answers.get() for _ in range(self._answers.qsize())]
 
+    def listings(self) -> list[StoreListing]:
+        """Return what has come and gone in the store since the last call; only on rank 0."""
+        return [self._listings.get() for _ in range(self._listings.qsize())]
+
     def close(self) -> None:
         """Write the blocks already copied from the device, and end the threads, within CLOSE_S."""
         deadline = time.monotonic() + CLOSE_S
-        for threads in (self._copier, self._writer, self._loader, self._readers):
+        self._closing.set()
+        for threads in self._threads:
             threads.close(deadline)
 
     # -- down ----------------------------------------------------------------------------------------------
@@ -134,7 +189,12 @@ class TierWorker:
             raise
         finally:  # without an answer the blocks would be kept
             self._answer(TierAnswer(command.number, copied=True))
-            self._writer.submit(lambda: self._write(command, copies))
+            if copies and command.blocks[0].in_store:
+                state = RankStore(command)
+                for index, copied in enumerate(copies):
+                    self._putters.submit(lambda index=index, copied=copied: self._put(state, index, copied))  # type: ignore[misc]
+            else:
+                self._writer.submit(lambda: self._write(command, copies))
 
     def _write(self, command: StoreBlocks, copies: list[Tensor]) -> None:
         failed = list(range(len(copies), len(command.blocks)))
@@ -150,10 +210,53 @@ class TierWorker:
                 break
         self._answer(TierAnswer(command.number, failed=sorted(set(failed))))
 
+    def _put(self, state: RankStore, index: int, copied: Tensor) -> None:
+        """Write one block to the store. The last one answers the command."""
+        assert self._store is not None
+        error: Exception | None = None
+        if not state.failed:
+            try:
+                self._store.write(state.command.blocks[index].name, copied.numpy().data)
+            except Exception as raised:  # noqa: BLE001 - without an answer no other store would follow
+                logger.warning("a block could not be written to %s: %s", self._store.url, raised)
+                error = raised
+        with state.lock:
+            state.left -= 1
+            if error is not None or state.failed:
+                state.failed.append(index)
+            if not state.left:
+                self._answer(TierAnswer(state.command.number, failed=sorted(state.failed)))
+
     def _drop(self, names: list[bytes]) -> None:
         if self._disk is not None:
             for name in names:
                 self._disk.delete(name)
+
+    def _drop_in(self, store: StoreFolder, names: list[bytes]) -> None:
+        try:
+            store.delete(names)
+        except Unreachable as error:  # they are deleted when they are too old, or evicted by another engine
+            logger.warning("%d blocks could not be deleted in %s: %s", len(names), store.url, error)
+
+    def _list(self, store: StoreFolder, list_s: float, ttl_s: float | None, temporary_key: str) -> None:
+        """Report what other engines have written to the store and deleted from it, until `close`."""
+        is_reachable, clean_at = True, 0.0
+        while True:
+            try:
+                listing = store.list()
+                if listing.added or listing.removed:
+                    self._listings.put(listing)
+                    self.wake()
+                if time.monotonic() >= clean_at:
+                    store.delete_stale(ttl_s, temporary_key)
+                    clean_at = time.monotonic() + CLEAN_S
+                is_reachable = True
+            except Exception as error:  # noqa: BLE001 - what it has is known from the listing before
+                if is_reachable:
+                    logger.warning("%s cannot be listed: %s", store.url, error)
+                is_reachable = False
+            if self._closing.wait(list_s):
+                return
 
     # -- up ------------------------------------------------------------------------------------------------
 
@@ -163,9 +266,10 @@ class TierWorker:
         block = load.command.blocks[index]
         try:
             source = self._read(block)
-        except (OSError, Unsealable) as error:
+        except (OSError, Unsealable, Unreachable) as error:
             logger.warning("a block could not be read: %s", error)
             source = None
+            load.is_unreachable |= isinstance(error, Unreachable)
         except Exception:
             logger.exception("a block could not be read")
             source = None
@@ -183,15 +287,17 @@ class TierWorker:
     def _read(self, block: TierBlock) -> Tensor | bytes:
         if block.slot >= 0:
             return self._host[block.group][block.slot]
-        assert self._disk is not None
-        data = self._disk.read(block.name)
+        folder = self._store if block.in_store else self._disk
+        assert folder is not None
+        data = folder.read(block.name)
         if len(data) != self._device.block_bytes[block.group]:
             raise Unsealable(f"{len(data)} bytes, not {self._device.block_bytes[block.group]}")
         return data
 
     def _end(self, load: RankLoad) -> None:
         if self._loads.pop(load.command.number, None) is not None:
-            self._answer(TierAnswer(load.command.number, failed=sorted(load.failed)))
+            failed, is_unreachable = sorted(load.failed), load.is_unreachable
+            self._answer(TierAnswer(load.command.number, failed=failed, is_unreachable=is_unreachable))
 
     def _answer(self, answer: TierAnswer) -> None:
         self._answers.put(answer)

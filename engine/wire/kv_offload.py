@@ -20,6 +20,8 @@ class TierBlock(NamedTuple):
     """Slot of the copy in host memory; -1 if the command does not use host memory."""
     on_disk: bool = False
     """Whether the copy on disk is written or read."""
+    in_store: bool = False
+    """The same for the copy in the store that engines share."""
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -46,9 +48,10 @@ class StopLoad(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class DropBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks each rank to delete blocks from its disk; not answered."""
+    """Asks each rank to delete blocks from its disk, or rank 0 to delete them from the store; not answered."""
 
     names: list[bytes]
+    in_store: bool = False
 
 
 TierCommand = StoreBlocks | LoadBlocks | StopLoad | DropBlocks
@@ -63,6 +66,25 @@ class TierAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Whether this is the first of a StoreBlocks command's two answers."""
     failed: list[int] = []
     """Indices of the blocks that were not written."""
+    is_unreachable: bool = False
+    """Whether they failed because the store could not be reached, so that it may have them nevertheless."""
+
+
+class FoundBlock(NamedTuple):
+    """A block that is in a tier although this start of the engine has not written it."""
+
+    name: bytes
+    size: int
+    """Bytes on one rank."""
+    age_s: float
+
+
+class StoreListing(msgspec.Struct, frozen=True):
+    """What has changed in the store since the last listing, as rank 0 sees it."""
+
+    added: list[FoundBlock]
+    """Oldest first."""
+    removed: list[bytes]
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +106,7 @@ class KVOffloadStats(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers below the KV cache of one engine."""
 
     tiers: dict[str, TierStats] = {}
-    """The tiers `host` and `disk`, if the engine has them."""
+    """The tiers `host`, `disk` and `store`, as far as the engine has them."""
     loading: int = 0
     """Requests that wait for blocks."""
     queried_tokens: int = 0

@@ -74,6 +74,7 @@ class BlockEvents(BlockObserver):
         self._step = self._size // hashed_tokens
         self._sources: dict[bytes, Source] = {}
         self._changes: dict[bytes, Source | None] = {}  # by hash; None: removed
+        self._without_tokens: set[bytes] = set()  # blocks that are not reported, since no request has told their tokens
         self.is_cleared = False
 
     @property
@@ -86,10 +87,17 @@ class BlockEvents(BlockObserver):
             self._sources[hashes[(index + 1) * self._step - 1]] = Source(request, index)
 
     def stored(self, block_hash: bytes) -> None:
-        self._change(block_hash, self._sources[block_hash])
+        """Record a block, unless a tier has filled it for another engine, so that no request here has its tokens."""
+        if source := self._sources.get(block_hash):
+            self._change(block_hash, source)
+        else:
+            self._without_tokens.add(block_hash)
 
     def removed(self, block_hash: bytes) -> None:
-        self._change(block_hash, None)
+        if block_hash in self._without_tokens:
+            self._without_tokens.remove(block_hash)
+        else:
+            self._change(block_hash, None)
 
     def _change(self, block_hash: bytes, source: Source | None) -> None:
         if block_hash in self._changes:
@@ -99,6 +107,7 @@ class BlockEvents(BlockObserver):
 
     def cleared(self) -> None:
         self._changes.clear()
+        self._without_tokens.clear()
         self.is_cleared = True
 
     def take(self) -> Iterator[KVCacheEvent]:

@@ -143,10 +143,11 @@ class HandoffManager:
         if source is None:
             self.actions.append(DispatchRemote(remote_request))
 
-    def fetch(self, request: Request, skip: int, upto: int) -> RemoteRequest:
-        """Return the request for the KV of the tokens [skip, upto), which another engine has cached."""
+    def fetch(self, request: Request, skip: int, upto: int, timeout_s: float) -> RemoteRequest:
+        """Return the request for the KV of the tokens [skip, upto), which another engine has cached. timeout_s: seconds
+        that the request waits for it."""
         assert self._peer is not None
-        asked = self._request(request, self._new_id(request), self._peer, skip)
+        asked = self._request(request, self._new_id(request), self._peer, skip, timeout_s)
         return msgspec.structs.replace(asked, token_ids=request.tokens[:upto])
 
     def _new_id(self, request: Request) -> str:

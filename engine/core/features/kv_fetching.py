@@ -1,9 +1,11 @@
-"""Fetches the first KV of prompts from the caches of other engines, and lets other engines fetch. Pure Python.
+"""Fetches the first KV of prompts from other engines, and lets other engines fetch. Pure Python.
 
 A fetch is a handoff of blocks by name (kv_transfer/protocol/protocol.py). The router names the engine that has a longer
 prefix of a prompt than this one. If fetching the blocks is expected to be faster than computing them, the request waits
 for them, and holds no blocks meanwhile. Fetched blocks become ordinary cached blocks, whatever becomes of the request,
 and the request is admitted as if they had always been there. If they do not come, the request is computed.
+
+An engine that is asked for blocks which only its tiers have loads them first. What it cannot load in time is missing.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
 from engine.core.step_cost import LinearCost, StepTimes
@@ -33,6 +36,7 @@ from engine.wire.handoff import (
 from engine.wire.remote_request import KVHolder, Peer
 
 MIN_TOKENS = 32  # a shorter hit costs a round trip for nothing
+BRING_SHARE = 0.5  # of the time that the other engine waits, in which blocks come up from tiers here
 HELD_SHARE = 2  # of a group's blocks, at most one of so many is held for other engines
 RATE_MEMORY = 100.0  # fetches after which an observation's weight is 1/e
 FORGET = 0.02  # fraction of the learned rate forgotten per fetch that seemed not to pay, so that it is tried again
@@ -90,12 +94,13 @@ class PendingFetch:
 
 
 class KVFetching:
-    """Fetches the first blocks of prompts from the prefix caches of other engines, and lets other engines fetch."""
+    """Fetches the first blocks of prompts from the caches and tiers of other engines, and lets other engines fetch."""
 
     def __init__(
         self,
         kv_cache: KVCacheManager,
         handoffs: HandoffManager,
+        offloading: KVOffloading | NoOffloading | None = None,
         *,
         peer: Peer,
         times: StepTimes,
@@ -115,7 +120,10 @@ class KVFetching:
         self.link_cost = LinearCost(RATE_MEMORY)
         self._kv_cache, self._handoffs, self._times = kv_cache, handoffs, times
         self._timeout_s, self._bytes, self._quarantined = timeout_s, block_bytes, quarantined
-        self._min_tokens = min_tokens
+        self._min_tokens, self._below = min_tokens, offloading or NoOffloading()
+        self._late: list[
+            tuple[BlocksAsked, float]
+        ] = []  # asked by others, and may be answered now; with their deadline
         self._fetches: dict[str, PendingFetch] = {}  # by handoff id
         self._coming: dict[tuple[int, bytes], PendingFetch] = {}  # by group and hash
         self._held: dict[str, list[tuple[int, int]]] = {}  # (group, block) held for others, by handoff id
@@ -129,7 +137,7 @@ class KVFetching:
     @property
     def moving(self) -> bool:
         """Whether any blocks are pinned."""
-        return bool(self._fetches or self._held)
+        return bool(self._fetches or self._held or self._late)
 
     # -- blocks of other engines ---------------------------------------------------------------------------
 
@@ -228,12 +236,16 @@ class KVFetching:
         groups = range(len(self._kv_cache.groups))
         local = [[block for of, block, _ in blocks if of == group] for group in groups]
         names = [b"".join(each for of, _, each in blocks if of == group) for group in groups]
-        remote_request = self._handoffs.fetch(request, skip, tokens)
+        remote_request = self._handoffs.fetch(request, skip, tokens, self._timeout_s)
         self._handoffs.actions.append(OpenHandoff(remote_request, local[0], local[1:], holder.engine, names))
         return remote_request.handoff_id
 
     def give_up_late(self, now: float) -> None:
-        """Cancel the fetches whose deadline has passed. Their requests go on once nothing writes into the blocks."""
+        """Cancel the fetches whose deadline has passed. Their requests go on once nothing writes into the blocks.
+        Answers other engines for whose blocks the tiers have been asked."""
+        late, self._late = self._late, []
+        for asked, deadline_at in late:
+            self._hold(asked, now, deadline_at)
         for fetch in self._fetches.values():
             if now >= fetch.deadline_at:
                 fetch.deadline_at = float("inf")
@@ -275,8 +287,11 @@ class KVFetching:
 
     # -- blocks of this engine -----------------------------------------------------------------------------
 
-    def _hold(self, asked: BlocksAsked) -> None:
-        """Hold blocks for another engine, or refuse to."""
+    def _hold(self, asked: BlocksAsked, now: float, deadline_at: float) -> None:
+        """Hold blocks for another engine, or refuse to. If tiers have blocks that the device lacks, they are loaded
+        first."""
+        if now < deadline_at and self._bring(asked, now, deadline_at):
+            return
         blocks, problem = self._find(asked)
         if problem:
             self._handoffs.actions.append(RefusePrefill(asked.remote_request, problem))
@@ -290,6 +305,23 @@ class KVFetching:
         ids = [block for _, block in blocks]
         self._handoffs.actions.append(HoldBlocks(asked.remote_request, upto, ids, first))
 
+    def _bring(self, asked: BlocksAsked, now: float, deadline_at: float) -> bool:
+        """Return whether blocks are being loaded for another engine."""
+        groups = self._kv_cache.groups
+        if asked.remote_request.fingerprint != self._handoffs.fingerprint or len(asked.names) != len(groups):
+            return False
+        hashes = [split_names(names) for names in asked.names]
+        if any(self._num_held(i) + len(some) > self._may_hold(i) for i, some in enumerate(hashes)):
+            return False
+        return self._below.bring(hashes, deadline_at - now, lambda: self._late.append((asked, deadline_at)), now)
+
+    def _num_held(self, group: int) -> int:
+        """Return how many blocks of a group are held for other engines."""
+        return sum(of == group for blocks in self._held.values() for of, _ in blocks)
+
+    def _may_hold(self, group: int) -> int:
+        return max(1, self._kv_cache.groups[group].pool.num_blocks // HELD_SHARE)
+
     def _find(self, asked: BlocksAsked) -> tuple[list[tuple[int, int]], str]:
         """Return (group, block) of the blocks that another engine has asked for, and the reason why they cannot be
         fetched, or an empty string. Only a model with one group that keeps all tokens can use a part of them."""
@@ -300,12 +332,12 @@ class KVFetching:
             return [], f"blocks of {len(asked.names)} KV cache groups, not of {len(groups)}"
         found: list[tuple[int, int]] = []
         for group, (manager, names) in enumerate(zip(groups, asked.names, strict=True)):
-            hashes = [names[i : i + BLOCK_HASH_BYTES] for i in range(0, len(names), BLOCK_HASH_BYTES)]
+            hashes = split_names(names)
             there = manager.pool.match(hashes)
             if len(there) < len(hashes) and (len(groups) > 1 or manager.window is not None or not there):
                 return [], f"group {group} has only {len(there)} of {len(hashes)} blocks"
-            held = sum(of == group for blocks in self._held.values() for of, _ in blocks)
-            if held + len(there) > max(1, manager.pool.num_blocks // HELD_SHARE):
+            held = self._num_held(group)
+            if held + len(there) > self._may_hold(group):
                 return [], f"{held} blocks of group {group} are held for other engines already"
             found += [(group, block) for block in there]
         return found, "" if found else "no blocks are named"
@@ -323,7 +355,8 @@ class KVFetching:
         """Record the progress of a fetch. Returns the requests that stop waiting for it."""
         match event:
             case BlocksAsked():
-                self._hold(event)
+                timeout_s = event.remote_request.timeout_s
+                self._hold(event, now, now + BRING_SHARE * (self._timeout_s if timeout_s is None else timeout_s))
             case Closed():
                 self._unpin(self._held.pop(event.handoff_id))
             case Received() | Failed():
@@ -338,3 +371,7 @@ class KVFetching:
     def _unpin(self, pinned: list[tuple[int, int]]) -> None:
         for group, block in reversed(pinned):
             self._kv_cache.groups[group].pool.unpin(block)
+
+
+def split_names(names: bytes) -> list[bytes]:
+    return [names[i : i + BLOCK_HASH_BYTES] for i in range(0, len(names), BLOCK_HASH_BYTES)]

@@ -15,10 +15,12 @@ from engine.core.step_cost import StepTimes
 from engine.errors import EngineError, ServingError
 from engine.wire.kv_offload import (
     DropBlocks,
+    FoundBlock,
     KVOffloadStats,
     LoadBlocks,
     StopLoad,
     StoreBlocks,
+    StoreListing,
     TierAnswer,
     TierBlock,
     TierCommand,
@@ -28,6 +30,7 @@ MIN_TOKENS = 32  # a shorter hit costs a round trip for nothing
 STORE_BYTES = 2**26  # copied by one command; its blocks cannot be evicted meanwhile
 STORE_SHARE = 8  # and at most one of so many blocks of a group
 LOOKED_AT = 1000  # blocks per step, of which most may be in the tiers already
+WRITE_S = 30.0  # after which a command that writes blocks counts as late
 FORGET = 0.02  # fraction of the learned rate forgotten per load that seemed not to pay, so that it is tried again
 MIB = 2**20
 
@@ -56,13 +59,16 @@ class NoOffloading:
     def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
         return False
 
+    def bring(self, hashes: Sequence[Sequence[bytes]], timeout_s: float, then: Callable[[], None], now: float) -> bool:
+        return False
+
     def finished(self, request: Request, error: ServingError | None) -> None:
         pass
 
     def forget(self, request: Request) -> None:
         pass
 
-    def answered(self, answer: TierAnswer, now: float) -> None:
+    def answered(self, answer: TierAnswer | StoreListing, now: float) -> None:
         pass
 
     def take_commands(self, now: float) -> list[TierCommand]:
@@ -90,6 +96,18 @@ class Store:
     is_copied: bool = False
     is_void: bool = False
     """Whether the blocks that it writes have to be discarded."""
+    is_late: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Tiers that are written by the same commands, so that a slow store delays no disk."""
+
+    tiers: list[Tier]
+    waiting: dict[tuple[int, bytes], None] = field(default_factory=dict)
+    """Blocks to store, by group and hash; oldest first."""
+    stores: dict[int, Store] = field(default_factory=dict)
+    """Commands under way, by number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +115,8 @@ class Load:
     """A LoadBlocks command under way. Until it ends, the blocks that it loads are pinned, and so are the blocks of the
     same hit that were on the device already."""
 
-    wanted_by: Request
-    """The request for which it began."""
+    wanted_by: Request | None
+    """The request for which it began; None if another engine wants the blocks."""
     blocks: list[TierBlock]
     hashes: list[bytes]
     pinned: list[tuple[int, int]]
@@ -106,6 +124,8 @@ class Load:
     started_at: float
     deadline_at: float
     requests: list[Request] = field(default_factory=list)
+    then: list[Callable[[], None]] = field(default_factory=list)
+    """What to call when it has ended."""
     tokens: int = 0
     is_stopped: bool = False
     is_void: bool = False
@@ -117,7 +137,7 @@ class KVOffloading:
     Blocks are stored when their request ends. Only then is it known that all their numbers were finite, and the next
     turn of a conversation contains the answer too. The tail of a sequence is stored before its head, since tails are
     evicted first on the device and in the tiers. A command copies a limited number of blocks, and the next command
-    waits for it, so that few blocks are pinned.
+    waits for it, so that few blocks are pinned. The store, which may be slow, has commands of its own.
 
     A request whose next blocks lie in a tier waits while they are loaded, and holds no blocks meanwhile. The loaded
     blocks become ordinary cached blocks even if the request ends meanwhile. The request is then admitted as if they had
@@ -139,14 +159,14 @@ class KVOffloading:
         ranks: int = 1,
         min_tokens: int = MIN_TOKENS,
     ):
-        """tiers: `host` and `disk`, the faster first. name_of: returns the name of a block, given its group and hash.
-        timeout_s: seconds for which a request waits for blocks. rank_bytes: bytes of a block of each group on one rank.
-        min_tokens: shortest hit that is loaded."""
+        """tiers: `host`, `disk` and `store`, the faster first. name_of: returns the name of a block, given its group
+        and hash. timeout_s: seconds for which a request waits for blocks. rank_bytes: bytes of a block of each group on
+        one rank. min_tokens: shortest hit that is loaded."""
         self._kv_cache, self._tiers, self._name_of, self._times = kv_cache, list(tiers), name_of, times
         self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, [size * ranks for size in rank_bytes]
         self._number = self._queried_tokens = self._hit_tokens = self._not_stored = 0
-        self._to_store: dict[tuple[int, bytes], None] = {}  # (group, hash), oldest first
-        self._stores: dict[int, Store] = {}
+        lanes = [[tier for tier in tiers if (tier.name == "store") == is_slow] for is_slow in (False, True)]
+        self._lanes = [Lane(some) for some in lanes if some]
         self._loads: dict[int, Load] = {}
         self._coming: dict[tuple[int, bytes], Load] = {}  # by group and hash
         #: The first group's blocks in the tiers.
@@ -156,10 +176,15 @@ class KVOffloading:
 
     def restore(self, name: bytes, size: int, added_at: float) -> None:
         """Enter a block left on disk by an earlier start. Call it for the oldest block first."""
-        (index,) = self._tiers[-1].indexes
-        evicted = index.add(name, size, added_at)
-        index.written(name)
-        self._drop(self._tiers[-1], [name] if evicted is None else evicted)
+        self._enter(self._named("disk"), FoundBlock(name, size, 0.0), added_at)
+
+    def _enter(self, tier: Tier, block: FoundBlock, added_at: float) -> None:
+        """Enter a block that is in a tier already."""
+        (index,) = tier.indexes
+        if not index.knows(block.name):
+            evicted = index.add(block.name, block.size, added_at)
+            index.written(block.name)
+            self._drop(tier, [block.name] if evicted is None else evicted)
 
     @property
     def loading(self) -> list[Request]:
@@ -170,7 +195,15 @@ class KVOffloading:
     @property
     def moving(self) -> bool:
         """Whether any blocks are pinned that a waiting request may need."""
-        return bool(self._loads) or any(not store.is_copied for store in self._stores.values())
+        return bool(self._loads) or any(not store.is_copied for store in self._stores)
+
+    @property
+    def _stores(self) -> list[Store]:
+        """All StoreBlocks commands under way."""
+        return [store for lane in self._lanes for store in lane.stores.values()]
+
+    def _named(self, name: str) -> Tier:
+        return next(tier for tier in self._tiers if tier.name == name)
 
     # -- up ------------------------------------------------------------------------------------------------
 
@@ -196,15 +229,48 @@ class KVOffloading:
         worth_it = tokens >= self._min_tokens and self._pays(needed, tokens)
         if not tokens or not (worth_it or self._promised(needed)):
             return False
-        load = self._pin(request, needed, watermark, now)
+        load = self._start(request, needed, watermark, now, self._timeout_s)
         if load is None:
             return False
         load.tokens = tokens
-        self._number += 1
-        self._loads[self._number] = load
-        self._commands.append(LoadBlocks(self._number, load.blocks))
-        request.note(f"waits for {tokens} tokens of KV from {' and '.join(sorted({tier_of(b) for b in load.blocks}))}")
+        request.note(
+            f"waits for {tokens} tokens of KV from {' and '.join([tier.name for tier in self._of(load.blocks)])}"
+        )
         return self._join(load, request)
+
+    def bring(self, hashes: Sequence[Sequence[bytes]], timeout_s: float, then: Callable[[], None], now: float) -> bool:
+        """Load the blocks that the device lacks and a tier has, up to the first gap of each group, because another
+        engine has asked for them. Calls `then` once they are there, or could not be loaded. Returns False, and does
+        nothing, if there are none.
+
+        hashes: of blocks of each KV cache group. timeout_s: seconds that the other engine waits, at most.
+        """
+        groups = self._kv_cache.groups
+        needed = [list(each) for each in hashes]
+        for group, wanted in enumerate(needed):
+            pool = groups[group].pool
+            gap = next((i for i, each in enumerate(wanted) if not (pool.has(each) or self._has(group, each))), None)
+            del wanted[len(wanted) if gap is None else gap :]
+        missing = [(group, h) for group, some in enumerate(needed) for h in some if not groups[group].pool.has(h)]
+        if (load := next((self._coming[key] for key in missing if key in self._coming), None)) is None:
+            timeout_s = min(timeout_s, self._timeout_s)
+            load = self._start(None, needed, 0, now, timeout_s) if missing else None
+        if load is None or load.is_stopped:
+            return False
+        load.then.append(then)
+        return True
+
+    def _start(
+        self, request: Request | None, needed: Sequence[Sequence[bytes]], watermark: int, now: float, timeout_s: float
+    ) -> Load | None:
+        """Start to load the blocks of these hashes that the device lacks. Returns None if too few blocks are
+        available."""
+        load = self._pin(request, needed, watermark, now, timeout_s)
+        if load is not None:
+            self._number += 1
+            self._loads[self._number] = load
+            self._commands.append(LoadBlocks(self._number, load.blocks))
+        return load
 
     def _join(self, load: Load, request: Request) -> bool:
         if load.is_stopped:
@@ -241,10 +307,12 @@ class KVOffloading:
         ]
         return any(name in tier.index(group).held for tier in self._tiers if tier.has_holds for group, name in missing)
 
-    def _pin(self, request: Request, needed: Sequence[Sequence[bytes]], watermark: int, now: float) -> Load | None:
+    def _pin(
+        self, request: Request | None, needed: Sequence[Sequence[bytes]], watermark: int, now: float, timeout_s: float
+    ) -> Load | None:
         """Take the blocks that a load writes, and pin those that must not be evicted meanwhile. Returns None, and takes
         nothing, if too few blocks are available."""
-        load = Load(request, [], [], [], now, now + self._timeout_s)
+        load = Load(request, [], [], [], now, now + timeout_s)
         for group, (manager, hashes) in enumerate(zip(self._kv_cache.groups, needed, strict=True)):
             missing = [each for each in hashes if not manager.pool.has(each)]
             found = manager.pin(hashes, watermark)
@@ -263,23 +331,31 @@ class KVOffloading:
 
     def _source(self, group: int, block: int, block_hash: bytes) -> TierBlock:
         name = self._name_of(group, block_hash)
-        self.hashes.add(group, name, block_hash)
         tier = self._fastest(group, name)
-        return TierBlock(group, block, name, tier.index(group).slot(name), tier.name == "disk")
+        slot = tier.index(group).slot(name)
+        return TierBlock(group, block, name, slot, tier.name == "disk", tier.name == "store")
 
     def _fastest(self, group: int, name: bytes) -> Tier:
         """Return the tier from which to load a block."""
         return next(tier for tier in self._tiers if tier.has(group, name))
 
     def _tier(self, block: TierBlock) -> Tier:
-        return next(tier for tier in self._tiers if tier.name == tier_of(block))
+        """Return the tier from which a block is loaded."""
+        return next(tier for tier in self._tiers if tier.takes(block))
 
-    def _end_load(self, number: int, failed: set[int], now: float) -> None:
+    def _of(self, blocks: Sequence[TierBlock]) -> list[Tier]:
+        """Return the tiers that a command with these blocks writes or reads, the slowest last."""
+        return [tier for tier in self._tiers if any(tier.takes(block) for block in blocks)]
+
+    def _end_load(self, number: int, failed: set[int], is_unreachable: bool, now: float) -> None:
+        """Record which blocks a load has brought up. is_unreachable: whether the store failed, and not the blocks."""
         load = self._loads.pop(number)
+        if is_unreachable and not load.is_stopped:
+            self._named("store").failed("read", len(failed), now)
         moved: Counter[str] = Counter()  # blocks' bytes, by tier
-        for manager in self._kv_cache.groups:
-            size = manager.pool.block_size
-            manager.pool.describe(load.wanted_by, 0, len(load.wanted_by.tokens) // size)
+        if (request := load.wanted_by) is not None:
+            for pool in (manager.pool for manager in self._kv_cache.groups):
+                pool.describe(request, 0, len(request.tokens) // pool.block_size)
         for i in reversed(range(len(load.blocks))):  # tail first, so that eviction eats a chain from its end
             block, block_hash = load.blocks[i], load.hashes[i]
             tier, index = self._tier(block), self._tier(block).index(block.group)
@@ -288,11 +364,13 @@ class KVOffloading:
             pool = self._kv_cache.groups[block.group].pool
             if i not in failed and not load.is_void:
                 pool.unpin(block.block, block_hash)
+                self.hashes.add(block.group, block.name, block_hash)
                 index.touch([block.name])
                 moved[tier.name] += self._bytes[block.group]
                 continue
             pool.unpin(block.block)
-            if load.is_void or not load.is_stopped:
+            is_there = load.is_stopped or (is_unreachable and tier.name == "store")
+            if load.is_void or not is_there:
                 tier.errors.update([] if load.is_void else ["read"])
                 index.remove(block.name)
                 self._drop(tier, [block.name])
@@ -302,6 +380,8 @@ class KVOffloading:
         for request in load.requests:
             request.note(f"{len(load.blocks) - len(failed)} of {len(load.blocks)} blocks were loaded")
         self._release(load)
+        for then in load.then:
+            then()
 
     def _measure(self, moved: Counter[str], seconds: float, complete: bool) -> None:
         """Learn the rate of a tier from a load. If several tiers took part, the time is attributed to the slowest."""
@@ -334,11 +414,13 @@ class KVOffloading:
             return
         for group, manager in enumerate(self._kv_cache.groups):
             for block_hash in reversed(manager.worth_storing(request)):
-                self._to_store.pop((group, block_hash), None)
-                self._to_store[group, block_hash] = None
-        while len(self._to_store) > sum(manager.pool.num_blocks for manager in self._kv_cache.groups):
-            del self._to_store[next(iter(self._to_store))]  # evicted by now: the disk is too slow
-            self._not_stored += 1
+                for lane in self._lanes:
+                    lane.waiting.pop((group, block_hash), None)
+                    lane.waiting[group, block_hash] = None
+        for lane in self._lanes:
+            while len(lane.waiting) > sum(manager.pool.num_blocks for manager in self._kv_cache.groups):
+                del lane.waiting[next(iter(lane.waiting))]  # evicted by now: the tier is too slow
+                self._not_stored += 1
 
     def forget(self, request: Request) -> None:
         """Delete all blocks of a request from the tiers, since they may hold non-finite numbers. The device has dropped
@@ -349,32 +431,33 @@ class KVOffloading:
             for tier in self._tiers:
                 self._drop(tier, [n for each in hashes if tier.index(group).drop(n := self._name_of(group, each))])
 
-    def _next_store(self, now: float) -> None:
-        """Start to copy waiting blocks, unless one command is still copying or two commands are still writing."""
-        if len(self._stores) >= 2 or not all(store.is_copied for store in self._stores.values()):
+    def _next_store(self, lane: Lane, now: float) -> None:
+        """Start to copy waiting blocks to the tiers of a lane, unless any command is still copying or two commands of
+        this lane are still writing."""
+        if len(lane.stores) >= 2 or not all(store.is_copied for store in self._stores):
             return
         blocks: list[TierBlock] = []
         left = [max(1, manager.pool.num_blocks // STORE_SHARE) for manager in self._kv_cache.groups]
         size = 0
-        for group, block_hash in list(islice(self._to_store, LOOKED_AT)):
+        for group, block_hash in list(islice(lane.waiting, LOOKED_AT)):
             if not left[group] or size >= STORE_BYTES:
                 break
-            del self._to_store[group, block_hash]
-            if block := self._place(group, block_hash, now):
+            del lane.waiting[group, block_hash]
+            if block := self._place(lane, group, block_hash, now):
                 blocks.append(block)
                 left[group] -= 1
                 size += self._bytes[group]
         if blocks:
             self._number += 1
-            self._stores[self._number] = Store(blocks, now)
+            lane.stores[self._number] = Store(blocks, now)
             self._commands.append(StoreBlocks(self._number, blocks))
 
-    def _place(self, group: int, block_hash: bytes, now: float) -> TierBlock | None:
-        """Pin a block, and make room for it in the tiers that lack it. Returns None if it need not or cannot be
-        stored."""
+    def _place(self, lane: Lane, group: int, block_hash: bytes, now: float) -> TierBlock | None:
+        """Pin a block, and make room for it in the tiers of a lane that lack it. Returns None if it need not or cannot
+        be stored."""
         name, pool = self._name_of(group, block_hash), self._kv_cache.groups[group].pool
-        slot, on_disk = -1, False
-        for tier in self._tiers:
+        slot, on_disk, in_store = -1, False, False
+        for tier in lane.tiers:
             index = tier.index(group)
             if index.knows(name):
                 index.touch([name])
@@ -382,23 +465,24 @@ class KVOffloading:
                 evicted = index.add(name, tier.sizes[group], now)
                 if evicted is None:
                     continue
-                slot, on_disk = max(slot, index.slot(name)), on_disk or tier.name == "disk"
+                slot = max(slot, index.slot(name))
+                on_disk, in_store = on_disk or tier.name == "disk", tier.name == "store"
                 self._drop(tier, evicted)
             else:
                 self._not_stored += 1
-        if slot < 0 and not on_disk:
+        if slot < 0 and not on_disk and not in_store:
             return None
         self.hashes.add(group, name, block_hash)
         block = pool.find(block_hash)
         assert block is not None
         pool.pin([block])
-        return TierBlock(group, block, name, slot, on_disk)
+        return TierBlock(group, block, name, slot, on_disk, in_store)
 
-    def _end_store(self, number: int, failed: set[int], now: float) -> None:
-        """Record which blocks were written. A block that failed in one tier is removed from all."""
-        store = self._stores.pop(number)
-        for tier in self._tiers:
-            written = [b for b in enumerate(store.blocks) if (b[1].on_disk if tier.name == "disk" else b[1].slot >= 0)]
+    def _end_store(self, lane: Lane, number: int, failed: set[int], now: float) -> None:
+        """Record which blocks were written. A block that failed in one tier is removed from all of the lane."""
+        store = lane.stores.pop(number)
+        for tier in lane.tiers:
+            written = [(i, block) for i, block in enumerate(store.blocks) if tier.takes(block)]
             for i, block in written:
                 if store.is_void or i in failed:
                     tier.index(block.group).remove(block.name)
@@ -408,13 +492,12 @@ class KVOffloading:
                     tier.moved["write"] += self._bytes[block.group]
             tier.seconds["write"] += now - store.started_at if written else 0.0
         if failed:
-            on_disk = any(store.blocks[i].on_disk for i in failed)
-            self._tiers[-1 if on_disk else 0].failed("write", len(failed), now)
+            self._of([store.blocks[i] for i in failed])[-1].failed("write", len(failed), now)
 
     def _drop(self, tier: Tier, names: list[bytes]) -> None:
         """Delete the files of blocks that have left a tier. A slot in host memory is simply used again."""
-        if names and tier.name == "disk":
-            self._commands.append(DropBlocks(names))
+        if names and tier.name != "host":
+            self._commands.append(DropBlocks(names, in_store=tier.name == "store"))
 
     def _unpin(self, pinned: list[tuple[int, int]]) -> None:
         for group, block in reversed(pinned):
@@ -428,8 +511,9 @@ class KVOffloading:
 
     def store(self, keys: Sequence[tuple[int, bytes]]) -> None:
         """Copy blocks, given by group and hash, to the tiers that lack them. The caller keeps them on the device."""
-        for key in keys:
-            self._to_store.setdefault(key)
+        for lane in self._lanes:
+            for key in keys:
+                lane.waiting.setdefault(key)
 
     def hold(self, keys: Sequence[tuple[int, bytes]]) -> Tier | None:
         """Keep blocks in the fastest tier that has all of them, until `unhold`. Returns this tier, or None if there is
@@ -451,16 +535,32 @@ class KVOffloading:
 
     # -- commands ------------------------------------------------------------------------------------------
 
-    def answered(self, answer: TierAnswer, now: float) -> None:
-        """Record an answer of all ranks."""
+    def answered(self, answer: TierAnswer | StoreListing, now: float) -> None:
+        """Record an answer of all ranks, or what other engines have done to the store."""
+        if isinstance(answer, StoreListing):
+            self._listed(answer, now)
+            return
         if answer.number in self._loads:
-            self._end_load(answer.number, set(answer.failed), now)
-        elif answer.copied:
-            store = self._stores[answer.number]
+            self._end_load(answer.number, set(answer.failed), answer.is_unreachable, now)
+            return
+        lane = next(lane for lane in self._lanes if answer.number in lane.stores)
+        if answer.copied:
+            store = lane.stores[answer.number]
             store.is_copied = True
             self._unpin([(block.group, block.block) for block in store.blocks])
         else:
-            self._end_store(answer.number, set(answer.failed), now)
+            self._end_store(lane, answer.number, set(answer.failed), now)
+
+    def _listed(self, listing: StoreListing, now: float) -> None:
+        """Enter what other engines have written to the store, and forget what they have deleted. Blocks that this
+        engine is reading stay until the read has failed."""
+        store = self._named("store")
+        (index,) = store.indexes
+        for name in listing.removed:
+            if index.has(name) and not index.is_read(name):
+                index.remove(name)
+        for block in listing.added:
+            self._enter(store, block, now - block.age_s)
 
     def take_commands(self, now: float) -> list[TierCommand]:
         """Return the commands queued since the last call. Nothing else may still be writing to the blocks that these
@@ -469,28 +569,35 @@ class KVOffloading:
             if now >= load.deadline_at and not load.is_stopped:
                 load.is_stopped = True
                 self._commands.append(StopLoad(number))
-                slowest = self._tiers[-1 if any(block.on_disk for block in load.blocks) else 0]
-                slowest.failed("deadline", len(load.blocks), now)
+                self._of(load.blocks)[-1].failed("deadline", len(load.blocks), now)
                 for request in load.requests:
-                    request.note(f"waited {self._timeout_s:g} s for KV from a tier; computes it instead")
+                    request.note(
+                        f"waited {load.deadline_at - load.started_at:g} s for KV from a tier; computes it instead"
+                    )
                 self._release(load)
+        for store in self._stores:
+            if now >= store.started_at + WRITE_S and not store.is_late:
+                store.is_late = True  # it is still waited for: until then, no more of its blocks are in memory
+                self._of(store.blocks)[-1].failed("deadline", len(store.blocks), now)
         for tier in self._tiers:
             tier.rests = now < tier.rests_until
             for index in tier.indexes:
                 self._drop(tier, index.expire(now))
-        self._next_store(now)
+        for lane in self._lanes:
+            self._next_store(lane, now)
         self.hashes.update()
         commands, self._commands = self._commands, []
         return commands
 
     def flushed(self) -> bool:
         """Return whether all blocks waiting to be stored have been written, except those that cannot be."""
-        return not (self._to_store or self._stores) or all(tier.rests for tier in self._tiers)
+        return all(not (lane.waiting or lane.stores) or all(tier.rests for tier in lane.tiers) for lane in self._lanes)
 
     def clear(self) -> None:
         """Delete all blocks of all tiers."""
-        self._to_store.clear()
-        moves: list[Store | Load] = [*self._stores.values(), *self._loads.values()]
+        for lane in self._lanes:
+            lane.waiting.clear()
+        moves: list[Store | Load] = [*self._stores, *self._loads.values()]
         for move in moves:
             move.is_void = True
         for tier in self._tiers:
@@ -516,14 +623,9 @@ class KVOffloading:
                 index.check()
         pins = Counter(pin for load in self._loads.values() for pin in load.pinned)
         moves: list[Store | Load] = list(self._loads.values())
-        moves += [store for store in self._stores.values() if not store.is_copied]
+        moves += [store for store in self._stores if not store.is_copied]
         pins += Counter((block.group, block.block) for move in moves for block in move.blocks)
         found = [(group, block) for group, m in enumerate(self._kv_cache.groups) for block in m.pool.pinned.elements()]
-        assert pins == Counter(found), "a pin is lost"
+        assert pins <= Counter(found), "a pin is lost"  # the others are of blocks that other engines fetch
         keys = {(b.group, h) for load in self._loads.values() for b, h in zip(load.blocks, load.hashes, strict=True)}
         assert keys == self._coming.keys(), "a load is lost"
-
-
-def tier_of(block: TierBlock) -> str:
-    """Return the tier from which a block is loaded."""
-    return "disk" if block.on_disk else "host"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine.core.block_pool import BlockPool
 from engine.core.step_cost import LinearCost
 from engine.kv_offload.tier_index import TierIndex
-from engine.wire.kv_offload import TierStats
+from engine.wire.kv_offload import TierBlock, TierStats
 
 REST_S = 30.0  # without a tier that has failed or was late
 RATE_MEMORY = 100.0  # loads after which an observation's weight is 1/e
@@ -23,7 +23,7 @@ class Tier:
     indexes: list[TierIndex]
     """One per KV cache group, or one for all."""
     sizes: list[int]
-    """Size of a block of each group in its index: its bytes on one rank's disk, or 1 in host memory (one slot)."""
+    """Size of a block of each group in its index: its bytes on one rank, or 1 in host memory (one slot)."""
     unit_bytes: list[int]
     """Bytes on all ranks together of one unit of size, for each index."""
     rests_until: float = float("-inf")
@@ -37,6 +37,10 @@ class Tier:
 
     def index(self, group: int) -> TierIndex:
         return self.indexes[group if len(self.indexes) > 1 else 0]
+
+    def takes(self, block: TierBlock) -> bool:
+        """Return whether a command writes this copy of a block, or reads it."""
+        return {"host": block.slot >= 0, "disk": block.on_disk, "store": block.in_store}[self.name]
 
     def has(self, group: int, name: bytes) -> bool:
         return not self.rests and self.index(group).has(name)

@@ -253,6 +253,7 @@ class DecodeHandoff:
                 len(request.token_ids),
                 request.fingerprint,
                 self._names,
+                request.timeout_s,
             )
         self._out.messages.append((self._claimed, asks))
 

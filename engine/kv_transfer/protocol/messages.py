@@ -67,6 +67,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     upto: int  #: number of tokens up to whose end the blocks have the KV
     fingerprint: str
     names: list[bytes]  #: as in OpenHandoff
+    timeout_s: float | None = None  #: seconds that a request waits for the blocks
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -325,6 +325,7 @@ class HandoffProtocol:
                 skip=message.skip,
                 fingerprint=message.fingerprint,
                 decode=sender,
+                timeout_s=message.timeout_s,
             )
             self.out.events.append(BlocksAsked(asked, message.upto, message.names))
 

@@ -9,20 +9,37 @@ import torch
 
 from engine.kv_offload.disk import DiskFolder
 from engine.kv_offload.sealing import Sealer
+from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.kv_offload.tier_worker import TierWorker
-from engine.wire.kv_offload import DropBlocks, LoadBlocks, StopLoad, StoreBlocks, TierAnswer, TierBlock
+from engine.wire.kv_offload import (
+    DropBlocks,
+    LoadBlocks,
+    StopLoad,
+    StoreBlocks,
+    StoreListing,
+    TierAnswer,
+    TierBlock,
+)
 
 SHAPES = [(4, 2, 2, 1, 4, 8), (3, 1, 1, 1, 1, 24)]  # of a group of KV blocks, and of snapshots
 WAIT_S = 30.0
 
 
 class Rank:
-    def __init__(self, root, host_slots=(4, 3)):
+    def __init__(self, root, host_slots=(4, 3), list_s=3600.0):
         self.caches = [torch.rand(shape) for shape in SHAPES]
         self.before = [cache.clone() for cache in self.caches]
         self.disk = DiskFolder(root, "scope", Sealer(b"k" * 32, "scope"))
+        self.store_folder = StoreFolder(str(root / "store"), "scope", Sealer(b"k" * 32, "scope"))
         self.came = threading.Event()
-        self.worker = TierWorker(self.caches, host_slots=host_slots, disk=self.disk, wake=self.came.set)
+        self.worker = TierWorker(
+            self.caches,
+            host_slots=host_slots,
+            disk=self.disk,
+            store=self.store_folder,
+            list_s=list_s,
+            wake=self.came.set,
+        )
         self._answers: list[TierAnswer] = []
 
     def answer(self) -> TierAnswer:
@@ -55,14 +72,15 @@ def blocks(**place) -> list[TierBlock]:
     return [TierBlock(group, block, bytes([group, block] * 8), **place) for group, block in ((0, 1), (0, 3), (1, 2))]
 
 
-@pytest.mark.parametrize("from_disk", [True, False])
-def test_blocks_come_back_into_other_blocks(rank, from_disk):
-    stored = [block._replace(slot=block.block, on_disk=True) for block in blocks()]
+@pytest.mark.parametrize("tier", ["host", "disk", "store"])
+def test_blocks_come_back_into_other_blocks(rank, tier):
+    place = {"in_store": True} if tier == "store" else {"on_disk": True}
+    stored = [block._replace(slot=-1 if tier == "store" else block.block, **place) for block in blocks()]
     assert rank.store(1, stored) == TierAnswer(1)
     for cache in rank.caches:
         cache.zero_()
-    place = {"on_disk": True} if from_disk else {}
-    loaded = [b._replace(block=b.block - 1, slot=-1 if from_disk else b.slot, **place) for b in stored]
+    place |= {"on_disk": tier == "disk"}
+    loaded = [b._replace(block=b.block - 1, slot=b.slot if tier == "host" else -1, **place) for b in stored]
     assert rank.load(2, loaded) == TierAnswer(2)
     for block, old in zip(loaded, stored, strict=True):
         assert torch.equal(rank.caches[block.group][block.block], rank.before[block.group][old.block])
@@ -116,12 +134,46 @@ def test_a_disk_that_takes_no_more_fails_what_is_left(rank, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OverflowError("Data too long")])
-def test_a_store_is_answered_whatever_happens(rank, monkeypatch, error):
+@pytest.mark.parametrize(("folder", "place"), [("disk", "on_disk"), ("store_folder", "in_store")])
+def test_a_store_is_answered_whatever_happens(rank, monkeypatch, error, folder, place):
     def fail(name: bytes, block: memoryview) -> None:
         raise error
 
-    monkeypatch.setattr(rank.disk, "write", fail)
-    assert rank.store(1, blocks(on_disk=True)) == TierAnswer(1, failed=[0, 1, 2])
+    monkeypatch.setattr(getattr(rank, folder), "write", fail)
+    assert rank.store(1, blocks(**{place: True})) == TierAnswer(1, failed=[0, 1, 2])
+
+
+def test_a_store_that_is_away_says_so_and_one_that_lost_a_block_does_not(rank, monkeypatch):
+    assert rank.store(1, blocks(in_store=True)) == TierAnswer(1)
+    first, second, third = blocks(in_store=True)
+    rank.store_folder.delete([first.name])
+    assert rank.load(2, [first, second]) == TierAnswer(2, failed=[0])
+
+    def away(name: bytes) -> bytes:
+        raise Unreachable("the network is down")
+
+    monkeypatch.setattr(rank.store_folder, "read", away)
+    assert rank.load(3, [second, third]) == TierAnswer(3, failed=[0, 1], is_unreachable=True)
+
+
+def test_what_other_engines_do_to_the_store_is_reported(tmp_path):
+    other = StoreFolder(str(tmp_path / "store"), "scope", Sealer(b"k" * 32, "scope"))
+    other.write(bytes(16), memoryview(b"theirs"))
+    rank = Rank(tmp_path, list_s=0.01)
+    found: list[StoreListing] = []
+
+    def listing() -> StoreListing:
+        while not found:
+            assert rank.came.wait(WAIT_S)
+            rank.came.clear()
+            found.extend(rank.worker.listings())
+        return found.pop(0)
+
+    assert [block.name for block in listing().added] == [bytes(16)]
+    other.delete([bytes(16)])
+    assert listing().removed == [bytes(16)]
+    rank.worker.close()
+    rank.disk.close()
 
 
 def test_a_disk_that_hangs_does_not_keep_what_is_in_host_memory(rank, monkeypatch):

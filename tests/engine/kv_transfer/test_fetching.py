@@ -100,6 +100,24 @@ def test_a_prompt_that_continues_one_of_another_engine_has_the_same_bits(tmp_pat
         caches.check(make_config(config.model, fetching=False, dtype=dtype))
 
 
+@pytest.mark.parametrize("family", with_slow(("llama", "gemma3", "qwen3_5"), ("qwen3_5",)))
+def test_what_the_other_engine_has_in_a_tier_only_comes_up_and_is_fetched(tmp_path, ranks, family):
+    config = make_config(make_model(tmp_path, family), kv_offloading_size=0.1)
+    with Caches(config, config, ranks) as caches:
+        caches.ask(caches.there, prompt(LENGTH))
+        caches.settle()
+        caches.wait_for(lambda: caches.there.scheduler.offloading.flushed())
+        caches.there.scheduler.kv_cache.clear_cache()
+        turn = prompt(LENGTH) + caches.answers[0][0] + [5, 6, 7]
+        cached = caches.ask(caches.here, turn, holder=caches.there)
+        assert cached >= LENGTH // 64 * 64
+        stats = caches.here.server._core.stats()
+        assert (stats.fetches, stats.fetched_tokens) == ({"received": 1}, cached)
+        loaded = caches.there.server._core.stats().kv_offload
+        assert loaded is not None and loaded.tiers["host"].read_bytes > 0
+        caches.check(make_config(config.model, fetching=False))
+
+
 def test_what_the_other_engine_has_not_is_computed(ranks):
     """It has a part or nothing, or is this engine itself."""
     config = make_config("pocket", waits=SHORT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,7 +20,9 @@ from engine.core.kv_events import KVEventPublisher
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
+from engine.kv_offload import rank_tiers
 from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder
+from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.messages import GenerateRequest, Subscribe
 from engine.wire.sampling_params import SamplingParams
@@ -29,6 +32,7 @@ from tests.rank_pool import RankPool
 PROMPT = [3 + 7 * i % 90 for i in range(150)]
 FAMILIES = ["llama", "gemma3", "qwen3_next"]  # one group; windows; recurrent states
 SIZE = 0.05  # GiB
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +62,10 @@ def config_of(folder: Path, **options: Any) -> EngineConfig:
     return EngineConfig(**{"model": str(folder), "max_model_len": 200, **fixed, **options})
 
 
-def answer(core: EngineCore, prompt: list[int], name: str = "a") -> tuple[list[Any], int]:
+def answer(core: EngineCore, prompt: list[int], name: str = "a", **more: Any) -> tuple[list[Any], int]:
     """What the engine answers, bit for bit, and how many tokens of the prompt it had."""
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
-    core.add(GenerateRequest(request_id=name, prompt=prompt, params=params))
+    core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, **more))
     found: list[Any] = []
     cached = 0
     while core.has_work:
@@ -125,6 +129,97 @@ def test_host_memory_keeps_what_the_cache_evicts(folder_of, plainly, family):
         found, cached = answer(core, next_turn(plainly(family)[0]), "again")
     assert found == plainly(family)[1]
     assert cached >= 128
+
+
+def listed(core: EngineCore, blocks: int) -> None:
+    """Wait until an engine knows of so many blocks in the store."""
+    deadline = time.monotonic() + WAIT_S
+    while (stats := core.stats().kv_offload) is not None and stats.tiers["store"].blocks < blocks:
+        assert time.monotonic() < deadline, stats
+        core.step()
+
+
+@pytest.fixture
+def shared(tmp_path, key_file, monkeypatch) -> dict[str, Any]:
+    monkeypatch.setattr(rank_tiers, "LIST_S", 0.02)
+    store = {"kv_offloading_store": str(tmp_path / "store"), "kv_offloading_store_size": SIZE}
+    return {**store, "kv_offloading_key_file": key_file}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_one_engine_has_written_to_the_store_another_reads(folder_of, plainly, shared, family):
+    first, second = plainly(family)
+    with engine(folder_of(family), **shared) as one, engine(folder_of(family), **shared) as other:
+        assert answer(one, PROMPT) == (first, 0)
+        flush(one)
+        stats = one.stats().kv_offload
+        assert stats is not None
+        listed(other, stats.tiers["store"].blocks)
+        found, cached = answer(other, next_turn(first))
+        assert found == second
+        assert cached >= 128, "but for the rest after the last border of a recurrent state"
+        stats = other.stats().kv_offload
+        assert stats is not None and stats.tiers["store"].errors == {} and stats.hit_tokens == cached
+
+
+def test_engines_of_other_salts_keys_and_numbers_of_ranks_find_nothing_in_the_store(folder_of, plainly, shared):
+    folder, first = folder_of("llama"), plainly("llama")[0]
+    with engine(folder, **shared) as core:
+        answer(core, PROMPT)
+    with engine(folder, **shared) as core:
+        listed(core, 40)
+        assert answer(core, PROMPT, "salted", cache_salt="mine")[1] == 0
+        assert answer(core, PROMPT, "plain") == (first, 148)
+    other_key = Path(f"{shared['kv_offloading_key_file']}2")
+    other_key.write_bytes(os.urandom(32))
+    other_key.chmod(0o600)
+    with engine(folder, **{**shared, "kv_offloading_key_file": str(other_key)}) as core:
+        assert answer(core, PROMPT) == (first, 0)
+    scopes = [scope.name for scope in Path(shared["kv_offloading_store"]).iterdir()]
+    assert len(scopes) == 2
+
+
+def test_damaged_objects_and_a_store_that_is_away_cost_time_only(folder_of, plainly, shared, monkeypatch):
+    with engine(folder_of("llama"), **shared) as core:
+        answer(core, PROMPT)
+    objects = sorted(Path(shared["kv_offloading_store"]).glob("*/??/*"))
+    assert len(objects) == 40
+    for number, file in enumerate(objects):
+        data = file.read_bytes()
+        file.write_bytes(data[: number * 10] if number % 2 else data[:-1] + bytes([data[-1] ^ 1]))
+    with engine(folder_of("llama"), **shared) as core:
+        listed(core, 40)
+        assert answer(core, PROMPT) == (plainly("llama")[0], 0)
+        stats = core.stats().kv_offload
+        assert stats is not None and stats.tiers["store"].errors == {"read": 37}
+        flush(core)
+
+    def away(self, name):
+        raise Unreachable("the network is down")
+
+    monkeypatch.setattr(StoreFolder, "read", away)
+    with engine(folder_of("llama"), **shared) as core:
+        listed(core, 40)
+        assert answer(core, PROMPT) == (plainly("llama")[0], 0)
+        stats = core.stats().kv_offload
+        assert stats is not None and stats.tiers["store"].errors == {"read": 37}
+        assert stats.tiers["store"].blocks == 40, "they may be there when it is back"
+
+
+def test_a_store_that_hangs_costs_the_timeout_only(folder_of, plainly, shared, monkeypatch):
+    with engine(folder_of("llama"), **shared) as core:
+        answer(core, PROMPT)
+    go_on = threading.Event()
+    for method in ("read", "write"):
+        monkeypatch.setattr(StoreFolder, method, lambda self, name, block=None: go_on.wait(60) and b"")
+    with engine(folder_of("llama"), kv_offloading_timeout_s=0.05, **shared) as core:
+        listed(core, 40)
+        assert answer(core, PROMPT) == (plainly("llama")[0], 0)
+        assert answer(core, PROMPT[1:], "other")[1] == 0
+        stats = core.stats().kv_offload
+        assert stats is not None and stats.tiers["store"].errors == {"deadline": 37}
+        assert not core.scheduler.kv_cache.pool.pinned, "a block is still kept for the store"
+        go_on.set()
 
 
 def test_damaged_files_cost_time_only(folder_of, plainly, tmp_path, key_file):
@@ -232,6 +327,8 @@ def test_a_router_hears_of_what_is_in_a_tier_until_it_is_cleared(folder_of, tmp_
         ({"kv_offloading_disk_size": -1}, "kv_offloading_disk_size"),
         ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"kv_offloading_size": 1, "kv_offloading_key_file": "key"}, "kv_offloading_key_file"),
+        ({"kv_offloading_store": "/kv"}, "kv_offloading_store_size"),
+        ({"kv_offloading_store_size": 1}, "kv_offloading_store"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, field):
@@ -241,4 +338,10 @@ def test_options_that_do_not_go_together_are_refused(options, field):
 
 def test_a_tier_smaller_than_a_block_is_refused(folder_of):
     with pytest.raises(ConfigError, match="kv_offloading_size"), engine(folder_of("llama"), kv_offloading_size=1e-7):
+        pass
+
+
+def test_a_store_without_a_key_that_others_have_is_refused(folder_of, tmp_path):
+    store = {"kv_offloading_store": str(tmp_path), "kv_offloading_store_size": SIZE}
+    with pytest.raises(ConfigError, match="kv_offloading_key_file"), engine(folder_of("llama"), **store):
         pass

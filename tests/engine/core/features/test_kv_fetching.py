@@ -7,10 +7,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
+from engine.core.features.kv_fetching import BRING_SHARE
 from engine.core.request import State
+from tests.engine.core.features.test_kv_offloading import TierMachine
 from tests.engine.core.test_scheduler_machine import SchedulerMachine, prefixes, rests
 from tests.examples import examples
-from tests.fake_caches import TIMEOUT_S, CacheHarness
+from tests.fake_caches import TIMEOUT_S, CacheHarness, TieredCacheHarness
+from tests.fake_tiers import name_of
 
 PROMPT = list(range(1, 22))  # five blocks and a token
 
@@ -209,6 +212,80 @@ def test_no_more_than_half_of_the_cache_is_held_for_others():
     harness.run()
 
 
+def in_a_tier(**options) -> TieredCacheHarness:
+    """A cache that has no block of PROMPT, above a tier that has all."""
+    harness = TieredCacheHarness(**{"num_blocks": 16, "max_model_len": 32, "disk_blocks": 100, **options})
+    harness.add("a", PROMPT, max_tokens=1)
+    harness.run()
+    harness.scheduler.kv_cache.clear_cache()
+    return harness
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 8)])
+@pytest.mark.parametrize("tier", [{}, {"disk_blocks": 0, "host_slots": 9}, {"disk_blocks": 0, "store_blocks": 99}])
+def test_others_fetch_what_only_a_tier_has(windows, tier):
+    harness = in_a_tier(windows=windows, **tier)
+    harness.ask("theirs", PROMPT)
+    assert not harness.held and not harness.refused
+    harness.submit()
+    (number,) = harness.moving
+    harness.progress(number)
+    harness.take_answers()
+    harness.step()
+    assert harness.held["theirs"].upto == 20
+    harness.run()
+
+
+def test_one_load_serves_all_who_ask():
+    harness = in_a_tier()
+    harness.ask("theirs", PROMPT)
+    harness.ask("another's", PROMPT[:13])
+    harness.add("own", PROMPT, max_tokens=1)
+    harness.step()
+    (number,) = harness.moving
+    harness.progress(number)
+    harness.take_answers()
+    harness.step()
+    assert {name: held.upto for name, held in harness.held.items()} == {"theirs": 20, "another's": 12}
+    harness.run()
+    assert cached(harness, "own") == 20
+
+
+@pytest.mark.parametrize(("lost", "upto"), [(0, None), (3, 12)])
+def test_a_block_that_its_tier_has_lost_is_missing(lost, upto):
+    harness = in_a_tier()
+    del harness.disk[name_of(0, harness.learn(PROMPT)[lost])]
+    harness.ask("theirs", PROMPT)
+    for _ in range(4):
+        harness.submit()
+        for number in list(harness.moving):
+            harness.progress(number)
+        harness.step()
+    if upto is None:
+        assert harness.refused == {"theirs": "group 0 has only 0 of 5 blocks"}
+    else:
+        assert harness.held["theirs"].upto == upto
+    harness.run()
+
+
+def test_a_tier_that_takes_longer_than_the_other_engine_waits_has_nothing():
+    harness = in_a_tier()
+    harness.ask("theirs", PROMPT)
+    harness.submit()
+    harness.now += BRING_SHARE * TIMEOUT_S
+    for _ in range(3):
+        harness.step()
+    assert harness.refused == {"theirs": "group 0 has only 0 of 5 blocks"}
+    harness.run()
+
+
+def test_nothing_is_loaded_for_others_beyond_their_share_of_the_cache():
+    harness = in_a_tier(num_blocks=9)
+    harness.ask("theirs", PROMPT)
+    harness.submit()
+    assert not harness.moving and "theirs" in harness.refused
+
+
 class CacheMachine(SchedulerMachine):
     """Blocks come from and go to other engines, late, in part or not at all, and the books balance."""
 
@@ -251,5 +328,18 @@ class CacheMachine(SchedulerMachine):
         self.h.scheduler.clear_cache()
 
 
+class TieredCacheMachine(CacheMachine, TierMachine):
+    """What others ask for comes up from tiers, late, in part or not at all."""
+
+    harness = TieredCacheHarness
+    h: TieredCacheHarness
+
+    @rule()
+    def others_are_answered(self):
+        self.h.fetching.give_up_late(self.h.now)
+        self.h.forward()
+
+
 TestCaches = CacheMachine.TestCase
-TestCaches.settings = settings(max_examples=examples(50), stateful_step_count=30)
+TestTieredCaches = TieredCacheMachine.TestCase
+TestCaches.settings = TestTieredCaches.settings = settings(max_examples=examples(50), stateful_step_count=30)

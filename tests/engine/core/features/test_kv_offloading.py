@@ -9,6 +9,7 @@ from hypothesis.stateful import precondition, rule
 
 from engine.core.engine_stats import load_of, stats_of
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.kv_offloading import WRITE_S
 from engine.core.features.tier import REST_S
 from engine.core.request import State
 from engine.errors import EngineError, Overloaded
@@ -247,6 +248,74 @@ def test_what_is_cleared_while_it_moves_is_nowhere():
     assert harness.offloading.stats.hit_tokens == 0
 
 
+def with_store(**options) -> TierHarness:
+    return make(**{"disk_blocks": 0, "store_blocks": 100, **options})
+
+
+def test_what_one_engine_has_written_to_the_store_another_reads():
+    one, other = with_store(), with_store(num_blocks=16)
+    stored(one)
+    other.store = one.store
+    other.list()
+    other.add("again", [*PROMPT, 7], max_tokens=1)
+    other.run()
+    assert (other.cached_of["again"], other.offloading.stats.tiers["store"].read_bytes) == (20, 5)
+
+
+def test_a_block_that_another_engine_has_deleted_from_the_store_is_computed():
+    harness = with_store()
+    stored(harness)
+    evicted(harness)
+    harness.list()
+    harness.store.clear()
+    harness.list()
+    assert harness.offloading.stats.tiers["store"].blocks == 0
+    harness.add("again", [*PROMPT, 7], max_tokens=1)
+    harness.run()
+    assert harness.offloading.stats.hit_tokens == 0
+
+
+def test_blocks_of_a_store_that_cannot_be_reached_are_kept_but_not_waited_for():
+    harness = with_store()
+    stored(harness)
+    evicted(harness)
+    kept = dict(harness.store)
+    harness.add("again", [*PROMPT, 7], max_tokens=1)
+    harness.step()
+    (number,) = harness.moving
+    harness.is_unreachable = True
+    harness.progress(number, failing=lambda count: range(count))
+    harness.run()
+    stats = harness.offloading.stats.tiers["store"]
+    assert (stats.errors, stats.blocks) == ({"read": 5}, 5)
+    assert harness.store == kept
+    evicted(harness)
+    harness.now += REST_S + 1
+    harness.step()
+    harness.add("later", [*PROMPT, 7], max_tokens=1)
+    harness.run()
+    assert harness.cached_of["later"] == 20
+
+
+def test_a_slow_store_does_not_delay_the_disk():
+    harness = make(num_blocks=64, store_blocks=100)
+    harness.add("first", PROMPT, max_tokens=4)
+    while "first" not in harness.finished:
+        harness.step()
+    for _ in range(4):
+        harness.submit()
+        harness.take_answers()
+        for number in [n for n, moving in harness.moving.items() if moving.command.blocks[0].on_disk]:
+            harness.progress(number)
+        for number in [n for n, moving in harness.moving.items() if moving.copies is None]:
+            harness.progress(number)
+    assert (len(harness.disk), len(harness.store)) == (5, 0)
+    harness.now += WRITE_S
+    harness.submit()
+    assert harness.offloading.stats.tiers["store"].errors == {"deadline": 5}
+    assert not harness.offloading.moving, "the blocks on the device are free"
+
+
 class TierMachine(SchedulerMachine):
     """Blocks go down and come up in any order, late or not at all, and the books balance."""
 
@@ -254,8 +323,9 @@ class TierMachine(SchedulerMachine):
     h: TierHarness
 
     def more_options(self, data):
-        sizes = st.sampled_from([(0, 100), (100, 0), (1, 4), (3, 1), (3, 100)])
-        return {"enable_prefix_caching": True} | dict(zip(("host_slots", "disk_blocks"), data.draw(sizes), strict=True))
+        sizes = st.sampled_from([(0, 100, 0), (100, 0, 0), (1, 4, 0), (3, 1, 6), (3, 100, 0), (0, 0, 100), (0, 3, 8)])
+        names = ("host_slots", "disk_blocks", "store_blocks")
+        return {"enable_prefix_caching": True} | dict(zip(names, data.draw(sizes), strict=True))
 
     @rule(data=st.data(), fails=st.booleans())
     def move(self, data, fails):
@@ -272,6 +342,25 @@ class TierMachine(SchedulerMachine):
         if loads:
             number = data.draw(st.sampled_from(sorted(loads)))
             self.h.write(number, data.draw(st.integers(0, len(self.h.moving[number].command.blocks) - 1)))
+
+    @precondition(lambda self: self.h.written)
+    @rule(data=st.data(), deletes=st.booleans())
+    def another_engine_writes_or_deletes(self, data, deletes):
+        name = data.draw(st.sampled_from(sorted(self.h.written)))
+        if deletes:
+            self.h.store.pop(name, None)
+        else:
+            self.h.store[name] = self.h.written[name]
+
+    @precondition(lambda self: self.h.written)
+    @rule()
+    def list_store(self):
+        self.h.list()
+
+    @precondition(lambda self: self.h.written)
+    @rule(is_unreachable=st.booleans())
+    def lose_store(self, is_unreachable):
+        self.h.is_unreachable = is_unreachable
 
     @rule(seconds=st.sampled_from([0.5, TIMEOUT_S, REST_S]))
     def time_passes(self, seconds):

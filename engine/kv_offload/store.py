@@ -1,0 +1,161 @@
+"""A folder of sealed blocks that engines share, in a file system or an object store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.errors import ConfigError, StartupError
+from engine.kv_offload.disk import TEMPORARY, TEMPORARY_KEY, write_private
+from engine.kv_offload.sealing import Sealer
+from engine.wire.kv_offload import FoundBlock, StoreListing
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED_S = 600.0  # age at which parts of a block without its other parts, and temporary files, are deleted
+DEAD_S = 7 * 86_400.0  # without a new block, after which a temporary key counts as lost
+TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")  # of a file, by file system
+T = TypeVar("T")
+
+
+class Unreachable(Exception):
+    """Raised if a store does not answer, or answers with something else than a file or its absence."""
+
+
+class StoreFolder:
+    """A folder of objects `<url>/<scope>/<2 hex digits>/<name>.<rank>`, each with one rank's part of a sealed block.
+
+    fsspec opens the store: a path is a folder, which several machines may have mounted, `s3://bucket/path` a bucket.
+    All engines with the same scope and key read what any of them has written. Nobody locks anything: an object never
+    changes, since its name stands for its content, and an engine that misses an object computes the block.
+
+    All methods wait for the store. Methods may be called from several threads, except `list`.
+    """
+
+    def __init__(self, url: str, scope: str, sealer: Sealer, *, rank: int = 0, ranks: int = 1):
+        """scope: name of the folder for all blocks that engines with this model, setup and key can use. sealer: of this
+        rank. Raises ConfigError or StartupError."""
+        import fsspec  # slow to import
+        from fsspec.implementations.local import LocalFileSystem
+
+        self.url, self.rank = url, rank
+        self._sealer, self._ranks, self._scope = sealer, ranks, scope
+        try:
+            self._files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise ConfigError("kv_offloading_store", url, f"a URL that fsspec can open ({error})") from error
+        self._root = root.rstrip("/")
+        self._is_local = isinstance(self._files, LocalFileSystem)
+        if self._is_local:
+            try:
+                Path(self._root).mkdir(mode=0o700, parents=True, exist_ok=True)
+                Path(self._root, scope).mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise StartupError(f"kv_offloading_store: {url} cannot be written: {error}") from error
+        self._known: dict[bytes, None] = {}  # blocks that were there at the last listing, or were written since
+
+    def write(self, name: bytes, block: memoryview) -> None:
+        """Write this rank's part of a block. Raises Unreachable."""
+        path, sealed = self._path(name, self.rank), self._sealer.seal(name, block)
+        if self._is_local:
+            _answered(lambda: write_private(Path(path), sealed))
+        else:
+            _answered(lambda: self._files.pipe_file(path, sealed))
+        self._known[name] = None
+
+    def read(self, name: bytes) -> bytes:
+        """Return this rank's part of a block. Raises FileNotFoundError, Unsealable if it is damaged, or Unreachable."""
+        return self._sealer.open(name, _answered(lambda: self._files.cat_file(self._path(name, self.rank))))
+
+    def delete(self, names: Iterable[bytes]) -> None:
+        """Delete all ranks' parts of blocks. Raises Unreachable."""
+        self._remove([self._path(name, rank) for name in names for rank in range(self._ranks)])
+
+    def list(self) -> StoreListing:
+        """Return which whole blocks have come and gone since the last call. Deletes parts of blocks that nobody has
+        completed. Raises Unreachable."""
+        before, now = set(self._known), time.time()
+        found: dict[bytes, list[dict[str, Any]]] = {}
+        unfinished: list[str] = []
+        for path, info in _answered(lambda: self._files.find(f"{self._root}/{self._scope}", detail=True)).items():
+            digits, _, rank = path.rpartition("/")[2].partition(".")
+            with suppress(ValueError):  # not one of ours
+                name = bytes.fromhex(digits)
+                if rank.isdigit():
+                    found.setdefault(name, []).append({**info, "name": path})
+                elif path.endswith(TEMPORARY) and _age_s(info, now) > UNFINISHED_S:
+                    unfinished.append(path)
+        whole: list[FoundBlock] = []
+        for name, parts in found.items():
+            age_s = min(_age_s(part, now) for part in parts)
+            if len(parts) == self._ranks:
+                whole.append(FoundBlock(name, max(part["size"] for part in parts), age_s))
+            elif age_s > UNFINISHED_S:
+                unfinished += [part["name"] for part in parts]
+        self._remove(unfinished)
+        names = {block.name for block in whole}
+        added = sorted((block for block in whole if block.name not in before), key=lambda block: -block.age_s)
+        removed = [name for name in before if name not in names]
+        self._known.update(dict.fromkeys(names))
+        for name in removed:
+            self._known.pop(name, None)
+        return StoreListing(added, removed)
+
+    def delete_stale(self, ttl_s: float | None, key: str) -> None:
+        """Delete what nobody will read: blocks of other models and setups that are older than `ttl_s`, and all blocks
+        of a temporary key with which nobody has written for a week. Raises Unreachable.
+
+        key: prefix of the scopes of this engine's key, if that is a temporary one.
+        """
+        now = time.time()
+        for folder in _answered(lambda: self._files.ls(self._root, detail=True)):
+            path = folder["name"].rstrip("/")
+            scope = path.rpartition("/")[2]
+            if folder["type"] != "directory" or scope == self._scope:
+                continue
+            files = _answered(lambda path=path: self._files.find(path, detail=True))  # type: ignore[misc]
+            ages = {file: _age_s(info, now) for file, info in files.items()}
+            is_of_lost_key = scope.startswith(TEMPORARY_KEY) and not (key and scope.startswith(key))
+            if is_of_lost_key and min(ages.values(), default=0.0) > DEAD_S:
+                self._remove(ages)
+            elif ttl_s is not None:
+                self._remove(file for file, age_s in ages.items() if age_s > ttl_s)
+
+    def _path(self, name: bytes, rank: int) -> str:
+        digits = name.hex()
+        return f"{self._root}/{self._scope}/{digits[:2]}/{digits}.{rank}"
+
+    def _remove(self, paths: Iterable[str]) -> None:
+        if not (paths := list(paths)):
+            return
+        if self._files.async_impl:  # one request for many objects
+            with suppress(FileNotFoundError):
+                _answered(lambda: self._files.rm(paths))
+            return
+        for path in paths:
+            with suppress(FileNotFoundError):
+                _answered(lambda path=path: self._files.rm_file(path))  # type: ignore[misc]
+
+
+def _answered(call: Callable[[], T]) -> T:
+    """Call a library of a store and return the result. Raises FileNotFoundError, and Unreachable for all other
+    exceptions, since those libraries share no exception class."""
+    try:
+        return call()
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise Unreachable(f"{type(error).__name__}: {error}"[:300]) from error
+
+
+def _age_s(info: dict[str, Any], now: float) -> float:
+    """Return the age of a file in seconds; 0 if the file system does not say when it was written."""
+    written = next((info[key] for key in TIMES if info.get(key) is not None), now)
+    if isinstance(written, str):
+        written = datetime.fromisoformat(written)
+    return max(0.0, now - (written.timestamp() if isinstance(written, datetime) else written))
