@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
@@ -271,10 +270,6 @@ class ModelSection(Section):
 
     def check(self, path: str) -> None:
         """Raise ConfigError for contradictory keys. path: position of this section."""
-        handoff: Any = self.handoff
-        if handoff is not None and len(self.pools) == 1 and not _between_replicas(handoff.model_dump()):
-            limit = "given, or `encode`, if a `handoff` section has no `move_requests` or `enable_prefix_fetching`"
-            raise ConfigError(f"{path}.prefill", None, limit)
         for role, pool in self.pools.items():
             pool.check(f"{path}.{role}")
             try:
@@ -285,6 +280,10 @@ class ModelSection(Section):
         if self.encode is not None:
             self._check_encode(path)
         engines = [self.engine_config(role) for role in self.pools if role != "encode"]
+        handoff: Any = self.handoff
+        if handoff is not None and handoff.move_requests and len(self.pools) == 1 and engines[0].handoff is None:
+            limit = "given, or `encode`, or several decode replicas, because of the `handoff` section"
+            raise ConfigError(f"{path}.prefill", None, limit)
         if self.has_adapters and not all(engine.enable_lora for engine in engines):
             raise ConfigError(f"{path}.engine.enable_lora", False, "true, or left out, because the model has adapters")
         sizes = {role: self.engine_config(role).block_size for role in self.pools}
@@ -326,14 +325,26 @@ class ModelSection(Section):
         if role == "encode":  # not as in the other pools
             options["tensor_parallel"] = given(self.pools[role].engine).get("tensor_parallel", 1)
             options["enable_lora"] = False
-        handoff = dict(self.handoff or HandoffSection())
-        if role == "encode" or self.prefill is not None:
-            options["handoff"] = HandoffConfig(role=role, **handoff)
-        elif _between_replicas(handoff):
-            options["handoff"] = HandoffConfig(role="replica", **handoff)
         if role != "encode" and self.encode is not None:
-            options["encode"] = HandoffConfig(role="decode", **handoff)
-        return EngineConfig(model=self.model, **options)
+            options["encode"] = HandoffConfig(role="decode", **self._handoff_options)
+        return EngineConfig(model=self.model, handoff=self._handoff_config(role), **options)
+
+    def _handoff_config(self, role: Role) -> HandoffConfig | None:
+        """Return the options of handoffs of a pool's engines; None if they hand nothing over."""
+        asked = self._handoff_options
+        if role == "encode" or self.prefill is not None:
+            return HandoffConfig(role=role, **asked)
+        if asked.get("move_requests") or asked.get("enable_prefix_fetching"):
+            return HandoffConfig(role="replica", **asked)
+        if self.decode.bounds[1] == 1 or not asked.get("move_requests", True):
+            return None
+        # NIXL opens memory that nothing protects, so it is used only if the section asks for moves, or names it
+        return HandoffConfig(role="replica", **{"transport": "tcp", **asked})
+
+    @property
+    def _handoff_options(self) -> dict[str, Any]:
+        """The keys that the `handoff` section sets."""
+        return {} if self.handoff is None else given(self.handoff)
 
     def group_spec(self, role: Role = "decode") -> GroupSpec:
         pool = self.pools[role]
@@ -457,11 +468,6 @@ class AppConfig(Section):
         config.ingress.store_config()
         config.ingress.image_config()
         return config
-
-
-def _between_replicas(handoff: Mapping[str, Any]) -> bool:
-    """Return whether these options let replicas of one pool exchange KV."""
-    return bool(handoff["move_requests"] or handoff["enable_prefix_fetching"])
 
 
 def _first_problem(error: pydantic.ValidationError) -> ConfigError:

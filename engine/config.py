@@ -73,7 +73,7 @@ class HandoffConfig:
     )
 
     move_requests: bool = option(
-        False,
+        True,
         "Whether running requests of a replica that stops, or that is out of KV blocks, move to another replica, "
         "with their KV. Needs no prefill pool.",
     )

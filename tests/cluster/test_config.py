@@ -153,10 +153,26 @@ def test_each_pool_has_its_own_routing():
     assert decode.running_weight_of("decode") > prefill_routing.running_weight_of("prefill") == 0
 
 
-def test_without_a_prefill_section_an_engine_hands_nothing_over():
-    (model,) = AppConfig.parse({"models": [{**MODEL, "decode": {"num_replicas": 2}}]}).models
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({}, None),
+        ({"handoff": {"move_requests": True}}, {}),
+        ({"handoff": {"enable_prefix_fetching": True}}, {"enable_prefix_fetching": True}),
+        ({"decode": {"num_replicas": 2}}, {"transport": "tcp"}),
+        ({"decode": {"max_replicas": 2}}, {"transport": "tcp"}),
+        ({"decode": {"num_replicas": 2}, "handoff": {"lease_s": 9}}, {"transport": "tcp", "lease_s": 9}),
+        ({"decode": {"num_replicas": 2}, "handoff": {"transport": "auto"}}, {}),
+        ({"decode": {"num_replicas": 2}, "handoff": {"move_requests": False}}, None),
+        ({"handoff": {"move_requests": False}}, None),
+    ],
+)
+def test_requests_move_between_several_decode_replicas_over_tcp_unless_the_handoff_section_says_otherwise(
+    keys, options
+):
+    (model,) = AppConfig.parse({"models": [{**MODEL, **keys}]}).models
     assert list(model.pools) == ["decode"]
-    assert model.engine_config().handoff is None
+    assert model.engine_config().handoff == (None if options is None else HandoffConfig(role="replica", **options))
 
 
 def test_images_of_prefill_and_decode_engines_are_encoded_by_an_encode_pool():
