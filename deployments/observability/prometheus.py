@@ -116,7 +116,6 @@ ROUTING_COUNTERS = {
         "estimated_tokens",
     ),
     "manta_routing_cached_tokens": ("Prompt tokens of the same calls that were in fact cached.", "cached_tokens"),
-    "manta_holds_broken": ("Holds whose replica stopped before they ended.", "holds_broken"),
     "manta_routing_drift_tokens": (
         "Sum of the differences between estimated and actual cached tokens.",
         "drift_tokens",
@@ -181,7 +180,16 @@ class _Snapshot(Collector):
                 adapters.add_sample(f"{adapters.name}_total", {**labels, "adapter": held}, count)
             for field, counter in tokens.items():
                 counter.add_sample(f"{counter.name}_total", labels, getattr(stats, field))
-        yield from (routed, adapters, *tokens.values())
+        yield from (routed, adapters, *tokens.values(), self._broken_holds())
+
+    def _broken_holds(self) -> Metric:
+        """Return the number of broken holds of each model. Every ingress counts the holds that it knew of, so the
+        highest count of any ingress has each of them once."""
+        broken = Counter("manta_holds_broken", "Holds whose replica stopped before they ended.")
+        for model in dict.fromkeys(model for (model, _), _ in self._models):
+            counts = [stats.routing.holds_broken for (name, _), stats in self._models if name == model]
+            broken.add_sample(f"{broken.name}_total", {"model_name": model}, max(counts))
+        return broken
 
     def _routers(self) -> Iterator[tuple[dict[str, str], RoutingStats]]:
         for (model, ingress_id), stats in self._models:

@@ -167,8 +167,12 @@ class Balancer:
         return None
 
     def _lost_hold(self, prompt: PromptDigest) -> bool:
-        """Return whether a part of the prompt was held on an engine that is gone. True once for each hold."""
-        lost = [key for key in prompt.keys if key in self._lost_holds] if self._lost_holds else []
+        """Return whether a part of the prompt was held on an engine that is gone, and no more of it is held since then.
+        True once for each hold."""
+        lost = {key for key in prompt.keys if key in self._lost_holds} if self._lost_holds else set()
         for key in lost:
             del self._lost_holds[key]
-        return bool(lost)
+        if not lost:
+            return False
+        held = frozenset().union(*(record.held for record in self.placements.records.values()))
+        return next(key in lost for key in reversed(prompt.keys) if key in lost or key in held)

@@ -11,6 +11,8 @@ import pytest
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 
 from deployments.http.server_header import NODE_HEADER
+from deployments.observability.prometheus import render_metrics
+from deployments.observability.stats import IngressStats
 from tests.deployments.fake_api import fake_api, says, until
 from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
 from tests.models import make_model
@@ -256,5 +258,20 @@ def test_a_request_that_somebody_else_cancels_counts_as_aborted_and_not_as_an_er
             assert (await asking).status_code == 500
             scrape = Scrape((await api.client.get("/metrics")).text)
             assert ended(scrape) == {"stop": 0, "length": 0, "abort": 1, "error": 0}
+
+    run(scenario())
+
+
+def test_a_broken_hold_counts_once_however_many_ingresses_knew_of_it():
+    class Ingresses:
+        async def all_stats(self) -> list[IngressStats]:
+            found = [IngressStats(name) for name in ("began first", "as early", "began later")]
+            for ingress, broken in zip(found, (3, 3, 1), strict=True):
+                ingress.model("tiny").routing.holds_broken = broken
+            return found
+
+    async def scenario() -> None:
+        scrape = Scrape((await render_metrics({}, Ingresses())).decode())  # type: ignore[arg-type]
+        assert scrape.sum("manta_holds_broken_total", model_name="tiny") == 3
 
     run(scenario())

@@ -523,3 +523,14 @@ def test_holds_of_an_engine_that_goes_are_broken_and_the_next_turn_is_told_once(
     assert router.stats.holds_broken == 1
     told = [router.choose(replace(talk, request_id=f"turn {i}"), left).lost_hold for i in range(2)]
     assert told == [True, False]
+
+
+def test_turn_is_not_told_of_a_broken_hold_that_another_ingress_has_made_good():
+    router, talk = balancer(), plain(1)
+    for engine in ENGINES:
+        router.update(report(engine))
+    router.update(held_by(ENGINES[2], talk, 2))
+    router.keep(ENGINES[:2])
+    router.update(held_by(ENGINES[1], talk, 3))
+    decision = router.choose(replace(talk, request_id="later"), ENGINES[:2])
+    assert (decision.reason, decision.lost_hold) == ("held", False)
