@@ -120,7 +120,7 @@ def test_requests_move_from_a_real_engine_without_blocks_to_an_idle_one_and_keep
             return events
 
         full.step = step_and_rebalance  # type: ignore[method-assign]
-        start_all(movers, lengths=(15, 16, 17, 31, 32, 33))
+        start_all(movers, lengths=(15, 16, 17, 31, 32, 33), max_tokens=50)
         movers.listen(0, movers.ended)
         gone = movers.stopped()
         assert len(gone) == moved > 0

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.wire.messages import Add, GenerateRequest, MoveRequests, TokenDelta, TokenLogprob
+from engine.core.output import Event
+from engine.wire.messages import Add, GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.sampling_params import SamplingParams, seed_of
 from tests.engine.kv_transfer.pair import Engine, Pair
 from tests.engine_sockets import Ingress
-from tests.rank_pool import RankPool
+from tests.rank_pool import TIMEOUT_S, RankPool
 
 KEPT = ("lora", "prediction", "cache_salt", "timeout_s", "mm_features")  # fields of a request, wherever it goes on
 
@@ -35,14 +37,52 @@ class Stream:
         return [entry for delta in self.deltas for entry in delta.logprobs or []]
 
 
+class Gate:
+    """Steps of an engine: none is computed while the gate is closed, so requests cannot end before the test has started
+    all of them. `leave_at` stops the requests in the engine's own thread, however long the test's thread stalls."""
+
+    def __init__(self, engine: Engine):
+        self._server, self._step, self._open = engine.server, engine.server._core.step, threading.Event()
+        self._leave: tuple[int, int] | None = None
+        self.open()
+        engine.server._core.step = self._step_of_test  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def leave_at(self, running: int, tokens: int) -> None:
+        """Let all requests move once so many run, each with at least so many tokens of output."""
+        self._leave = running, tokens
+
+    def _step_of_test(self) -> list[Event]:
+        assert self._open.wait(TIMEOUT_S), "the test does not go on"
+        events = self._step()
+        if self._leave is not None:
+            count, tokens = self._leave
+            queue = self._server._core.scheduler.queue
+            if len(queue.running) == count and all(r.num_output >= tokens for r in queue.running):
+                self._leave = None
+                self._server._move(len(queue.live))  # as on a MoveRequests
+        return events
+
+
 class Movers(Pair):
-    """Requests start in the first engine."""
+    """Requests start in the first engine. An engine that is given requests computes once the test listens to it."""
 
     def __init__(self, first: EngineConfig, second: EngineConfig, ranks: tuple[RankPool, RankPool]):
         super().__init__(first, second, ranks)
         self.engines: list[Engine] = [self.decode, self.prefill]
         self.ingresses = [self.ingress, Ingress(self._context, self.prefill.server)]
         self.streams: dict[str, Stream] = {}
+        self.gates = [Gate(engine) for engine in self.engines]
+
+    def __exit__(self, *ending: Any) -> None:
+        for gate in self.gates:
+            gate.open()
+        super().__exit__(*ending)
 
     def start(self, name: str, prompt: list[int], **options: Any) -> Stream:
         fields = {key: options.pop(key) for key in KEPT if key in options}
@@ -51,12 +91,14 @@ class Movers(Pair):
             request_id=name, prompt=prompt, params=params, reply_to=self.ingresses[0].address, **fields
         )
         self.streams[name] = Stream(request)
+        self.gates[0].close()
         self.ingresses[0].send(Add(request))
         return self.streams[name]
 
     def listen(self, where: int, until: Callable[[], bool]) -> None:
         """Take what an engine sends; one batch at a time."""
         ingress = self.ingresses[where]
+        self.gates[where].open()
         while not until():
             for delta in ingress.receive().deltas:
                 name, _, move = delta.request_id.partition("@")
@@ -66,10 +108,6 @@ class Movers(Pair):
                 stream.deltas.append(delta)
                 stream.last = delta if delta.finish_reason else None
 
-    def has(self, count: int) -> Callable[[], bool]:
-        """Whether every stream has `count` tokens."""
-        return lambda: all(len(stream.tokens) >= count for stream in self.streams.values())
-
     def ended(self) -> bool:
         return all(stream.last is not None for stream in self.streams.values())
 
@@ -78,13 +116,16 @@ class Movers(Pair):
         lasts = {name: stream.last for name, stream in self.streams.items()}
         return [name for name, last in lasts.items() if last and last.error and last.error.code == "moved"]
 
-    def leave(self, where: int, count: int | None = None) -> None:
-        """Stop requests in an engine; all of them, if there is no `count`. Afterwards they have no engine."""
-        self.engines[where].send(MoveRequests(len(self.streams) if count is None else count))
-        self.listen(where, self.ended if count is None else lambda: len(self.stopped()) == count)
+    def leave(self, where: int, tokens: int = 3, running: int | None = None) -> None:
+        """Stop all requests in an engine once they run and each has so many more tokens than the shortest has now.
+        Afterwards they have no engine. running: number that runs; all, if it is not given."""
+        lengths = [len(stream.tokens) for stream in self.streams.values() if stream.last is None]
+        self.gates[where].leave_at(len(lengths) if running is None else running, min(lengths) + tokens)
+        self.listen(where, self.ended)
 
     def arrive(self, where: int, keep_source: bool = True) -> None:
         """Let an engine go on with all that has stopped. keep_source: else it does not know where the KV is."""
+        self.gates[where].close()
         for name in self.stopped():
             stream = self.streams[name]
             last, stream.last = stream.last, None

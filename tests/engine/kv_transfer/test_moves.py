@@ -84,14 +84,12 @@ def test_requests_go_on_with_the_same_bits_and_no_token_is_computed_twice(tmp_pa
     options = {"dtype": dtype}
     with Movers(make_config(folder, **options), make_config(folder, **options), ranks) as movers:
         start_all(movers)
-        movers.listen(0, movers.has(3))
         computed = movers.prefill.scheduler.metrics.histograms["iteration_tokens_total"]
         for there, here in ((0, 1), (1, 0), (0, 1)):
-            movers.leave(there)
+            movers.leave(there, tokens=9)
             assert all(stream.last.kv_source for stream in movers.streams.values()), "none comes without its KV"
             before, tokens = computed.sum, sum(len(stream.tokens) for stream in movers.streams.values())
             movers.arrive(here)
-            movers.listen(here, movers.has(min(len(stream.tokens) for stream in movers.streams.values()) + 9))
         movers.listen(1, movers.ended)
         tokens = sum(len(stream.tokens) for stream in movers.streams.values()) - tokens
         movers.settle()
@@ -119,8 +117,7 @@ def test_nothing_but_the_engine_changes(ranks, monkeypatch, dtype):
         movers.start("no seed", prompt(12), max_tokens=150, temperature=1.0)
         movers.start("log-probabilities", prompt(14), max_tokens=150, logprobs=4, frequency_penalty=0.5)
         movers.start("bounds", prompt(33), max_tokens=150, min_tokens=140, ignore_eos=False, temperature=1.0, seed=1)
-        movers.listen(0, movers.has(4))
-        movers.leave(0)
+        movers.leave(0, tokens=4)
         movers.arrive(1)
         movers.listen(1, movers.ended)
         assert movers.prefill.scheduler.speculation.stats.num_accepted_tokens > 0
@@ -135,8 +132,7 @@ def test_a_draft_model_goes_on_drafting_for_what_comes(ranks, monkeypatch):
     config = make_config("pocket", speculative=drafts)
     with Movers(config, config, ranks) as movers:
         start_all(movers, lengths=(40, 64))
-        movers.listen(0, movers.has(4))
-        movers.leave(0)
+        movers.leave(0, tokens=4)
         movers.arrive(1)
         movers.listen(1, movers.ended)
         stats = movers.prefill.scheduler.speculation.stats
@@ -152,7 +148,6 @@ def test_a_request_keeps_its_adapter(ranks, dtype):
         movers.start("with", prompt(40), max_tokens=NUM_TOKENS, lora=pirate)
         movers.start("random", prompt(40), max_tokens=NUM_TOKENS, lora=pirate, **RANDOM)
         movers.start("without", prompt(40), max_tokens=NUM_TOKENS)
-        movers.listen(0, movers.has(3))
         movers.leave(0)
         movers.arrive(1)
         movers.listen(1, movers.ended)
@@ -169,7 +164,6 @@ def test_a_request_whose_adapter_the_next_engine_cannot_read_ends_there_with_the
         movers.start(
             "with", prompt(40), max_tokens=NUM_TOKENS, lora=LoRARequest("pirate", str(gone), open_adapter(gone).digest)
         )
-        movers.listen(0, movers.has(3))
         movers.leave(0)
         gone.unlink()
         movers.arrive(1)
@@ -190,7 +184,6 @@ def test_a_request_keeps_its_images_which_are_not_encoded_again(ranks, tmp_path,
         for seed, sampled in enumerate(({}, RANDOM)):  # in turn: bits of heads of 12 depend on the batch
             asked = Prompt(name).text(5, 6).image(11 + seed).text(7, 8, 9, *range(3, 70))
             movers.start(f"image {seed}", asked.tokens, max_tokens=NUM_TOKENS, mm_features=asked.images, **sampled)
-            movers.listen(0, movers.has(3))
             movers.leave(0)
             movers.arrive(1)
             movers.listen(1, movers.ended)
@@ -203,8 +196,7 @@ def test_what_waits_is_given_back_at_once_and_what_is_not_found_is_computed_agai
     config = make_config("pocket", waits=SHORT, max_num_seqs=2)
     with Movers(config, config, ranks) as movers:
         start_all(movers, lengths=LENGTHS[:4])
-        movers.listen(0, lambda: sum(len(stream.tokens) > 2 for stream in movers.streams.values()) == 2)
-        movers.leave(0)
+        movers.leave(0, running=2)
         assert [stream.last.kv_source is None for stream in movers.streams.values()] == [False, False, True, True]
         movers.arrive(1, keep_source=False)
         movers.listen(1, movers.ended)
@@ -216,7 +208,6 @@ def test_an_engine_that_dies_with_the_kv_delays_the_request(ranks):
     config = make_config("pocket", waits=SHORT)
     with Movers(config, config, ranks) as movers:
         start_all(movers, lengths=(40, 17))
-        movers.listen(0, movers.has(3))
         movers.leave(0)
         movers.decode.stop()
         movers.arrive(1)
@@ -229,7 +220,6 @@ def test_requests_of_another_model_are_refused_their_kv(ranks):
     configs = make_config("pocket", waits=SHORT), make_config("pocket", waits=SHORT, dtype="bfloat16")
     with Movers(*configs, ranks) as movers:
         movers.start("a", prompt(40), max_tokens=150)
-        movers.listen(0, movers.has(3))
         movers.leave(0)
         movers.arrive(1)
         movers.listen(1, movers.ended)
@@ -246,7 +236,6 @@ def test_requests_move_between_engines_of_other_sizes(tmp_path, ranks, first, se
     configs = (make_config(folder, tensor_parallel=size, **options) for size in (first, second))
     with Movers(*configs, ranks) as movers:
         start_all(movers)
-        movers.listen(0, movers.has(3))
         movers.leave(0)
         movers.arrive(1)
         movers.listen(1, movers.ended)
