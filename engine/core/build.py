@@ -15,10 +15,10 @@ from engine.core.block_pool import BlockPool
 from engine.core.engine import EngineCore
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents, NoKVEvents
-from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds import Holds, NoHolds
-from engine.core.features.image_handoffs import ImageHandoffs
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
+from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.features.encoder_cache_manager import ImageChanges
+from engine.core.features.images.encoder_cache_manager import ImageChanges
 from engine.core.kv_cache_manager import StateChanges
 from engine.core.request import Request
 from engine.wire.plan import BlockChange, NewSequence, StepPlan

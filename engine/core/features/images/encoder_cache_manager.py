@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from engine.core.features.image_handoffs import ImageHandoffs, NoImageHandoffs, Note
+from engine.core.features.images.image_handoffs import ImageHandoffs, NoImageHandoffs, Note
 from engine.core.features.token_limit import TokenLimit
 from engine.core.request import Request
 from engine.errors import InvalidParameter

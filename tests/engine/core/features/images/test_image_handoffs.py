@@ -18,7 +18,7 @@ from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
-from engine.core.features.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
+from engine.core.features.images.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
 from engine.errors import ConfigError
 from engine.wire.handoff import Failed, FirstToken, HandoffEvent, OpenHandoff, Received
 from engine.wire.messages import CancelDispatch, DispatchRemote, GenerateRequest, PrefillReplica, RemoteRequestFailed
@@ -44,7 +44,7 @@ IMAGE, BLOCK, NUM_BLOCKS = 90, 4, 6
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may be busy."""
-    monkeypatch.setattr("engine.core.features.image_handoffs.TIMEOUT_S", 60.0)
+    monkeypatch.setattr("engine.core.features.images.image_handoffs.TIMEOUT_S", 60.0)
 
 
 @contextmanager

@@ -2,7 +2,7 @@ from random import Random
 
 import pytest
 
-from engine.core.features.encoder_cache_manager import EncoderCacheManager
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.errors import InvalidParameter
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 
