@@ -6,10 +6,12 @@ work is one row of a decoding sequence, or some rows of a prompt chunk.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.batch import Batch
@@ -220,17 +222,18 @@ def paged_attention(
     *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend: q [tokens, heads, head_dim] -> the same shape and dtype. sinks: [heads] of q's dtype. Uses the plain
-    version if head_dim is no multiple of LANES, or the cache is in float8."""
-    cache = batch.kv_cache
-    _, _, _, kv_heads, block_size, head_dim = cache.shape
-    if head_dim % LANES or batch.kv_scales is not None:
-        return attention_plain.paged_attention(
-            q, batch, layer, scale, window, softcap=softcap, sinks=sinks, chunk=chunk
-        )
+    version if the cache is in float8."""
+    scores: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
+    if batch.kv_scales is not None:
+        return attention_plain.paged_attention(q, batch, layer, scale, window, **scores)
     assert sinks is None or sinks.dtype == q.dtype, "the kernel reads sinks as it reads q"
-    out = empty(q.shape, q.dtype)
     if batch.tiles is None:
         batch.tiles = row_tiles(batch)
+    if rest := -q.shape[2] % LANES:
+        q, batch = padded_heads(q, batch, layer, rest)
+        return paged_attention(q, batch, 0, scale, window, **scores)[..., :-rest].contiguous()
+    cache, out = batch.kv_cache, empty(q.shape, q.dtype)
+    _, _, _, kv_heads, block_size, head_dim = cache.shape
     ATTEND.launch(
         q.dtype, (len(batch.tiles) - 1) * kv_heads, q, cache[0, layer], out, constants(scale, softcap or 0.0),
         batch.tiles, batch.kv_len, batch.block_table, batch.block_table.stride(0), q.stride(0), out.stride(0),
@@ -243,20 +246,31 @@ def paged_attention(
 def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
     """Attend: q [tokens, heads, head_dim] -> [tokens, heads, rank]. Uses the plain version as `paged_attention` does.
     All heads read the same vectors, so a tile has all heads of a few rows."""
-    cache, heads = batch.kv_cache, q.shape[1]
-    block_size, head_dim = cache.shape[4:]
-    if head_dim % LANES or batch.kv_scales is not None:
+    if batch.kv_scales is not None:
         return attention_plain.latent_attention(q, batch, layer, scale, rank)
-    out = empty(q.shape, q.dtype)
     if batch.latent_tiles is None:
-        batch.latent_tiles = latent_tiles(batch, heads)
-    tiles = batch.latent_tiles
+        batch.latent_tiles = latent_tiles(batch, q.shape[1])
+    if rest := -q.shape[2] % LANES:
+        return latent_attention(*padded_heads(q, batch, layer, rest), 0, scale, rank)
+    cache, heads, tiles = batch.kv_cache, q.shape[1], batch.latent_tiles
+    (block_size, head_dim), out = cache.shape[4:], empty(q.shape, q.dtype)
     ATTEND.launch(
         q.dtype, len(tiles) - 1, q, cache[0, layer], out, constants(scale, 0.0), tiles, batch.kv_len,
         batch.block_table, batch.block_table.stride(0), q.stride(0), out.stride(0), 1, heads, block_size, head_dim,
         cache.stride(0), NO_WINDOW, NO_WINDOW, 0, 0, 0,
     )  # fmt: skip
     return out[..., :rank]
+
+
+def padded_heads(q: Tensor, batch: Batch, layer: int, rest: int) -> tuple[Tensor, Batch]:
+    """Append `rest` zeros to each head, which change no score. Returns q, and a batch whose cache has one layer: copies
+    of the blocks that this step reads."""
+    blocks = -(-batch.kv_len // batch.kv_cache.shape[4])
+    read = torch.arange(batch.block_table.shape[1]) < blocks[:, None]
+    table = torch.zeros_like(batch.block_table)
+    table[read] = torch.arange(int(blocks.sum()), dtype=table.dtype)
+    cache = F.pad(batch.kv_cache[batch.block_table[read], layer], (0, rest))[:, None]
+    return F.pad(q, (0, rest)), replace(batch, block_table=table, kv_cache=cache)
 
 
 def latent_tiles(batch: Batch, heads: int) -> Tensor:
