@@ -54,7 +54,7 @@ def _read(raw: Fields, architecture: str, max_model_len: int | None) -> Fields:
     types, num_heads = getattr(config, "layer_types", None) or [], getattr(config, "num_attention_heads", None)
     only_attention = num_heads and types and ATTENTION.issuperset(types)  # possible in a hybrid family
     if not num_heads or (any(getattr(config, field, None) for field in RECURRENT) and not only_attention):
-        reason = "some or all of its layers keep a recurrent state, but the KV cache holds only keys and values"
+        reason = "some or all of its layers keep a recurrent state of a kind that is not supported"
         raise UnsupportedArchitecture(architecture, reason)
     num_layers = _get(config, "num_hidden_layers")
     if other := sorted(set(types) - ATTENTION):

@@ -18,7 +18,6 @@ from engine.model.ops.cpu.kernel import (
     as_i32,
     constants,
     device_function,
-    divide,
     empty,
     exp,
     kernel,
@@ -43,7 +42,7 @@ def silu_mul_rows(cast: Any, args: Any) -> None:
             gate, value = 2 * token * size, (2 * token + 1) * size
             for i in range(size):
                 g = load(x, gate + i)
-                store(out, token * size + i, divide(g, one + exp(-g)) * load(x, value + i))
+                store(out, token * size + i, g / (one + exp(-g)) * load(x, value + i))
 
 
 @kernel
@@ -70,7 +69,7 @@ def gelu_tanh_mul_rows(cast: Any, args: Any) -> None:
             gate, value = 2 * token * size, (2 * token + 1) * size
             for i in range(size):
                 g = load(x, gate + i)
-                gelu = divide(g, one + exp(slope * (g + cube * g * g * g)))
+                gelu = g / (one + exp(slope * (g + cube * g * g * g)))
                 store(out, token * size + i, gelu * load(x, value + i))
 
 
@@ -96,7 +95,7 @@ def swigluoai_mul_rows(cast: Any, args: Any) -> None:
         for i in range(first * size, min(first + TOKENS, tokens) * size):
             gate = min(load(x, 2 * i), limit)
             value = min(max(load(x, 2 * i + 1), -limit), limit)
-            store(out, i, divide(gate, one + exp(-alpha * gate)) * (value + one))
+            store(out, i, gate / (one + exp(-alpha * gate)) * (value + one))
 
 
 @kernel
@@ -156,7 +155,7 @@ def product_rows(cast: Any, args: Any) -> None:
                 for i in range(size):
                     factor = load(y, b + i)
                     if args[10]:
-                        factor = divide(one, one + exp(-factor))
+                        factor = one / (one + exp(-factor))
                     store(out, target + i, load(x, a + i) * factor)
 
 

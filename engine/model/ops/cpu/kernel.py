@@ -32,12 +32,17 @@ logger = logging.getLogger(__name__)
 
 I64 = ir.IntType(64)
 I32 = ir.IntType(32)
-OPTIONS = {"fastmath": True, "error_model": "numpy"}
+# Sums and products keep the order in which they are written. If the compiler could reorder them, it would do so in one
+# way in a loop of vectors and in another way in a loop of single values, and it chooses between these two by the
+# addresses of arrays and the place in a row. So bits would depend on both
+OPTIONS = {"fastmath": {"nnan", "ninf", "nsz", "contract"}, "error_model": "numpy"}
 PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 # decorator for functions that are inlined into kernels. If they were called, a process that has just compiled a kernel
 # would call another copy than one that has loaded the kernel from the cache, with other instructions and so other bits
 device_function = njit(nogil=True, boundscheck=False, forceinline=True, **OPTIONS)
+# decorator for functions that sum numbers and write to no memory: the order of such a sum depends only on their number
+sum_function = njit(nogil=True, boundscheck=False, forceinline=True, **{**OPTIONS, "fastmath": True})
 
 
 def keeps_code() -> bool:
@@ -141,29 +146,6 @@ def store(_: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def divide(_: Any, a: Any, b: Any) -> Any:
-    """Return a / b as float32, rounded once. With `fastmath`, Numba's own division is an estimate in the vectorised
-    part of a loop and exact in the remaining iterations, so a value's bits would depend on its place in a row."""
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.fdiv(args[0], args[1], flags=("contract",))
-
-    return types.float32(types.float32, types.float32), generate
-
-
-@intrinsic
-def multiply(_: Any, a: Any, b: Any) -> Any:
-    """Return a * b as float32, which the compiler never reassociates. With `fastmath`, it may order the factors of a
-    product in one way in a loop of vectors and in another way in a loop of single values, and it chooses between these
-    loops by the distance of the arrays in memory."""
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.fmul(args[0], args[1], flags=("contract",))
-
-    return types.float32(types.float32, types.float32), generate
-
-
-@intrinsic
 def power_of_two(_: Any, exponent: Any) -> Any:
     """Return 2.0 ** exponent as float32, for int32 exponents from -126 to 127."""
 
@@ -190,6 +172,15 @@ def exp(x: Any) -> Any:
     p = p * f + np.float32(2.402264791363012e-1)
     p = p * f + np.float32(6.931472028550421e-1)
     return (p * f + np.float32(1.0)) * power_of_two(np.int32(whole))
+
+
+@sum_function
+def sum_of_squares(x: Any, first: int, size: int) -> Any:
+    total = np.float32(0.0)
+    for i in range(first, first + size):
+        value = load(x, i)
+        total += value * value
+    return total
 
 
 @cache

@@ -36,7 +36,6 @@ from engine.model.ops.cpu.kernel import (
     store,
     take,
 )
-from engine.model.ops.cpu.tile_product import CONTRACT
 from engine.model.ops.cpu.vector import (
     BF16,
     CACHE_LINE_BYTES,
@@ -268,16 +267,6 @@ def multiply_heads(x: Tensor, weight: Tensor, width: int) -> Tensor:
     return out
 
 
-@intrinsic
-def add(_: Any, a: Any, b: Any) -> Any:
-    """Return a + b, which the compiler never reassociates."""
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.fadd(args[0], args[1], flags=CONTRACT)
-
-    return types.float32(types.float32, types.float32), generate
-
-
 @device_function
 def sum_8_parts(cast: Any, args: Any) -> None:
     a, b, c, d = cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4])
@@ -291,9 +280,9 @@ def sum_8_parts(cast: Any, args: Any) -> None:
             start = token * stride
             for i in range(size):
                 j = start + i
-                low = add(add(load(a, j), load(b, j)), add(load(c, j), load(d, j)))
-                high = add(add(load(e, j), load(f, j)), add(load(g, j), load(h, j)))
-                store(out, token * size + i, add(low, high))
+                low = (load(a, j) + load(b, j)) + (load(c, j) + load(d, j))
+                high = (load(e, j) + load(f, j)) + (load(g, j) + load(h, j))
+                store(out, token * size + i, low + high)
 
 
 @kernel

@@ -15,13 +15,12 @@ from engine.model.ops.cpu.kernel import (
     as_f32,
     constants,
     device_function,
-    divide,
     empty,
     exp,
     kernel,
     load,
-    multiply,
     store,
+    sum_of_squares,
     take,
 )
 
@@ -32,13 +31,9 @@ TOKENS = 4  # tokens that a thread takes at a time
 def normalise(x: Any, source: Any, weight: Any, out: Any, target: Any, size: Any, numbers: Any) -> None:
     """Write the RMSNorm of x[source : source + size] to out[target : target + size]. numbers: eps and shift."""
     eps, shift = numbers[0], numbers[1]
-    total = np.float32(0.0)
+    scale = np.float32(1.0) / np.sqrt(sum_of_squares(x, source, size) / np.float32(size) + eps)
     for i in range(size):
-        value = load(x, source + i)
-        total += value * value
-    scale = divide(np.float32(1.0), np.sqrt(total / np.float32(size) + eps))
-    for i in range(size):
-        store(out, target + i, multiply(multiply(load(x, source + i), scale), shift + load(weight, i)))
+        store(out, target + i, load(x, source + i) * scale * (shift + load(weight, i)))
 
 
 @device_function
@@ -105,14 +100,11 @@ def gated_rms_norm_rows(cast: Any, args: Any) -> None:
         for token in range(first, min(first + TOKENS, tokens)):
             for head in range(heads):
                 start, of_gate = (token * heads + head) * size, token * stride + head * head_stride
-                total = np.float32(0.0)
-                for i in range(size):
-                    total += x[start + i] * x[start + i]
-                scale = divide(one, np.sqrt(total / np.float32(size) + eps))
+                scale = one / np.sqrt(sum_of_squares(x, start, size) / np.float32(size) + eps)
                 for i in range(size):
                     g = load(gate, of_gate + i)
-                    opened = divide(one if by_sigmoid else g, one + exp(-g))
-                    store(out, start + i, multiply(multiply(multiply(x[start + i], scale), load(weight, i)), opened))
+                    opened = (one if by_sigmoid else g) / (one + exp(-g))
+                    store(out, start + i, x[start + i] * scale * load(weight, i) * opened)
 
 
 @kernel

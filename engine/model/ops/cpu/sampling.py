@@ -20,6 +20,7 @@ from engine.model.ops.cpu.kernel import (
     kernel,
     load,
     store,
+    sum_function,
     take,
 )
 from engine.model.ops.sampling_plain import MIN_TEMPERATURE, RandomRows, draw_rows_in_parts
@@ -64,6 +65,14 @@ def weight_of(logit: Any, best: Any, slope: Any) -> Any:
     return exp(power) if power > np.float32(-87.0) else np.float32(0.0)
 
 
+@sum_function
+def sum_of_weights(logits: Any, first: int, last: int, best: Any, slope: Any) -> Any:
+    total = np.float32(0.0)
+    for i in range(first, last):
+        total += weight_of(logits[i], best, slope)
+    return total
+
+
 @kernel
 def draw_f32(args: Any) -> None:
     all_best, rows, temperatures, uniform = as_f32(args[2]), as_i64(args[3]), as_f32(args[4]), as_f32(args[5])
@@ -76,9 +85,7 @@ def draw_f32(args: Any) -> None:
         logits, sums = as_f32(args[1] + 4 * row * stride), as_f32(args[6] + 4 * item * parts)
         best, slope, total = all_best[row], np.float32(1.0) / temperatures[item], 0.0
         for part in range(parts):
-            weights: Any = np.float32(0.0)
-            for i in range(part * SUMMED, min((part + 1) * SUMMED, size)):
-                weights += weight_of(logits[i], best, slope)
+            weights = sum_of_weights(logits, part * SUMMED, min((part + 1) * SUMMED, size), best, slope)
             sums[part] = weights
             total += weights
         # the part, and in it the token with a weight above 0, at which the running sum passes the goal

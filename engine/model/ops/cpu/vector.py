@@ -86,7 +86,7 @@ def store16(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, index: ir
 
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return builder.fadd(builder.fmul(a, b, flags=FAST), c, flags=FAST)
+    return builder.fadd(builder.fmul(a, b), c)
 
 
 def steps(builder: ir.IRBuilder, count: ir.Value) -> Any:
@@ -155,8 +155,8 @@ def weigh(
             total = cgutils.alloca_once_value(builder, builder.fmul(load16(builder, lanes, own, f32), less))
             with steps(builder, length) as (i, _count):
                 offset = builder.add(first, i)
-                score = builder.fmul(load16(builder, source, offset, f32), splat(builder, scale), flags=FAST)
-                weight = exp2(builder, builder.fsub(score, top, flags=FAST))
+                score = builder.fmul(load16(builder, source, offset, f32), splat(builder, scale))
+                weight = exp2(builder, builder.fsub(score, top))
                 store16(builder, weight, target, offset, sig.args[0].dtype)
                 builder.store(builder.fadd(builder.load(total), weight), total)
             store16(builder, builder.load(total), lanes, own, f32)

@@ -25,7 +25,8 @@ def test_logits_equal_those_of_transformers_whole_and_in_parts_beside_another(tm
     folder = make_model(tmp_path, family)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected = reference(torch.tensor([TOKENS])).logits[0]
-    near = {"atol": 2e-4 if family == "kimi_linear" else 1e-4, "rtol": 0}  # a decay per channel rounds more in float32
+    # Kimi Linear: transformers' own logits of up to 14 differ by 1.1e-4 between float32 and float64
+    near = {"atol": 2e-4 if family == "kimi_linear" else 1e-4, "rtol": 0}
     torch.testing.assert_close(load_by_hand(folder).step({0: TOKENS}), expected, **near)
     torch.testing.assert_close(in_parts(load_by_hand(folder)), expected, **near)
 

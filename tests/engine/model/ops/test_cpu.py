@@ -486,6 +486,22 @@ def test_experts_equal_plain_and_a_token_has_the_same_bits_alone(tokens, num_exp
         assert torch.equal(found[row : row + 1], mix(slice(row, row + 1)))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("size", "inner"), [(48, 32), (1088, 96), (128, 64)])
+def test_a_token_has_the_same_bits_alone_with_experts_of_any_width(size, inner, dtype):
+    """Our own kernel multiplies by experts in bfloat16 whose widths are multiples of 64, oneDNN by others."""
+    shapes, k = ((5, 2 * inner, size), (5, size, inner)), 2
+    gate_up, down = (moe.pack_each(randn(*shape, dtype=dtype) / shape[2] ** 0.5) for shape in shapes)
+    for tokens in (2, 9, 40):
+        x, weights = randn(tokens, size, dtype=dtype), randn(tokens, k, dtype=dtype)
+        experts = torch.stack([torch.randperm(5)[:k] for _ in range(tokens)])
+        mixed = moe.mix_packed(x, gate_up, down, cpu_activation.silu_mul, experts, weights)
+        for row in range(tokens):
+            own = slice(row, row + 1)
+            alone = moe.mix_packed(x[own], gate_up, down, cpu_activation.silu_mul, experts[own], weights[own])
+            assert torch.equal(alone, mixed[own])
+
+
 @PROFILE
 @given(tokens=st.integers(1, 9), gated=st.booleans(), dtype=DTYPES)
 def test_shared_experts_scales_and_columns_equal_plain(tokens, gated, dtype):

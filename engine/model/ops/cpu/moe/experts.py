@@ -20,7 +20,6 @@ from engine.model.ops.cpu.kernel import (
     as_f32,
     as_i64,
     device_function,
-    divide,
     empty,
     exp,
     kernel,
@@ -167,7 +166,7 @@ def add_shared_rows(cast: Any, args: Any) -> None:
         for token in range(first, min(first + TOKENS, tokens)):
             a, b, factor = token * args[7], token * args[8], one
             if args[3]:
-                factor = divide(one, one + exp(-load(gate, token * args[9])))
+                factor = one / (one + exp(-load(gate, token * args[9])))
             for i in range(size):
                 store(out, token * size + i, load(x, a + i) + factor * load(y, b + i))
 

@@ -15,17 +15,25 @@ from engine.model.ops.cpu.kernel import (
     as_f32,
     as_i64,
     device_function,
-    divide,
     empty,
     exp,
     kernel,
     load,
     store,
+    sum_function,
     take,
 )
 
 TOKENS = 2  # tokens that a thread takes at a time
 LOWEST = np.float32(-3e38)  # below all scores; infinities are not used, since the compiler assumes that there are none
+
+
+@sum_function
+def sum_of(values: Any, count: int) -> Any:
+    total = np.float32(0.0)
+    for i in range(count):
+        total += values[i]
+    return total
 
 
 @device_function
@@ -78,18 +86,17 @@ def route_rows(cast: Any, args: Any) -> None:
             start = token * stride
             if args[11]:
                 for i in range(size):
-                    scores[i] = divide(one, one + exp(-load(logits, start + i)))
+                    scores[i] = one / (one + exp(-load(logits, start + i)))
                     choice[i] = scores[i] + correction[i]
             else:
-                top, total = load(logits, start), np.float32(0.0)
+                top = load(logits, start)
                 for i in range(size):
                     top = max(top, load(logits, start + i))
                 for i in range(size):
                     scores[i] = exp(load(logits, start + i) - top)
-                for i in range(size):  # apart: in a loop that writes, the order of a sum depends on addresses
-                    total += scores[i]
+                total = sum_of(scores, size)
                 for i in range(size):
-                    scores[i] = divide(scores[i], total)
+                    scores[i] /= total
                     choice[i] = scores[i]
             if kept < groups:
                 leave_out_groups(
@@ -103,7 +110,7 @@ def route_rows(cast: Any, args: Any) -> None:
                 total += np.float32(1e-20)
             for i in range(token * k, (token + 1) * k):
                 score = scores[experts[i]]
-                store(weights, i, divide(score, total) if args[12] else score)
+                store(weights, i, score / total if args[12] else score)
 
 
 @kernel

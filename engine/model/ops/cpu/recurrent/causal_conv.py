@@ -19,7 +19,6 @@ from engine.model.ops.cpu.kernel import (
     as_f32,
     as_i64,
     device_function,
-    divide,
     empty,
     exp,
     kernel,
@@ -77,7 +76,7 @@ def causal_conv_rows(as_x: Any, size: int, args: Any) -> None:
             out = as_x(args[6] + size * (row * channels + begin))
             if args[10]:
                 for c in range(width):
-                    sums[c] = divide(sums[c], np.float32(1.0) + exp(-sums[c]))
+                    sums[c] /= np.float32(1.0) + exp(-sums[c])
             for c in range(width):
                 store(out, c, sums[c])
         if seq[4] >= 0:

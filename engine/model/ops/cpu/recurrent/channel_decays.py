@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import Batch
-from engine.model.ops.cpu.kernel import Kernel, as_f32, as_i64, device_function, exp, kernel, take
+from engine.model.ops.cpu.kernel import Kernel, as_f32, as_i64, device_function, exp, kernel, sum_function, take
 from engine.model.ops.cpu.recurrent.linear_attention import (
     FEW_ROWS,
     Space,
@@ -75,6 +75,17 @@ def decay_keys(decayed: int, key_at: int, decays: int, last: int, count: int, ke
             target[i] = source[i] * exp(now[i] - before[i])
 
 
+@sum_function
+def multiply_pair(k_i: Any, q_i: Any, k_j: Any, now: Any, before: Any, key_dim: int) -> Any:
+    """Return the products of a row's key and query with an earlier key, which decays from `before` to `now`."""
+    with_k = with_q = np.float32(0.0)
+    for i in range(key_dim):
+        seen = k_j[i] * exp(now[i] - before[i])
+        with_k += k_i[i] * seen
+        with_q += q_i[i] * seen
+    return with_k, with_q
+
+
 @device_function
 def multiply_pairs(space: Space, first: int, count: int, q: int, stride: int, decays: int, base: int, row: int,
                    rows: int, key_dim: int) -> None:  # fmt: skip
@@ -85,13 +96,8 @@ def multiply_pairs(space: Space, first: int, count: int, q: int, stride: int, de
         of_k = as_f32(space.inner + 4 * (first + r) * CHUNK)
         of_q = as_f32(space.inner + 4 * (count + first + r) * CHUNK)
         for j in range(base, row + r + 1):
-            k_j, before = as_f32(key_at[j]), as_f32(decays + 4 * j * key_dim)
-            with_k = with_q = np.float32(0.0)
-            for i in range(key_dim):
-                seen = k_j[i] * exp(now[i] - before[i])
-                with_k += k_i[i] * seen
-                with_q += q_i[i] * seen
-            of_k[j], of_q[j] = with_k, with_q
+            before = as_f32(decays + 4 * j * key_dim)
+            of_k[j], of_q[j] = multiply_pair(k_i, q_i, as_f32(key_at[j]), now, before, key_dim)
 
 
 @device_function

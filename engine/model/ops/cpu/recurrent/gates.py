@@ -14,7 +14,6 @@ from engine.model.ops.cpu.kernel import (
     as_bf16,
     as_f32,
     device_function,
-    divide,
     empty,
     exp,
     kernel,
@@ -69,7 +68,7 @@ def gate_rows(as_x: Any, args: Any) -> None:
                     steps = softplus(load(a, token * a_stride + i) + bias[i])
                     decay[token * heads * channels + i] = -rate * steps
                 opened = np.float32(1.0) + exp(-load(b, token * b_stride + head))
-                share[token * heads + head] = divide(np.float32(1.0), opened)
+                share[token * heads + head] = np.float32(1.0) / opened
 
 
 @kernel

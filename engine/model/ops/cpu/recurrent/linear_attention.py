@@ -27,6 +27,7 @@ from engine.model.ops.cpu.kernel import (
     exp,
     kernel,
     load,
+    sum_of_squares,
     take,
 )
 from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_BYTES, sequence_table
@@ -304,11 +305,7 @@ LINEAR_ATTENTION = Kernel({torch.float32: linear_attention_f32})
 def widen_head(as_x: Any, x: int, first: int, out: int, size: int, scale: float, eps: float) -> None:
     """Write x[first : first + size] times `scale` as float32, first scaled to unit length unless `eps` is below 0."""
     if eps >= np.float32(0.0):
-        total = np.float32(0.0)
-        for i in range(size):
-            value = load(as_x(x), first + i)
-            total += value * value
-        scale = scale / np.sqrt(total + eps)
+        scale /= np.sqrt(sum_of_squares(as_x(x), first, size) + eps)
     for i in range(size):
         as_f32(out)[i] = load(as_x(x), first + i) * scale
 

@@ -15,12 +15,12 @@ from engine.model.ops.cpu.kernel import (
     as_f32,
     constants,
     device_function,
-    divide,
     empty,
     exp,
     kernel,
     load,
     store,
+    sum_of_squares,
     take,
 )
 from engine.model.ops.cpu.recurrent.gates import softplus
@@ -66,7 +66,7 @@ def open_gates(y: Any, z: Any, of_z: Any, width: Any) -> None:
     one = np.float32(1.0)
     for i in range(width):
         gate = load(z, of_z + i)
-        y[i] *= divide(gate, one + exp(-gate))
+        y[i] *= gate / (one + exp(-gate))
 
 
 @device_function
@@ -96,10 +96,7 @@ def gated_rows(as_x: Any, args: Any) -> None:
             if args[5]:
                 weight = as_x(args[5])
                 for start in range(0, width, group):
-                    total = np.float32(0.0)
-                    for i in range(start, start + group):
-                        total += y[i] * y[i]
-                    scale = one / np.sqrt(total / np.float32(group) + eps)
+                    scale = one / np.sqrt(sum_of_squares(y, start, group) / np.float32(group) + eps)
                     for i in range(start, start + group):
                         y[i] = y[i] * scale * load(weight, i)
             if gate_last:

@@ -22,11 +22,20 @@ from engine.model.ops.cpu.kernel import (
     device_function,
     kernel,
     load,
+    sum_function,
     take,
 )
 from engine.model.ops.cpu.vector import LANES
 
 BLOCK = 128  # tokens
+
+
+@sum_function
+def dot(a: Any, b: Any, size: int) -> Any:
+    total = np.float32(0.0)
+    for i in range(size):
+        total += load(a, i) * load(b, i)
+    return total
 
 
 @device_function
@@ -48,10 +57,7 @@ def index_score_rows(cast: Any, size: int, args: Any) -> None:
             total = np.float32(0.0)
             for head in range(heads):
                 q = cast(args[1] + size * (row * heads + head) * dim)
-                product = np.float32(0.0)
-                for i in range(dim):
-                    product += load(q, i) * load(key, i)
-                total += weights[head] * max(product, np.float32(0.0))
+                total += weights[head] * max(dot(q, key, dim), np.float32(0.0))
             scores[token] = total
 
 
