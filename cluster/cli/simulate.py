@@ -96,6 +96,12 @@ def show_report(report: Report, slo: GoodputSlo) -> None:
             ("KV sent, GB", report.handoffs.gigabytes, 1),
             ("links busy, %", 100 * report.handoffs.link_busy, 1),
         ]
+    if report.tiers is not None:
+        rows += [
+            ("prompt tokens from host memory", report.tiers.loaded_tokens, 0),
+            ("KV to host memory, GB", report.tiers.gigabytes_stored, 1),
+            ("KV from host memory, GB", report.tiers.gigabytes_loaded, 1),
+        ]
     title = f"{report.trace}, simulated in {report.took_s:.1f} s"
     show(title, totals(rows), _latencies(report), _pools(report), _goal(slo), *_never_up(report))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from cluster.simulator.events import EventLoop
 from cluster.simulator.handoffs import HandoffTraffic
@@ -13,6 +14,7 @@ from cluster.simulator.replica import MAX_FAST_FORWARD_STEPS, Replica
 from cluster.simulator.results import LatencyHistogram, Report, Results
 from cluster.simulator.scaling import Scaling
 from cluster.simulator.spec import ClusterSpec
+from cluster.simulator.tiers import TierTraffic, host_tier
 from cluster.simulator.trace import Trace
 from deployments.routing.config import Role
 from engine.config import HandoffConfig
@@ -46,6 +48,7 @@ class Cluster:
         self._policies: list[RemotePrefillPolicy] = []
         self.pools = {role: Pool(role, spec, self._make_replica) for role in spec.sizes}
         self._decode, self._handoffs = self.pools["decode"], None
+        self._tiers = TierTraffic(spec, self.loop, self._after) if spec.host_blocks else None
         if "prefill" in self.pools:
             self._handoffs = HandoffTraffic(spec, self.loop, self.pools["prefill"], self._after)
         self._queue = FairQueue(self._decode.capacity, spec.max_waiting, NO_LIMIT)
@@ -79,11 +82,12 @@ class Cluster:
 
     def report(self) -> Report:
         itl, duration_s = LatencyHistogram(), self.results.duration_s
-        for pool in self.pools.values():
-            for replica in pool.replicas:
-                itl += replica.itl
+        replicas = [replica for pool in self.pools.values() for replica in pool.replicas]
+        for replica in replicas:
+            itl += replica.itl
         uses = {str(role): pool.use(duration_s) for role, pool in self.pools.items()}
-        return self.results.report(self.spec, itl, uses, self._handoffs.use(duration_s) if self._handoffs else None)
+        handoffs = self._handoffs.use(duration_s) if self._handoffs else None
+        return self.results.report(self.spec, itl, uses, handoffs, self._tiers.use(replicas) if self._tiers else None)
 
     def call_s(self) -> float:
         """Return the seconds that a call to a replica takes if it starts now."""
@@ -114,6 +118,8 @@ class Cluster:
         """Process the effects of an event on a replica."""
         if self._handoffs is not None:
             self._handoffs.act(replica)
+        if self._tiers is not None:
+            self._tiers.act(replica)
         self.loop.watch(replica)
         pool = self.pools[replica.role]
         if pool.wants_updates:
@@ -133,14 +139,16 @@ class Cluster:
     # -- replicas ------------------------------------------------------------------------------------------
 
     def _make_replica(self, name: str, role: Role) -> Replica:
-        times = StepTimes() if self.spec.limits is not None or self.spec.prefill_replicas else None
+        learns = self.spec.limits is not None or self.spec.prefill_replicas or self.spec.host_blocks
+        times = StepTimes() if learns else None
         handoffs = HandoffManager()
         if role == "decode" and self.spec.prefill_replicas:
             assert times is not None
             policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
             self._policies.append(policy)
             handoffs = HandoffManager(policy, Peer(name, name, len(self._policies)))
-        return Replica(name, role, self.spec, handoffs, times, self._fast_forward)
+        make_tier = partial(host_tier, self.spec) if self.spec.host_blocks else None
+        return Replica(name, role, self.spec, handoffs, times, self._fast_forward, make_tier)
 
     def _publish(self, replica: Replica) -> None:
         self.pools[replica.role].publish(replica, self.loop.now)

@@ -196,13 +196,14 @@ class Card:
     bandwidth: float  #: memory bandwidth, bytes per second
     memory: float  #: bytes
     network: float  #: bytes per second that one card can send to another machine through its own NIC
+    host: float  #: bytes per second between the card and host memory, in each direction
 
 
 CARDS = {
-    "a100": Card(312e12, 2.039e12, 80e9, 25e9),  # SXM 80 GB, 200 Gb/s
-    "h100": Card(989e12, 3.35e12, 80e9, 50e9),  # SXM, 400 Gb/s
-    "h200": Card(989e12, 4.8e12, 141e9, 50e9),
-    "l4": Card(121e12, 0.3e12, 24e9, 3.1e9),  # 25 Gb/s
+    "a100": Card(312e12, 2.039e12, 80e9, 25e9, 25e9),  # SXM 80 GB, 200 Gb/s, PCIe 4
+    "h100": Card(989e12, 3.35e12, 80e9, 50e9, 50e9),  # SXM, 400 Gb/s, PCIe 5
+    "h200": Card(989e12, 4.8e12, 141e9, 50e9, 50e9),
+    "l4": Card(121e12, 0.3e12, 24e9, 3.1e9, 25e9),  # 25 Gb/s, PCIe 4
 }
 
 

@@ -75,6 +75,9 @@ class SimulationOptions:
         dir_okay=False,
     )
     num_blocks: int | None = option(None, "KV blocks of a replica. Default: the number that fits.", **ENGINE, min=1)
+    kv_offloading_size: float | None = option(
+        None, "GiB of host memory of a replica for KV blocks that its cards may evict. Default: none.", **ENGINE
+    )
     block_size: int = option(64, "Tokens per KV block.", **ENGINE, min=1)
     max_num_batched_tokens: int = option(
         2048, "Maximum number of tokens of a step, and so of a prompt chunk.", **ENGINE, min=1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 
 from cluster.simulator.cost_model import Work
 from cluster.simulator.fast_forward import FastForward, token_of
@@ -13,6 +14,7 @@ from deployments.routing.config import Role
 from engine.core.block_pool import BlockPool
 from engine.core.engine_stats import load_of
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.kv_offloading import KVOffloading
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.kv_events import KVEventPublisher
 from engine.core.output import Event
@@ -21,6 +23,7 @@ from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step_cost import StepTimes, StepWork
 from engine.wire.handoff import HandoffEvent
+from engine.wire.kv_offload import TierAnswer, TierCommand
 from engine.wire.messages import EngineUpdate, GenerateRequest, PrefillReplica, Subscribe
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
@@ -33,10 +36,18 @@ class Replica:
     step are planned in the next step."""
 
     def __init__(
-        self, name: str, role: Role, spec: ClusterSpec, handoffs: HandoffManager, times: StepTimes | None, at_once: int
+        self,
+        name: str,
+        role: Role,
+        spec: ClusterSpec,
+        handoffs: HandoffManager,
+        times: StepTimes | None,
+        at_once: int,
+        make_tier: Callable[[KVCacheManager, StepTimes], KVOffloading] | None = None,
     ):
         """times: step times that the engine learns itself, or None. at_once: maximum steps of a fast-forward; 0
-        simulates every step separately."""
+        simulates every step separately. make_tier: returns what decides about a tier below the KV cache; None without
+        one."""
         config = spec.engine_of(role)
         self.name, self.role, self.times, self.cost = name, role, times, spec.cost
         self._layers = spec.layers
@@ -52,11 +63,14 @@ class Replica:
             kv_cache,
             limits=ModelLimits(spec.max_model_len, VOCABULARY),
             handoffs=handoffs,
+            offloading=None if make_tier is None else make_tier(kv_cache, times or StepTimes()),
             token_limits=token_limits,
         )
         self._kv_events = KVEventPublisher(name, self.scheduler)
         self._fast_forward, self._max_steps = FastForward(self.scheduler), at_once
         self._inbox: list[HandoffEvent] = []
+        self.tier_commands: list[TierCommand] = []  # copies that are due, oldest first; the caller empties it
+        self._tier_answers: list[TierAnswer] = []
         self._plan: StepPlan | None = None  # the running step, if it is a single one
         self._ends: list[float] = []  # or the ends of the fast-forward's steps that are not recorded yet
         self._began = 0.0
@@ -77,6 +91,11 @@ class Replica:
     def handle(self, event: HandoffEvent, now: float) -> None:
         """Queue the progress of a handoff, to be handled between two steps."""
         self._inbox.append(event)
+        self._came(now)
+
+    def tier_answered(self, answers: list[TierAnswer], now: float) -> None:
+        """Queue the end of a copy, to be recorded between two steps."""
+        self._tier_answers += answers
         self._came(now)
 
     def wake(self, now: float) -> None:
@@ -124,18 +143,28 @@ class Replica:
         for event in self._inbox:
             self._tell(scheduler.handle(event, now))
         self._inbox.clear()
+        self._take_tier_answers(now)
         quiet = self._settled or not scheduler.queue.waiting
         if self._max_steps and quiet and (steps := self._fast_forward.max_steps(self._max_steps, now)):
             self._ends = self._step_ends(steps, now)
             self.due = self._ends[-1]
+            self.tier_commands += scheduler.offloading.take_commands(now)
             return
         preemptions = scheduler.totals.preemptions
         self._plan = plan = scheduler.schedule(now)
+        self.tier_commands += scheduler.offloading.take_commands(now)
         if plan is None:
             self.due = None
             return
         self._settled = not plan.added and max(plan.counts) == 1 and scheduler.totals.preemptions == preemptions
         self.due = now + self.cost.seconds(*Work.of(plan, self._layers))
+
+    def _take_tier_answers(self, now: float) -> None:
+        answers, self._tier_answers = self._tier_answers, []
+        for answer in answers:
+            self.scheduler.offloading.answered(answer, now)
+        for request in self.scheduler.offloading.take_loaded():
+            self.scheduler.queue.wait(request)
 
     def _step_ends(self, steps: int, now: float) -> list[float]:
         running = len(self.scheduler.queue.running)

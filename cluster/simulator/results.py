@@ -103,6 +103,15 @@ class HandoffUse:
     link_busy: float  #: mean fraction of the time in which a prefill replica was sending
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierUse:
+    """Copies between KV caches and host memory."""
+
+    loaded_tokens: int  #: prompt tokens whose KV came from host memory
+    gigabytes_loaded: float
+    gigabytes_stored: float
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
     """Arrays with one entry per completed request."""
@@ -137,6 +146,7 @@ class Report:
     gpus: int
     pools: dict[str, PoolUse]
     handoffs: HandoffUse | None
+    tiers: TierUse | None  #: None without host memory for KV
     series: Series = field(compare=False, repr=False)  #: data for charts
     took_s: float = 0.0  #: duration of the simulation on the real clock
 
@@ -170,7 +180,12 @@ class Results:
         return max(float(np.nanmax(self.last_at, initial=0.0)), 1e-9)
 
     def report(
-        self, spec: ClusterSpec, itl: LatencyHistogram, pools: dict[str, PoolUse], handoffs: HandoffUse | None
+        self,
+        spec: ClusterSpec,
+        itl: LatencyHistogram,
+        pools: dict[str, PoolUse],
+        handoffs: HandoffUse | None,
+        tiers: TierUse | None,
     ) -> Report:
         trace, done, duration_s = self._trace, ~np.isnan(self.last_at), self.duration_s
         ttft, e2e = self.first_at - trace.arrivals_s, self.last_at - trace.arrivals_s
@@ -200,5 +215,6 @@ class Results:
             gpus=spec.gpus,
             pools=pools,
             handoffs=handoffs,
+            tiers=tiers,
             series=Series(self.last_at[done], ttft[done], e2e[done], trace.output_tokens[done]),
         )

@@ -26,6 +26,7 @@ from engine.config import EngineConfig, HandoffConfig
 from engine.errors import InvalidParameter
 
 NO_LIMIT = 10**9
+GIB = 2**30
 DEFAULT_RATE = 10.0
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 3.0, 300.0  # defaults of serve_config.yaml
 
@@ -50,6 +51,8 @@ class ClusterSpec:
     cost: CostModel
     num_blocks: int  #: KV blocks of one replica
     kv_layers: KVLayers | None = None  #: None if all layers keep all tokens
+    host_blocks: int = 0  #: KV blocks that one replica keeps in host memory
+    host_bytes_per_s: float = 25e9  #: rate of one replica's copies to host memory, and also of those from it
     replica_gpus: int = 1
     router: RouterName = "prefix_aware"  #: policy of the router before each pool
     handoff: HandoffPolicy = "always"  #: where prompts are computed if there are two pools (HandoffConfig.policy)
@@ -75,6 +78,11 @@ class ClusterSpec:
     @property
     def gpus(self) -> int:
         return self.replica_gpus * sum(self.sizes.values())
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block, if all layers keep all tokens."""
+        return int(self.kv_bytes * self.engine.known_block_size)
 
     def engine_of(self, role: Role) -> EngineConfig:
         return self.prefill_engine or self.engine if role == "prefill" else self.engine
@@ -139,6 +147,8 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
         cost=measured.cost if measured else roofline(model, card, ranks),
         num_blocks=num_blocks,
         kv_layers=kv_layers,
+        host_blocks=_host_blocks(options, model.kv_bytes, alike=kv_layers is None),
+        host_bytes_per_s=card.host * ranks,
         replica_gpus=ranks,
         router=options.router,
         handoff=options.handoff,
@@ -152,6 +162,20 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
         seed=options.seed,
     )
     return spec if measured is None or measured.request_s is None else spec.with_request(measured.request_s)
+
+
+def _host_blocks(options: SimulationOptions, kv_bytes: float, alike: bool) -> int:
+    """Return how many blocks host memory holds. alike: whether all layers keep all tokens. Raises InvalidParameter."""
+    size = options.kv_offloading_size
+    if size is None:
+        return 0
+    if not alike:
+        limit = "left out for a model whose layers keep different tokens, which the simulator cannot offload"
+        raise InvalidParameter("--kv-offloading-size", size, limit)
+    blocks = int(size * GIB / kv_bytes) // options.block_size if math.isfinite(size) else 0
+    if blocks < 1:
+        raise InvalidParameter("--kv-offloading-size", size, "finite, and enough for one block")
+    return blocks
 
 
 def _limits(max_replicas: int, max_num_seqs: int) -> Limits:

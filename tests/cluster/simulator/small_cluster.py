@@ -21,7 +21,13 @@ def small_engine(**options: Any) -> EngineConfig:
 
 
 def small_cluster(
-    prefill: int = 0, *, replicas: int = 2, num_blocks: int = 400, router: RouterName = "random", **options: Any
+    prefill: int = 0,
+    *,
+    replicas: int = 2,
+    num_blocks: int = 400,
+    host_blocks: int = 0,
+    router: RouterName = "random",
+    **options: Any,
 ) -> ClusterSpec:
     """options: of the engines."""
     return ClusterSpec(
@@ -30,6 +36,7 @@ def small_cluster(
         engine=small_engine(**options),
         cost=roofline(MODEL, CARD),
         num_blocks=num_blocks,
+        host_blocks=host_blocks,
         router=router,
         kv_bytes=MODEL.kv_bytes,
         max_model_len=num_blocks * BLOCK,

@@ -40,6 +40,7 @@ specs = st.builds(
     prefill=st.sampled_from([0, 0, 1]),
     replicas=st.integers(1, 2),
     num_blocks=st.sampled_from([100, 130, 400]),
+    host_blocks=st.sampled_from([0, 0, 50, 1000]),
     max_num_seqs=st.sampled_from([1, 3, 8]),
     max_num_batched_tokens=st.sampled_from([64, 512]),
     enable_prefix_caching=st.booleans(),
