@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -40,6 +41,7 @@ class StagedPool:
     encode: list[str] = field(default_factory=list)
     handoffs: list[HandoffInfo] = field(default_factory=list)
     received: int = 0
+    more_stats: dict[str, Any] = field(default_factory=dict)  #: of the first decode replica
     prompts: list[list[int]] = field(default_factory=list)  #: of all requests
     running: dict[str, str] = field(default_factory=dict)  #: replica by request
     tokens: int = 0
@@ -90,7 +92,9 @@ class StagedPool:
         return ReplicaStatus(
             engine_id=name,
             ended=[],
-            stats=_stats(running, self.tokens if first else 0),
+            stats=msgspec.structs.replace(
+                _stats(running, self.tokens if first else 0), **(self.more_stats if first else {})
+            ),
             last_step_age_s=0.0,
             handoffs=HandoffStats(results={"received": {"": self.received if first else 0}}),
             live_handoffs=self.handoffs if first else [],

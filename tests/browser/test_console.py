@@ -12,6 +12,7 @@ import pytest
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from engine.wire.handoff_stats import HandoffInfo
+from engine.wire.messages import HoldStats
 from tests.browser.staged_cluster import PREFILL, staged_cluster
 
 expect = pytest.importorskip(
@@ -159,6 +160,18 @@ def test_a_handoff_is_an_arrow_from_prefill_to_decode(stage, page):
     expect(page.locator(".handoff.active")).to_have_count(0, timeout=SLOW_MS)
     stage.pool.received = 3
     expect(page.locator(".arrows")).to_contain_text("3 handed over", timeout=SLOW_MS)
+
+
+def test_a_replica_shows_its_holds_and_what_has_moved(stage, page):
+    page.goto(f"{stage.url}#cluster")
+    first = page.locator(".replica").filter(has=page.locator(".id", has_text="a1"))
+    expect(first.locator('[data-fact="holds"]')).to_have_text("–", timeout=SLOW_MS)
+    expect(first.locator('[data-fact="moved"]')).to_have_text("–")
+    moves = {"received": 3, "failed": 1, "released": 5, "expired": 2}
+    stage.pool.more_stats = {"holds": HoldStats(holds=2, blocks=30, device_blocks=10), "moves": moves}
+    expect(first.locator('[data-fact="holds"]')).to_have_text("2 of 30 blocks", timeout=SLOW_MS)
+    expect(first.locator('[data-fact="moved"]')).to_have_text("4, 7")
+    assert "10 of them here" in first.locator(".blocks").get_attribute("title")
 
 
 def test_an_encode_pool_stands_above_the_others(stage, page):

@@ -116,7 +116,8 @@ function makeReplica(replica) {
     h(
       "dl", { class: "facts" },
       fact("running", "running"), fact("waiting", "waiting"), fact("tokens", "tokens/s"),
-      fact("steps", "steps/s"), fact("cost", "step costs"), fact("hits", "prefix hits")
+      fact("steps", "steps/s"), fact("cost", "step costs"), fact("hits", "prefix hits"),
+      fact("holds", "holds"), fact("moved", "moved in, out")
     ),
     h("div", {},
       h("div", { class: "blocks", role: "img" }, h("i", { class: "used" }), h("i", { class: "cached" })),
@@ -133,6 +134,9 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
   set("steps", rate(rates.steps));
   set("cost", decodes ? duration(stats.decode_seconds_per_step || null) : duration(stats.prompt_seconds_per_token || null));
   set("hits", stats.prefix_queried_tokens ? percent(rates.hits ?? stats.prefix_hit_tokens / stats.prefix_queried_tokens) : "–");
+  set("holds", stats.holds?.holds ? `${count(stats.holds.holds)} of ${count(stats.holds.blocks)} blocks` : "–");
+  const moved = (...outcomes) => count(sum(outcomes, (outcome) => stats.moves[outcome] ?? 0));
+  set("moved", Object.keys(stats.moves).length ? `${moved("received", "failed")}, ${moved("released", "cancelled", "expired")}` : "–");
   set("age", last_step_age_s > 1 ? `no step for ${duration(last_step_age_s)}` : "");
   setText(card.querySelector('[data-fact="cost"]').previousSibling, decodes ? "step costs" : "token costs");
   for (const [name, blocks] of [["used", stats.blocks_used], ["cached", stats.blocks_cached], ["free", stats.blocks_free]]) {
