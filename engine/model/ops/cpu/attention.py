@@ -230,8 +230,8 @@ def paged_attention(
     if batch.tiles is None:
         batch.tiles = row_tiles(batch)
     if rest := -q.shape[2] % LANES:
-        q, batch = padded_heads(q, batch, layer, rest)
-        return paged_attention(q, batch, 0, scale, window, **scores)[..., :-rest].contiguous()
+        out = paged_attention(*padded_heads(q, batch, layer, rest), 0, scale, window, **scores)
+        return out[..., :-rest].contiguous()
     cache, out = batch.kv_cache, empty(q.shape, q.dtype)
     _, _, _, kv_heads, block_size, head_dim = cache.shape
     ATTEND.launch(
