@@ -26,6 +26,8 @@ IN_GGUF = [
     for family, (name, _) in FAMILIES.items()
     if getattr(transformers, f"{name}ForCausalLM").config_class.model_type in ARCHITECTURES
 ]
+# two layers and few experts: each is as wide as a block of the file, and unpacked once for each comparison
+SMALL = {"num_hidden_layers": 2}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 # of a file nothing tells a model with a sliding window from Llama, nor one with heads of another scale
 OTHERS: dict[str, dict[str, Any]] = {
@@ -36,8 +38,9 @@ OTHERS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
     },
     "gemma2": {"query_pre_attn_scalar": 16},
-    "qwen2_moe": {"mlp_only_layers": []},  # of which llama.cpp has no other
-    "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 3},
+    "qwen2_moe": {"mlp_only_layers": [], "num_experts": 3},  # of which llama.cpp has no other
+    "qwen3_moe": {"mlp_only_layers": [], "num_experts": 3, "norm_topk_prob": True},
 }
 
 
@@ -48,7 +51,7 @@ def cached(tmp_path, monkeypatch) -> None:
 
 def make(tmp_path: Path, family: str, type: str, **overrides: Any) -> tuple[Path, Path]:
     """A file, and the folder of what it stands for."""
-    source = make_model(tmp_path / "source", family, **{**WIDE, **OTHERS.get(family, {}), **overrides})
+    source = make_model(tmp_path / "source", family, **{**SMALL, **WIDE, **OTHERS.get(family, {}), **overrides})
     return tmp_path / "model.gguf", write_gguf(source, tmp_path / "model.gguf", type)
 
 
