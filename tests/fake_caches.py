@@ -155,7 +155,7 @@ class CacheHarness(Harness):
         self.scheduler.check()
 
     def plan(self):
-        self.fetching.give_up_late(self.now)
+        self.fetching.update(self.now)
         for handoff in self.open.values():
             self._write(handoff, 0)
         plan = super().plan()
@@ -208,5 +208,5 @@ class TieredCacheHarness(CacheHarness, TierHarness):
             if self.open or self.held:
                 CacheHarness.settle(self)
             TierHarness.drain(self)
-            self.fetching.give_up_late(self.now)
+            self.fetching.update(self.now)
             self.forward()

@@ -99,10 +99,7 @@ class TierHarness(Harness):
 
     def take_answers(self) -> None:
         answers, self.answers = self.answers, []
-        for answer in answers:
-            self.offloading.answered(answer, self.now)
-        for request in self.offloading.take_loaded():
-            self.scheduler.queue.wait(request)
+        self.scheduler.loading.answered(answers, self.now)
         self.scheduler.check()
 
     def submit(self) -> None:

@@ -143,7 +143,8 @@ class Replica:
         for event in self._inbox:
             self._tell(scheduler.handle(event, now))
         self._inbox.clear()
-        self._take_tier_answers(now)
+        scheduler.loading.answered(self._tier_answers, now)
+        self._tier_answers.clear()
         quiet = self._settled or not scheduler.queue.waiting
         if self._max_steps and quiet and (steps := self._fast_forward.max_steps(self._max_steps, now)):
             self._ends = self._step_ends(steps, now)
@@ -158,13 +159,6 @@ class Replica:
             return
         self._settled = not plan.added and max(plan.counts) == 1 and scheduler.totals.preemptions == preemptions
         self.due = now + self.cost.seconds(*Work.of(plan, self._layers))
-
-    def _take_tier_answers(self, now: float) -> None:
-        answers, self._tier_answers = self._tier_answers, []
-        for answer in answers:
-            self.scheduler.offloading.answered(answer, now)
-        for request in self.scheduler.offloading.take_loaded():
-            self.scheduler.queue.wait(request)
 
     def _step_ends(self, steps: int, now: float) -> list[float]:
         running = len(self.scheduler.queue.running)

@@ -295,7 +295,7 @@ class EngineCore:
     def _take_handoffs(self) -> list[Event]:
         self.image_handoffs.take_events()
         now = time.monotonic()
-        self.scheduler.fetching.give_up_late(now)
+        self.scheduler.fetching.update(now)
         return [event for handoff in self.handoff_channel.events() for event in self.scheduler.handle(handoff, now)]
 
     def _submit_handoffs(self) -> None:
@@ -324,11 +324,7 @@ class EngineCore:
     # -- tiers ---------------------------------------------------------------------------------------------
 
     def _take_tier_answers(self) -> None:
-        now = time.monotonic()
-        for answer in self._tiers.answers():
-            self.scheduler.offloading.answered(answer, now)
-        for request in self.scheduler.offloading.take_loaded():
-            self.scheduler.queue.wait(request)
+        self.scheduler.loading.answered(self._tiers.answers(), time.monotonic())
 
     def _flush_tiers(self) -> None:
         """Write blocks that wait to be stored to the tiers, for at most FLUSH_S."""

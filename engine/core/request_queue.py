@@ -12,7 +12,7 @@ class RequestQueue:
 
     The scheduler decides which request moves; the queue only moves it. Live requests also include those whose KV
     another engine computes or reads, which the HandoffManager keeps, and those whose KV is on its way into the cache,
-    which KVLoading knows.
+    which KVLoading keeps.
     """
 
     def __init__(self, max_num_seqs: int):

@@ -87,7 +87,7 @@ class Scheduler:
         self.adapters = adapters or NoAdapterSlots()
         self.offloading = offloading or NoOffloading()
         self.fetching = fetching or NoFetching()
-        self.loading = KVLoading(self.offloading, self.fetching)
+        self.loading = KVLoading(self.queue, self.offloading, self.fetching)
         self.holds = holds or NoHolds()
         #: Every limit is called for each request in each step, so parts that limit nothing are left out.
         self._token_limits = [*token_limits, *self.images.token_limits, *self.speculation.token_limits]
@@ -95,7 +95,7 @@ class Scheduler:
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
         self.moves = Moves(self.kv_cache, self.handoffs)
-        self._handoff_progress = HandoffProgress(self.handoffs, self.fetching, self.queue, self.kv_cache)
+        self._handoff_progress = HandoffProgress(self.handoffs, self.loading, self.queue, self.kv_cache)
         self._blocks = BlockAllocator(self.kv_cache, self.queue, self.handoffs, self.totals)
         self._stops = StopConditions(limits.eos_token_ids)
         #: Planned steps that are not committed yet, oldest first, each with the requests of its entries.
@@ -267,8 +267,6 @@ class Scheduler:
         if self.kv_cache.in_flight(request, matched, self.queue.running):
             return False
         if self.loading.load(request, matched, self.images.whole_prefix, self._blocks.watermark, now):
-            self.queue.remove(request)
-            request.state = State.LOADING_KV
             return True
         cached = matched * self.block_size
         decision = self.handoffs.decide(request, cached, self.queue.running)

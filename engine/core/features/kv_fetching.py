@@ -61,7 +61,7 @@ class NoFetching:
     def handle(self, event: HandoffEvent, now: float) -> list[Request]:
         raise AssertionError(f"nothing was fetched: {event}")
 
-    def give_up_late(self, now: float) -> None:
+    def update(self, now: float) -> None:
         pass
 
     def clear(self) -> None:
@@ -121,9 +121,8 @@ class KVFetching:
         self._kv_cache, self._handoffs, self._times = kv_cache, handoffs, times
         self._timeout_s, self._bytes, self._quarantined = timeout_s, block_bytes, quarantined
         self._min_tokens, self._below = min_tokens, offloading or NoOffloading()
-        self._late: list[
-            tuple[BlocksAsked, float]
-        ] = []  # asked by others, and may be answered now; with their deadline
+        #: What other engines have asked for and tiers have loaded, or could not load, with the deadline of the answer.
+        self._brought: list[tuple[BlocksAsked, float]] = []
         self._fetches: dict[str, PendingFetch] = {}  # by handoff id
         self._coming: dict[tuple[int, bytes], PendingFetch] = {}  # by group and hash
         self._held: dict[str, list[tuple[int, int]]] = {}  # (group, block) held for others, by handoff id
@@ -137,7 +136,7 @@ class KVFetching:
     @property
     def moving(self) -> bool:
         """Whether any blocks are pinned."""
-        return bool(self._fetches or self._held or self._late)
+        return bool(self._fetches or self._held or self._brought)
 
     # -- blocks of other engines ---------------------------------------------------------------------------
 
@@ -240,11 +239,11 @@ class KVFetching:
         self._handoffs.actions.append(OpenHandoff(remote_request, local[0], local[1:], holder.engine, names))
         return remote_request.handoff_id
 
-    def give_up_late(self, now: float) -> None:
-        """Cancel the fetches whose deadline has passed. Their requests go on once nothing writes into the blocks.
-        Answers other engines for whose blocks the tiers have been asked."""
-        late, self._late = self._late, []
-        for asked, deadline_at in late:
+    def update(self, now: float) -> None:
+        """Answer other engines once the tiers have loaded what they asked for. Cancel the fetches whose deadline has
+        passed; their requests go on once nothing writes into the blocks."""
+        brought, self._brought = self._brought, []
+        for asked, deadline_at in brought:
             self._hold(asked, now, deadline_at)
         for fetch in self._fetches.values():
             if now >= fetch.deadline_at:
@@ -313,7 +312,7 @@ class KVFetching:
         hashes = [split_names(names) for names in asked.names]
         if any(self._num_held(i) + len(some) > self._may_hold(i) for i, some in enumerate(hashes)):
             return False
-        return self._below.bring(hashes, deadline_at - now, lambda: self._late.append((asked, deadline_at)), now)
+        return self._below.bring(hashes, deadline_at - now, lambda: self._brought.append((asked, deadline_at)), now)
 
     def _num_held(self, group: int) -> int:
         """Return how many blocks of a group are held for other engines."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.kv_cache_manager import Shorten
-from engine.core.request import Request
+from engine.core.request import Request, State
+from engine.core.request_queue import RequestQueue
+from engine.wire.handoff import HandoffEvent
+from engine.wire.kv_offload import StoreListing, TierAnswer
 
 
 class KVLoading:
     """Asks the tiers below the cache, and then other engines, for KV of a waiting request. Meanwhile the request is in
     the state LOADING_KV: it is not in the queue, and holds no blocks."""
 
-    def __init__(self, offloading: KVOffloading | NoOffloading, fetching: KVFetching | NoFetching):
-        self._offloading, self._fetching = offloading, fetching
+    def __init__(self, queue: RequestQueue, offloading: KVOffloading | NoOffloading, fetching: KVFetching | NoFetching):
+        self._queue, self._offloading, self._fetching = queue, offloading, fetching
 
     @property
     def requests(self) -> list[Request]:
@@ -22,11 +27,33 @@ class KVLoading:
 
     def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
         """Return whether a request has to wait for KV from a tier or another engine, with the arguments of
-        KVOffloading.load."""
+        KVOffloading.load. Takes such a request out of the queue."""
         wanted = (request, matched, shorten, watermark, now)
-        return self._offloading.load(*wanted) or self._fetching.fetch(*wanted)
+        if not (self._offloading.load(*wanted) or self._fetching.fetch(*wanted)):
+            return False
+        self._queue.remove(request)
+        request.state = State.LOADING_KV
+        return True
+
+    def answered(self, answers: Iterable[TierAnswer | StoreListing], now: float) -> None:
+        """Record answers of the tiers. Requests whose KV has come, or will not come, wait for their turn again."""
+        for answer in answers:
+            self._offloading.answered(answer, now)
+        self._wait(self._offloading.take_loaded())
+
+    def owns(self, event: HandoffEvent) -> bool:
+        """Return whether an event is one of a fetch, which `handle` takes."""
+        return self._fetching.owns(event)
+
+    def handle(self, event: HandoffEvent, now: float) -> None:
+        """Record the progress of a fetch. Requests whose KV has come, or will not come, wait for their turn again."""
+        self._wait(self._fetching.handle(event, now))
 
     def clear(self) -> None:
         """Empty the tiers, and keep nothing of what is coming."""
         self._offloading.clear()
         self._fetching.clear()
+
+    def _wait(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._queue.wait(request)

@@ -336,7 +336,7 @@ class TieredCacheMachine(CacheMachine, TierMachine):
 
     @rule()
     def others_are_answered(self):
-        self.h.fetching.give_up_late(self.h.now)
+        self.h.fetching.update(self.h.now)
         self.h.forward()
 
 
