@@ -70,7 +70,9 @@ class PoolSection(Section):
     downscale_delay_s: float = Field(default=300.0, ge=0)  #: time for which fewer replicas must be desired continuously
     scale_to_zero_delay_s: float = Field(default=600.0, ge=0)  #: time without work, if min_replicas is 0
     num_cpus: float = Field(default=1.0, ge=0)  #: CPUs of each rank, and its threads unless `engine.num_threads` is set
-    num_gpus: float = Field(default=0.0, ge=0, le=1)  #: GPUs of each rank; a replica has `engine.tensor_parallel` ranks
+    num_gpus: float = Field(
+        default=0.0, ge=0, le=1
+    )  #: GPUs of each rank; a replica has `tensor_parallel` x `pipeline_parallel` ranks
     accelerator_type: str | None = Field(default=None, min_length=1)  #: GPU that a rank's node must have: `L4`
     label_selector: dict[str, str] = Field(default_factory=dict)  #: labels that a rank's node must have
     placement_strategy: Strategy = "PACK"  #: Ray's: PACK: few nodes; STRICT_PACK: one; STRICT_SPREAD: one per rank
@@ -324,6 +326,7 @@ class ModelSection(Section):
         options.setdefault("enable_lora", self.has_adapters)
         if role == "encode":  # not as in the other pools
             options["tensor_parallel"] = given(self.pools[role].engine).get("tensor_parallel", 1)
+            options["pipeline_parallel"], options["pipeline_layers"] = 1, None
             options["enable_lora"] = False
         if role != "encode" and self.encode is not None:
             options["encode"] = HandoffConfig(role="decode", **self._handoff_options)
@@ -351,7 +354,7 @@ class ModelSection(Section):
         return GroupSpec(
             num_cpus=pool.num_cpus,
             num_gpus=pool.num_gpus,
-            num_ranks=self.engine_config(role).tensor_parallel,
+            num_ranks=self.engine_config(role).num_ranks,
             accelerator_type=pool.accelerator_type,
             label_selector=pool.label_selector,
             strategy=pool.placement_strategy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from engine.lora.bucket import SCHEMES, is_bucket
 from engine.model.checkpoint import folder as model_folder
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
+from engine.model.stage import check_stages
 from engine.text.tokenizer import Tokenizer
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.sampling_params import SamplingParams
@@ -115,6 +117,9 @@ def _check_pools(model: ModelSection, config: ModelConfig) -> None:
         engine = model.engine_config(role)
         config.kv_heads_per_rank(engine.tensor_parallel)
         config.longest_sequence(engine.max_model_len)
+        if role != "encode":
+            shown = replace(config, vision=None) if engine.language_model_only else config
+            check_stages(engine, shown)
 
 
 def _chat_template(given: str | None) -> str | None:

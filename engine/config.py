@@ -353,7 +353,15 @@ class EngineConfig:
         None,
         "CPU threads per rank. Default: the cores that the process may use, divided among a machine's ranks.",
     )
-    tensor_parallel: int = option(1, "Number of ranks that share the model, each with a part of every layer.")
+    tensor_parallel: int = option(1, "Number of ranks that share each layer, or each stage's layers.")
+    pipeline_parallel: int = option(
+        1,
+        "Number of stages, each with some of the layers on `tensor_parallel` ranks. For models that are larger than "
+        "one machine (docs/rank_groups.md).",
+    )
+    pipeline_layers: str | None = option(
+        None, "Number of layers of each stage, such as `15,15,16,14`. Default: stages with about equal weights."
+    )
     seed: int = option(0, "Offline `LLM`: seed of requests without one. A server derives such seeds from request ids.")
     speculative: SpeculativeConfig | None = option(
         None, "Speculative decoding, as a JSON object of vLLM's keys (docs/speculative_decoding.md)."
@@ -362,6 +370,10 @@ class EngineConfig:
     encode: HandoffConfig | None = option(
         None, "Options for image handoffs, in an engine whose images may be encoded by encode replicas."
     )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def offloads_kv(self) -> bool:
@@ -381,8 +393,8 @@ class EngineConfig:
         return self.known_block_size if self.enable_prefix_caching else None
 
     def __post_init__(self) -> None:
-        for key in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel", "encoder_cache_size",
-                    "max_loras"):  # fmt: skip
+        for key in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel", "pipeline_parallel",
+                    "encoder_cache_size", "max_loras"):  # fmt: skip
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "at least 1")
         if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:

@@ -67,14 +67,11 @@ class RankActor:
     def listen(self, task: RankTask, host: str) -> str:
         """Listen as rank 0 of several, and return the address to which the other ranks connect. host: address at which
         they reach it."""
-        from engine.distributed.tp_group import TPGroup
+        from engine.distributed.tp_group import TPGroup, group_options
 
         config = task.config
         _take_device(config)
-        shared = not config.disable_custom_all_reduce
-        self._group = TPGroup.listen(
-            config.tensor_parallel, host, device=config.device, shared_memory=shared, key=task.key
-        )
+        self._group = TPGroup.listen(config.num_ranks, host, key=task.key, **group_options(config))
         return self._group.address
 
     def start(self, task: RankTask, rank: int, rank_0: str) -> RankReady | None:
@@ -114,15 +111,11 @@ class RankActor:
         return RankReady(server.address, server.max_model_len)
 
     def _follow(self, task: RankTask, rank: int, rank_0: str, host: str) -> None:
-        from engine.distributed.tp_group import TPGroup
+        from engine.distributed.tp_group import TPGroup, group_options
         from engine.runner.worker import Worker
 
         config = task.config
-        size = config.tensor_parallel
-        shared = not config.disable_custom_all_reduce
-        group = TPGroup.connect(
-            rank, size, rank_0, task.timeout_s, device=config.device, shared_memory=shared, key=task.key
-        )
+        group = TPGroup.connect(rank, config.num_ranks, rank_0, task.timeout_s, key=task.key, **group_options(config))
         self._process = Worker(config, group, host)
 
 

@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.tp_group import TPGroup, group_options
 from engine.errors import ServingError
 from engine.runner.worker import Worker
 from tests.processes import outlives_test, with_engine
@@ -31,14 +31,15 @@ class RankPool:
 
     @contextmanager
     def engine(self, config: EngineConfig, **options: Any) -> Iterator[EngineCore]:
-        """An engine of `config.tensor_parallel` ranks. options: of TPGroup.connect."""
-        size = config.tensor_parallel
+        """An engine of `config.num_ranks` ranks. options: of TPGroup.connect."""
+        size = config.num_ranks
         if size == 1:
             core = build_engine(config)
             yield core
             core.close()
             return
-        group = TPGroup.listen(size, device="cpu", **options)
+        options = {**group_options(config), "device": "cpu", **options}
+        group = TPGroup.listen(size, **options)
         for rank in range(1, size):
             self.call(rank, run_worker, config, rank, group.address, options)
         group.join(TIMEOUT_S)
@@ -90,5 +91,5 @@ def serve(pipe: Connection) -> None:
 
 
 def run_worker(config: EngineConfig, rank: int, address: str, options: dict[str, Any]) -> None:
-    group = TPGroup.connect(rank, config.tensor_parallel, address, TIMEOUT_S, device="cpu", **options)
+    group = TPGroup.connect(rank, config.num_ranks, address, TIMEOUT_S, **options)
     Worker(config, group).run()

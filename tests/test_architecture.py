@@ -161,6 +161,8 @@ OTHER_MODELS = """
     core/features/holds.py
     core/features/block_events.py wire/kv_events.py distributed/kv_event_publisher.py
     model/auto_config.py model/torch_compile.py model/fused_rows.py distributed/symmetric_memory.py
+    model/stage.py model/config_parts/stage.py model/layers/other_stage.py
+    distributed/stage_group.py distributed/step_results.py runner/stages/stage_runner.py
 """
 
 

@@ -203,14 +203,14 @@ TABLE = (
     ),
     # ranks, nodes and replicas
     ignored(
-        "--pipeline-parallel-size=1 -pp=1 --decode-context-parallel-size=1 -dcp=1 "
-        "--prefill-context-parallel-size=1 -pcp=1",
-        "1 is the only value; see --tensor-parallel-size",
+        "--decode-context-parallel-size=1 -dcp=1 --prefill-context-parallel-size=1 -pcp=1",
+        "1 is the only value; see --tensor-parallel-size and --pipeline-parallel-size",
     ),
     refused(
-        "--pipeline-parallel-size= -pp= --decode-context-parallel-size= -dcp= --prefill-context-parallel-size= -pcp= "
+        "--decode-context-parallel-size= -dcp= --prefill-context-parallel-size= -pcp= "
         "--dcp-comm-backend= --dcp-q-replicate --dcp-kv-cache-interleave-size= --cp-kv-cache-interleave-size=",
-        "only tensor parallelism is supported: --tensor-parallel-size N splits a model over N ranks",
+        "the KV of a sequence is not split over ranks by its tokens: --tensor-parallel-size and "
+        "--pipeline-parallel-size split a model",
     ),
     ignored(
         "--enable-expert-parallel -ep --enable-ep-weight-filter --all2all-backend= --enable-eplb --eplb-config= "

@@ -25,7 +25,7 @@ from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import NoSpeculation, Speculator, any_number
 from engine.core.features.tier import Tier
-from engine.core.features.token_limit import TokenLimit
+from engine.core.features.token_limit import MicroBatches, TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
@@ -45,11 +45,12 @@ from engine.lora.group_loader import GroupLoader
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
-from engine.model.state import max_drafts
+from engine.model.state import max_drafts, state_specs
 from engine.runner.kv_cache import window_step_tokens
 from engine.runner.memory import snapshot_border, snapshot_interval
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_setup import read_model, without_idle_moves
+from engine.runner.stages.stage_runner import open_runner
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter
 from engine.spec_decode.suffix import SuffixDrafter
@@ -83,18 +84,18 @@ def build_engine(
 ) -> EngineCore:
     """Load the model, size the KV cache, and connect to the other ranks. Raises StartupError.
 
-    group: `config.tensor_parallel` joined ranks, of which this process is rank 0. Its key also protects handoffs.
+    group: `config.num_ranks` joined ranks, of which this process is rank 0. Its key also protects handoffs.
     engine_id, host: name and address under which other engines reach this one for handoffs.
     wake: function called from another thread when an `idle` engine has something to do again.
     """
     group = group or TPGroup.single()
-    if group.size != config.tensor_parallel:
-        raise ConfigError("tensor_parallel", config.tensor_parallel, f"the size of the group ({group.size})")
+    if group.size != config.num_ranks:
+        raise ConfigError("tensor_parallel", config.num_ranks, f"the size of the group ({group.size})")
     with ExitStack() as opened, group.starting():
         loaded = load(config, group)
         kv_ranks, image_ranks = start_kv_ranks(loaded, host, opened)
         tiers = start_tiers(loaded, opened)
-        broadcaster = make_broadcaster(group)
+        broadcaster = make_broadcaster(config, group)
         kv_workers = opened.pop_all()
     open_channel = partial(
         make_channel, engine_id=engine_id, host=host, block_size=loaded.runner.block_size, wake=wake, key=group.key
@@ -116,7 +117,7 @@ def build_engine(
         offloading=offloading,
         fetching=make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
         holds=make_holds(loaded, kv_cache, offloading),
-        token_limits=token_limits,
+        token_limits=[*token_limits, *make_micro_batches(config)],
     )
     return EngineCore(
         loaded.config,
@@ -145,7 +146,7 @@ def load(config: EngineConfig, group: TPGroup) -> Loaded:
     check_whole_images(config, model)
     if config.handoff is not None and config.handoff.role == "encode":
         model, config = encoder_config(model), images_only(config)
-    return Loaded(config, model, folder, ModelRunner(config, model, folder, group))
+    return Loaded(config, model, folder, open_runner(config, model, folder, group))
 
 
 def start_kv_ranks(loaded: Loaded, host: str, opened: ExitStack) -> tuple[list[KVWorkerInfo], list[KVWorkerInfo]]:
@@ -166,13 +167,13 @@ def start_tiers(loaded: Loaded, opened: ExitStack) -> RankTiers | None:
     return worker.start_tiers(loaded.runner, loaded.folder, opened)
 
 
-def make_broadcaster(group: TPGroup) -> PlanBroadcaster | NoBroadcaster:
+def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | NoBroadcaster:
     """Return the broadcaster that sends plans to the other ranks."""
     if group.size == 1:
         return NoBroadcaster()
     from engine.distributed.plan_broadcast import PlanBroadcaster
 
-    return PlanBroadcaster(group)
+    return PlanBroadcaster(group, tells_tokens=config.pipeline_parallel > 1 < config.tensor_parallel)
 
 
 def make_channel(
@@ -199,7 +200,7 @@ def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[TokenLimit]]:
     if count := runner.states.num_snapshots:
         size = runner.states.snapshots[0].nbytes
         snapshots = BlockPool(count, snapshot_border(runner.block_size), prefix_caching, block_bytes=size)
-        specs = runner.setup.state_specs
+        specs = state_specs(model.recurrent, str(runner.dtype).removeprefix("torch."), runner.tp.size)
         interval = snapshot_interval(config, runner.block_size, model, specs, runner.kv_dtype, runner.tp)
     return kv_cache_of(
         [group.spec for group in model.kv_groups],
@@ -212,6 +213,10 @@ def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[TokenLimit]]:
         snapshots=snapshots,
         snapshot_interval=interval,
     )
+
+
+def make_micro_batches(config: EngineConfig) -> list[TokenLimit]:
+    return [MicroBatches(config.pipeline_parallel)] if config.pipeline_parallel > 1 else []
 
 
 def make_limits(loaded: Loaded) -> ModelLimits:

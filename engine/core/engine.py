@@ -238,7 +238,7 @@ class EngineCore:
             self._submit_handoffs()
         if plan is not None:
             self._launch(plan)
-            if len(self._in_flight) == 1:
+            if len(self._in_flight) < self.runner.max_steps:
                 return events  # there may be more to plan while it computes
         if self._in_flight:
             events += self._finish_step()
@@ -414,4 +414,5 @@ class EngineCore:
         self.image_handoffs.channel.close()
         self._kv_workers.close()
         self._broadcaster.close()
+        self.runner.close()
         self._group.close()

@@ -25,7 +25,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout
 from engine.wire.kv_offload import TierAnswer, TierCommand
 from engine.wire.lora import AdapterAnswer, AdapterLoad
-from engine.wire.plan import StepPlan, StepResult
+from engine.wire.plan import SampledStep, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +68,19 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
     checksum: int
     command: AdapterLoad | TierCommand | None = None
     """A command that is sent instead of a plan."""
+    sampled: list[SampledStep] = []
+    """Tokens for ranks of pipeline stages that do not sample, which this or a later plan needs."""
 
 
 class PlanBroadcaster:
     """Rank 0's end of the broadcast. Used by one thread at a time."""
 
-    def __init__(self, group: TPGroup):
-        """Wait until all ranks have loaded their model and are listening. Raises StartupError."""
-        self._group = group
+    def __init__(self, group: TPGroup, tells_tokens: bool = False):
+        """Wait until all ranks have loaded their model and are listening. Raises StartupError.
+
+        tells_tokens: whether other ranks need the tokens of committed steps, since they do not sample."""
+        self._group, self._tells_tokens = group, tells_tokens
+        self._sampled: list[SampledStep] = []
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop a plan; rank 0 is at most one step ahead
@@ -97,7 +102,9 @@ class PlanBroadcaster:
     def send(self, plan: StepPlan | None) -> None:
         """Send a plan without waiting; None ends the other ranks. Does not notice lost ranks; `check` does."""
         self._number += 1
-        self._socket.send(self._encode(PlanMessage(self._number, plan, self._checked, self._checksum)), zmq.NOBLOCK)
+        message = PlanMessage(self._number, plan, self._checked, self._checksum, None, self._sampled)
+        self._sampled = []
+        self._socket.send(self._encode(message), zmq.NOBLOCK)
 
     def command(self, command: AdapterLoad | TierCommand) -> None:
         """Ask the other ranks to load an adapter, or to move blocks of their KV caches."""
@@ -114,6 +121,8 @@ class PlanBroadcaster:
     def committed(self, result: StepResult) -> None:
         """Record a step's tokens, so that the other ranks can compare them with their own."""
         self._checked, self._checksum = result.step, checksum(result)
+        if self._tells_tokens:
+            self._sampled.append(SampledStep(result.step, result.tokens))
 
     def check(self) -> None:
         """Raise EngineUnavailable if a rank has gone."""

@@ -35,7 +35,8 @@ from engine.distributed.collectives import Collectives
 from engine.distributed.symmetric_memory import SIZES, SymmetricMemory, open_symmetric_memory
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 
-if TYPE_CHECKING:  # the second needs pyzmq, which a single rank does without
+if TYPE_CHECKING:  # the last two need pyzmq, which a single rank does without
+    from engine.config import EngineConfig
     from engine.distributed.cluster_key import ClusterKey
     from engine.distributed.shared_memory import SharedMemory
 
@@ -82,8 +83,9 @@ class TPGroup:
         """Join the group whose rank 0 listens at `address` (host:port).
 
         options: `device` is `auto` (the default), `cpu` or `cuda`; `shared_memory=False` uses only gloo or NCCL even on
-        one machine; `key` is the cluster key, the same on all ranks. Raises RendezvousTimeout, which names the missing
-        ranks, or StartupError if another rank failed.
+        one machine; `collectives=False` connects nothing but the store, for ranks that then form a group per stage
+        (stage_group.py); `key` is the cluster key, the same on all ranks. Raises RendezvousTimeout, which names the
+        missing ranks, or StartupError if another rank failed.
         """
         deadline = time.monotonic() + timeout_s
         host, _, port = address.rpartition(":")
@@ -156,12 +158,17 @@ class ConnectedGroup(TPGroup):
         address: str,
         device: str = "auto",
         shared_memory: bool = True,
+        collectives: bool = True,
         key: ClusterKey | None = None,
+        parent: ConnectedGroup | None = None,
     ):
+        """parent: the group of which this is a part; a failure to join counts as the parent's."""
         super().__init__(rank, size, key)
         self.host, self.address = host, address
         self._store: dist.Store | None = store
-        self._cuda = is_gpu(device)
+        self._failures: dist.Store = store if parent is None else parent._failures
+        self._cuda, self._connects = is_gpu(device), collectives
+        self._aborts: list[Callable[[str], None]] = []
         self._shared_memory = shared_memory
         self._collectives: Collectives | None = None
         self._releases: list[Callable[[], None]] = []
@@ -177,7 +184,7 @@ class ConnectedGroup(TPGroup):
             if set(sizes) != {self.size}:
                 raise StartupError(f"the ranks were given different group sizes: {sizes}")
             self.local_size = machines.count(_machine())
-            if self.size > 1:
+            if self.size > 1 and self._connects:
                 self._collectives = self._connect(list(pids), deadline)
                 self._check_sum()
         logger.info(
@@ -209,9 +216,9 @@ class ConnectedGroup(TPGroup):
 
     def _check_others(self) -> None:
         """Raise StartupError if another rank has failed."""
-        store = self._open_store()
-        if store.check(["failed"]):
-            raise StartupError(store.get("failed").decode())
+        self._open_store()
+        if self._failures.check(["failed"]):
+            raise StartupError(self._failures.get("failed").decode())
         if self._broken is not None:
             raise StartupError(self._broken)
 
@@ -222,8 +229,8 @@ class ConnectedGroup(TPGroup):
         except BaseException as error:
             if self._store is not None:
                 try:
-                    if not self._store.check(["failed"]):
-                        self._store.set("failed", f"rank {self.rank}: {str(error) or type(error).__name__}")
+                    if not self._failures.check(["failed"]):
+                        self._failures.set("failed", f"rank {self.rank}: {str(error) or type(error).__name__}")
                 except RuntimeError:  # rank 0 is gone, and no rank is left to tell
                     logger.warning("rank %d could not report its failure to the other ranks", self.rank)
             raise
@@ -231,8 +238,42 @@ class ConnectedGroup(TPGroup):
     def before_close(self, release: Callable[[], None]) -> None:
         self._releases.append(release)
 
+    def part(self, name: str, rank: int, size: int) -> ConnectedGroup:
+        """Return a group of some of these ranks, still to be joined. The calling rank is its rank `rank` of `size`.
+        `abort` and `close` of this group reach it."""
+        store = dist.PrefixStore(name, self._open_store())
+        group = ConnectedGroup(
+            rank,
+            size,
+            store,
+            self.host,
+            self.address,
+            device="cuda" if self._cuda else "cpu",
+            shared_memory=self._shared_memory,
+            key=self.key,
+            parent=self,
+        )
+        self._aborts.append(group.abort)
+        self.before_close(group.close)
+        return group
+
+    def peers(self, timeout_s: float) -> Any:
+        """Return a process group of torch.distributed with which each of these ranks can send to each other."""
+        store = dist.PrefixStore("peers", self._open_store())
+        try:
+            connect = nccl if self._cuda else gloo
+            return connect(store, self.rank, self.size, self.host, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise StartupError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
+
+    def on_abort(self, call: Callable[[str], None]) -> None:
+        """Register a function that `abort` calls with its reason, too."""
+        self._aborts.append(call)
+
     def abort(self, reason: str) -> None:
         self._broken = reason
+        for call in self._aborts:
+            call(reason)
         if self._collectives is not None:
             self._collectives.abort(reason)
 
@@ -342,6 +383,15 @@ class ConnectedGroup(TPGroup):
         device = "cuda" if self._cuda else "cpu"
         total = self.all_reduce(torch.tensor([2**self.rank], dtype=torch.float32, device=device))
         assert total.item() == 2**self.size - 1, "the ranks' first sum is wrong"
+
+
+def group_options(config: EngineConfig) -> dict[str, Any]:
+    """Return the options of `listen` and `connect` for the ranks of an engine, besides the key."""
+    return {
+        "device": config.device,
+        "shared_memory": not config.disable_custom_all_reduce,
+        "collectives": config.pipeline_parallel == 1,
+    }
 
 
 class ProcessGroup:

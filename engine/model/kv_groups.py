@@ -8,6 +8,7 @@ in bytes. In Manta, each group has its own tensor and block size, and all groups
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import ConfigError
@@ -60,6 +61,10 @@ class KVCacheGroup:
         spec = self.spec
         return len(self.layers), spec.parts, spec.heads_per_rank(tp_size), block_size, spec.head_dim
 
+    def part(self, layers: Container[int]) -> KVCacheGroup:
+        """Return the group with only those of its layers that are in `layers`, possibly none."""
+        return replace(self, layers=tuple(layer for layer in self.layers if layer in layers))
+
     def token_numbers(self, tp_size: int = 1) -> int:
         """Return how many numbers one rank keeps for a token."""
         layers, parts, heads, _, head_dim = self.block_shape(1, tp_size)
@@ -76,12 +81,12 @@ def group_layers(specs: LayerSpecs) -> tuple[KVCacheGroup, ...]:
     return tuple(sorted(found, key=lambda group: group.spec.window is not None))
 
 
-def place_of(layer: int, specs: LayerSpecs) -> tuple[int, int]:
+def place_of(layer: int, specs: LayerSpecs, groups: Sequence[KVCacheGroup]) -> tuple[int, int]:
     """Return the group that holds a layer's KV, and the layer's index in the group. For a layer that reads another
-    layer's KV, return the group and index of that other layer."""
+    layer's KV, return the group and index of that other layer. groups: of all layers, or of one stage."""
     spec = specs[layer]
     owner = spec if isinstance(spec, int) else layer
-    for number, group in enumerate(group_layers(specs)):
+    for number, group in enumerate(groups):
         if owner in group.layers:
             return number, group.layers.index(owner)
     raise ValueError(f"layer {layer} keeps no KV")

@@ -23,10 +23,11 @@ from engine.core.output import Event
 from engine.core.scheduler import NOT_FINITE
 from engine.device import is_gpu
 from engine.distributed.cluster_key import ClusterKey
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.tp_group import TPGroup, group_options
 from engine.errors import Described, EngineError, InvalidParameter, RequestError
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
+from engine.model.stage import check_stages
 from engine.offline.adapters import LoRARequests, with_digests
 from engine.offline.outputs import (
     CompletionOutput,
@@ -90,6 +91,7 @@ class LLM:
         folder = engine_folder(self.config)
         self._model_config = ModelConfig.from_folder(folder, language_model_only=self.config.language_model_only)
         self._model_config.kv_heads_per_rank(self.config.tensor_parallel)  # raises before processes are started
+        check_stages(self.config, self._model_config)
         self.tokenizer = Tokenizer.from_folder(folder, decodes="generate" in self._model_config.supported_tasks)
         self._image_processor: ImageProcessor | None = None
         self._ranks: RankProcesses | None = None
@@ -107,11 +109,9 @@ class LLM:
         _close(self._core, self._ranks)
 
     def _start(self) -> EngineCore:
-        size = self.config.tensor_parallel
-        if size == 1:
+        if self.config.num_ranks == 1:
             return build_engine(self.config)
-        shared = not self.config.disable_custom_all_reduce
-        group = TPGroup.listen(size, device=self.config.device, shared_memory=shared, key=ClusterKey.generate())
+        group = TPGroup.listen(self.config.num_ranks, key=ClusterKey.generate(), **group_options(self.config))
         self._ranks = RankProcesses(self.config, group, group.address)
         try:
             group.join(RENDEZVOUS_TIMEOUT_S)

@@ -50,7 +50,7 @@ class RankProcesses:
         self._closing = threading.Event()
         self.processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(1, config.tensor_parallel):
+            for rank in range(1, config.num_ranks):
                 self._start(RankTask(rank, address, config, group.key))
         except BaseException:
             self.close()
@@ -111,16 +111,14 @@ def main() -> None:
 def _run(task: RankTask) -> None:
     import torch  # here, since it takes seconds in which the parent may die
 
-    from engine.distributed.tp_group import TPGroup
+    from engine.distributed.tp_group import TPGroup, group_options
     from engine.runner.worker import Worker
 
     config = task.config
     if torch.cuda.is_available() and config.device != "cpu":
         torch.cuda.set_device(task.rank)
-    size = config.tensor_parallel
-    shared = not config.disable_custom_all_reduce
     group = TPGroup.connect(
-        task.rank, size, task.address, RENDEZVOUS_TIMEOUT_S, device=config.device, shared_memory=shared, key=task.key
+        task.rank, config.num_ranks, task.address, RENDEZVOUS_TIMEOUT_S, key=task.key, **group_options(config)
     )
     Worker(config, group).run()
 

@@ -25,6 +25,8 @@ def can_capture(setup: RankSetup) -> bool:
     config, model, asynchronous, why = setup.config, setup.model, setup.device.asynchronous, None
     if config.enforce_eager:
         why = "enforce_eager"
+    elif asynchronous and model.stage is not None:
+        why = "pipeline stages have no CUDA graphs yet"
     elif not asynchronous and (config.torch_compile or model.transformers):
         why = "some of its kernels are not Manta's"
     elif not asynchronous and config.enable_lora and (model.moe is not None or model.latent is not None):

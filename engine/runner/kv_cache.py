@@ -108,7 +108,7 @@ def choose_num_blocks(
         free_bytes -= nixl.MAX_BUFFERS * sum(nixl.buffer_bytes(need.block_bytes) for need in needs)
     longest = model.longest_sequence(config.max_model_len)
     desired = [need.most(longest, config.max_num_seqs) for need in needs]
-    if not needs[0].block_bytes:
+    if not any(need.block_bytes for need in needs):
         logger.info("kv cache: none, since this model keeps no KV; max_model_len=%d", longest)
         return desired, longest
     if config.num_blocks is not None:
@@ -185,7 +185,7 @@ def divide(budget: int, needs: list[GroupNeed], longest: int, max_num_seqs: int)
     whole = total_bytes(needs, more)
     if whole:
         blocks = [min(d, b + m * rest // whole) for d, b, m in zip(desired, blocks, more, strict=True)]
-    spare = (budget - total_bytes(needs, blocks)) // needs[0].block_bytes
+    spare = (budget - total_bytes(needs, blocks)) // max(1, needs[0].block_bytes)  # 0 in a stage without its layers
     return [min(desired[0], blocks[0] + spare), *blocks[1:]]
 
 

@@ -139,12 +139,14 @@ def choose_num_snapshots(
     `num_blocks` is configured, they get 1 / (SHARE - 1) of the memory of these blocks in addition. dtype: the KV
     cache's dtype. Raises OutOfMemory as `kv_budget` does.
     """
-    if not specs or not (config.enable_prefix_caching or config.handoff):
+    if model.recurrent is None or not (config.enable_prefix_caching or config.handoff):
         return 0
+    useful = config.max_num_seqs * (1 + model.longest_sequence(config.max_model_len) // snapshot_border(block_size))
+    if not specs:
+        return useful  # a stage without recurrent layers, where a snapshot takes no memory
     needs = kv_cache.group_needs(config, block_size, model, dtype, tp)
     if config.num_blocks is None:
         budget = max(0, kv_cache.kv_budget(config, device, free_bytes)[0])
     else:
         budget = config.num_blocks * sum(need.block_bytes for need in needs) * SHARE // (SHARE - 1)
-    useful = config.max_num_seqs * (1 + model.longest_sequence(config.max_model_len) // snapshot_border(block_size))
     return min(useful, max(LEAST, budget // SHARE // snapshot_bytes(specs)))

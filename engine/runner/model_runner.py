@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from engine.runner.rank_setup import RankSetup, set_threads
 from engine.runner.sampler import LogprobTable, logprob_table, process_rows
 from engine.runner.warm_up import run_dummy_step, warm_up_plans
 from engine.spec_decode.verification import accepted_tokens
-from engine.wire.plan import StepPlan, StepResult
+from engine.wire.plan import SampledStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from engine.model.ops.cpu.step_graph import StepGraph
@@ -68,6 +68,10 @@ class ModelRunner:
     `prepare` and `launch` may run in two different threads, each called in the order of the plans: `prepare` owns the
     host's block tables, `launch` the tensors on the device.
     """
+
+    samples = True  #: whether this rank samples the tokens itself
+    launches_ahead = True  #: whether, with overlap, a GPU may have the next step before `collect` of this one
+    max_steps = 2  #: steps that may be launched and not collected, with overlap
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TPGroup):
         self.config, self.model_config, self.tp = config, model_config, tp
@@ -214,7 +218,11 @@ class ModelRunner:
         self.states.restore(inputs.plan.restored)
         self._adapter_rows.begin(inputs.adapter_rows)
         self._encoder_cache.update(inputs.plan, self.image_inbox, inputs.received_blocks)
-        out, size = self._forward(inputs, history), self.model_config.hidden_size
+        return self._finish(self._forward(inputs, history), inputs, history)
+
+    def _finish(self, out: Tensor, inputs: StepInputs, history: Tensor) -> LaunchedStep:
+        """Sample from the output of `_forward`, write the tokens to the history, pool, and draft."""
+        size = self.model_config.hidden_size
         hidden = out if self.drafter is None else out[:, :size]
         tokens, logprobs = self._sample(hidden, inputs)
         # -1 ends a request, but with overlap the next step may already read this token, and needs a valid id
@@ -241,9 +249,8 @@ class ModelRunner:
         )
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
-        if inputs.batch is not None and self._tables is not None and inputs.block_tables is not None:
-            wanted = self._tables[:, :, : inputs.block_tables.width].index_select(1, inputs.block_tables.rows)
-            inputs.batch.set_block_tables(wanted.unbind())
+        """Return hidden states [tokens, hidden], followed by the inputs of `aux_layers`. history: flattened."""
+        self._set_block_tables(inputs)
         if inputs.graph is not None:
             assert self.graphs is not None
             return self.graphs.run(*inputs.graph)
@@ -256,6 +263,19 @@ class ModelRunner:
         if x is None:
             return self.model(ids, batch)
         return self.model.run_layers(x, batch, self.model.layer_inputs(ids, x))
+
+    def _set_block_tables(self, inputs: StepInputs) -> None:
+        """Give the batch its rows of the block tables that are on the device."""
+        if inputs.batch is not None and self._tables is not None and inputs.block_tables is not None:
+            wanted = self._tables[:, :, : inputs.block_tables.width].index_select(1, inputs.block_tables.rows)
+            inputs.batch.set_block_tables(wanted.unbind())
+
+    def learn(self, sampled: Sequence[SampledStep]) -> None:
+        """Take tokens that another rank has sampled, before the plan that needs them. With one stage, every rank
+        samples all tokens itself."""
+
+    def close(self) -> None:
+        """Release connections of the runner. The group of ranks is closed by its owner."""
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its result."""

@@ -52,7 +52,7 @@ class RankSetup:
             dtype=dtype,
             kv_dtype=kv_cache.cache_dtype(config, dtype, device.torch_device),
             block_size=config.block_size or BLOCK_SIZES[device.torch_device.type],
-            overlap=device.asynchronous if config.overlap is None else config.overlap,
+            overlap=(device.asynchronous or model.stage is not None) if config.overlap is None else config.overlap,
         )
 
     @property
@@ -84,7 +84,7 @@ def without_idle_moves(config: EngineConfig, model: ModelConfig) -> EngineConfig
         return config
     windowed = any(group.spec.window is not None for group in model.kv_groups)
     stateful = model.recurrent is not None and (windowed or not config.enable_prefix_caching)
-    movable = model.head == "lm" and not model.bidirectional and not stateful
+    movable = model.head == "lm" and not (model.bidirectional or stateful or config.pipeline_parallel > 1)
     return config if movable else replace(config, handoff=None)
 
 

@@ -24,6 +24,7 @@ from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.model.checkpoint.overlay import engine_folder
 from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
 from engine.runner.rank_setup import read_model, without_idle_moves
+from engine.runner.stages.stage_runner import open_runner
 from engine.wire.lora import AdapterLoad
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Worker:
             folder: Path = engine_folder(config)
             model_config = read_model(config, folder)
             config = without_idle_moves(config, model_config)
-            self._runner = ModelRunner(config, model_config, folder, group)
+            self._runner = open_runner(config, model_config, folder, group)
             start_kv_workers(self._runner, host, opened)
             self._tiers = start_tiers(self._runner, folder, opened)
             self._receiver = PlanReceiver(group)
@@ -58,22 +59,26 @@ class Worker:
         other tokens than rank 0."""
         sampled: dict[int, int] = {}  # step -> checksum, until rank 0 has sent its own
         launched: deque[LaunchedStep] = deque()
-        ahead = self._runner.overlap and self._runner.device.asynchronous  # like rank 0, keep one step queued
+        runner = self._runner
+        ahead = runner.overlap and runner.device.asynchronous and runner.launches_ahead  # like rank 0
         try:
             for message, inputs in self._ahead() if self._runner.overlap else self._prepared():
                 step = message.checked
                 if sampled.get(step, message.checksum) != message.checksum:
                     raise EngineUnavailable(f"rank {self._group.rank} sampled other tokens than rank 0 in step {step}")
                 sampled = {later: value for later, value in sampled.items() if later > step}
-                launched.append(self._runner.launch(inputs))
+                runner.learn(message.sampled)
+                launched.append(runner.launch(inputs))
                 if len(launched) > ahead:
-                    result = self._runner.collect(launched.popleft())
-                    sampled[result.step] = checksum(result)
+                    result = runner.collect(launched.popleft())
+                    if runner.samples:
+                        sampled[result.step] = checksum(result)
         finally:
             self._stopping.set()
             if self._runner.adapter_loader is not None:
                 self._runner.adapter_loader.close()
             self._kv_workers.close()
+            runner.close()
             self._group.close()
         logger.info("rank ended rank=%d", self._group.rank)
 

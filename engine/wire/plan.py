@@ -102,6 +102,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.counts)
 
 
+class SampledStep(NamedTuple):
+    """The tokens of a step for ranks that have not sampled them; as in StepResult."""
+
+    step: int
+    tokens: list[list[int]]
+
+
 ALL_TOKENS_BANNED = -2
 
 

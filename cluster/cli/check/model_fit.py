@@ -47,7 +47,9 @@ def check_placement(model: ModelSection, role: Role, nodes: Sequence[Node]) -> F
         return Finding("ok", topic, "a replica fits the cluster")
     if can_grow(nodes):
         return Finding("warning", topic, problem, "The replica waits until the autoscaler adds a node")
-    return Finding("problem", topic, problem, f"Lower num_cpus, num_gpus or tensor_parallel of `{role}`, or add a node")
+    return Finding(
+        "problem", topic, problem, f"Lower num_cpus or num_gpus of `{role}`, or its number of ranks, or add a node"
+    )
 
 
 def check_together(deployments: Sequence[Deployment], nodes: Sequence[Node]) -> Finding:
@@ -74,7 +76,7 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
     shape = encoder_config(shape) if role == "encode" else shape
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
     on_gpu = pool.num_gpus > 0 and engine.device != "cpu"
-    weights = weight_bytes(folder, dtype, with_text=role != "encode") // engine.tensor_parallel
+    weights = weight_bytes(folder, dtype, with_text=role != "encode") // engine.num_ranks
     quantized = " before they are quantized" if engine.quantization in METHODS else ""
     yield Finding("ok", topic, f"about {weights / GIB:.2f} GiB of weights per rank, in {str(dtype)[6:]}{quantized}")
     if engine.enable_lora:
@@ -96,10 +98,10 @@ def check_kv_cache(
         _, total = torch.cuda.mem_get_info()
         free, less = int(total * engine.gpu_memory_utilization) - weights, ", minus the memory of a step's activations"
     else:
-        free, less = kv_cache.free_host_bytes() // engine.tensor_parallel - weights, ""
+        free, less = kv_cache.free_host_bytes() // engine.num_ranks - weights, ""
     if free <= 0:
         message = f"the weights ({weights / GIB:.2f} GiB per rank) do not fit into memory"
-        return Finding("problem", topic, message, "Raise tensor_parallel, or use a smaller model")
+        return Finding("problem", topic, message, "Raise tensor_parallel or pipeline_parallel, or use a smaller model")
     device, tp = torch.device("cuda" if on_gpu else "cpu"), TPGroup(0, engine.tensor_parallel)
     size = engine.known_block_size
     try:

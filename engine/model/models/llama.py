@@ -17,6 +17,7 @@ from engine.model.layers.linear import QKVLinear, ReplicatedLinear, RowParallelL
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
+from engine.model.layers.other_stage import NoEmbedding, OtherLayer
 from engine.model.tensor_names import NativeNames, is_of_text
 
 if TYPE_CHECKING:
@@ -96,8 +97,14 @@ class LlamaForCausalLM(NativeNames, nn.Module):
         super().__init__()
         self.vision: VisionEncoder | None = None
         """The vision encoder; None in a model that takes no images."""
-        self.embed_tokens = VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
-        self.layers = nn.ModuleList(self.layer_type(cfg, tp, i) for i in range(cfg.num_layers))
+        self.stage = cfg.stage
+        here = cfg.stage is None or cfg.stage.has_embedding
+        self.embed_tokens = (
+            VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp) if here else NoEmbedding(cfg.hidden_size)
+        )
+        own = range(cfg.num_layers) if cfg.stage is None else cfg.stage.layers
+        layers = (self.layer_type(cfg, tp, i) if i in own else OtherLayer() for i in range(cfg.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.lm_head: LMHead | None = None
         self.score: ReplicatedLinear | None = None
@@ -135,7 +142,8 @@ class LlamaForCausalLM(NativeNames, nn.Module):
 
     def canonical_name(self, name: str) -> str | None:
         if self.vision is None or is_of_text(name):
-            return super().canonical_name(name)
+            own = super().canonical_name(name)
+            return own if own is None or self.stage is None or self.stage.holds(own) else None
         return self.vision.canonical_name(name)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from engine.model.families import find_family
+from engine.model.layers.other_stage import StageOutput
 from engine.model.models import image_encoder
 from engine.model.ops import dispatch
 
@@ -40,8 +41,15 @@ def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch
 
     Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks.
     """
-    cls = model_class(cfg.architecture)
-    return build(lambda: cls(cfg, tp), dtype, device)
+    cls, stage = model_class(cfg.architecture), cfg.stage
+
+    def make() -> Model:
+        model = cls(cfg, tp)
+        if stage is not None and not stage.is_last:
+            model.norm = StageOutput(cfg.hidden_size)
+        return model
+
+    return build(make, dtype, device)
 
 
 def build(make: Callable[[], Module], dtype: torch.dtype, device: torch.device | str) -> Module:

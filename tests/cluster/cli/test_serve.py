@@ -195,7 +195,9 @@ def test_too_little_memory_is_told_before_anything_starts_with_the_way_out(monke
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     result = CliRunner().invoke(app, ["serve"])
     assert isinstance(result.exception, StartupError)
-    assert "do not fit into memory. Raise tensor_parallel, or use a smaller model" in str(result.exception)
+    assert "do not fit into memory. Raise tensor_parallel or pipeline_parallel, or use a smaller model" in str(
+        result.exception
+    )
 
 
 def test_a_model_that_needs_little_is_served_without_a_closer_look():

@@ -1,0 +1,116 @@
+"""Pipeline stages: the ranks of one stage as a tensor parallel group, and the way to the stages before and after.
+
+Rank r of the group of all ranks is rank r % size of stage r // size. So rank 0, which schedules, is in the first stage,
+and the ranks of a stage are neighbours, which placement puts on one node.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup, TPGroup
+from engine.errors import EngineUnavailable
+
+CONNECT_TIMEOUT_S = 60.0
+
+
+class StageGroup(TPGroup):
+    """The ranks of this rank's stage, for layers. What concerns all ranks (`exchange`, `starting`, `abort`) goes to the
+    group of all."""
+
+    def __init__(self, all_ranks: ConnectedGroup, stages: int):
+        """Connect the ranks of each stage, and neighbouring stages. Every rank has to call this within
+        `all_ranks.starting()`. Raises StartupError."""
+        size = all_ranks.size // stages
+        self.stage, rank = divmod(all_ranks.rank, size)
+        super().__init__(rank, size, all_ranks.key)
+        self.all_ranks, self.stages = all_ranks, stages
+        self.host, self.local_size = all_ranks.host, all_ranks.local_size
+        self._own: TPGroup = TPGroup.single()
+        if size > 1:
+            own = all_ranks.part(f"stage {self.stage}", rank, size)
+            own.join(CONNECT_TIMEOUT_S)
+            self._own = own
+        self.link = StageLink(all_ranks.peers(CONNECT_TIMEOUT_S), self)
+        all_ranks.on_abort(self.link.abort)
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._own.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._own.all_gather(x)
+
+    def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
+        """Return the value of every rank of every stage."""
+        return self.all_ranks.exchange(value, timeout_s)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        with self.all_ranks.starting():
+            yield
+
+    def before_close(self, release: Callable[[], None]) -> None:
+        self.all_ranks.before_close(release)
+
+    def abort(self, reason: str) -> None:
+        self.all_ranks.abort(reason)
+
+    def close(self) -> None:
+        self.all_ranks.close()
+
+
+class StageLink:
+    """Sends hidden states to the next stage, and receives those of the stage before. Used by one thread.
+
+    Each rank sends its share of every row to the rank of the same number, whose stage gathers the rows. On a CPU,
+    `send` returns before the next stage has received. NCCL has not run here.
+    """
+
+    def __init__(self, peers: Any, group: StageGroup):
+        """peers: a process group of torch.distributed over all ranks."""
+        self._peers, self._group = peers, group
+        self._sending: deque[tuple[Any, Tensor]] = deque()  #: with the memory that is being sent
+
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden [tokens, hidden]. Raises EngineUnavailable if the next stage is gone."""
+        size = self._group.size
+        # a copy, since graphs write the next step's states to the same memory
+        share = hidden.tensor_split(size, dim=-1)[self._group.rank].clone(memory_format=torch.contiguous_format)
+        with self._lost_neighbour():
+            while len(self._sending) >= self._group.stages:
+                self._sending.popleft()[0].wait()
+            self._sending.append((self._peers.send([share], self._group.all_ranks.rank + size, 0), share))
+
+    def receive(self, tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return [tokens, hidden_size]. Raises EngineUnavailable if the stage before is gone."""
+        size = self._group.size
+        share = torch.empty(tokens, hidden_size // size, dtype=dtype, device=device)
+        with self._lost_neighbour():
+            self._peers.recv([share], self._group.all_ranks.rank - size, 0).wait()
+        return self._group.all_gather(share)
+
+    def abort(self, reason: str) -> None:
+        """Make present and future waits raise. The call may block in NCCL, so it gets a thread."""
+        threading.Thread(target=self._peers.abort, name="abort stages", daemon=True).start()
+
+    @contextmanager
+    def _lost_neighbour(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise EngineUnavailable(f"a neighbouring stage cannot be reached: {error}") from error

@@ -1,0 +1,63 @@
+"""The way of results from the last pipeline stage to rank 0."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+import zmq
+
+from engine.distributed.sockets import PullSocket
+from engine.distributed.stage_group import StageGroup
+from engine.wire.plan import StepResult
+
+NAME = "results"  # name of the socket in metrics
+
+
+class ResultReceiver:
+    """Rank 0's end. Used by one thread."""
+
+    def __init__(self, group: StageGroup):
+        """Every rank has to create its end at the same time."""
+        self._context = zmq.Context()
+        self._socket: PullSocket[StepResult] = PullSocket(
+            self._context, group.host, StepResult, name=NAME, key=group.key
+        )
+        self._found: deque[StepResult] = deque()
+        group.exchange(self._socket.address)
+
+    def arrived(self, step: int, timeout_s: float) -> bool:
+        """Return whether the result of a step arrives within `timeout_s`. Results arrive in the order of steps."""
+        self._found.extend(self._socket.messages())
+        if not self._found and self._socket.socket.poll(int(timeout_s * 1000)):
+            self._found.extend(self._socket.messages())
+        return bool(self._found) and self._found[-1].step >= step
+
+    def take(self, step: int) -> StepResult:
+        """Return the result of a step that has arrived."""
+        result = self._found.popleft()
+        assert result.step == step, f"step {step} was expected, and step {result.step} arrived"
+        return result
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class ResultSender:
+    """The end of the other ranks, of which only one in the last stage sends. Used by one thread."""
+
+    def __init__(self, group: StageGroup):
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        if group.key is not None:
+            group.key.guard_connector(self._socket)
+        self._socket.connect(group.exchange("")[0])
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def send(self, result: StepResult) -> None:
+        """Send a result without waiting."""
+        self._socket.send(self._encode(result), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)

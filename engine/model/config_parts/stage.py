@@ -1,0 +1,42 @@
+"""The layers of a model that one pipeline stage holds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+EMBEDDINGS = ("model.embed_tokens.weight", "model.embeddings.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The layers [first, stop) of `num_layers`."""
+
+    first: int
+    stop: int
+    num_layers: int
+    tied: bool
+    """Whether the head is tied to the embedding, so that the last stage needs both."""
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.stop)
+
+    @property
+    def is_first(self) -> bool:
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.num_layers
+
+    @property
+    def has_embedding(self) -> bool:
+        return self.is_first or (self.is_last and self.tied)
+
+    def holds(self, name: str) -> bool:
+        """Return whether this stage's model has the part of a tensor with this canonical name (tensor_names.py)."""
+        if layer := LAYER.match(name):
+            return int(layer[1]) in self.layers
+        return self.has_embedding if name in EMBEDDINGS else self.is_last

@@ -1,0 +1,191 @@
+"""Runs step plans on one rank of a pipeline stage."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.device import DeviceEvent
+from engine.distributed.stage_group import StageGroup
+from engine.distributed.step_results import ResultReceiver, ResultSender
+from engine.distributed.tp_group import ConnectedGroup, TPGroup
+from engine.errors import StartupError
+from engine.model.config import ModelConfig
+from engine.model.config_parts.stage import EMBEDDINGS, LAYER, Stage
+from engine.model.loader import checkpoint_shards
+from engine.model.models.registry import build_model
+from engine.model.stage import check_stages, config_of, divide, nth_stage, parse_layers
+from engine.model.tensor_names import HEADS
+from engine.runner.inputs import StepInputs
+from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.wire.plan import SampledStep, StepResult
+
+
+@dataclass(slots=True)
+class UnknownTokens:
+    """Where the tokens of a step go once they are known."""
+
+    slots: list[int]  #: of the plan's entries
+    entries: list[int]  #: as in StepInputs
+    written: Tensor  #: as in StepInputs
+    replaced: set[int] = field(default_factory=set)
+    """Slots that another sequence has taken since."""
+
+
+class ResultEvent(DeviceEvent):
+    """The arrival of a step's result from the last stage."""
+
+    def __init__(self, results: ResultReceiver, step: int):
+        self._results, self._step = results, step
+
+    def wait(self) -> None:
+        while not self.reached(1.0):
+            pass
+
+    def reached(self, timeout_s: float) -> bool:
+        return self._results.arrived(self._step, timeout_s)
+
+
+class StageRunner(ModelRunner):
+    """The layers, KV cache and sequence state of one rank of a stage.
+
+    The first stage embeds tokens, so it needs those that the last stage samples. It gets them with the plans, or on
+    rank 0 with the result. They are written to the history before the next step is launched.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path, all_ranks: ConnectedGroup):
+        """Every rank has to call this within `all_ranks.starting()`. Raises StartupError."""
+        check_stages(config, model_config)
+        self.group = group = StageGroup(all_ranks, config.pipeline_parallel)
+        self.stage = find_stage(config, model_config, group)
+        self.samples, self.launches_ahead, self.max_steps = group.is_last, False, 1 + group.stages
+        self._learned: deque[SampledStep] = deque()
+        self._unknown: dict[int, UnknownTokens] = {}
+        super().__init__(config, config_of(self.stage, model_config), folder, group)
+        self._results: ResultReceiver | ResultSender
+        self._results = ResultReceiver(group) if all_ranks.rank == 0 else ResultSender(group)
+
+    def learn(self, sampled: Sequence[SampledStep]) -> None:
+        if self.group.is_first:
+            self._learned.extend(sampled)
+
+    @torch.inference_mode()
+    def launch(self, inputs: StepInputs) -> LaunchedStep:
+        if self.group.is_first:
+            self._write_learned()
+            added = {new.slot for new in inputs.added}
+            for unknown in self._unknown.values():
+                unknown.replaced |= added
+            if inputs.entries:
+                self._unknown[inputs.plan.step] = UnknownTokens(inputs.plan.slots, inputs.entries, inputs.written)
+        return super().launch(inputs)
+
+    def collect(self, launched: LaunchedStep) -> StepResult:
+        results, step = self._results, launched.inputs.plan.step
+        if isinstance(results, ResultReceiver):
+            launched.event.wait()
+            result = results.take(step)
+            self.learn([SampledStep(step, result.tokens)])
+            return result
+        if not self.samples:
+            launched.event.wait()
+            return StepResult(step=step, tokens=[], logprobs=[], prompt_logprobs=[])
+        result = super().collect(launched)
+        if self.tp.rank == 0:
+            results.send(result)
+        return result
+
+    def close(self) -> None:
+        self._results.close()
+
+    def _write_learned(self) -> None:
+        """Write the tokens of earlier steps to the history."""
+        history = self._history.view(-1)
+        while self._learned:
+            step, tokens = self._learned.popleft()
+            unknown = self._unknown.pop(step, None)
+            if unknown is None:
+                continue
+            rows, ids, taken = [], [], [0] * len(tokens)
+            for row, entry in enumerate(unknown.entries):
+                place = taken[entry]
+                taken[entry] += 1
+                if place < len(tokens[entry]) and unknown.slots[entry] not in unknown.replaced:
+                    rows.append(row)
+                    ids.append(max(0, tokens[entry][place]))
+            index, values = torch.tensor([rows, ids]).to(history.device)
+            history[unknown.written[index]] = values.int()
+
+    def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
+        link, batch = self.group.link, inputs.batch
+        if self.group.is_first:
+            hidden = super()._forward(inputs, history)
+        else:
+            self._set_block_tables(inputs)
+            assert batch is not None
+            size = self.model_config.hidden_size
+            x = link.receive(len(batch.positions), size, self.dtype, self.device.torch_device)
+            graph = self._step_graph
+            hidden = self.model.run_layers(x, batch) if graph is None else graph.run(x, batch)
+        if not self.group.is_last:
+            link.send(hidden)
+        return hidden
+
+    def _finish(self, out: Tensor, inputs: StepInputs, history: Tensor) -> LaunchedStep:
+        if self.samples:
+            return super()._finish(out, inputs, history)
+        event = self.device.event()
+        if isinstance(self._results, ResultReceiver):
+            event = ResultEvent(self._results, inputs.plan.step)
+        return LaunchedStep(
+            inputs=inputs,
+            tokens=inputs.written,
+            logprobs=None,
+            prompt_logprobs=[],
+            pooled=[],
+            drafts=None,
+            draft_s=float,
+            event=event,
+        )
+
+    def _warm_up(self) -> None:
+        """Do nothing: a stage alone computes no step. The first steps of a GPU compile its kernels."""
+
+
+def find_stage(config: EngineConfig, model: ModelConfig, group: StageGroup) -> Stage:
+    """Return the layers of this rank's stage. Raises StartupError if the ranks disagree."""
+    layers = parse_layers(config, model.num_layers)
+    if layers is None:
+        costs, head = layer_bytes(model)
+        layers = divide(costs, group.stages, head)
+    found = set(group.exchange(",".join(map(str, layers))))
+    if len(found) > 1:
+        raise StartupError(f"the ranks divide the model into different stages: {' and '.join(sorted(found))}")
+    return nth_stage(group.stage, layers, model)
+
+
+def layer_bytes(model: ModelConfig) -> tuple[list[float], float]:
+    """Return the bytes of weights of each layer, and those of the head, in all ranks together. Loads nothing."""
+    built = build_model(model, TPGroup.single(), getattr(torch, model.dtype), "meta")
+    layers, head = [0.0] * model.num_layers, 0.0
+    for name, parts in checkpoint_shards(built).items():
+        size = sum(target.nbytes for _, target in parts)
+        if layer := LAYER.match(name):
+            layers[int(layer[1])] += size
+        elif name.startswith(HEADS) or (name in EMBEDDINGS and model.tie_word_embeddings):
+            head += size
+    return layers, head
+
+
+def open_runner(config: EngineConfig, model_config: ModelConfig, folder: Path, group: TPGroup) -> ModelRunner:
+    """Load this rank's part of the model. group: all ranks of the engine. Raises StartupError."""
+    if config.pipeline_parallel == 1:
+        return ModelRunner(config, model_config, folder, group)
+    assert isinstance(group, ConnectedGroup)
+    return StageRunner(config, model_config, folder, group)

@@ -1,0 +1,165 @@
+"""The whole engine over pipeline stages, each rank a process: the same bits as on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.config import ModelConfig
+from engine.model.loader import load_weights
+from engine.model.models.registry import build_model
+from engine.model.stage import config_of, divide, nth_stage
+from engine.offline.llm import LLM
+from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, random_prompt, run, run_mixed
+from tests.models import make_model
+from tests.rank_pool import RankPool
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 4},
+    "gemma3": {
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"],
+    },
+    "qwen3_moe": {"num_hidden_layers": 4},
+    "deepseek_v3": {"num_hidden_layers": 4},
+    "qwen3_next": {},
+}
+
+SHAPES = [(2, 1), (4, 1), (2, 2)]  # stages, and ranks of each
+
+FAST: list[tuple[str, str, tuple[int, int], bool | None]] = [
+    ("llama", "float32", (2, 1), False),
+    ("llama", "bfloat16", (2, 2), None),
+    ("gemma3", "bfloat16", (4, 1), None),
+    ("qwen3_next", "float32", (2, 1), None),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = RankPool()
+    yield pool
+    pool.close()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    @cache
+    def make(family: str) -> Path:
+        return make_model(tmp_path_factory.mktemp(family), family, **LAYERS[family])
+
+    return make
+
+
+def staged(folder: Path, stages: int, ranks: int = 1, **options: Any) -> EngineConfig:
+    return make_config(folder, ranks, pipeline_parallel=stages, **{**BUSY, "num_blocks": 64, **options})
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(pool, folder_of):
+    """What one rank makes of the mixed requests."""
+
+    @cache
+    def run(family: str, dtype: str) -> Outcome:
+        with pool.engine(staged(folder_of(family), 1, dtype=dtype, determinism="strict")) as core:
+            return run_mixed(core, preempts=False, hits=family != "qwen3_next")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "shape", "overlap"),
+    [
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+        for case in product(LAYERS, ("float32", "bfloat16"), SHAPES, (False, None))
+    ],
+)
+def test_stages_give_the_bits_of_one_rank(pool, folder_of, on_one_rank, family, dtype, shape, overlap):
+    config = staged(folder_of(family), *shape, dtype=dtype, determinism="strict", overlap=overlap)
+    with pool.engine(config) as core:
+        outcome = run_mixed(core, preempts=False, hits=family != "qwen3_next")
+    assert outcome.bits() == on_one_rank(family, dtype).bits()
+    assert len({token for tokens in outcome.tokens.values() for token in tokens}) > 20, "output of few tokens"
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_preempted_requests_give_the_same_bits(pool, folder_of, stages):
+    outcomes = []
+    for count in (1, stages):
+        with pool.engine(staged(folder_of("llama"), count, num_blocks=20)) as core:
+            outcomes.append(run_mixed(core, hits=False))
+    assert outcomes[1].bits() == outcomes[0].bits()
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_hybrid_models_cached_state_is_found_in_every_stage(pool, folder_of, stages):
+    outcomes = []
+    for count in (1, stages):
+        with pool.engine(staged(folder_of("qwen3_next"), count, determinism="strict")) as core:
+            prompt, outcome = random_prompt(core, 150, 5), Outcome()
+            run(core, {"first": (prompt, {"logprobs": 1})}, outcome)
+            assert not outcome.cached
+            run(core, {"again": (prompt, {"logprobs": 1})}, outcome)
+            assert outcome.cached >= 64
+            outcomes.append(outcome)
+    assert outcomes[1].bits() == outcomes[0].bits()
+    assert outcomes[1].tokens["first"] == outcomes[1].tokens["again"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"pipeline_parallel": 5}, "pipeline_parallel must be at most the model's number of layers (4), got 5"),
+        (
+            {"pipeline_parallel": 2, "pipeline_layers": "1,2"},
+            "pipeline_layers must be 2 numbers of at least 1 whose sum",
+        ),
+        ({"pipeline_parallel": 2, "pipeline_layers": "4"}, "pipeline_layers must be 2 numbers"),
+        ({"pipeline_parallel": 2, "torch_compile": True}, "torch_compile must be left out, because pipeline_parallel"),
+        ({"pipeline_parallel": 2, "kv_offloading_size": 1}, "kv_offloading_size must be left out"),
+        ({"pipeline_parallel": 0}, "pipeline_parallel must be at least 1"),
+    ],
+)
+def test_what_stages_do_not_support_is_refused_by_name_before_a_process_starts(folder_of, options, error):
+    with pytest.raises(ConfigError) as raised:
+        LLM(str(folder_of("llama")), device="cpu", **options)
+    assert error in str(raised.value)
+
+
+def test_layers_are_divided_so_that_the_costliest_stage_costs_least():
+    assert divide([1.0] * 8, 2) == [4, 4]
+    assert divide([1.0] * 10, 4) == [2, 2, 3, 3]
+    assert divide([1.0] * 28, 4, last=9.0) == [9, 9, 9, 1]
+    assert divide([1.0, 1.0, 4.0, 4.0], 2) == [3, 1]
+    assert divide([1.0] * 3, 3, last=50.0) == [1, 1, 1]
+
+
+def test_a_stage_holds_and_loads_only_its_own_layers(folder_of):
+    folder = folder_of("llama")
+    model = ModelConfig.from_folder(folder)
+    whole = load(folder, model)
+    parts = [load(folder, config_of(nth_stage(i, [1, 2, 1], model), model)) for i in range(3)]
+    sizes = [sum(p.numel() for p in part.parameters()) for part in parts]
+    norms = 2 * model.hidden_size  # of ones, in stages before the last
+    assert sum(sizes) == sum(p.numel() for p in whole.parameters()) + norms
+    held = [[i for i, layer in enumerate(part.layers) if next(layer.parameters(), None) is not None] for part in parts]
+    assert held == [[0], [1, 2], [3]]
+    assert [part.lm_head is None for part in parts] == [True, True, False]
+
+
+def load(folder, model):
+    built = build_model(model, TPGroup.single(), torch.float32, "cpu")
+    load_weights(built, folder, TPGroup.single())
+    return built
