@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +65,12 @@ class RankPool:
         assert pipe.poll(TIMEOUT_S), f"rank {rank} did not end"
         error = pipe.recv()
         assert error is None, error
+
+    def cpu_seconds(self, size: int) -> list[float]:
+        """Return the CPU time that each of the first `size` ranks has used."""
+        others = [process.pid for process, _ in self._ranks[: size - 1]]
+        ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in others]
+        return [time.process_time(), *(sum(map(int, pair)) / os.sysconf("SC_CLK_TCK") for pair in ticks)]
 
     def close(self) -> None:
         for process, pipe in self._ranks:

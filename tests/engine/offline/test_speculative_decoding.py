@@ -63,6 +63,22 @@ def check(outputs: list[CompletionOutput], expected: list[CompletionOutput]) -> 
             assert logprob.logprob == pytest.approx(same.logprob, abs=1e-4)
 
 
+@pytest.mark.slow
+def test_over_pipeline_stages_the_texts_are_the_same_with_grammars_and_with_accepted_and_rejected_drafts(
+    folder, expected, wild
+):
+    with LLM(folder, pipeline_parallel=2, **OPTIONS) as llm:
+        for name, right in expected.items():
+            check(run(llm, name), right)
+    with LLM(folder, pipeline_parallel=2, speculative={"method": "ngram"}, **OPTIONS) as llm:
+        prompts = [llm.tokenizer.encode(text) for text in TEXTS]
+        for name, right in expected.items():
+            wild.know_texts([prompt + output.token_ids for prompt, output in zip(prompts, right, strict=True)])
+            check(run(llm, name), right)
+        stats = llm.stats().spec_decode
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "overlap"])
 def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild, overlap):
     with LLM(folder, overlap=overlap, speculative={"method": "ngram"}, **OPTIONS) as llm:

@@ -1,0 +1,77 @@
+"""A replica of two pipeline stages, each on a node of its own: its answers, and what streams show if a stage dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import pytest
+
+from engine import LLM, SamplingParams
+from tests.models import make_model
+from tests.serve.fake_cluster import FakeCluster
+from tests.serve.serve_run import ServeRun, wait_until
+from tests.serve.test_rank_groups import CONTEXT, HEAD, NODE, POOL, PROMPTS, TOKENS, Serving, text
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
+
+MODEL, STREAMS, LONG = "spread", 16, 600
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory, folder) -> Iterator[Serving]:
+    model = {
+        "name": MODEL,
+        "model": str(folder),
+        "engine": {"pipeline_parallel": 2, "device": "cpu", "num_blocks": 2048},
+        "decode": {"num_cpus": 0.25, "label_selector": POOL, "placement_strategy": "STRICT_SPREAD"},
+    }
+    ingress = {"name": "ingress", "ray_actor_options": {"num_cpus": 0.1, "label_selector": {"pool": "!decode"}}}
+    cluster = FakeCluster([HEAD, NODE, NODE])
+    server = ServeRun(
+        tmp_path_factory.mktemp("serve"), {"models": [model]}, address=cluster.address, deployments=[ingress]
+    )
+    serving = Serving(cluster, server, {MODEL: 1})
+    try:
+        serving.wait_for_all()
+        wait_until(lambda: serving.ask(MODEL).status_code == 200)
+        yield serving
+    finally:
+        (folder.parent / "serve.log").write_text("".join(server.log))
+        server.stop()
+        cluster.stop()
+
+
+def test_stages_on_two_nodes_answer_as_one_rank_does(serving, folder):
+    (replica,) = serving.replicas(MODEL)
+    assert len({rank.node for rank in replica.ranks}) == 2
+    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    with LLM(str(folder), device="cpu", num_blocks=64, num_threads=1) as one:
+        alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, progress=False)]
+    assert [text(serving.ask(MODEL, prompt)) for prompt in PROMPTS] == alone
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_killed_in_the_middle_of_16_streams_changes_no_text(serving, stage):
+    serving.wait_for_all()
+    expected = text(serving.ask(MODEL, max_tokens=LONG, timeout_s=60))
+    (replica,) = serving.replicas(MODEL)
+    with ThreadPoolExecutor(STREAMS) as pool:
+        started = [Event() for _ in range(STREAMS)]
+        running = [pool.submit(serving.stream, MODEL, event, LONG) for event in started]
+        assert all(event.wait(60) for event in started)
+        assert not any(stream.done() for stream in running)
+        os.kill(replica.ranks[stage].pid, signal.SIGKILL)
+        answers = [stream.result(timeout=120) for stream in running]
+    assert {answer.error for answer in answers} == {None}
+    assert {answer.text for answer in answers} == {expected}
+    serving.wait_for_all()
+    assert replica not in serving.replicas(MODEL)
