@@ -180,7 +180,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
         *(file for room in rooms for file in room.rglob("*.py")),
     ]
     everything = [file for files in FILES.values() for file in files]
-    for files, limit in ((set(path) - others, 13_565), (everything, 61_990)):
+    for files, limit in ((set(path) - others, 13_565), (everything, 62_140)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
 
