@@ -22,10 +22,11 @@ from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
+from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import NoSpeculation, Speculator, any_number
 from engine.core.features.tier import Tier
-from engine.core.features.token_limit import MicroBatches, TokenLimit
+from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler

@@ -1,0 +1,25 @@
+"""Divides the running requests over the steps that fill the stages of a pipeline. Pure Python."""
+
+from __future__ import annotations
+
+from engine.core.request import Request
+
+
+class MicroBatches:
+    """Token limit of an engine with pipeline stages.
+
+    A request whose next token a step under way samples waits for that token. A step computes at most 1 / stages of the
+    running requests, so that the others fill the steps that follow, and every stage has a step.
+    """
+
+    def __init__(self, stages: int):
+        self._stages, self._left = stages, 1
+
+    def start_step(self, sequences: int) -> None:
+        self._left = max(1, -(-sequences // self._stages))
+
+    def up_to(self, request: Request, count: int) -> int:
+        if request.in_flight or count <= 0 or not self._left:
+            return 0
+        self._left -= 1
+        return count
