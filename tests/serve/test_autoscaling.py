@@ -146,4 +146,4 @@ def test_idle_pools_end_and_are_healthy_and_the_next_request_starts_them(serving
     assert serving.decisions("decode")[-1] == (0, 1, "wake")
     print(f"first answer from zero: {time.monotonic() - began:.1f} s")
     assert len(serving.engines("decode")) == 1
-    assert "computed here" in "".join(serving.server.log), "decode has not waited for the prefill pool"
+    assert "computes all prompts itself" in "".join(serving.server.log), "decode has not waited for the prefill pool"
