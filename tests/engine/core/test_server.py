@@ -22,9 +22,11 @@ from engine.wire.messages import (
     EngineStatus,
     EngineUpdate,
     GenerateRequest,
+    HoldMark,
     Notice,
     Prefill,
     PrefillReplicas,
+    PromptHold,
     RemoteRequestFailed,
     ResetPrefixCache,
     Subscribe,
@@ -299,6 +301,27 @@ def test_an_address_that_is_none_cannot_be_followed_and_harms_nobody(ingress):
     ingress.send(Subscribe("nowhere"))
     ingress.add("a")
     assert len(ingress.tokens("a")) == 8
+
+
+def test_an_idle_engine_ends_a_hold_when_its_time_is_over(folder, context, control, monkeypatch):
+    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+    config = EngineConfig(model=str(folder), block_size=4, num_blocks=64, max_model_len=64, num_threads=1)
+    thread = ServerThread(EngineServer(config, engine_id="e", status_to=control.address))
+    ingress = Ingress(context, thread.server)
+    asked = GenerateRequest(
+        request_id="a",
+        prompt=list(range(3, 23)),
+        params=SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
+        reply_to=ingress.address,
+        hold=PromptHold(marks=[HoldMark(16, 0.3)]),
+    )
+    ingress.send(Add(asked))
+    ingress.last("a")
+    assert [outcome.refusal for delta in ingress.deltas["a"] for outcome in delta.holds] == [None]
+    while not (holds := control.receive().stats.holds).ended:
+        pass
+    thread.stop()
+    assert (holds.granted, holds.holds, holds.device_blocks, holds.ended) == (1, 0, 0, {"expired": 1})
 
 
 def test_status_messages_come_although_nothing_ends(control, server, monkeypatch):
