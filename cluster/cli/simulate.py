@@ -102,6 +102,8 @@ def show_report(report: Report, slo: GoodputSlo) -> None:
             ("KV to host memory, GB", report.tiers.gigabytes_stored, 1),
             ("KV from host memory, GB", report.tiers.gigabytes_loaded, 1),
         ]
+    if report.moves is not None:
+        rows += [("requests moved", report.moves.count, 0), ("KV moved with them, GB", report.moves.gigabytes, 1)]
     title = f"{report.trace}, simulated in {report.took_s:.1f} s"
     show(title, totals(rows), _latencies(report), _pools(report), _goal(slo), *_never_up(report))
 

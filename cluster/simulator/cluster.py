@@ -9,6 +9,7 @@ from functools import partial
 
 from cluster.simulator.events import EventLoop
 from cluster.simulator.handoffs import HandoffTraffic
+from cluster.simulator.moves import MoveTraffic
 from cluster.simulator.pool import Pool
 from cluster.simulator.replica import MAX_FAST_FORWARD_STEPS, Replica
 from cluster.simulator.results import LatencyHistogram, Report, Results
@@ -46,15 +47,18 @@ class Cluster:
         self.turns = 0  # number of events processed
         self._fast_forward = fast_forward
         self._policies: list[RemotePrefillPolicy] = []
+        self._engines = 0  # that ever existed
         self.pools = {role: Pool(role, spec, self._make_replica) for role in spec.sizes}
         self._decode, self._handoffs = self.pools["decode"], None
         self._tiers = TierTraffic(spec, self.loop, self._after) if spec.host_blocks else None
         if "prefill" in self.pools:
             self._handoffs = HandoffTraffic(spec, self.loop, self.pools["prefill"], self._after)
         self._queue = FairQueue(self._decode.capacity, spec.max_waiting, NO_LIMIT)
-        self._scaling = None
+        self._scaling, self._moves = None, None
         if spec.limits is not None:
-            self._scaling = Scaling(spec, spec.limits, self.pools, self._queue, self.loop)
+            self._scaling = Scaling(spec, spec.limits, self.pools, self._queue, self.loop, self._drained)
+        if spec.moves_requests:
+            self._moves = MoveTraffic(spec, trace, self.loop, self._decode, self.results, self._after)
         self._waiting: dict[QueuedRequest, int] = {}
         self._running: dict[str, QueuedRequest] = {}
         self._polled_at = 0.0
@@ -87,7 +91,9 @@ class Cluster:
             itl += replica.itl
         uses = {str(role): pool.use(duration_s) for role, pool in self.pools.items()}
         handoffs = self._handoffs.use(duration_s) if self._handoffs else None
-        return self.results.report(self.spec, itl, uses, handoffs, self._tiers.use(replicas) if self._tiers else None)
+        tiers = None if self._tiers is None else self._tiers.use(replicas)
+        moves = None if self._moves is None else self._moves.use()
+        return self.results.report(self.spec, itl, uses, handoffs, tiers, moves)
 
     def call_s(self) -> float:
         """Return the seconds that a call to a replica takes if it starts now."""
@@ -118,6 +124,8 @@ class Cluster:
         """Process the effects of an event on a replica."""
         if self._handoffs is not None:
             self._handoffs.act(replica)
+        if self._moves is not None:
+            self._moves.act(replica)
         if self._tiers is not None:
             self._tiers.act(replica)
         self.loop.watch(replica)
@@ -141,14 +149,19 @@ class Cluster:
     def _make_replica(self, name: str, role: Role) -> Replica:
         learns = self.spec.limits is not None or self.spec.prefill_replicas or self.spec.host_blocks
         times = StepTimes() if learns else None
-        handoffs = HandoffManager()
+        self._engines += 1
+        handoffs = HandoffManager(None, Peer(name, name, self._engines))
         if role == "decode" and self.spec.prefill_replicas:
             assert times is not None
             policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
             self._policies.append(policy)
-            handoffs = HandoffManager(policy, Peer(name, name, len(self._policies)))
+            handoffs = HandoffManager(policy, Peer(name, name, self._engines))
         make_tier = partial(host_tier, self.spec) if self.spec.host_blocks else None
         return Replica(name, role, self.spec, handoffs, times, self._fast_forward, make_tier)
+
+    def _drained(self, replica: Replica) -> None:
+        if self._moves is not None:
+            self._moves.depart(replica)
 
     def _publish(self, replica: Replica) -> None:
         self.pools[replica.role].publish(replica, self.loop.now)

@@ -52,8 +52,9 @@ class FastForward:
         return steps
 
     def advance(self, ends: Sequence[float]) -> list[Event]:
-        """Run as many steps as there are `ends`, the times at which they end. Returns the finished requests."""
-        steps, ended = len(ends), []
+        """Run as many steps as there are `ends`, the times at which they end. Returns the events of requests that have
+        finished, or may leave for another replica."""
+        steps, stopping = len(ends), []
         for request in self._queue.running:
             tokens = request.tokens
             request.computed = computed = request.computed + steps
@@ -63,14 +64,14 @@ class FastForward:
             tokens += tokens[-1:] * (steps - 1)
             self._scheduler.kv_cache.take_states([request])
             self._scheduler.kv_cache.cache_blocks(request, computed)
-            if len(tokens) - request.num_prompt + 1 == request.max_tokens:
-                ended.append(request)  # its last token is added below
+            if request.leaving or len(tokens) - request.num_prompt + 1 == request.max_tokens:
+                stopping.append(request)  # it may stop after its last token, which is added below
             else:
                 tokens.append(tokens[-1])
                 request.clock.last_token_at = ends[-1]
         self._scheduler.totals.steps += steps
-        self._scheduler.totals.generation_tokens += steps * len(self._queue.running) - len(ended)
-        return [self._end(request, ends) for request in ended]
+        self._scheduler.totals.generation_tokens += steps * len(self._queue.running) - len(stopping)
+        return [self._end(request, ends) for request in stopping]
 
     def _blocks_missing(self, steps: int) -> int:
         size = self._block_size

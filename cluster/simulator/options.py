@@ -58,6 +58,9 @@ class SimulationOptions:
         **CLUSTER,
         min=1,
     )
+    move_requests: bool = option(
+        True, "With one pool, move the requests of a replica that the autoscaler ends to other replicas.", **CLUSTER
+    )
     startup_s: float = option(60.0, "Seconds until a new replica takes requests.", **CLUSTER, min=0)
     model: str = option(
         "llama-3.1-8b",

@@ -73,10 +73,11 @@ class Pool:
             replica.subscribe(now)
         self._set_up(self.up | {replica.name: replica}, now)
 
-    def drain(self, now: float) -> None:
-        """Send no more requests to the replica that has the fewest."""
+    def drain(self, now: float) -> Replica:
+        """Send no more requests to the replica that has the fewest, and return it."""
         replica = min(self.up.values(), key=lambda r: len(r.scheduler.queue.running) + r.scheduler.queue.num_waiting)
         self._set_up({name: other for name, other in self.up.items() if other is not replica}, now)
+        return replica
 
     def poll(self, now: float) -> None:
         """Keep the router subscribed, and remove drained replicas that have no work left."""

@@ -53,6 +53,7 @@ class Replica:
         self._layers = spec.layers
         self.due: float | None = None  # time of its next wake, when its steps have ended; None if it has nothing to do
         self.ended: list[Request] = []  # ended requests, oldest first; the caller empties it
+        self.moved: list[Event] = []  # the last events of requests that another replica continues; likewise
         self.itl = LatencyHistogram()
         self.busy_s = 0.0  # seconds in steps
         pool = BlockPool(spec.num_blocks, config.known_block_size, config.enable_prefix_caching)
@@ -91,6 +92,12 @@ class Replica:
     def handle(self, event: HandoffEvent, now: float) -> None:
         """Queue the progress of a handoff, to be handled between two steps."""
         self._inbox.append(event)
+        self._came(now)
+
+    def move(self, count: int, now: float) -> None:
+        """Let up to `count` requests leave for other replicas: at once if they wait, else after their next token."""
+        self.catch_up(now)
+        self._tell(self.scheduler.move(count, now))
         self._came(now)
 
     def tier_answered(self, answers: list[TierAnswer], now: float) -> None:
@@ -146,6 +153,7 @@ class Replica:
         scheduler.loading.answered(self._tier_answers, now)
         self._tier_answers.clear()
         quiet = self._settled or not scheduler.queue.waiting
+        quiet = quiet and not any(request.leaving for request in scheduler.queue.running)
         if self._max_steps and quiet and (steps := self._fast_forward.max_steps(self._max_steps, now)):
             self._ends = self._step_ends(steps, now)
             self.due = self._ends[-1]
@@ -220,5 +228,7 @@ class Replica:
             self._kv_events.prefilled(event)
             if event.delta.finish_reason is not None:
                 self._kv_events.finished(event.request.request_id)
-                if event.request.asked_by is None:
+                if event.delta.error is not None and event.delta.error.code == "moved":
+                    self.moved.append(event)
+                elif event.request.asked_by is None:
                     self.ended.append(event.request)

@@ -112,6 +112,14 @@ class TierUse:
     gigabytes_stored: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveUse:
+    """Requests that have left replicas which the autoscaler ended."""
+
+    count: int
+    gigabytes: float  #: KV that moved with them
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
     """Arrays with one entry per completed request."""
@@ -147,6 +155,7 @@ class Report:
     pools: dict[str, PoolUse]
     handoffs: HandoffUse | None
     tiers: TierUse | None  #: None without host memory for KV
+    moves: MoveUse | None  #: None if requests do not move
     series: Series = field(compare=False, repr=False)  #: data for charts
     took_s: float = 0.0  #: duration of the simulation on the real clock
 
@@ -169,10 +178,16 @@ class Results:
     def ended(self, request: Request, late_s: float) -> None:
         """Record an ended request. late_s: seconds that a token takes from the engine to the client."""
         index = int(request.request_id)
-        assert request.clock.first_token_at is not None and request.clock.last_token_at is not None
-        self.first_at[index] = request.clock.first_token_at + late_s
+        assert request.clock.last_token_at is not None
+        self.moved(request, late_s)
         self.last_at[index] = request.clock.last_token_at + late_s
-        self.cached[index] = request.prefix.num_cached
+
+    def moved(self, request: Request, late_s: float) -> None:
+        """Record the beginning of a request, in the first replica that gave it a token. late_s: as for `ended`."""
+        index, first_at = int(request.request_id), request.clock.first_token_at
+        if first_at is not None and np.isnan(self.first_at[index]):
+            self.first_at[index] = first_at + late_s
+            self.cached[index] = request.prefix.num_cached
 
     @property
     def duration_s(self) -> float:
@@ -186,6 +201,7 @@ class Results:
         pools: dict[str, PoolUse],
         handoffs: HandoffUse | None,
         tiers: TierUse | None,
+        moves: MoveUse | None,
     ) -> Report:
         trace, done, duration_s = self._trace, ~np.isnan(self.last_at), self.duration_s
         ttft, e2e = self.first_at - trace.arrivals_s, self.last_at - trace.arrivals_s
@@ -216,5 +232,6 @@ class Results:
             pools=pools,
             handoffs=handoffs,
             tiers=tiers,
+            moves=moves,
             series=Series(self.last_at[done], ttft[done], e2e[done], trace.output_tokens[done]),
         )

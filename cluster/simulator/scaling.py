@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, ReplicaLoad
 from cluster.autoscaling.slo import LOOK_BACK_S, Limits, Slo
@@ -18,8 +19,18 @@ from engine.fairness.fair_queue import FairQueue
 class Scaling:
     """Starts and drains replicas as decided by the autoscaler."""
 
-    def __init__(self, spec: ClusterSpec, limits: Limits, pools: dict[Role, Pool], queue: FairQueue, loop: EventLoop):
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        limits: Limits,
+        pools: dict[Role, Pool],
+        queue: FairQueue,
+        loop: EventLoop,
+        drained: Callable[[Replica], None],
+    ):
+        """drained: function called with each replica that gets no more requests."""
         self._startup_s, self._pools, self._queue, self._loop = spec.startup_s, pools, queue, loop
+        self._drained = drained
         targets = Slo(ttft_ms=1000 * spec.slo.ttft_s, itl_ms=1000 * spec.slo.tpot_s)
         self._scaler = ModelScaler(targets, dict.fromkeys(pools, limits))
         self._seen: dict[Replica, deque[tuple[float, tuple[int, ...]]]] = {}  # (time, totals of the replica)
@@ -35,7 +46,7 @@ class Scaling:
                     self._loop.later(self._startup_s, self._start, pool)
                 pool.desired.append(decision.replicas)
                 while len(pool.up) > decision.replicas:
-                    pool.drain(now)
+                    self._drained(pool.drain(now))
 
     def _start(self, pool: Pool) -> None:
         """Bring up a replica that has finished starting, if it is still desired."""

@@ -66,6 +66,7 @@ class ClusterSpec:
     bytes_per_s: float = 25e9  #: rate at which one prefill replica sends KV, to all decode replicas together
     slo: GoodputSlo = GoodputSlo()
     limits: Limits | None = None  #: limits of an autoscaled pool, which aims at the SLO; None for fixed pools
+    move_requests: bool = True  #: whether the requests of a replica that the autoscaler ends move to others
     startup_s: float = 60.0  #: seconds from when a replica is desired until it takes requests
     seed: int = 0
 
@@ -78,6 +79,11 @@ class ClusterSpec:
     @property
     def gpus(self) -> int:
         return self.replica_gpus * sum(self.sizes.values())
+
+    @property
+    def moves_requests(self) -> bool:
+        """Whether requests move: with one pool that the autoscaler may shrink."""
+        return self.move_requests and self.limits is not None and not self.prefill_replicas
 
     @property
     def block_bytes(self) -> int:
@@ -158,6 +164,7 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
         bytes_per_s=card.network * ranks if options.network_gbit is None else options.network_gbit / 8 * 1e9,
         slo=GoodputSlo(ttft_s=options.ttft_ms / 1000, tpot_s=options.tpot_ms / 1000, fraction=options.good),
         limits=_limits(options.autoscale, options.max_num_seqs) if options.autoscale else None,
+        move_requests=options.move_requests,
         startup_s=options.startup_s,
         seed=options.seed,
     )
