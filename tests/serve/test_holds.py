@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import psutil
@@ -82,6 +81,8 @@ class Talk:
 
 def start(server: ServeRun, name: str) -> Talk:
     """A new conversation of one of the two clients."""
+    import anthropic  # its import takes two seconds, in each process that collects
+
     openai_client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
     anthropic_client = anthropic.Anthropic(base_url=server.url, api_key="none", timeout=120, max_retries=0)
 

@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import transformers
 
@@ -30,6 +29,8 @@ def make_adapter(
 
     auto: transformers' class that loads the model.
     """
+    import peft  # takes a second, which only a process that runs such tests spends
+
     config = {"r": rank, "lora_alpha": 2 * rank, "target_modules": ATTENTION, "init_lora_weights": False} | config
     torch.manual_seed(seed)
     adapted = peft.get_peft_model(load(model, auto), peft.LoraConfig(**config))
@@ -39,6 +40,13 @@ def make_adapter(
                 parameter.copy_(torch.randn(parameter.shape) * (0.5 / parameter.shape[1] ** 0.5))
     adapted.save_pretrained(target)
     return LoRARequest(target.name, str(target), open_adapter(target).digest)
+
+
+def with_adapter(model: transformers.PreTrainedModel, path: str) -> Any:
+    """The model with an adapter beside its weights, computed by PEFT."""
+    import peft
+
+    return peft.PeftModel.from_pretrained(model, path)
 
 
 class Reference:
@@ -52,7 +60,7 @@ class Reference:
         model = load(self._folder)
         if path is None:
             return model
-        adapted = peft.PeftModel.from_pretrained(model, path)
+        adapted = with_adapter(model, path)
         return adapted.merge_and_unload() if merged else adapted
 
     def tokens(self, prompt: list[int], lora: LoRARequest | None, merged: bool = True) -> list[int]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -26,7 +25,7 @@ from engine.model.low_rank import row_table
 from engine.wire.messages import GenerateRequest
 from tests.batches import ByHand, load_by_hand
 from tests.engine.core.test_images import GREEDY, engine, prompts
-from tests.engine.lora.peft_adapters import make_adapter
+from tests.engine.lora.peft_adapters import make_adapter, with_adapter
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
 from tests.engine.model.quantization.test_checkpoints import SHAPE
 from tests.gguf_files import WIDE, write_gguf
@@ -70,7 +69,7 @@ def expected(folder: Path, adapters: list[LoRARequest], merged: bool = False) ->
     for lora in (None, *adapters):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         if lora is not None:
-            model = peft.PeftModel.from_pretrained(model, lora.lora_path)
+            model = with_adapter(model, lora.lora_path)
             model = model.merge_and_unload() if merged else model
         answers.append(model(torch.tensor([PROMPT])).logits[0])
     return answers
@@ -217,7 +216,7 @@ def test_answers_about_images_are_those_of_the_merged_model(name, tmp_path):
     lora = make_adapter(
         tmp_path / "lora", folder, 1, auto=auto, target_modules=r".*language_model.*_proj", lora_alpha=16
     )
-    merged = peft.PeftModel.from_pretrained(auto.from_pretrained(folder, dtype=torch.float32), lora.lora_path)
+    merged = with_adapter(auto.from_pretrained(folder, dtype=torch.float32), lora.lora_path)
     merged.merge_and_unload().save_pretrained(tmp_path / "merged")
     core, wanted = engine(folder, enable_lora=True), prompts(name)
     outputs: dict[str, list[int]] = {}
@@ -246,7 +245,7 @@ def test_embeddings_are_those_of_the_merged_model(name, tmp_path):
     merged = tmp_path / "merged"
     shutil.copytree(folder, merged)
     model = auto.from_pretrained(folder, dtype=torch.float32)
-    peft.PeftModel.from_pretrained(model, lora.lora_path).merge_and_unload().save_pretrained(merged)
+    with_adapter(model, lora.lora_path).merge_and_unload().save_pretrained(merged)
     options = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1}
     with LLM(folder, dtype="float32", enable_lora=True, **options) as llm:
         texts = [text for text in TEXTS[:4] for _ in range(2)]
