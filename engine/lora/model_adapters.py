@@ -12,13 +12,14 @@ from torch import Tensor
 from engine.errors import AdapterError, Described
 from engine.lora.adapter_files import ALL_EXPERTS, REFUSED, WEIGHTS_FILE, AdapterFiles, TensorEntry
 from engine.lora.expert_factors import ExpertSizes, of_each_expert
+from engine.model.config_parts.stage import Stage
 from engine.model.layers.latent_attention import HeadProjections
 from engine.model.layers.lora import Adapted, GroupedAdapters, LinearAdapters
 from engine.model.layers.moe import Experts
 from engine.model.low_rank import AdapterRows, Factors, filled
 from engine.model.models.llama import Model
 from engine.model.shard import INPUTS, OUTPUTS, Shard
-from engine.model.tensor_names import HEADS
+from engine.model.tensor_names import HEADS, canonical_name
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NOT_IN_STEPS = (*HEADS, "pooler.", "causal.")  # paths of what is computed for some of a step's tokens only
@@ -60,11 +61,20 @@ class ModelAdapters:
     """The layers of a model that adapters can change, and the adapter of each row of a step."""
 
     def __init__(
-        self, model: Model, slots: int, rank: int, max_tokens: int, device: torch.device, *, for_gpu: bool = False
+        self,
+        model: Model,
+        slots: int,
+        rank: int,
+        max_tokens: int,
+        device: torch.device,
+        *,
+        for_gpu: bool = False,
+        stage: Stage | None = None,
     ):
         """Give each linear layer of the model its slots. rank: the highest rank that an adapter may have. for_gpu:
-        whether a model without weights counts as one on a GPU."""
-        self._model, self._max_rank = model, rank
+        whether a model without weights counts as one on a GPU. stage: the layers that the model has, if it is a
+        pipeline stage; what an adapter changes in other layers is left to their stages."""
+        self._model, self._max_rank, self._stage = model, rank, stage
         self.rows = AdapterRows(max_tokens, device)
         self._layers: list[LinearAdapters | GroupedAdapters] = []
         self._places: dict[str, list[Place]] = {}
@@ -95,7 +105,7 @@ class ModelAdapters:
         adapter."""
         changes = list(self._changes(files))
         check_places(files, changes)  # first: the rank of a layer without a place may be that of all experts together
-        rank = max(len(change.a) for change in changes)
+        rank = max((len(change.a) for change in changes), default=0)  # 0: it changes layers of other stages only
         if rank > self._max_rank:
             raise AdapterError(files.name, "r", rank, f"at most {self._max_rank} (max_lora_rank)")
         numbers = {id(layer): i for i, layer in enumerate(self._layers)}
@@ -162,6 +172,8 @@ class ModelAdapters:
     def _changes(self, files: AdapterFiles) -> Iterator[Change]:
         """Yield what an adapter adds to each layer, one expert and one head at a time."""
         for module, pair in files.modules.items():
+            if self._stage is not None and self._stage.is_elsewhere(canonical_name(f"{module}.weight")):
+                continue
             a, b, name = tensor_of(pair.a), tensor_of(pair.b), self._name(module)
             match = ALL_EXPERTS.fullmatch(module)
             experts = "" if match is None else self._name(match["module"])

@@ -79,7 +79,6 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
     needs_more = model.gemma is not None or (model.latent is not None and model.latent.index is not None)
     for name, value, known in (
         ("torch_compile", True, not config.torch_compile),
-        ("enable_lora", True, not config.enable_lora),
         ("speculative.method", speculative and speculative.method, not (speculative and speculative.has_weights)),
         ("kv_offloading_size", config.kv_offloading_size, config.kv_offloading_size is None),
         ("kv_offloading_disk_size", config.kv_offloading_disk_size, config.kv_offloading_disk_size is None),

@@ -65,7 +65,12 @@ def load_adapters(setup: RankSetup, model: Model) -> AdapterLoader | None:
     if not config.enable_lora:
         return None
     adapters = ModelAdapters(
-        model, config.max_loras, config.max_lora_rank, config.max_num_batched_tokens, setup.torch_device
+        model,
+        config.max_loras,
+        config.max_lora_rank,
+        config.max_num_batched_tokens,
+        setup.torch_device,
+        stage=setup.model.stage,
     )
     return AdapterLoader(adapters, config.max_cpu_loras or config.max_loras, setup.device)
 

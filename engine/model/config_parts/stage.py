@@ -35,6 +35,11 @@ class Stage:
     def has_embedding(self) -> bool:
         return self.is_first or (self.is_last and self.tied)
 
+    def is_elsewhere(self, name: str) -> bool:
+        """Return whether a tensor with this canonical name belongs to a layer of another stage."""
+        layer = LAYER.match(name)
+        return layer is not None and int(layer[1]) in range(self.num_layers) and int(layer[1]) not in self.layers
+
     def holds(self, name: str) -> bool:
         """Return whether this stage's model has the part of a tensor with this canonical name (tensor_names.py)."""
         if layer := LAYER.match(name):

@@ -263,6 +263,22 @@ def test_two_ranks_have_the_tokens_of_one(family, determinism, made):
         assert one.logprobs == two.logprobs
 
 
+@pytest.mark.parametrize("family", with_slow(["llama", "qwen3_moe"], ["qwen3_moe"]))
+def test_stages_give_the_bits_of_one_rank(made, family):
+    folder, adapters = made(family)
+    requests = {str(i): (prompt(9 + i), lora) for i, lora in enumerate([None, *adapters, None, *adapters])}
+    pool, answers = RankPool(), []
+    try:
+        for stages in (1, 2):
+            with pool.engine(config(folder, pipeline_parallel=stages, determinism="strict")) as core:
+                answers.append(ask(core, requests))
+    finally:
+        pool.close()
+    one, two = answers
+    assert not two.errors and one.tokens == two.tokens and one.logprobs == two.logprobs
+    assert len(set(map(tuple, one.tokens.values()))) > 2, "adapters that change nothing would prove nothing"
+
+
 def test_options_that_do_not_go_together_are_refused(tmp_path):
     for options, key in (({"max_lora_rank": 257}, "max_lora_rank"), ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu")):
         with pytest.raises(ConfigError, match=key):
