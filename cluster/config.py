@@ -286,6 +286,11 @@ class ModelSection(Section):
             raise ConfigError(f"{path}.prefill", None, limit)
         if self.has_adapters and not all(engine.enable_lora for engine in engines):
             raise ConfigError(f"{path}.engine.enable_lora", False, "true, or left out, because the model has adapters")
+        for key in ("pipeline_parallel", "pipeline_layers"):
+            values = [getattr(engine, key) for engine in engines]
+            if len(set(values)) > 1:
+                limit = f"the value of the decode pool ({values[0]}), because each stage hands over its own layers"
+                raise ConfigError(f"{path}.prefill.engine.{key}", values[1], limit)
         sizes = {role: self.engine_config(role).block_size for role in self.pools}
         if len(set(sizes.values())) > 1:
             limit = f"the block size of the decode pool ({sizes['decode']}), because blocks are transferred unchanged"

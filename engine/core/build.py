@@ -240,6 +240,7 @@ def make_handoffs(loaded: Loaded, channel: HandoffChannel | NoChannel, step_time
         policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens, channel.quarantined)
     dtypes, ranks = (runner.dtype, runner.kv_dtype), runner.tp.size
     own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, config.determinism, ranks)
+    own += runner.layout
     return HandoffManager(policy, channel.peer, own)
 
 

@@ -109,6 +109,9 @@ class EngineCore:
         self._notices: list[DispatchRemote | CancelDispatch | AdapterLoaded] = []
         self._broken: str | None = None
         self._in_flight: deque[StepInFlight] = deque()
+        self._num_launched = 0
+        #: What schedulings have asked of other engines, each with the number of steps that have to end first.
+        self._reserved: deque[tuple[int, list[HandoffOutput]]] = deque()
         # A thread for overlap on devices whose calls block. With other ranks it is needed even without overlap, to
         # notice a rank that hangs while a step waits for it.
         threaded = group.size > 1 or (runner.overlap and not runner.device.asynchronous)
@@ -232,8 +235,11 @@ class EngineCore:
 
     def _overlapped_step(self) -> list[Event]:
         events, plan = self._plan()
-        # A block just reserved for remote KV may have belonged to an ended sequence that the step in flight still
-        # writes for. So that step ends before the reservation is reported.
+        # A block just reserved for remote KV may have belonged to an ended sequence that the steps in flight still
+        # write for. So these steps end before the reservation is reported.
+        if actions := self.scheduler.handoffs.actions:
+            self._reserved.append((self._num_launched, [*actions]))
+            actions.clear()
         if not self._in_flight:
             self._submit_handoffs()
         if plan is not None:
@@ -262,6 +268,7 @@ class EngineCore:
         inputs, launch = self.runner.prepare(plan), self.runner.launch
         launched = self._executor.submit(launch, inputs) if self._executor else launch(inputs)
         self._in_flight.append(StepInFlight(launched, submitted_at, work))
+        self._num_launched += 1
 
     def _finish_step(self) -> list[Event]:
         """Wait for the oldest step in flight, and record its result."""
@@ -302,7 +309,11 @@ class EngineCore:
         """Pass the scheduler's actions to the handoffs' channels and the tiers, and queue its notices for the control
         actor."""
         self._tiers.submit(self.scheduler.offloading.take_commands(time.monotonic()))
-        self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
+        ended = self._num_launched - len(self._in_flight)
+        while self._reserved and self._reserved[0][0] <= ended:
+            self._submit(self.handoff_channel, self._reserved.popleft()[1])
+        if not self._reserved:  # else these would overtake
+            self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
         self._submit(self.image_handoffs.channel, self.image_handoffs.actions)
 
     def _submit(self, channel: HandoffChannel | NoChannel, actions: list[HandoffOutput]) -> None:

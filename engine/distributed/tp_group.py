@@ -56,6 +56,7 @@ class TPGroup:
     fixed_order = False  #: whether sums have the same bits with any number of ranks
     parts = 1  #: addends of each sum that every rank computes
     vocab_multiple = 1  #: divisor of the number of vocabulary rows on a rank
+    stage, stages = 0, 1  #: number of this pipeline stage, and how many there are
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
         """key: cluster key of its sockets and those of other engines; None admits all peers."""

@@ -69,6 +69,7 @@ class ModelRunner:
     host's block tables, `launch` the tensors on the device.
     """
 
+    layout = ""  #: suffix of the fingerprint of its KV, for engines whose ranks hold other layers than those of others
     samples = True  #: whether this rank samples the tokens itself
     launches_ahead = True  #: whether, with overlap, a GPU may have the next step before `collect` of this one
     max_steps = 2  #: steps that may be launched and not collected, with overlap

@@ -84,7 +84,7 @@ def without_idle_moves(config: EngineConfig, model: ModelConfig) -> EngineConfig
         return config
     windowed = any(group.spec.window is not None for group in model.kv_groups)
     stateful = model.recurrent is not None and (windowed or not config.enable_prefix_caching)
-    movable = model.head == "lm" and not (model.bidirectional or stateful or config.pipeline_parallel > 1)
+    movable = model.head == "lm" and not model.bidirectional and not stateful
     return config if movable else replace(config, handoff=None)
 
 

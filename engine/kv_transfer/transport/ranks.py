@@ -30,7 +30,13 @@ def start_kv_worker(
     """
     shards = [HeadShard(heads, group.rank, group.size) for heads in num_kv_heads]
     worker = KVTransferWorker(
-        caches, shards=shards, host=host, transport=config.transport, progress_s=config.progress_s, key=group.key
+        caches,
+        shards=shards,
+        stage=(group.stage, group.stages),
+        host=host,
+        transport=config.transport,
+        progress_s=config.progress_s,
+        key=group.key,
     )
     try:
         own = msgspec.json.encode(KVWorkerInfo(worker.address, worker.description)).decode()

@@ -69,6 +69,7 @@ class KVTransferWorker:
         caches: Sequence[Tensor],
         *,
         shards: Sequence[HeadShard],
+        stage: tuple[int, int] = (0, 1),
         host: str = "127.0.0.1",
         transport: str = "auto",
         progress_s: float = 5.0,
@@ -77,6 +78,7 @@ class KVTransferWorker:
         """caches: one per KV cache group, [num_blocks, layers, parts, kv_heads, block_size, head_dim], as allocated by
         engine/runner/kv_cache.py.
         shards: the heads in each cache.
+        stage: number of the rank's pipeline stage, and how many stages there are; both engines have equal stages.
         host: IP address at which others reach this rank.
         transport: `auto` offers nixl, if available, and tcp; any other value offers only that transport.
         progress_s: seconds without received bytes after which a read fails.
@@ -85,7 +87,8 @@ class KVTransferWorker:
         for cache, shard in zip(caches, shards, strict=True):
             if cache.shape[3] != shard.stop - shard.start:
                 raise ValueError(f"the cache has {cache.shape[3]} heads, but its shard has {shard.stop - shard.start}")
-        self._shards, self._rank, self._key = shards, shards[0].rank, key
+        self._shards, self._stage, self._key = shards, stage, key
+        self._rank = stage[0] * shards[0].size + shards[0].rank  # among all ranks of the engine
         #: transports of each group, by name
         self._transports = [open_transports(BlockMemory(c), host, transport, progress_s, key) for c in caches]
         #: descriptions of this rank's memory by transport and group, for Progress.ranks
@@ -171,12 +174,15 @@ class KVTransferWorker:
         read, peer, started = task.read, task.peer, time.monotonic()
         num_bytes, error, name = 0, None, ""
         try:
-            name = self._choose(peer, read.ranks)
+            stage, stages = self._stage
+            size = len(read.ranks) // stages
+            ranks = read.ranks[stage * size : (stage + 1) * size]
+            name = self._choose(peer, ranks)
             key = key_of(name, read.group)
-            if key not in self.description or not all(key in rank for rank in read.ranks):
+            if key not in self.description or not all(key in rank for rank in ranks):
                 raise TransportError(f"KV cache group {read.group} cannot be read by {name}")
-            for part in parts(self._shards[read.group], len(read.ranks)):
-                description = read.ranks[part.source_rank][key]
+            for part in parts(self._shards[read.group], size):
+                description = ranks[part.source_rank][key]
                 with self._lock:  # so that no task of a dropped peer registers it again
                     if task.stop.is_set():
                         raise TransportError(STOPPED)

@@ -15,9 +15,9 @@ from engine.device import DeviceEvent
 from engine.distributed.stage_group import StageGroup
 from engine.distributed.step_results import ResultReceiver, ResultSender
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
-from engine.errors import StartupError
+from engine.errors import ConfigError, StartupError
 from engine.model.config import ModelConfig
-from engine.model.config_parts.stage import EMBEDDINGS, LAYER, Stage
+from engine.model.config_parts.stage import EMBEDDINGS, LAYER
 from engine.model.loader import checkpoint_shards
 from engine.model.models.registry import build_model
 from engine.model.stage import check_stages, config_of, divide, nth_stage, parse_layers
@@ -63,7 +63,10 @@ class StageRunner(ModelRunner):
         """Every rank has to call this within `all_ranks.starting()`. Raises StartupError."""
         check_stages(config, model_config)
         self.group = group = StageGroup(all_ranks, config.pipeline_parallel)
-        self.stage = find_stage(config, model_config, group)
+        layers = find_layers(config, model_config, group)
+        self.stage = nth_stage(group.stage, layers, model_config)
+        self.layout = f" stages={','.join(map(str, layers))}"
+        check_handoffs(config, config_of(self.stage, model_config), group)
         self.samples, self.launches_ahead, self.max_steps = group.is_last, False, 1 + group.stages
         self._learned: deque[SampledStep] = deque()
         self._unknown: dict[int, UnknownTokens] = {}
@@ -158,8 +161,17 @@ class StageRunner(ModelRunner):
         """Do nothing: a stage alone computes no step. The first steps of a GPU compile its kernels."""
 
 
-def find_stage(config: EngineConfig, model: ModelConfig, group: StageGroup) -> Stage:
-    """Return the layers of this rank's stage. Raises StartupError if the ranks disagree."""
+def check_handoffs(config: EngineConfig, model: ModelConfig, group: StageGroup) -> None:
+    """Raise ConfigError for an engine that hands over KV and has none of some kind in this stage. model: of the
+    stage."""
+    empty = any(not kv.layers for kv in model.kv_groups) or (model.recurrent is not None and not model.recurrent.layers)
+    if config.handoff is not None and empty:
+        limit = f"left out, or with other pipeline_layers: stage {group.stage} has no layer of one kind"
+        raise ConfigError("handoff", config.handoff.role, limit)
+
+
+def find_layers(config: EngineConfig, model: ModelConfig, group: StageGroup) -> list[int]:
+    """Return the number of layers of each stage. Raises StartupError if the ranks disagree."""
     layers = parse_layers(config, model.num_layers)
     if layers is None:
         costs, head = layer_bytes(model)
@@ -167,7 +179,7 @@ def find_stage(config: EngineConfig, model: ModelConfig, group: StageGroup) -> S
     found = set(group.exchange(",".join(map(str, layers))))
     if len(found) > 1:
         raise StartupError(f"the ranks divide the model into different stages: {' and '.join(sorted(found))}")
-    return nth_stage(group.stage, layers, model)
+    return layers
 
 
 def layer_bytes(model: ModelConfig) -> tuple[list[float], float]:

@@ -11,7 +11,7 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.core.server import EngineServer
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.tp_group import TPGroup, group_options
 from engine.wire.messages import (
     CancelDispatch,
     CancelPrefill,
@@ -36,11 +36,12 @@ class Engine:
         self.config, self._ranks = config, ranks
         self.inbox = context.socket(zmq.PULL)
         port = self.inbox.bind_to_random_port("tcp://127.0.0.1")
-        size, group = config.tensor_parallel, None
+        size, group = config.num_ranks, None
         if size > 1:
-            group = TPGroup.listen(size, device="cpu")
+            options = {**group_options(config), "device": "cpu"}
+            group = TPGroup.listen(size, **options)
             for rank in range(1, size):
-                ranks.call(rank, run_worker, config, rank, group.address, {})
+                ranks.call(rank, run_worker, config, rank, group.address, options)
             group.join(TIMEOUT_S)
         self.server = EngineServer(config, engine_id=name, status_to=f"tcp://127.0.0.1:{port}", group=group)
         self.commands = context.socket(zmq.PUSH)
@@ -54,7 +55,7 @@ class Engine:
 
     def stop(self) -> None:
         self.thread.stop()
-        for rank in range(1, self.config.tensor_parallel):
+        for rank in range(1, self.config.num_ranks):
             self._ranks.answer(rank)
         if self.thread.error is not None:
             raise self.thread.error

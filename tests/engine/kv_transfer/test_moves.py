@@ -230,9 +230,9 @@ def test_requests_of_another_model_are_refused_their_kv(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (2, 2)])
-def test_requests_move_between_engines_of_other_sizes(tmp_path, ranks, first, second):
-    folder, options = make_model(tmp_path, "llama"), {"determinism": "strict"}
+@pytest.mark.parametrize(("first", "second", "stages"), [(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)])
+def test_requests_move_between_engines_of_other_sizes(tmp_path, ranks, first, second, stages):
+    folder, options = make_model(tmp_path, "llama"), {"determinism": "strict", "pipeline_parallel": stages}
     configs = (make_config(folder, tensor_parallel=size, **options) for size in (first, second))
     with Movers(*configs, ranks) as movers:
         start_all(movers)

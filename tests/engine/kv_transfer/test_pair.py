@@ -295,6 +295,26 @@ def test_engines_of_different_size_hand_over_heads(ranks, alone, decode, prefill
         assert results(pair) == 6
 
 
+@pytest.mark.parametrize(
+    ("decode", "prefill"),
+    [(1, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+)
+def test_engines_with_equal_stages_hand_over_the_layers_of_each_stage(ranks, alone, decode, prefill):
+    configs = (
+        make_config("decode", tensor_parallel=decode, pipeline_parallel=2),
+        make_config("prefill", tensor_parallel=prefill, pipeline_parallel=2),
+    )
+    with Pair(*configs, ranks) as pair:
+        for length in (5, 64, 200):
+            pair.ingress.add(f"greedy {length}", prompt(length))
+            pair.ingress.add(f"random {length}", prompt(length, 1), **RANDOM)
+        for length in (5, 64, 200):
+            assert pair.ingress.tokens(f"greedy {length}") == alone(prompt(length))
+            assert pair.ingress.tokens(f"random {length}") == alone(prompt(length, 1), **RANDOM)
+        pair.settle()
+        assert results(pair) == 6
+
+
 def test_small_pools_on_both_sides_only_make_it_slower(ranks, alone):
     small = {"num_blocks": 16, "max_model_len": 200, "max_num_seqs": 3}
     configs = make_config("decode", **small), make_config("prefill", **small, max_num_batched_tokens=32)
