@@ -266,7 +266,7 @@ def _engine_options(section: ModelSection) -> Json:
     """Return options for an engine that computes the same bits as the model's replicas."""
     config = section.engine_config()
     options = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
-    options |= {"handoff": None, "encode": None, "speculative": None}
+    options |= {"handoff": None, "encode": None, "speculative": None, "pipeline_parallel": 1, "pipeline_layers": None}
     options["device"] = "cuda" if section.on_gpu("decode") else "cpu"
     if config.determinism == "strict":
         options["tensor_parallel"] = 1

@@ -73,7 +73,7 @@ class _Sequence:
 
 
 class LLM:
-    """One engine in this process; with `tensor_parallel`, the other ranks are child processes.
+    """One engine in this process; with `tensor_parallel` or `pipeline_parallel`, the other ranks are child processes.
 
     >>> llm = LLM("pocket")
     >>> llm.chat([{"role": "user", "content": "What is an ocean?"}])[0].outputs[0].text

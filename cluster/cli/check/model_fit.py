@@ -21,10 +21,12 @@ from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
 from engine.model.models.image_encoder import encoder_config
 from engine.model.quantization.method import METHODS
+from engine.model.stage import config_of, nth_stage
 from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import is_of_text
 from engine.runner import kv_cache
 from engine.runner.memory import choose_num_snapshots, snapshot_bytes
+from engine.runner.stages.stage_runner import divide_layers
 from placement.capacity import Node, can_grow, missing
 
 GIB = 2**30
@@ -85,6 +87,11 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
         yield Finding("ok", topic, f"{slots}: {layers.slot_bytes / GIB:.2f} GiB per rank")
         weights += layers.slot_bytes
         yield from check_adapters(model, layers)
+    if engine.pipeline_parallel > 1:
+        counts = divide_layers(engine, shape)
+        of_stages = ", ".join(map(str, counts))
+        yield Finding("ok", topic, f"{len(counts)} pipeline stages, with {of_stages} layers")
+        shape = config_of(nth_stage(counts.index(max(counts)), counts, shape), shape)
     if here and (torch.cuda.is_available() or not on_gpu):
         yield check_kv_cache(topic, engine, shape, dtype, weights, on_gpu=on_gpu)
 

@@ -172,13 +172,20 @@ def check_handoffs(config: EngineConfig, model: ModelConfig, group: StageGroup) 
 
 def find_layers(config: EngineConfig, model: ModelConfig, group: StageGroup) -> list[int]:
     """Return the number of layers of each stage. Raises StartupError if the ranks disagree."""
-    layers = parse_layers(config, model.num_layers)
-    if layers is None:
-        costs, head = layer_bytes(model)
-        layers = divide(costs, group.stages, head)
+    layers = divide_layers(config, model)
     found = set(group.exchange(",".join(map(str, layers))))
     if len(found) > 1:
         raise StartupError(f"the ranks divide the model into different stages: {' and '.join(sorted(found))}")
+    return layers
+
+
+def divide_layers(config: EngineConfig, model: ModelConfig) -> list[int]:
+    """Return the number of layers of each stage: the configured ones, else with about equal weights. Raises
+    ConfigError."""
+    layers = parse_layers(config, model.num_layers)
+    if layers is None:
+        costs, head = layer_bytes(model)
+        layers = divide(costs, config.pipeline_parallel, head)
     return layers
 
 

@@ -106,6 +106,17 @@ def told(config: AppConfig) -> list[str]:
     return [finding.message for finding in check_models(config, [Node({"CPU": 2.0}, {})], here=True)]
 
 
+def test_the_kv_cache_of_the_stage_with_most_layers_sets_its_size(folder: Path):
+    sizes = {"kv_cache_memory_gib": 0.001, "max_model_len": 100, "max_num_seqs": 256}
+    whole, staged = (told(config(folder, engine={**sizes, "pipeline_parallel": n})) for n in (1, 3))
+    assert "3 pipeline stages, with 1, 1, 1 layers" in staged
+    tokens = [
+        int(re.search(r"KV cache for ([\d,]+) tokens", " ".join(lines))[1].replace(",", ""))
+        for lines in (whole, staged)
+    ]
+    assert tokens[1] >= 3 * tokens[0] > 0
+
+
 def test_kv_cache_is_what_a_rank_would_choose_at_its_start(folder: Path):
     found = told(config(folder, engine={"num_blocks": 50, "max_model_len": 100}))
     assert "KV cache for 800 tokens: 8.0 requests of max_model_len 100" in found
