@@ -17,6 +17,7 @@ from engine.core.features.holds import Holds
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.speculator import Speculator, any_number
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
@@ -258,6 +259,7 @@ class Harness:
         num_blocks: int,
         max_model_len: int,
         depth: int = 1,
+        stages: int = 1,
         handoffs: HandoffManager | None = None,
         drafter: HostDrafter | None = None,
         propose: Propose | None = None,
@@ -307,7 +309,7 @@ class Harness:
             limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
             handoffs=handoffs,
             speculation=speculator,
-            token_limits=token_limits,
+            token_limits=[*token_limits, *([MicroBatches(stages)] if stages > 1 else [])],
             adapters=adapters,
             fetching=self.make_fetching(kv_cache, handoffs, offloading),
             offloading=offloading,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from engine.core.request import Request
 
+LEAST_CHUNK = 256
+"""Fewest tokens into which a prompt is cut to fill a pipeline: each chunk reads all weights."""
+
 
 class MicroBatches:
     """Token limit of an engine with pipeline stages.
 
     A request whose next token a step under way samples waits for that token. A step computes at most 1 / stages of the
-    running requests, so that the others fill the steps that follow, and every stage has a step.
+    running requests, so that the others fill the steps that follow, and every stage has a step. A prompt is cut into
+    2 * stages chunks, unless they would be small, so that stages compute its chunks at the same time.
     """
 
     def __init__(self, stages: int):
@@ -22,4 +26,4 @@ class MicroBatches:
         if request.in_flight or count <= 0 or not self._left:
             return 0
         self._left -= 1
-        return count
+        return min(count, max(LEAST_CHUNK, -(-len(request.tokens) // (2 * self._stages))))

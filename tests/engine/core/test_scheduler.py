@@ -296,3 +296,30 @@ def test_a_cleared_cache_makes_nobody_wait_for_blocks_that_are_not_entered_again
         h.step()
     assert "a" not in h.finished
     h.run()
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_with_stages_a_step_takes_its_share_of_the_requests_and_none_that_waits_for_a_token(stages):
+    h = Harness(num_blocks=64, max_model_len=64, depth=stages, stages=stages)
+    names = "abcdef"
+    for i, name in enumerate(names):
+        h.add(name, ids(4, i), max_tokens=12)
+    while not all(h.outputs[name] for name in names):
+        h.step()
+    h.run()
+    decodes = [plan for plan in h.plans if set(plan.counts) == {1}]
+    assert max(len(plan.slots) for plan in decodes) == len(names) // stages
+    for i, plan in enumerate(h.plans):
+        under_way = {slot for other in h.plans[max(0, i - stages + 1) : i] for slot in other.slots}
+        assert not under_way & set(plan.slots)
+
+
+def test_with_stages_a_prompt_is_cut_into_chunks_of_which_none_waits_for_another():
+    h = Harness(num_blocks=600, max_model_len=2200, depth=2, stages=2, max_num_batched_tokens=2048)
+    h.add("long", ids(2000), max_tokens=2)
+    h.add("short", ids(100, 9), max_tokens=2)
+    h.run()
+    counts = [plan.counts[plan.slots.index(0)] for plan in h.plans if 0 in plan.slots]
+    assert counts[:4] == [500] * 4
+    longer = [plan.step for plan in h.plans if 500 in plan.counts]
+    assert longer == [1, 2, 3, 4]

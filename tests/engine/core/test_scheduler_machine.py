@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         spare_blocks=st.integers(0, 12),
         depth=st.integers(1, 2),
+        stages=st.integers(1, 3),
         seqs=st.integers(1, 5),
         budget=st.integers(5, 20),
         block_size=st.sampled_from([1, 2, 4, 5]),
@@ -68,8 +69,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def start(
-        self, spare_blocks, depth, seqs, budget, block_size, caching, policy, drafter, weights, token_cost, draft_cost,
-        step_tokens, chunk, num_snapshots, snapshot_interval, data,
+        self, spare_blocks, depth, stages, seqs, budget, block_size, caching, policy, drafter, weights, token_cost,
+        draft_cost, step_tokens, chunk, num_snapshots, snapshot_interval, data,
     ):  # fmt: skip
         """chunk: tokens from border to border of recurrent states; 0 for none."""
         windows = data.draw(st.sampled_from(self.groups))
@@ -87,7 +88,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             blocks=[count + data.draw(st.integers(0, spare_blocks)) for count in least],
             step_tokens=step_tokens,
             max_model_len=MAX_MODEL_LEN,
-            depth=depth,
+            depth=depth + stages - 1,
+            stages=stages,
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
             block_size=block_size,
