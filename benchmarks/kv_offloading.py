@@ -9,17 +9,20 @@ cached for five minutes, which is longer than any pause.
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from unittest import mock
 
 import typer
 
+from benchmarks.agents import AnswerOption, FirstOption, Load, ToolOption, percentiles
 from benchmarks.command import JsonOption, print_report, run
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
@@ -30,20 +33,8 @@ from engine.wire.sampling_params import SamplingParams
 
 HELD_S = 300.0
 WITH_HOLDS = ("holds", "host + holds")
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    agents: int
-    turns: int
-    first: int  #: tokens of an agent's first prompt
-    tool: int  #: tokens that a tool adds
-    answer: int  #: tokens
-    overcommit: float  #: tokens of all contexts at the end, per token that fits the cache
-
-    @property
-    def longest(self) -> int:
-        return self.first + self.turns * (self.tool + self.answer)
+TIERS = ("holds", "host", "host + holds", "disk", "store", "small host", "small host + store")
+SMALL = 1.5  # size of a small host memory, in caches
 
 
 class Clock:
@@ -129,6 +120,8 @@ def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> Outcome:
     params = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True)
     began, start = time.perf_counter(), clock.monotonic()
     for number, (at, agent) in enumerate(order_of_turns(load)):
+        while not core.scheduler.offloading.flushed():
+            core.step()  # in a pause there is time for it
         clock.wait_until(start + at)
         context, is_first = contexts[agent], len(contexts[agent]) == load.first
         tool = draw.choices(range(3, vocab_size), k=load.tool)
@@ -161,26 +154,46 @@ def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> Outcome:
     return Outcome(tier, resumed, cached, first_token_s, time.perf_counter() - began, errors, answers, promises)
 
 
-def measure(model: str, load: Load, threads: int, block_size: int) -> OffloadReport:
-    tokens = int(load.agents * load.longest / load.overcommit)
-    outcomes = []
+def options_of(tier: str, folder: Path, cache_gib: float) -> dict[str, Any]:
+    """Return the engine's options for a row. cache_gib: size of the KV cache."""
+    store = {
+        "kv_offloading_store": str(folder / f"store of {tier}"),
+        "kv_offloading_store_size": 1.0,
+        "kv_offloading_key_file": str(folder / "key"),
+    }
+    return {
+        "none": {},
+        "holds": {},
+        "host": {"kv_offloading_size": 1.0},
+        "host + holds": {"kv_offloading_size": 1.0},
+        "disk": {"kv_offloading_disk_size": 1.0, "kv_offloading_dir": str(folder / "kv")},
+        "store": store,
+        "small host": {"kv_offloading_size": SMALL * cache_gib},
+        "small host + store": {"kv_offloading_size": SMALL * cache_gib, **store},
+    }[tier]
+
+
+def measure(
+    model: str, load: Load, overcommit: float, threads: int, block_size: int, tiers: Sequence[str]
+) -> OffloadReport:
+    """overcommit: tokens of all contexts at the end, per token that fits the cache."""
+    tokens = int(load.agents * load.longest / overcommit)
+    outcomes, cache_gib = [], 0.0
     with tempfile.TemporaryDirectory() as folder:
-        options = {
-            "none": {},
-            "holds": {},
-            "host": {"kv_offloading_size": 1.0},
-            "host + holds": {"kv_offloading_size": 1.0},
-            "disk": {"kv_offloading_disk_size": 1.0, "kv_offloading_dir": str(Path(folder, "kv"))},
-        }
-        for tier, more in options.items():
+        key_file = Path(folder, "key")
+        key_file.write_bytes(os.urandom(32))
+        key_file.chmod(0o600)
+        for tier in tiers:
             config = EngineConfig(
                 model=model, num_threads=threads, block_size=block_size, num_blocks=-(-tokens // block_size),
-                max_num_seqs=4, max_model_len=load.longest + load.tool, **more,  # type: ignore[arg-type]
+                max_num_seqs=4, max_model_len=load.longest + load.tool, **options_of(tier, Path(folder), cache_gib),
             )  # fmt: skip
             clock = Clock()
             with mock.patch("engine.core.engine.time", clock):
                 core = build_engine(config)
-                drive(core, Load(2, 2, 64, 16, 4, 1.0), tier, clock)  # warms up
+                pool = core.scheduler.kv_cache.pool
+                cache_gib = pool.num_blocks * pool.block_bytes / 2**30
+                drive(core, Load(2, 2, 64, 16, 4), tier, clock)  # warms up
                 core.scheduler.clear_cache()
                 outcomes.append(drive(core, load, tier, clock))
                 core.close()
@@ -188,18 +201,8 @@ def measure(model: str, load: Load, threads: int, block_size: int) -> OffloadRep
     return OffloadReport(model, load, tokens, outcomes, equal)
 
 
-def percentiles(times: list[float]) -> tuple[float, float]:
-    """Return P50 and P99."""
-    ordered = sorted(times)
-    return statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))]
-
-
 def show_report(report: OffloadReport) -> None:
     load = report.load
-    title = (
-        f"{load.agents} agents, {load.turns} turns each, contexts up to {load.longest} tokens; "
-        f"{report.cache_tokens} tokens fit the cache"
-    )
     columns = ("tokens cached", "first token P50 ms", "P99 ms", "ratio of P50", "s")
     table = make_table("tier", *columns, "held turns", "their P50 ms", "P99 ms", "broken")
     plain = statistics.median(report.outcomes[0].first_token_s)
@@ -219,7 +222,7 @@ def show_report(report: OffloadReport) -> None:
             *([figure(1000 * each, 1) for each in percentiles(promises.first_token_s)] if held else ("", "")),
             str(promises.broken) if held else "",
         )
-    print(title)
+    print(f"{load}; {report.cache_tokens} tokens fit the cache")
     show(table)
     print(f"answers {'equal' if report.equal_answers else 'DIFFERENT'}; errors: {report.outcomes[-1].errors or 'none'}")
 
@@ -228,16 +231,19 @@ def main(
     model: Annotated[str, typer.Option(help="Model folder, or `pocket`.")] = "pocket",
     agents: int = 20,
     turns: int = 10,
-    first: Annotated[int, typer.Option(help="Tokens of an agent's first prompt.")] = 400,
-    tool: Annotated[int, typer.Option(help="Tokens that a tool adds.")] = 80,
-    answer: Annotated[int, typer.Option(help="Tokens of an answer.")] = 24,
+    first: FirstOption = 400,
+    tool: ToolOption = 80,
+    answer: AnswerOption = 24,
     overcommit: Annotated[float, typer.Option(help="Tokens of all contexts per token that fits the cache.")] = 5.0,
     threads: int = 1,
     block_size: int = 16,
+    tier: Annotated[list[str] | None, typer.Option(help="Row of the table, may be repeated. Default: all.")] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Measure what agents find cached when they come back, and how soon their first token comes."""
-    report = measure(model, Load(agents, turns, first, tool, answer, overcommit), threads, block_size)
+    report = measure(
+        model, Load(agents, turns, first, tool, answer), overcommit, threads, block_size, ["none", *(tier or TIERS)]
+    )
     print_report(report, json_output, show_report)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -19,6 +18,7 @@ import typer
 import zmq
 import zmq.asyncio
 
+from benchmarks.agents import AnswerOption, FirstOption, Load, ToolOption, percentiles
 from benchmarks.command import JsonOption, print_report, run
 from benchmarks.engine_process import Engines
 from cluster.cli.bench.tables import figure, make_table, show
@@ -34,20 +34,6 @@ POLICIES: tuple[PolicyName, ...] = ("prefix_aware", "round_robin")
 VOCAB = 4000
 SETTLE_S = 2.0  # until all statuses and updates of a run have come
 ANSWER_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    agents: int
-    turns: int
-    first: int  #: tokens of an agent's first prompt
-    tool: int  #: tokens that a tool adds
-    answer: int  #: tokens
-    pause_s: float  #: mean, exponential
-
-    @property
-    def longest(self) -> int:
-        return self.first + self.turns * (self.tool + self.answer)
 
 
 @dataclass(slots=True)
@@ -67,6 +53,7 @@ class FetchReport:
     model: str
     replicas: int
     load: Load
+    pause_s: float
     outcomes: list[Outcome]
     equal_answers: bool
 
@@ -132,8 +119,11 @@ class Replicas:
                 self._inboxes[delta.request_id].put_nowait(delta)
 
 
-async def drive(replicas: Replicas, load: Load, policy: PolicyName, fetching: bool) -> tuple[Outcome, list[list[int]]]:
-    """Let all agents take their turns. Returns the contexts at the end, too."""
+async def drive(
+    replicas: Replicas, load: Load, pause_s: float, policy: PolicyName, fetching: bool
+) -> tuple[Outcome, list[list[int]]]:
+    """Let all agents take their turns. Returns the contexts at the end, too. pause_s: mean between the turns of an
+    agent, exponential."""
     outcome = Outcome(policy, fetching)
     await replicas.reset(policy)
     before = replicas.stats()
@@ -143,7 +133,7 @@ async def drive(replicas: Replicas, load: Load, policy: PolicyName, fetching: bo
         draw = random.Random(number)
         context = draw.choices(range(3, VOCAB), k=load.first)
         for turn in range(load.turns):
-            await asyncio.sleep(draw.expovariate(1 / load.pause_s))
+            await asyncio.sleep(draw.expovariate(1 / pause_s))
             name = f"{policy} {fetching} {number} {turn} {time.monotonic_ns()}"
             request = GenerateRequest(request_id=name, prompt=context, params=params)
             first_s, cached, answer = await replicas.ask(request, fetching)
@@ -165,7 +155,9 @@ async def drive(replicas: Replicas, load: Load, policy: PolicyName, fetching: bo
     return outcome, contexts
 
 
-async def measure(model: str, num_replicas: int, load: Load, block_size: int, repetitions: int) -> FetchReport:
+async def measure(
+    model: str, num_replicas: int, load: Load, pause_s: float, block_size: int, repetitions: int
+) -> FetchReport:
     handoff = HandoffConfig(role="replica", enable_prefix_fetching=True, transport="tcp")
     config = EngineConfig(
         model=model, num_threads=1, block_size=block_size, num_blocks=2 * load.agents * -(-load.longest // block_size),
@@ -176,33 +168,29 @@ async def measure(model: str, num_replicas: int, load: Load, block_size: int, re
     with Engines({name: (config, [cores[i % len(cores)]]) for i, name in enumerate(names)}) as engines:
         replicas = Replicas(engines, names, block_size)
         try:
-            await drive(replicas, Load(2 * num_replicas, 3, 200, 40, 4, 0.1), "round_robin", True)  # warms up
+            await drive(replicas, Load(2 * num_replicas, 3, 200, 40, 4), 0.1, "round_robin", True)  # warms up
             for _ in range(repetitions):
                 for policy in POLICIES:
                     for fetching in (False, True):
-                        outcome, contexts = await drive(replicas, load, policy, fetching)
+                        outcome, contexts = await drive(replicas, load, pause_s, policy, fetching)
                         outcomes.append(outcome)
                         ends.append(contexts)
         finally:
             await replicas.close()
-    return FetchReport(model, num_replicas, load, outcomes, all(end == ends[0] for end in ends))
+    return FetchReport(model, num_replicas, load, pause_s, outcomes, all(end == ends[0] for end in ends))
 
 
 def show_report(report: FetchReport) -> None:
-    load = report.load
-    print(
-        f"{load.agents} agents on {report.replicas} replicas, {load.turns} turns each, pauses of {load.pause_s:g} s, "
-        f"contexts up to {load.longest} tokens"
-    )
+    print(f"{report.load}, pauses of {report.pause_s:g} s, on {report.replicas} replicas")
     table = make_table("policy", "fetching", "tokens cached", "P50 ms", "P99 ms", "tokens fetched", "fetches", "s")
     for outcome in report.outcomes:
-        times = sorted(outcome.first_token_s)
+        p50, p99 = percentiles(outcome.first_token_s)
         table.add_row(
             outcome.policy,
             "on" if outcome.fetching else "off",
             f"{outcome.cached_tokens / outcome.resumed_tokens:.0%}",
-            figure(1000 * statistics.median(times), 0),
-            figure(1000 * times[int(0.99 * (len(times) - 1))], 0),
+            figure(1000 * p50, 0),
+            figure(1000 * p99, 0),
             str(outcome.fetched_tokens),
             ", ".join(f"{count} {what}" for what, count in sorted(outcome.fetches.items()) if count) or "none",
             figure(outcome.seconds, 1),
@@ -216,17 +204,17 @@ def main(
     replicas: int = 4,
     agents: int = 20,
     turns: int = 6,
-    first: Annotated[int, typer.Option(help="Tokens of an agent's first prompt.")] = 600,
-    tool: Annotated[int, typer.Option(help="Tokens that a tool adds.")] = 80,
-    answer: Annotated[int, typer.Option(help="Tokens of an answer.")] = 16,
+    first: FirstOption = 600,
+    tool: ToolOption = 80,
+    answer: AnswerOption = 16,
     pause_s: Annotated[float, typer.Option(help="Mean pause between the turns of an agent.")] = 2.0,
     block_size: int = 16,
     repetitions: int = 1,
     json_output: JsonOption = False,
 ) -> None:
     """Measure what agents find cached, and how soon their first token comes, with fetching and without."""
-    load = Load(agents, turns, first, tool, answer, pause_s)
-    report = asyncio.run(measure(model, replicas, load, block_size, repetitions))
+    load = Load(agents, turns, first, tool, answer)
+    report = asyncio.run(measure(model, replicas, load, pause_s, block_size, repetitions))
     print_report(report, json_output, show_report)
 
 

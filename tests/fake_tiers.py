@@ -14,8 +14,11 @@ from engine.core.step_cost import StepTimes
 from engine.kv_offload.tier_index import TierIndex
 from engine.wire.kv_offload import (
     DropBlocks,
+    DropHold,
     FoundBlock,
     LoadBlocks,
+    SavedHold,
+    SaveHold,
     StopLoad,
     StoreBlocks,
     StoreListing,
@@ -25,12 +28,13 @@ from engine.wire.kv_offload import (
 from tests.fake_runner import Harness
 
 TIMEOUT_S = 2.0
+EPOCH_S = 1e9  # seconds since the epoch when the clock of all harnesses was 0
 Choose = Callable[[int], Iterable[int]]
 """number of blocks -> indices of those that fail"""
 
 
 def name_of(group: int, block_hash: bytes) -> bytes:
-    return hashlib.blake2b(block_hash, digest_size=16, salt=bytes([group])).digest()
+    return hashlib.blake2b(block_hash, digest_size=16, salt=group.to_bytes(2, "little")).digest()
 
 
 @dataclass
@@ -48,9 +52,20 @@ class TierHarness(Harness):
     """A scheduler with tiers below its cache."""
 
     def __init__(
-        self, *, host_slots: int = 0, disk_blocks: int = 0, store_blocks: int = 0, min_tokens: int = 1, **options
+        self,
+        *,
+        host_slots: int = 0,
+        disk_blocks: int = 0,
+        store_blocks: int = 0,
+        min_tokens: int = 1,
+        found: TierHarness | None = None,
+        **options,
     ):
-        """host_slots: of each KV cache group. disk_blocks, store_blocks: of all together."""
+        """host_slots: of each KV cache group. disk_blocks, store_blocks: of all together. found: engine whose disk and
+        store this one finds at its start."""
+        self.found = found
+        self.all_options = {"host_slots": host_slots, "disk_blocks": disk_blocks, "store_blocks": store_blocks,
+                             "min_tokens": min_tokens, **options}  # fmt: skip
         self._host_slots, self._disk_blocks, self._min_tokens = host_slots, disk_blocks, min_tokens
         self._store_blocks = store_blocks
         self.store: dict[bytes, object] = {}
@@ -59,6 +74,9 @@ class TierHarness(Harness):
         """All that was ever in the store."""
         self.listed: set[bytes] = set()
         """What was there at the last listing, or was written since."""
+        self.holds: dict[bool, dict[bytes, SavedHold]] = {False: {}, True: {}}
+        """On disk, and in the store."""
+        self.listed_holds: dict[bytes, SavedHold] = {}
         self.host: dict[tuple[int, int], object] = {}  # by group and slot
         self.disk: dict[bytes, object] = {}
         self.moving: dict[int, Moving] = {}
@@ -66,6 +84,14 @@ class TierHarness(Harness):
         """Whether the next load fails since the store cannot be reached."""
         self.answers: list[TierAnswer] = []
         super().__init__(**options)
+        if found is not None:
+            self.now, self.disk, self.store, self.written = found.now, found.disk, found.store, found.written
+            self.holds = {False: found.holds[False], True: found.holds[True]}
+            for name in self.disk if disk_blocks else ():
+                self.offloading.restore(name, 1, self.now)
+            self.scheduler.holds.update(self.now)
+            if store_blocks:
+                self.list()
         self.announced: set[bytes] = set()
         """Blocks that a router believes to be here."""
         self.changes = HashChanges()
@@ -89,7 +115,13 @@ class TierHarness(Harness):
             timeout_s=TIMEOUT_S,
             rank_bytes=[1] * groups,
             min_tokens=self._min_tokens,
+            epoch_s=EPOCH_S,
+            found_holds=list(self.found.holds[False].items()) if self.found else (),
         )
+
+    def restarted(self, **changes) -> TierHarness:
+        """Return an engine that finds what this one has left on disk and in the store. changes: of its options."""
+        return type(self)(found=self, **{**self.all_options, **changes})
 
     @property
     def offloading(self) -> KVOffloading:
@@ -111,6 +143,10 @@ class TierHarness(Harness):
                 case DropBlocks(names, in_store):
                     for name in names:
                         (self.store if in_store else self.disk).pop(name, None)
+                case SaveHold(name, hold, in_store):
+                    self.holds[in_store][name] = hold
+                case DropHold(name, in_store):
+                    self.holds[in_store].pop(name, None)
                 case _:
                     self.moving[command.number] = Moving(command)
         stored, removed = self.changes.take()
@@ -158,7 +194,11 @@ class TierHarness(Harness):
         added = [FoundBlock(name, 1, 0.0) for name in self.store if name not in self.listed]
         removed = [name for name in self.listed if name not in self.store]
         self.listed = set(self.store)
-        self.offloading.answered(StoreListing(added, removed), self.now)
+        before, self.listed_holds = self.listed_holds, dict(self.holds[True])
+        changed = [(name, hold) for name, hold in self.listed_holds.items() if before.get(name) != hold]
+        dropped = [name for name in before if name not in self.listed_holds]
+        self.offloading.answered(StoreListing(added, removed, changed, dropped), self.now)
+        self.scheduler.holds.update(self.now)
         self.scheduler.check()
 
     def write(self, number: int, index: int, fails: bool = False) -> bool:

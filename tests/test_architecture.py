@@ -159,7 +159,7 @@ OTHER_MODELS = """
     model/low_rank.py core/features/adapter_slots.py
     core/features/kv_offloading.py core/features/tier.py wire/kv_offload.py
     core/features/kv_fetching.py core/features/kv_loading.py core/features/micro_batches.py
-    core/features/holds.py
+    core/features/holds.py core/features/saved_holds.py
     core/features/block_events.py wire/kv_events.py distributed/kv_event_publisher.py
     model/auto_config.py model/torch_compile.py model/fused_rows.py distributed/symmetric_memory.py
     model/stage.py model/config_parts/stage.py model/layers/other_stage.py
@@ -182,7 +182,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     ]
     everything = [file for files in FILES.values() for file in files]
     lengths = []
-    for files, limit in ((set(path) - others, 13_565), (everything, 62_390)):
+    for files, limit in ((set(path) - others, 13_565), (everything, 62_801)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
         lengths.append(lines)

@@ -218,6 +218,7 @@ LOAD: list[Row] = [
         _holds("max_blocks"),
     ),
     (Counter, "manta_holds_granted", "Holds that were granted.", _holds("granted")),
+    (Counter, "manta_holds_restored", "Holds of an earlier start that were found on disk.", _holds("restored")),
     (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
     (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found in the cache.", "encoder_cache_hits"),
 ]

@@ -292,6 +292,8 @@ def make_offloading(
         timeout_s=config.kv_offloading_timeout_s,
         rank_bytes=tiers.block_bytes,
         ranks=ranks,
+        epoch_s=time.time() - now,
+        found_holds=tiers.found_holds,
     )
     for block in tiers.found:
         offloading.restore(block.name, block.size, now - block.age_s)
@@ -302,7 +304,7 @@ def make_holds(loaded: Loaded, kv_cache: KVCacheManager, offloading: KVOffloadin
     config = loaded.config
     if not (config.max_held_share and config.enable_prefix_caching) or loaded.model.bidirectional:
         return NoHolds()
-    return Holds(
+    holds = Holds(
         kv_cache,
         offloading,
         max_model_len=loaded.runner.max_model_len,
@@ -310,6 +312,8 @@ def make_holds(loaded: Loaded, kv_cache: KVCacheManager, offloading: KVOffloadin
         max_share_per_client=config.max_held_share_per_client,
         max_ttl_s=config.max_hold_s,
     )
+    holds.update(time.monotonic())  # restores those on disk, before any block is evicted or too old
+    return holds
 
 
 def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> KVEvents | NoKVEvents:

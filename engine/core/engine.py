@@ -338,13 +338,14 @@ class EngineCore:
         self.scheduler.loading.answered(self._tiers.answers(), time.monotonic())
 
     def _flush_tiers(self) -> None:
-        """Write blocks that wait to be stored to the tiers, for at most FLUSH_S."""
+        """Write blocks that wait to be stored to the tiers, and then the holds on them, for at most FLUSH_S."""
         deadline = time.monotonic() + FLUSH_S
         while self._broken is None and not self._in_flight and time.monotonic() < deadline:
+            self._take_tier_answers()
+            self.scheduler.holds.update(time.monotonic())
+            self._submit_handoffs()
             if self.scheduler.offloading.flushed():
                 return
-            self._take_tier_answers()
-            self._submit_handoffs()
             time.sleep(FLUSH_POLL_S)
 
     # -- grammars ------------------------------------------------------------------------------------------

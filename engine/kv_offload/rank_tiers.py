@@ -17,7 +17,7 @@ from engine.kv_offload.sealing import OVERHEAD, BlockNames, Sealer, choose_secre
 from engine.kv_offload.store import StoreFolder
 from engine.kv_offload.tier_worker import LIST_S, TierWorker
 from engine.user_folder import user_folder
-from engine.wire.kv_offload import FoundBlock
+from engine.wire.kv_offload import FoundBlock, SavedHold
 
 GIB = 2**30
 SIZES = ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_store_size")
@@ -40,6 +40,8 @@ class RankTiers:
     """Space in the store for one rank's parts; 0 without this tier."""
     found: list[FoundBlock]
     """Blocks that earlier starts have left on the disks of all ranks, oldest first."""
+    found_holds: list[tuple[bytes, SavedHold]]
+    """Names and holds that an earlier start has left on this rank's disk."""
 
 
 def open_tiers(
@@ -78,9 +80,19 @@ def open_tiers(
         store = StoreFolder(config.kv_offloading_store, folder, sealer, rank=tp.rank, ranks=tp.size)
     found = [] if disk is None else on_all_ranks(disk, tp)
     ttl_s = config.kv_offloading_ttl_s
-    worker = TierWorker(caches, host_slots=slots, disk=disk, store=store, list_s=LIST_S, ttl_s=ttl_s, temporary_key=key)
+    worker = TierWorker(
+        caches,
+        host_slots=slots,
+        rank=tp.rank,
+        disk=disk,
+        store=store,
+        list_s=LIST_S,
+        ttl_s=ttl_s,
+        temporary_key=key,
+    )
     opened.callback(worker.close)
-    return RankTiers(worker, names, block_bytes, slots, disk_bytes, store_bytes, found)
+    holds = [] if disk is None else disk.find_holds()
+    return RankTiers(worker, names, block_bytes, slots, disk_bytes, store_bytes, found, holds)
 
 
 def share_of(config: EngineConfig, key: str, ranks: int, largest: int) -> int:

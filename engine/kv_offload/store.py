@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import ConfigError, StartupError
-from engine.kv_offload.disk import TEMPORARY, TEMPORARY_KEY, write_private
-from engine.kv_offload.sealing import Sealer
-from engine.wire.kv_offload import FoundBlock, StoreListing
+from engine.kv_offload.disk import HOLDS, TEMPORARY, TEMPORARY_KEY, open_hold, seal_hold, write_private
+from engine.kv_offload.sealing import Sealer, Unsealable
+from engine.wire.kv_offload import FoundBlock, SavedHold, StoreListing
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ class StoreFolder:
 
     fsspec opens the store: a path is a folder, which several machines may have mounted, `s3://bucket/path` a bucket.
     All engines with the same scope and key read what any of them has written. Nobody locks anything: an object never
-    changes, since its name stands for its content, and an engine that misses an object computes the block.
+    changes, since its name stands for its content, and an engine that misses an object computes the block. Objects in
+    `<scope>/holds` are sealed holds, which do change.
 
     All methods wait for the store. Methods may be called from several threads, except `list`.
     """
@@ -58,14 +60,11 @@ class StoreFolder:
             except OSError as error:
                 raise StartupError(f"kv_offloading_store: {url} cannot be written: {error}") from error
         self._known: dict[bytes, None] = {}  # blocks that were there at the last listing, or were written since
+        self._holds: dict[bytes, object] = {}  # holds likewise, each with its version
 
     def write(self, name: bytes, block: memoryview) -> None:
         """Write this rank's part of a block. Raises Unreachable."""
-        path, sealed = self._path(name, self.rank), self._sealer.seal(name, block)
-        if self._is_local:
-            _answered(lambda: write_private(Path(path), sealed))
-        else:
-            _answered(lambda: self._files.pipe_file(path, sealed))
+        self._write(self._path(name, self.rank), self._sealer.seal(name, block))
         self._known[name] = None
 
     def read(self, name: bytes) -> bytes:
@@ -76,17 +75,30 @@ class StoreFolder:
         """Delete all ranks' parts of blocks. Raises Unreachable."""
         self._remove([self._path(name, rank) for name in names for rank in range(self._ranks)])
 
+    def save_hold(self, name: bytes, hold: SavedHold) -> None:
+        """Write a hold. Raises Unreachable. Only rank 0 writes and reads holds."""
+        self._write(self._hold(name), seal_hold(self._sealer, name, hold))
+        self._holds[name] = None
+
+    def drop_hold(self, name: bytes) -> None:
+        """Delete a hold. Raises Unreachable."""
+        self._remove([self._hold(name)])
+
     def list(self) -> StoreListing:
-        """Return which whole blocks have come and gone since the last call. Deletes parts of blocks that nobody has
-        completed. Raises Unreachable."""
-        before, now = set(self._known), time.time()
+        """Return which whole blocks and which holds have come and gone since the last call. Deletes parts of blocks
+        that nobody has completed. Raises Unreachable."""
+        before, holds_before, now = set(self._known), set(self._holds), time.time()
         found: dict[bytes, list[dict[str, Any]]] = {}
+        holds: dict[bytes, object] = {}
         unfinished: list[str] = []
         for path, info in _answered(lambda: self._files.find(f"{self._root}/{self._scope}", detail=True)).items():
-            digits, _, rank = path.rpartition("/")[2].partition(".")
+            *_, folder, file = path.split("/")
+            digits, _, rank = file.partition(".")
             with suppress(ValueError):  # not one of ours
                 name = bytes.fromhex(digits)
-                if rank.isdigit():
+                if folder == HOLDS and not rank:
+                    holds[name] = (_written_at(info, now), info["size"], info.get("ETag"))
+                elif rank.isdigit():
                     found.setdefault(name, []).append({**info, "name": path})
                 elif path.endswith(TEMPORARY) and _age_s(info, now) > UNFINISHED_S:
                     unfinished.append(path)
@@ -104,7 +116,19 @@ class StoreFolder:
         self._known.update(dict.fromkeys(names))
         for name in removed:
             self._known.pop(name, None)
-        return StoreListing(added, removed)
+        dropped = [name for name in holds_before if name not in holds]
+        for name in dropped:
+            self._holds.pop(name, None)
+        return StoreListing(added, removed, list(self._changed(holds)), dropped)
+
+    def _changed(self, holds: dict[bytes, object]) -> Iterator[tuple[bytes, SavedHold]]:
+        """Read and yield the holds that are new or have another version."""
+        for name, version in holds.items():
+            if self._holds.get(name) == version:
+                continue
+            with suppress(FileNotFoundError, Unsealable):
+                yield name, open_hold(self._sealer, name, _answered(partial(self._files.cat_file, self._hold(name))))
+            self._holds[name] = version
 
     def delete_stale(self, ttl_s: float | None, key: str) -> None:
         """Delete what nobody will read: blocks of other models and setups that are older than `ttl_s`, and all blocks
@@ -125,6 +149,15 @@ class StoreFolder:
                 self._remove(ages)
             elif ttl_s is not None:
                 self._remove(file for file, age_s in ages.items() if age_s > ttl_s)
+
+    def _write(self, path: str, data: bytes) -> None:
+        if self._is_local:
+            _answered(lambda: write_private(Path(path), data))
+        else:
+            _answered(lambda: self._files.pipe_file(path, data))
+
+    def _hold(self, name: bytes) -> str:
+        return f"{self._root}/{self._scope}/{HOLDS}/{name.hex()}"
 
     def _path(self, name: bytes, rank: int) -> str:
         digits = name.hex()
@@ -155,7 +188,12 @@ def _answered(call: Callable[[], T]) -> T:
 
 def _age_s(info: dict[str, Any], now: float) -> float:
     """Return the age of a file in seconds; 0 if the file system does not say when it was written."""
+    return max(0.0, now - _written_at(info, now))
+
+
+def _written_at(info: dict[str, Any], now: float) -> float:
+    """Return when a file was written, in seconds since the epoch; `now` if the file system does not say."""
     written = next((info[key] for key in TIMES if info.get(key) is not None), now)
     if isinstance(written, str):
         written = datetime.fromisoformat(written)
-    return max(0.0, now - (written.timestamp() if isinstance(written, datetime) else written))
+    return written.timestamp() if isinstance(written, datetime) else float(written)

@@ -16,7 +16,9 @@ from engine.kv_offload.sealing import Unsealable
 from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.wire.kv_offload import (
     DropBlocks,
+    DropHold,
     LoadBlocks,
+    SaveHold,
     StopLoad,
     StoreBlocks,
     StoreListing,
@@ -34,6 +36,7 @@ LIST_S = 5.0  # between two listings of the store
 CLEAN_S = 3600.0  # between two deletions of what nobody will read
 CLOSE_S = 2.0  # that `close` waits for all threads
 
+NOTHING = StoreListing([], [])
 Task = Callable[[], None]
 
 
@@ -104,6 +107,7 @@ class TierWorker:
         caches: Sequence[Tensor],
         *,
         host_slots: Sequence[int] = (),
+        rank: int = 0,
         disk: DiskFolder | None = None,
         store: StoreFolder | None = None,
         list_s: float = LIST_S,
@@ -115,6 +119,7 @@ class TierWorker:
         without this tier. list_s: seconds between two listings of the store. ttl_s, temporary_key: as for
         `StoreFolder.delete_stale`. wake: function called from a thread when `answers` has something new."""
         self._device, self._disk, self._store, self.wake = DeviceBlocks(caches), disk, store, wake
+        self._rank = rank
         self._host = [self._device.buffer(group, count) for group, count in enumerate(host_slots)]
         self._loads: dict[int, RankLoad] = {}
         self._listings: queue.SimpleQueue[StoreListing] = queue.SimpleQueue()
@@ -125,8 +130,9 @@ class TierWorker:
         self._closing = threading.Event()
         if store is not None:
             self._getters, self._putters = TaskThreads("kv get", GETTERS), TaskThreads("kv put", PUTTERS)
-            self._threads += [self._putters, self._getters]
-            if store.rank == 0:
+            self._holder = TaskThreads("kv hold")  # one thread, since the order of changes counts
+            self._threads += [self._putters, self._holder, self._getters]
+            if rank == 0:
                 lister = threading.Thread(
                     target=self._list, args=(store, list_s, ttl_s, temporary_key), name="kv list", daemon=True
                 )
@@ -149,8 +155,11 @@ class TierWorker:
             case DropBlocks(names, in_store):
                 if not in_store:
                     self._writer.submit(lambda: self._drop(names))
-                elif (store := self._store) is not None and store.rank == 0:
+                elif (store := self._store) is not None and not self._rank:
                     self._putters.submit(lambda: self._drop_in(store, names))
+            case SaveHold(in_store=in_store) | DropHold(in_store=in_store):
+                if not self._rank:
+                    (self._holder if in_store else self._writer).submit(lambda: self._change_hold(command))
 
     def _threads_for(self, block: TierBlock) -> TaskThreads:
         """Return the threads that load a block: those of its tier, since a disk or store may hang."""
@@ -238,13 +247,27 @@ class TierWorker:
         except Unreachable as error:  # they are deleted when they are too old, or evicted by another engine
             logger.warning("%d blocks could not be deleted in %s: %s", len(names), store.url, error)
 
+    def _change_hold(self, command: SaveHold | DropHold) -> None:
+        """Write or delete a hold. If this fails, the next start does not find it, or its blocks are kept until its time
+        is over."""
+        folder = self._store if command.in_store else self._disk
+        assert folder is not None
+        try:
+            if isinstance(command, SaveHold):
+                folder.save_hold(command.name, command.hold)
+            else:
+                folder.drop_hold(command.name)
+        except (OSError, Unreachable) as error:
+            logger.warning("a hold could not be written or deleted: %s", error)
+
     def _list(self, store: StoreFolder, list_s: float, ttl_s: float | None, temporary_key: str) -> None:
         """Report what other engines have written to the store and deleted from it, until `close`."""
-        is_reachable, clean_at = True, 0.0
+        is_reachable, is_first, clean_at = True, True, 0.0
         while True:
             try:
                 listing = store.list()
-                if listing.added or listing.removed:
+                if is_first or listing != NOTHING:
+                    is_first = False
                     self._listings.put(listing)
                     self.wake()
                 if time.monotonic() >= clean_at:

@@ -82,6 +82,7 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
         ("speculative.method", speculative and speculative.method, not (speculative and speculative.has_weights)),
         ("kv_offloading_size", config.kv_offloading_size, config.kv_offloading_size is None),
         ("kv_offloading_disk_size", config.kv_offloading_disk_size, config.kv_offloading_disk_size is None),
+        ("kv_offloading_store", config.kv_offloading_store, config.kv_offloading_store is None),
         ("handoff", "encode", handoff is None or handoff.role != "encode"),
         ("handoff.enable_prefix_fetching", True, not (handoff and handoff.enable_prefix_fetching)),
         ("encode", config.encode and config.encode.role, config.encode is None),

@@ -232,6 +232,8 @@ class HoldStats(msgspec.Struct, frozen=True, kw_only=True):
     max_blocks: int | None = None
     """Blocks of this group that may be kept; None with tiers, whose share counts instead."""
     granted: int = 0
+    restored: int = 0
+    """Holds of an earlier start that were found on disk or in the store."""
     refused: dict[str, int] = {}
     """Refused holds by HoldRefusal."""
     ended: dict[str, int] = {}

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
+from engine.core.features.saved_holds import FoundHold
 from engine.core.features.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
+from engine.wire.kv_offload import SavedHold
 from engine.wire.messages import HoldEnd, HoldMark, HoldOutcome, HoldRefusal, HoldStats
+
+logger = logging.getLogger(__name__)
 
 MAX_HOLDS = 4096  # of all clients together
 MAX_HOLDS_PER_CLIENT = 1024  # prefixes of one prompt share blocks, but each takes memory for the names of its blocks
 RETRY_S = 1.0  # after which blocks that are in no tier are copied again
+LASTING_S = 10.0  # that blocks wait on the device for a tier that survives a restart, if another tier has them
+SAVE_S = 1.0  # between two writes of one hold, since each use changes its end
 OFF = "this server keeps no holds (max_held_share is 0, or prefix caching is off)"
 
 
-T = TypeVar("T", int, bytes)
+T = TypeVar("T", int, bytes, str)
 
 
 class NoHolds:
@@ -69,10 +76,14 @@ class Hold:
     """These blocks on the device; empty lists once a tier keeps them instead."""
     ttl_s: float
     expires_at: float
-    tier: Tier | None = None
-    """Tier that keeps the blocks; None if the device does."""
+    tiers: list[Tier] = field(default_factory=list)
+    """Tiers that keep the blocks; empty if the device does."""
+    ready_at: float | None = None
+    """Time from which the blocks may move to the tiers."""
     stored_at: float | None = None
     """Time of the last order to copy the blocks to the tiers."""
+    saved_at: float = float("-inf")
+    """Time of the last write of the hold to lasting tiers."""
     is_live: bool = True
 
     @property
@@ -98,7 +109,10 @@ class Holds:
     the maximum length: with all other requests preempted, the first in order still gets its blocks.
 
     With tiers, the share is that of a tier. The device keeps the blocks only until their request has ended and a tier
-    has a copy of all of them. Should a tier lose a block, for instance because a file is damaged, the hold ends.
+    has a copy of all of them. Should all tiers lose a block, for instance because a file is damaged, the hold ends.
+
+    On disk and in the store the hold itself is written too (SavedHolds), so that the next start restores it with its
+    remaining time, if the blocks are still there.
     """
 
     def __init__(
@@ -120,9 +134,11 @@ class Holds:
         self._by_end: dict[tuple[str, bytes], Hold] = {}
         self._kept: list[Counter[bytes]] = [Counter() for _ in kv_cache.groups]  # hashes by group
         self._clients: dict[str, list[Counter[bytes]]] = {}  # the same by client
+        self._num_of: Counter[str] = Counter()  # holds by client
         self._deadlines: list[tuple[float, int, Hold]] = []  # heap; a hold that was renewed is there with its old time
-        self._to_move: dict[Hold, Request] = {}  # holds that a tier is to keep, with the requests that computed them
-        self._number = self._granted = 0
+        self._to_move: dict[Hold, Request] = {}  # holds that tiers are to keep, with the requests that computed them
+        self._to_save: set[Hold] = set()  # holds whose end has changed since they were written
+        self._number = self._granted = self._restored = 0
         self._refused: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
 
@@ -161,6 +177,7 @@ class Holds:
         if (same := self._by_end.get((asked.client, hashes[-1]))) is not None:
             if expires_at > same.expires_at:
                 same.ttl_s, same.expires_at = mark.ttl_s, expires_at
+            self._to_save.add(same)
             if same.name != asked.name:
                 same.name = ""  # it is that of several conversations: none of them may end it
             if same.response_id != asked.response_id:
@@ -182,7 +199,9 @@ class Holds:
         replaced = [earlier for earlier in self._prefixes(asked.client, hashes) if self._replaces(hold, earlier)]
         if (refusal := self._lacks(mark, hold, replaced)) is not None:
             return refusal
-        self._begin(hold, request)
+        self._begin(hold)
+        if self._below.tiers:
+            self._to_move[hold] = request
         for earlier in replaced:
             self._end(earlier)
         return HoldOutcome(tokens=len(hashes) * size, ttl_s=mark.ttl_s)
@@ -197,7 +216,7 @@ class Holds:
 
     def _lacks(self, mark: HoldMark, hold: Hold, replaced: list[Hold]) -> HoldOutcome | None:
         """Return the refusal of a hold for which there is no room, else None."""
-        number = sum(client == hold.client for client, _ in self._by_end) - len(replaced)
+        number = self._num_of[hold.client] - len(replaced)
         if number >= MAX_HOLDS_PER_CLIENT:
             return refused(mark, "client_full", f"this client has {number} holds, the limit is {MAX_HOLDS_PER_CLIENT}")
         if (number := len(self._by_end) - len(replaced)) >= MAX_HOLDS:
@@ -234,15 +253,14 @@ class Holds:
             for room, group in zip(self._room, self._kv_cache.groups, strict=True)
         ]
 
-    def _begin(self, hold: Hold, request: Request) -> None:
+    def _begin(self, hold: Hold) -> None:
         own = self._clients.setdefault(hold.client, [Counter() for _ in hold.needed])
         for group, manager in enumerate(self._kv_cache.groups):
             manager.pool.hold(hold.blocks[group])
             self._kept[group].update(hold.needed[group])
             own[group].update(hold.needed[group])
         self._by_end[hold.end] = hold
-        if self._below.tiers:
-            self._to_move[hold] = request
+        self._num_of[hold.client] += 1
         self._push(hold)
 
     def _push(self, hold: Hold) -> None:
@@ -258,11 +276,67 @@ class Holds:
             self.update(now)
             for hold in self._prefixes(request.holds.client, request.hashes(matched, self._block_size)):
                 hold.expires_at = max(hold.expires_at, now + hold.ttl_s)
+                self._to_save.add(hold)
+
+    # -- restoring -----------------------------------------------------------------------------------------
+
+    def _restore(self, found: FoundHold, now: float) -> None:
+        """Grant a hold again that an earlier start has written, or refuse it. Renews a hold that another engine has
+        renewed."""
+        saved, ends_at = found.hold, now + found.left_s
+        if (same := self._by_end.get((saved.client, saved.hashes[-1]))) is not None:
+            same.ttl_s, same.expires_at = saved.ttl_s, max(same.expires_at, ends_at)
+            if same.tiers and found.tier not in same.tiers and self._below.has(found.tier, same.keys):
+                self._keep_in(same, [found.tier])
+            return
+        if not found.is_new:
+            return
+        if found.left_s <= 0:
+            self._ended["expired"] += 1
+            self._unsave(saved, found.tier)
+            return
+        groups = len(self._kv_cache.groups)
+        hold = Hold(
+            saved.client,
+            saved.name,
+            saved.response_id,
+            "",
+            saved.hashes,
+            saved.needed,
+            [[] for _ in range(groups)],
+            saved.ttl_s,
+            ends_at,
+        )
+        mark = HoldMark(len(saved.hashes) * self._block_size, saved.ttl_s)
+        if len(saved.needed) != groups or not self._below.has(found.tier, hold.keys):
+            refusal: HoldOutcome | None = refused(mark, "not_cached", f"the {found.tier.name} has lost blocks of it")
+        else:
+            refusal = self._lacks(mark, hold, [])
+        if refusal is not None:
+            self._refused[refusal.refusal or ""] += 1
+            logger.warning("a hold of an earlier start is refused tokens=%d reason=%s", mark.tokens, refusal.reason)
+            self._unsave(saved, found.tier)
+            return
+        self._restored += 1
+        self._keep_in(hold, [found.tier])
+        self._begin(hold)
+
+    def _unsave(self, saved: SavedHold, tier: Tier) -> None:
+        """Delete what an earlier start has written about a hold. In the store, other engines may serve it."""
+        if tier.name == "disk":
+            self._below.saved.drop(saved.client, saved.hashes[-1], [tier])
 
     # -- moving down, and ending ---------------------------------------------------------------------------
 
     def update(self, now: float) -> None:
-        """End the holds whose time is over, and let tiers keep the holds of which they have a copy."""
+        """End the holds whose time is over, restore those of an earlier start, and let tiers keep the holds of which
+        they have a copy."""
+        for found in self._below.saved.take_found(now):
+            self._restore(found, now)
+        for dropped in self._below.saved.take_dropped():  # by the engine that serves the conversation now
+            hold = self._by_end.get((dropped.client, dropped.hashes[-1]))
+            if hold is not None and not hold.request_id:
+                self._end(hold)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, hold = heapq.heappop(self._deadlines)
             if not hold.is_live:
@@ -275,20 +349,54 @@ class Holds:
             if request.state is State.FINISHED:  # before, its blocks may turn out to hold non-finite numbers
                 self._move(hold, now)
         for tier in self._below.tiers:
-            for index in [index for index in tier.indexes if index.lost_held]:
-                index.lost_held = False
-                for hold in [hold for hold in self._by_end.values() if hold.tier is tier]:
-                    if not self._below.holds(tier, hold.keys):
-                        self._end(hold, "lost")
+            if any(index.lost_held for index in tier.indexes):
+                self._look_for_losses(tier)
+        for hold in [hold for hold in self._to_save if now >= hold.saved_at + SAVE_S]:
+            self._save(hold, now)
 
     def _move(self, hold: Hold, now: float) -> None:
-        if (tier := self._below.hold(hold.keys)) is not None:
+        """Let the tiers keep a hold that have a copy of it, and room. Waits for those that survive a restart."""
+        hold.ready_at = now if hold.ready_at is None else hold.ready_at
+        counts = [len(kept) for kept in self._kept]
+        tiers = [tier for tier in self._below.tiers if tier.fits(counts, self._share)]
+        there = [tier for tier in tiers if self._below.has(tier, hold.keys)]
+        awaited = [tier for tier in self._below.saved.lasting(tiers) if not tier.rests and tier not in there]
+        if there and (not awaited or now >= hold.ready_at + LASTING_S):
             self._unpin(hold)
-            hold.tier = tier
             del self._to_move[hold]
+            self._keep_in(hold, there)
+            self._save(hold, now)
         elif hold.stored_at is None or now >= hold.stored_at + RETRY_S:
             hold.stored_at = now
             self._below.store(hold.keys)
+
+    def _keep_in(self, hold: Hold, tiers: list[Tier]) -> None:
+        hold.tiers += tiers
+        for tier in tiers:
+            self._below.hold(tier, hold.keys)
+
+    def _save(self, hold: Hold, now: float) -> None:
+        """Write a hold to its tiers that survive a restart."""
+        self._to_save.discard(hold)
+        hold.saved_at = now
+        saved = SavedHold(
+            hold.client, hold.name, hold.response_id, hold.hashes, hold.needed, hold.ttl_s, hold.expires_at
+        )
+        self._below.saved.save(saved, self._below.saved.lasting(hold.tiers), now)
+
+    def _look_for_losses(self, tier: Tier) -> None:
+        """End the holds of which no tier has all blocks any more, after this tier has lost some."""
+        for index in tier.indexes:
+            index.lost_held = False
+        self._below.saved.lost()
+        for hold in [hold for hold in self._by_end.values() if tier in hold.tiers]:
+            if self._below.holds(tier, hold.keys):
+                continue
+            self._below.unhold(tier, hold.keys)
+            hold.tiers.remove(tier)
+            self._below.saved.drop(*hold.end, self._below.saved.lasting([tier]))
+            if not hold.tiers:
+                self._end(hold, "lost")
 
     def _unpin(self, hold: Hold) -> None:
         for manager, blocks in zip(self._kv_cache.groups, hold.blocks, strict=True):
@@ -296,10 +404,14 @@ class Holds:
         hold.blocks = [[] for _ in hold.blocks]
 
     def release(self, name: str, client: str | None) -> None:
-        """End the holds that have this name, or are of the response with this id. client: None for all clients."""
+        """End the holds that have this name, or are of the response with this id, and delete their blocks from the
+        tiers. client: None for all clients."""
+        deleted = self._below.saved.release(name, client)
         for hold in [hold for hold in self._by_end.values() if client in (None, hold.client)]:
             if name in (hold.name, hold.response_id):
                 self._end(hold, "released")
+                deleted += hold.keys
+        self._below.delete(deleted)
 
     def forget(self, request: Request) -> None:
         """End the holds that share blocks with a request, since these may hold non-finite numbers."""
@@ -318,14 +430,19 @@ class Holds:
         hold.is_live = False
         del self._by_end[hold.end]
         self._to_move.pop(hold, None)
+        self._to_save.discard(hold)
         self._unpin(hold)
-        if hold.tier is not None:
-            self._below.unhold(hold.tier, hold.keys)
+        for tier in hold.tiers:
+            self._below.unhold(tier, hold.keys)
+        # another engine may have renewed an expired hold in the store, which is deleted there some time later
+        written = [t for t in self._below.saved.lasting(hold.tiers) if why != "expired" or t.name != "store"]
+        self._below.saved.drop(*hold.end, written)
         own = self._clients[hold.client]
         for group, hashes in enumerate(hold.needed):
             drop(self._kept[group], hashes)
             drop(own[group], hashes)
-        if not any(own):
+        drop(self._num_of, [hold.client])
+        if hold.client not in self._num_of:
             del self._clients[hold.client]
         if why is not None:
             self._ended[why] += 1
@@ -341,6 +458,7 @@ class Holds:
             device_blocks=len(self._kv_cache.pool.held),
             max_blocks=None if self._below.tiers else self._limits(self._share)[0],
             granted=self._granted,
+            restored=self._restored,
             refused=dict(self._refused),
             ended=dict(self._ended),
         )
@@ -359,14 +477,16 @@ class Holds:
                 assert self._below.tiers or len(own) <= self._limits(self._share_per_client)[group], "a client has more"
             assert self._below.tiers or len(self._kept[group]) <= self._limits(self._share)[group], "too much is held"
         for hold in holds:
-            if hold.tier is None:
+            if not hold.tiers:
                 assert self._kv_cache.longest_prefix(hold.hashes) == len(hold.hashes), "a held block was evicted"
-            elif not any(index.lost_held for index in hold.tier.indexes):
-                assert self._below.holds(hold.tier, hold.keys), "a tier has evicted a held block"
-        assert {hold.client for hold in holds} == self._clients.keys(), "a client is lost"
+            for tier in hold.tiers:
+                has_lost = any(index.lost_held for index in tier.indexes)
+                assert has_lost or self._below.holds(tier, hold.keys), "a tier has evicted a held block"
+        assert Counter(hold.client for hold in holds) == self._num_of, "a hold of a client is lost"
+        assert self._clients.keys() == self._num_of.keys(), "a client is lost"
         pending = {hold for _, _, hold in self._deadlines}
         assert all(hold in pending and hold.is_live for hold in holds), "a hold would never end"
-        assert all(hold.is_live and hold.tier is None for hold in self._to_move), "an ended hold would move"
+        assert all(hold.is_live and not hold.tiers for hold in self._to_move), "an ended hold would move"
 
 
 def refused(mark: HoldMark, refusal: HoldRefusal, reason: str) -> HoldOutcome:

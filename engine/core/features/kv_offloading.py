@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from engine.core.features.saved_holds import NoSavedHolds, SavedHolds
 from engine.core.features.tier import NoHashes, Tier, TierHashes
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
@@ -18,6 +19,7 @@ from engine.wire.kv_offload import (
     FoundBlock,
     KVOffloadStats,
     LoadBlocks,
+    SavedHold,
     StopLoad,
     StoreBlocks,
     StoreListing,
@@ -43,12 +45,19 @@ class NoOffloading:
     hashes = NoHashes()
     moving = False
     tiers: Sequence[Tier] = ()
+    saved = NoSavedHolds()
 
     def store(self, keys: Sequence[tuple[int, bytes]]) -> None:
         pass
 
-    def hold(self, keys: Sequence[tuple[int, bytes]]) -> Tier | None:
-        return None
+    def delete(self, keys: Sequence[tuple[int, bytes]]) -> None:
+        pass
+
+    def has(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
+        return False
+
+    def hold(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> None:
+        pass
 
     def unhold(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> None:
         pass
@@ -158,10 +167,12 @@ class KVOffloading:
         rank_bytes: Sequence[int],
         ranks: int = 1,
         min_tokens: int = MIN_TOKENS,
+        epoch_s: float = 0.0,
+        found_holds: Sequence[tuple[bytes, SavedHold]] = (),
     ):
         """tiers: `host`, `disk` and `store`, the faster first. name_of: returns the name of a block, given its group
         and hash. timeout_s: seconds for which a request waits for blocks. rank_bytes: bytes of a block of each group on
-        one rank. min_tokens: shortest hit that is loaded."""
+        one rank. min_tokens: shortest hit that is loaded. epoch_s, found_holds: as for SavedHolds."""
         self._kv_cache, self._tiers, self._name_of, self._times = kv_cache, list(tiers), name_of, times
         self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, [size * ranks for size in rank_bytes]
         self._number = self._queried_tokens = self._hit_tokens = self._not_stored = 0
@@ -171,6 +182,10 @@ class KVOffloading:
         self._coming: dict[tuple[int, bytes], Load] = {}  # by group and hash
         #: The first group's blocks in the tiers.
         self.hashes = TierHashes(kv_cache.pool, self._tiers, name_of)
+        #: Holds that are written to disk and store.
+        self.saved = SavedHolds(
+            self._tiers, name_of, lambda command: self._commands.append(command), epoch_s, found_holds
+        )
         self._commands: list[TierCommand] = []
         self._loaded: list[Request] = []
 
@@ -181,10 +196,14 @@ class KVOffloading:
     def _enter(self, tier: Tier, block: FoundBlock, added_at: float) -> None:
         """Enter a block that is in a tier already."""
         (index,) = tier.indexes
-        if not index.knows(block.name):
-            evicted = index.add(block.name, block.size, added_at)
-            index.written(block.name)
-            self._drop(tier, [block.name] if evicted is None else evicted)
+        if index.knows(block.name):
+            return
+        evicted = index.add(block.name, block.size, added_at)
+        index.written(block.name)
+        if evicted is not None:
+            self._drop(tier, evicted)
+        elif tier.name != "store":  # other engines may hold it there
+            self._drop(tier, [block.name])
 
     @property
     def loading(self) -> list[Request]:
@@ -427,9 +446,7 @@ class KVOffloading:
         them already."""
         size = self._kv_cache.pool.block_size
         hashes = request.hashes(min(request.computed, len(request.tokens)) // size, size)
-        for group in range(len(self._kv_cache.groups)):
-            for tier in self._tiers:
-                self._drop(tier, [n for each in hashes if tier.index(group).drop(n := self._name_of(group, each))])
+        self.delete([(group, each) for group in range(len(self._kv_cache.groups)) for each in hashes])
 
     def _next_store(self, lane: Lane, now: float) -> None:
         """Start to copy waiting blocks to the tiers of a lane, unless any command is still copying or two commands of
@@ -515,15 +532,20 @@ class KVOffloading:
             for key in keys:
                 lane.waiting.setdefault(key)
 
-    def hold(self, keys: Sequence[tuple[int, bytes]]) -> Tier | None:
-        """Keep blocks in the fastest tier that has all of them, until `unhold`. Returns this tier, or None if there is
-        none."""
+    def delete(self, keys: Sequence[tuple[int, bytes]]) -> None:
+        """Delete blocks from all tiers, unless they are being moved or held."""
         for tier in self._tiers:
-            if all(tier.has(group, self._name_of(group, block_hash)) for group, block_hash in keys):
-                for group, block_hash in keys:
-                    tier.index(group).hold(self._name_of(group, block_hash))
-                return tier
-        return None
+            names = [(group, self._name_of(group, block_hash)) for group, block_hash in keys]
+            self._drop(tier, [name for group, name in names if tier.index(group).drop(name)])
+
+    def has(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
+        """Return whether all of these blocks can be loaded from a tier."""
+        return all(tier.has(group, self._name_of(group, block_hash)) for group, block_hash in keys)
+
+    def hold(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> None:
+        """Keep blocks in a tier that has all of them, until `unhold`."""
+        for group, block_hash in keys:
+            tier.index(group).hold(self._name_of(group, block_hash))
 
     def unhold(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> None:
         for group, block_hash in keys:
@@ -556,11 +578,16 @@ class KVOffloading:
         engine is reading stay until the read has failed."""
         store = self._named("store")
         (index,) = store.indexes
+        self.saved.listed(listing)
         for name in listing.removed:
             if index.has(name) and not index.is_read(name):
                 index.remove(name)
         for block in listing.added:
             self._enter(store, block, now - block.age_s)
+        self.saved.entered(listing)
+
+    def _submit(self, command: TierCommand) -> None:
+        self._commands.append(command)
 
     def take_commands(self, now: float) -> list[TierCommand]:
         """Return the commands queued since the last call. Nothing else may still be writing to the blocks that these
@@ -583,6 +610,7 @@ class KVOffloading:
             tier.rests = now < tier.rests_until
             for index in tier.indexes:
                 self._drop(tier, index.expire(now))
+        self.saved.expire(now)
         for lane in self._lanes:
             self._next_store(lane, now)
         self.hashes.update()
@@ -595,6 +623,7 @@ class KVOffloading:
 
     def clear(self) -> None:
         """Delete all blocks of all tiers."""
+        self.saved.clear()
         for lane in self._lanes:
             lane.waiting.clear()
         moves: list[Store | Load] = [*self._stores, *self._loads.values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,7 +25,7 @@ from engine.kv_offload import rank_tiers
 from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder
 from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.wire.block_hash import BLOCK_HASH_BYTES
-from engine.wire.messages import GenerateRequest, Subscribe
+from engine.wire.messages import GenerateRequest, HoldMark, PromptHold, Subscribe
 from engine.wire.sampling_params import SamplingParams
 from tests.models import made_once
 from tests.rank_pool import RankPool
@@ -220,6 +221,79 @@ def test_a_store_that_hangs_costs_the_timeout_only(folder_of, plainly, shared, m
         assert stats is not None and stats.tiers["store"].errors == {"deadline": 37}
         assert not core.scheduler.kv_cache.pool.pinned, "a block is still kept for the store"
         go_on.set()
+
+
+def granted(core: EngineCore, prompt: list[int], name: str = "talk") -> int:
+    """Ask for a hold of a prompt, and return for how many tokens it is granted."""
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    hold = PromptHold(name=name, marks=[HoldMark(len(prompt), 600.0)])
+    core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, client="alice", hold=hold))
+    outcomes = []
+    while core.has_work:
+        outcomes += [outcome for event in core.step() for outcome in event.delta.holds]
+    (outcome,) = outcomes
+    assert outcome.refusal is None, outcome
+    return outcome.tokens
+
+
+def restored(core: EngineCore) -> int:
+    """Return how many holds of an earlier start an engine has restored, once it has listed its store."""
+    deadline = time.monotonic() + WAIT_S
+    while (stats := core.stats().holds) is not None and not stats.restored and time.monotonic() < deadline:
+        core.step()
+    return 0 if stats is None else stats.restored
+
+
+@pytest.mark.parametrize("place", ["disk", "store"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_held_conversation_survives_the_end_of_all_engines(folder_of, plainly, tmp_path, shared, family, place):
+    """After the restart, others fill the tier, which evicts what is not held."""
+    folder = folder_of(family)
+    tiers = shared
+    if place == "disk":
+        disk = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv")}
+        tiers = {**disk, "kv_offloading_key_file": shared["kv_offloading_key_file"]}
+    with engine(folder, num_blocks=128, **tiers) as core:
+        answer(core, PROMPT)
+        flush(core)
+        stats = core.stats().kv_offload
+        assert stats is not None
+        size = 1.5 * stats.tiers[place].used_bytes / 2**30
+        core.scheduler.clear_cache()
+    tiers |= {f"kv_offloading_{place}_size": size, "max_held_share": 1.0, "max_held_share_per_client": 1.0}
+    with engine(folder, num_blocks=128, **tiers) as core:
+        tokens = granted(core, PROMPT)
+    with engine(folder, num_blocks=128, **tiers) as core:
+        assert restored(core) == 1
+        for i in range(3):
+            answer(core, [3 + (5 * j + i) % 90 for j in range(150)], f"other {i}")
+            flush(core)
+        core.scheduler.kv_cache.clear_cache()
+        first, cached = answer(core, PROMPT)
+        assert first == plainly(family)[0]
+        assert cached >= tokens - 4, "the last token of a prompt is always computed, with its block"
+        stats = core.stats().holds
+        assert stats is not None and (stats.holds, stats.ended) == (1, {})
+
+
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_deleted_session_leaves_nothing_and_what_is_held_shows_no_text(folder_of, tmp_path, shared, place):
+    disk = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "store")}
+    tiers = shared if place == "store" else {**disk, "kv_offloading_key_file": shared["kv_offloading_key_file"]}
+    with engine(folder_of("llama"), num_blocks=128, **tiers) as core:
+        granted(core, PROMPT, "the name of a session")
+    files = [file for file in (tmp_path / "store").rglob("*") if file.is_file() and file.name != "lock"]
+    assert sum(file.parent.name == "holds" for file in files) == 1
+    for file in files:
+        data = file.read_bytes()
+        assert b"alice" not in data and b"session" not in data
+        assert bytes(PROMPT[:8]) not in data and array("i", PROMPT[:8]).tobytes() not in data
+    with engine(folder_of("llama"), num_blocks=128, **tiers) as core:
+        assert restored(core) == 1
+        core.scheduler.holds.release("the name of a session", "alice")
+        core.step()
+    left = [file for file in (tmp_path / "store").rglob("*") if file.is_file() and file.name != "lock"]
+    assert not left
 
 
 def test_damaged_files_cost_time_only(folder_of, plainly, tmp_path, key_file):

@@ -8,14 +8,16 @@ from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
 from engine.core.features import holds
+from engine.core.features.saved_holds import EXPIRED_S
 from engine.wire.block_hash import block_hashes
 from engine.wire.messages import HoldOutcome
 from tests.engine.core.features.test_kv_offloading import TierMachine
 from tests.engine.core.test_scheduler_machine import PREFIXES, DecodeMachine, SchedulerMachine, rests
 from tests.examples import examples
+from tests.fake_drafter import WildDrafter
 from tests.fake_handoffs import DecodeHarness
 from tests.fake_runner import Harness
-from tests.fake_tiers import TierHarness, name_of
+from tests.fake_tiers import EPOCH_S, TierHarness, name_of
 
 PROMPT = list(range(1, 21))  # five blocks of four
 
@@ -276,6 +278,18 @@ def test_engine_with_windows_holds_the_windows_before_the_mark():
     harness.run()
 
 
+def test_one_of_two_holds_ends_that_keep_no_blocks():
+    """A window of one token needs no earlier block."""
+    harness = make(num_blocks=0, windows=(1,), blocks=[16], step_tokens=8, max_num_batched_tokens=8)
+    harness.add("held", PROMPT, max_tokens=2, hold=[(8, 10.0), (12, 20.0)])
+    serve(harness, "held")
+    assert [outcome.refusal for outcome in outcomes(harness, "held")] == [None, None]
+    harness.now = 15.0
+    harness.step()
+    assert harness.scheduler.holds.stats.holds == 1
+    harness.run()
+
+
 def test_engine_with_recurrent_states_holds_the_state_before_the_mark():
     harness = make(num_blocks=16, chunk=4, num_snapshots=6)
     harness.add("held", PROMPT, max_tokens=2, hold=[(10, 10.0)])
@@ -408,6 +422,178 @@ def test_device_keeps_a_hold_while_no_tier_can():
     harness.run()
 
 
+# -- holds that outlive their engine -------------------------------------------------------------------------
+
+OPTIONS = {"num_blocks": 14, "max_model_len": 32, "held_share": 0.5, "disk_blocks": 40}
+STORE = {**OPTIONS, "disk_blocks": 0, "store_blocks": 40}
+PLACES = pytest.mark.parametrize("options", [OPTIONS, STORE], ids=["disk", "store"])
+
+
+def saved(options: dict[str, object], **hold) -> TierHarness:
+    """Return an engine that has granted a hold and ended."""
+    harness = TierHarness(**options)
+    assert held(harness, "held", **hold).refusal is None
+    moved_down(harness)
+    return harness
+
+
+def names_in(harness: TierHarness) -> set[bytes]:
+    """Names of the blocks of PROMPT on disk and in the store."""
+    hashes = block_hashes(PROMPT, 4)
+    names = {name_of(0, hashes[i : i + 16]) for i in range(0, len(hashes), 16)}
+    return names & (harness.disk.keys() | harness.store.keys())
+
+
+@PLACES
+def test_next_start_restores_a_hold_with_its_remaining_time(options):
+    harness = saved(options)
+    harness.now = 4.0
+    again = harness.restarted()
+    assert again.scheduler.holds.stats.restored == 1
+    for now, left in ((9.5, 20), (10.5 if options is OPTIONS else 11.0 + EXPIRED_S, 0)):
+        again.now = now
+        fill_tier(again)
+        assert in_tier(again, PROMPT) == left
+    assert again.scheduler.holds.stats.ended == {"expired": 1}
+    again.run()
+
+
+@PLACES
+def test_use_after_a_restart_renews_a_hold_for_the_start_after_it(options):
+    again = saved(options).restarted()
+    again.now = 9.0
+    again.add("next turn", [*PROMPT, 7], max_tokens=2)
+    while "next turn" not in again.finished:
+        again.step()
+        again.drain()
+    assert again.cached_of["next turn"] == 20
+    again.now = 15.0
+    again.step()
+    third = again.restarted()
+    assert (third.scheduler.holds.stats.restored, third.scheduler.holds.stats.holds) == (1, 1)
+    again.run()
+
+
+@PLACES
+def test_hold_whose_time_ends_while_no_engine_runs_is_not_restored(options):
+    harness = saved(options)
+    harness.now = 10.5
+    again = harness.restarted()
+    assert (again.scheduler.holds.stats.restored, again.scheduler.holds.stats.ended) == (0, {"expired": 1})
+    again.now += EXPIRED_S
+    again.submit()
+    assert again.holds == {False: {}, True: {}}
+
+
+@PLACES
+def test_hold_of_which_the_tier_has_lost_a_block_is_refused_at_the_start(options):
+    harness = saved(options)
+    (harness.disk or harness.store).popitem()
+    again = harness.restarted()
+    stats = again.scheduler.holds.stats
+    assert (stats.holds, stats.refused) == (0, {"not_cached": 1})
+    again.run()
+
+
+def test_hold_beyond_a_smaller_share_is_refused_at_the_start():
+    again = saved(OPTIONS).restarted(held_share=0.1)
+    assert again.scheduler.holds.stats.refused == {"full": 1}
+    again.submit()
+    assert not again.holds[False]
+
+
+@PLACES
+def test_hold_that_its_client_ends_leaves_nothing(options):
+    harness = saved(options, hold_name="talk", client="alice")
+    assert len(names_in(harness)) == 5
+    harness.scheduler.holds.release("talk", "alice")
+    harness.submit()
+    assert not names_in(harness) and harness.holds == {False: {}, True: {}}
+    assert harness.restarted().scheduler.holds.stats.restored == 0
+
+
+def test_hold_is_written_only_where_it_survives_and_waits_for_that_tier():
+    harness = TierHarness(**{**OPTIONS, "disk_blocks": 0, "host_slots": 40})
+    held(harness, "held")
+    moved_down(harness)
+    assert harness.holds == {False: {}, True: {}}
+    harness = TierHarness(**{**STORE, "host_slots": 40})
+    held(harness, "held")
+    for _ in range(4):  # the store has not been written
+        harness.submit()
+        harness.take_answers()
+        for number, moving in list(harness.moving.items()):
+            if moving.copies is None or not moving.command.blocks[0].in_store:
+                harness.progress(number)
+        harness.step()
+    assert len(harness.pool.held) == 5
+    moved_down(harness)
+    assert len(harness.holds[True]) == 1
+    harness.run()
+
+
+def other_engine(harness: TierHarness) -> TierHarness:
+    """Return another engine that has been running with the same store, and has just listed it."""
+    other = TierHarness(**STORE)
+    other.list()
+    other.store, other.holds, other.now = harness.store, harness.holds, harness.now
+    other.list()
+    return other
+
+
+def test_another_engine_evicts_nothing_from_the_store_that_is_held():
+    harness = saved(STORE)
+    other = other_engine(harness)
+    assert other.scheduler.holds.stats.holds == 0, "it has not granted it"
+    fill_tier(other)
+    assert len(names_in(harness)) == 5 and len(harness.store) <= 40
+    other.add("next turn", [*PROMPT, 7], max_tokens=2)
+    while "next turn" not in other.finished:
+        other.step()
+        other.drain()
+    assert other.cached_of["next turn"] == 20
+    other.now = 11.0 + EXPIRED_S
+    other.submit()
+    fill_tier(other)
+    assert not names_in(harness)
+    other.run()
+
+
+def test_hold_of_another_engine_in_the_store_is_ended_by_its_name():
+    harness = saved(STORE, hold_name="talk", client="alice")
+    other = other_engine(harness)
+    other.scheduler.holds.release("talk", "bob")
+    other.submit()
+    assert len(names_in(harness)) == 5
+    other.scheduler.holds.release("talk", None)
+    other.submit()
+    assert not names_in(harness) and not harness.holds[True]
+    harness.list()
+    assert harness.scheduler.holds.stats.ended == {"lost": 1}
+
+
+def test_hold_that_all_engines_have_restored_ends_everywhere_once_one_has_replaced_it():
+    one = saved(STORE, client="alice")
+    two, three = one.restarted(), one.restarted()
+    two.add("next turn", [*PROMPT, 7, 8, 9, 10], max_tokens=2, client="alice", hold=[(24, 10.0)])
+    while "next turn" not in two.finished:
+        two.step()
+        two.drain()
+    assert (two.cached_of["next turn"], outcomes(two, "next turn")[0].refusal) == (20, None)
+    moved_down(two)
+    three.list()
+    assert (two.scheduler.holds.stats.holds, three.scheduler.holds.stats.holds) == (1, 0)
+    two.run()
+
+
+def test_emptying_the_prefix_cache_deletes_the_holds_of_all_engines_from_the_store():
+    harness = saved(STORE)
+    other = other_engine(harness)
+    other.scheduler.clear_cache()
+    other.submit()
+    assert not harness.store and not harness.holds[True]
+
+
 class HoldsMachine(SchedulerMachine):
     """Promises are kept in a list of their own, and looked up in the prefix cache by tokens after every rule."""
 
@@ -480,6 +666,10 @@ class HoldsMachine(SchedulerMachine):
         return False
 
 
+def last_hash(tokens: list[int]) -> bytes:
+    return block_hashes(tokens, 4)[-16:]
+
+
 class HoldsInTiersMachine(HoldsMachine, TierMachine):
     """Tiers keep holds while files are damaged and blocks go down and come up."""
 
@@ -488,6 +678,28 @@ class HoldsInTiersMachine(HoldsMachine, TierMachine):
     @rule()
     def evict(self):
         """Holds would not survive it."""
+
+    @rule(is_complete=st.booleans())
+    def restart(self, is_complete):
+        """The next start has the holds that were written, with their blocks."""
+        if is_complete:
+            self.h.run()
+            self.h.submit()
+        # a hold that only the host memory had, or that was not written yet, is gone with the engine
+        written = [hold for place in self.h.holds.values() for hold in place.values()]
+        ends = {(hold.hashes[-1], hold.ends_at - EPOCH_S) for hold in written}
+        self.promises = [
+            (tokens, until)
+            for tokens, until in self.promises
+            if any(end == last_hash(tokens) and until <= at for end, at in ends)
+        ]
+        self.h = self.h.restarted()
+        if isinstance(drafter := self.h.all_options["drafter"], WildDrafter):
+            drafter.know(self.h)
+        self.answered, self.lost = set(), 0
+        if self.h.scheduler.holds.stats.refused:
+            self.promises.clear()  # which of them it was is not known here
+        self.look_up()
 
     def look_up(self):
         if self.h.scheduler.holds.stats.ended.get("lost", 0) > self.lost:
