@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.device import PinnedCopy
 from engine.model.ops import attention_plain, moe, sampling_plain
+from engine.model.ops.recurrent import causal_conv, linear_attention
 from engine.runner.model_runner import ModelRunner
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ STAND_INS = {
     function.__code__
     for function in (
         attention_plain.write_kv, attention_plain.paged_attention, moe.mix_experts_plain, sampling_plain.draw_filtered,
-        PinnedCopy.add,
+        causal_conv.causal_conv_plain, linear_attention.linear_attention_plain, PinnedCopy.add,
     )
 }  # fmt: skip
 """Stand for kernels, which read lengths on the device; or fill the pinned memory."""

@@ -17,10 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from engine.device import Run
+from engine.model.batch import Batch
 from engine.model.ops import attention_plain, moe
+from engine.model.ops.recurrent import causal_conv, linear_attention
 from tests.late_device import NOISE, LateDevice
 
-KERNELS = (attention_plain, "write_kv"), (attention_plain, "paged_attention"), (moe, "mix_experts_plain")
+KERNELS = (
+    (attention_plain, "write_kv"), (attention_plain, "paged_attention"), (moe, "mix_experts_plain"),
+    (causal_conv, "causal_conv_plain"), (linear_attention, "linear_attention_plain"),
+)  # fmt: skip
 """Functions that stand for kernels, which read lengths on the device."""
 Launch = tuple[Callable[..., Any], Any, Any, list[Tensor | None]]  # function, its arguments, results; None for views
 
@@ -109,9 +114,22 @@ def taped(kernel: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(tape, Tape):
             return kernel(*args, **kwargs)
         with _disable_current_modes():
-            return tape.launch(kernel, args, kwargs)
+            return tape.launch(planned_anew(kernel), args, kwargs)
 
     return call
+
+
+def planned_anew(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel that derives nothing from the batch of the capture, as recurrent layers do for each other."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return kernel(*(without_plans(arg) if isinstance(arg, Batch) else arg for arg in args), **kwargs)
+
+    return call
+
+
+def without_plans(batch: Batch) -> Batch:
+    return batch if batch.states is None else replace(batch, states=replace(batch.states, plans={}))
 
 
 def tape_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,15 @@
 
 Needs no GPU. A step takes as long as it has to read, or to multiply, at a part of the card's own rates that well-made
 kernels reach, and a moment for each kernel, longer for those that are no product and no attention. These parts are
-estimates until a card has confirmed them.
+estimates until a card has confirmed them. Weights of 4 or 8 bits that are converted before they are multiplied take
+instructions, which may take longer than to read the weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -21,7 +23,12 @@ import torch
 from benchmarks.gpu.card import CARDS, Card, prompt_flops, step_bytes
 from benchmarks.gpu.engines import shape_config
 from benchmarks.gpu.meta_steps import Launches, MetaModel
+from engine.model.layers.linear import Linear
 from engine.model.layers.moe import Experts
+from engine.model.ops.gpu import int4
+from engine.model.ops.gpu.experts.moe import row_format
+from engine.model.quantization.packed_experts import PackedExperts
+from engine.offline.weightless_model import as_on_a_gpu
 
 MEMORY = 0.88  # of the copy rate, that products with few rows and attention of decode steps reach
 MATRIX = 0.65  # of the matrix rate, that a prompt reaches, attention included
@@ -34,6 +41,10 @@ LARGE = {
     "int8_linear_kernel", "attend_kernel", "latent_kernel", "linear_attention_kernel",
 }  # fmt: skip
 """Kernels whose time is that of what they read."""
+CONVERTED = {"mxfp4": 7.0, "int8": 7.0, "float8": 9.0, "int4": 9.0}
+"""Instructions of a thread for each weight, in the longest loop of the compiled kernel. See compile_kernels.py in
+tests."""
+INSTRUCTIONS_PER_S = 0.7 * 132 * 128 * 1.755e9  # of an H100 or H200, whose schedulers are busy 70 % of the time
 REDUCE_S = 8e-6  # an all-reduce of a few rows between eight GPUs
 
 
@@ -65,6 +76,7 @@ CASES = {  # by the names of parts.py, as far as it has them
     "decode 30B-A3B, batch 1": Case("30B-A3B", 1, 1, 1100),
     "decode 30B-A3B, batch 64": Case("30B-A3B", 64, 64, 1100),
     "decode 30B-A3B, batch 256": Case("30B-A3B", 256, 256, 1100),
+    "decode 30B-A3B, batch 64, fp8": Case("30B-A3B", 64, 64, 1100, fp8=True),
     **{
         f"decode {shape}, batch {seqs}": Case(shape, seqs, seqs, 1100, ranks)
         for shape, ranks in (("Qwen3 8B", 1), ("gpt-oss 20B", 1), ("Qwen3-Next 80B-A3B", 4), ("DeepSeek V2 Lite", 1))
@@ -84,6 +96,7 @@ class Counts:
     flops: float
     launches: Counter[str]  #: of the graph and the head
     dependent: int  #: of these, launched while the kernel before them ends
+    converted: list[tuple[float, float]]  #: bytes of weights that are converted, and the seconds that it takes
 
     def floor_s(self, card: Card, case: Case) -> float:
         return self.gigabytes * 1e9 / card.bytes_per_s if case.decodes else self.flops / card.flops
@@ -91,6 +104,8 @@ class Counts:
     def expected_s(self, card: Card, case: Case) -> float:
         work = self.floor_s(card, case) / (MEMORY if case.decodes else MATRIX)
         work += self.slow_gigabytes * 1e9 / card.bytes_per_s * (1 / EXPERTS - 1 / MEMORY)
+        for read, seconds in self.converted:
+            work += max(0.0, seconds - read / card.bytes_per_s / MEMORY)
         small = sum(count for name, count in self.launches.items() if name not in LARGE)
         work -= HIDDEN_S * self.dependent
         return work + KERNEL_S * self.launches.total() + SMALL_S * small + REDUCE_S * self.launches["all_reduce"]
@@ -110,7 +125,28 @@ def count(case: Case, capability: tuple[int, int] = (9, 0)) -> Counts:
     moe, slow = config.moe, 0.0
     if moe is not None and case.tokens * moe.experts_per_token <= moe.num_experts:
         slow = model.weight_bytes(case.tokens, of=Experts)
-    return Counts(read / 1e9, slow / 1e9, flops, launches, dependent)
+    converted = conversions(model, case.tokens) if case.decodes else []
+    return Counts(read / 1e9, slow / 1e9, flops, launches, dependent, converted)
+
+
+def conversions(model: MetaModel, tokens: int) -> list[tuple[float, float]]:
+    """Return for each weight that a step of so many tokens converts the bytes that it reads of it, and the seconds that
+    the conversion takes."""
+    found, moe = [], model.config.moe
+
+    def note(share: float, weights: int, bytes_read: int, format: str) -> None:
+        found.append((share * bytes_read, share * weights * CONVERTED[format] / INSTRUCTIONS_PER_S))
+
+    with as_on_a_gpu(model.capability):
+        for layer in model.model.modules():
+            if isinstance(layer, Experts) and layer.kept is not None and moe is not None:
+                share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens
+                for weight in layer.kept[1:]:
+                    if isinstance(weight, PackedExperts) and row_format(weight) is None:
+                        note(share, math.prod(weight.shape), weight.values.nbytes + weight.scales.nbytes, weight.format)
+            elif isinstance(layer, Linear) and isinstance(layer.kernel, int4.Int4) and tokens <= int4.MOST:
+                note(1.0, math.prod(layer.kernel.size), layer.kernel.values.nbytes, "int4")
+    return found
 
 
 def main() -> int:

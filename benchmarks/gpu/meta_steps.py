@@ -33,6 +33,7 @@ WIDE_OFFSETS = {
     "latent_kernel",
     "attend_splits_kernel",
     "write_kernel",
+    "rotate_and_write_latent_kernel",
     "linear_attention_kernel",
     "causal_conv_kernel",
     "keep_kernel",

@@ -63,8 +63,7 @@ def compute(model: WeightlessModel, step: Step) -> None:
         logits, column = (torch.empty(step.seqs, count, device=META) for count in (size, 1))
         rows, top_k = torch.empty(step.seqs, dtype=torch.int64, device=META), column.int()
         sampling.sample_rows(logits, [])
-        for width in (0, size):
-            sampling.sample_rows(logits, [RandomRows(rows, column, column, column, column, top_k, width)])
+        sampling.sample_rows(logits, [RandomRows(rows, column, column, column, column, top_k, size)])
 
 
 def needed(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> list[Variant]:

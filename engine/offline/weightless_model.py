@@ -54,6 +54,7 @@ def as_on_a_gpu(capability: tuple[int, int]) -> Iterator[None]:
     from engine.model.ops.gpu import attention as triton_attention
     from engine.model.ops.gpu import dependent_launch, int4
     from engine.model.ops.gpu import quantized_linear as gpu_linear
+    from engine.model.ops.gpu.experts import moe as gpu_experts
 
     select_experts = moe.select
 
@@ -71,6 +72,7 @@ def as_on_a_gpu(capability: tuple[int, int]) -> Iterator[None]:
             multi_processor_count=PROCESSORS[capability]
         )),
         (dependent_launch, "supported", lambda device: capability >= dependent_launch.LEAST_CAPABILITY),
+        (gpu_experts, "multiplies_float8", lambda device: capability >= gpu_experts.LEAST_FLOAT8),
         (triton_attention, "hopper", lambda device: capability >= (9, 0)),
         (triton_attention, "processors", lambda device: PROCESSORS[capability]),
         (int4, "shared_bytes", lambda device: SHARED_KIB[capability] * 1024),

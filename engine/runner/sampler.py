@@ -117,16 +117,19 @@ def prepare_sampling(
     sorts: bool = True,
 ) -> SamplingInputs:
     """Group rows by the work that they need. to_device: copies an array to the device of the logits. sorts: see
-    `sorts_candidates` (ops/sampling.py). Where False, all rows with filters are one group."""
+    `sorts_candidates` (ops/sampling.py). If False, all rows are one group, in which greedy rows have a top_k of 1."""
     groups: dict[int, list[int]] = {}
     edited = []
     widths = {}
     for row, sequence in enumerate(sequences):
+        widths[row] = 1 if sequence.params.greedy else candidate_width(sequence.params, vocab_size)
         if not sequence.params.greedy:
-            width = widths[row] = candidate_width(sequence.params, vocab_size)
-            groups.setdefault(width if sorts else min(width, 1) * vocab_size, []).append(row)
+            groups.setdefault(widths[row], []).append(row)
         if sequence.edits is not None:
             edited.append(RowEdits(row, sequence.slot, sequence.num_prompt, sequence.position, sequence.edits))
+
+    if groups and not sorts:
+        groups = {vocab_size: list(range(len(sequences)))}
 
     def column(values: list[float]) -> Tensor:
         return to_device(np.array(values, dtype=np.float32)).unsqueeze(1)

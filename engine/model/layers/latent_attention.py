@@ -70,18 +70,18 @@ class LatentAttention(nn.Module):
         latents = self.query_latents(x)
         q = self.queries(latents).unflatten(-1, (self.heads, -1))
         c, k = self.kv_a_proj_with_mqa(x).split((latent.rank, latent.rope_dim), dim=-1)
-        c = self.kv_a_layernorm(c if c.device.type == "cpu" else c.contiguous())
         out = self.attended(q, c, k, x, latents, batch.of_group(self.group))
         return self.o_proj(self.kv_b_proj.from_latent(out).flatten(1))
 
     def attended(self, q: Tensor, c: Tensor, k: Tensor, x: Tensor, latents: Tensor, batch: Batch) -> Tensor:
-        """Write this step's latents c [tokens, rank] and keys k [tokens, rope_dim] to the cache, and attend with q
-        [tokens, heads, nope_dim + rope_dim]. Returns [tokens, heads, rank]. x: input of the layer. latents: result of
-        `query_latents`."""
+        """Norm this step's latents c [tokens, rank], write them and the keys k [tokens, rope_dim] to the cache, and
+        attend with q [tokens, heads, nope_dim + rope_dim]. Returns [tokens, heads, rank]. x: input of the layer.
+        latents: result of `query_latents`."""
         if self.rotate_and_write is not None and self.kv_b_proj.stacked:
             nope, rotated = q.split((self.cfg.nope_dim, self.cfg.rope_dim), dim=-1)
             q = self.kv_b_proj.to_latent(nope, self.cfg.rope_dim)
-            self.rotate_and_write(q, rotated, c, k, self.table, self.cfg.interleaved, batch, self.layer)
+            norm = self.kv_a_layernorm.weight, self.kv_a_layernorm.eps
+            self.rotate_and_write(q, rotated, c, k, norm, self.table, self.cfg.interleaved, batch, self.layer)
         else:
             q, vectors = self.rotated(q, c, k, batch)
             self.write(vectors, batch, self.layer)
@@ -89,7 +89,8 @@ class LatentAttention(nn.Module):
 
     def rotated(self, q: Tensor, c: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return q projected to latents [tokens, heads, rank + rope_dim] and this step's vectors [tokens, rank +
-        rope_dim], both rotated."""
+        rope_dim], both rotated. c: latents before their norm."""
+        c = self.kv_a_layernorm(c)
         nope, rotated = q.split((self.cfg.nope_dim, self.cfg.rope_dim), dim=-1)
         q = torch.cat((self.kv_b_proj.to_latent(nope), self.rotate(rotated, batch)), dim=-1)
         return q, torch.cat((c, self.rotate(k[:, None], batch)[:, 0]), dim=-1)
@@ -135,8 +136,8 @@ class HeadProjections(Linear):
 
     @property
     def stacked(self) -> bool:
-        """Whether one kernel multiplies all heads by their weights, which are one packed tensor."""
-        return all(isinstance(w, Tensor) and linear.is_ours(w) for w in (self.to_keys, self.to_values))
+        """Whether one kernel multiplies all heads by their weights, which are one tensor."""
+        return all(isinstance(weights, Tensor) for weights in (self.to_keys, self.to_values))
 
     @property
     def heads_take_adapters(self) -> bool:
@@ -180,10 +181,14 @@ def of_heads(x: Tensor, weights: Tensor | list[Tensor], room: int = 0) -> Tensor
     row has the same bits in any batch. room: see `to_latent`."""
     if isinstance(weights, Tensor) and linear.is_ours(weights):
         return linear.linear_heads(x, weights, room)
-    heads = x.transpose(0, 1).contiguous()
+    heads = x.transpose(0, 1)
     if isinstance(weights, Tensor):
-        return torch.bmm(heads, weights.mT).transpose(0, 1)
-    return torch.stack([linear.linear(head, weight) for head, weight in zip(heads, weights, strict=True)], dim=1)
+        outputs = weights.shape[1]
+        out = x.new_empty(*x.shape[:2], outputs + room)
+        torch.bmm(heads, weights.mT, out=out[..., :outputs].transpose(0, 1))
+        return out
+    products = [linear.linear(head.contiguous(), weight) for head, weight in zip(heads, weights, strict=True)]
+    return torch.stack(products, dim=1)
 
 
 def projection(cfg: ModelConfig, inputs: int, outputs: Shard, name: str, bias: bool = False) -> ColumnParallelLinear:

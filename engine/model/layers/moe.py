@@ -86,8 +86,8 @@ class BiasedRouter(RouterProduct):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         moe, logits = self.moe, self.logits(x)
         groups = moe.num_groups, moe.topk_groups
-        experts, weights = self.top_k(logits, self.correction, groups, moe.experts_per_token, moe.norm_topk_prob)
-        return experts, self.scaled(weights, moe.routed_scaling_factor, x.dtype)
+        options = groups, moe.experts_per_token, moe.norm_topk_prob, moe.routed_scaling_factor, x.dtype
+        return self.top_k(logits, self.correction, *options)
 
     def shards(self) -> Shards:
         return super().shards() | {"e_score_correction_bias": replicated(self.correction)}
@@ -104,8 +104,7 @@ class GroupLimitedRouter(RouterProduct):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         moe, logits = self.moe, self.logits(x)
         groups = moe.num_groups, moe.topk_groups
-        experts, weights = self.top_k(logits, groups, moe.experts_per_token)
-        return experts, self.scaled(weights, moe.routed_scaling_factor, x.dtype)
+        return self.top_k(logits, groups, moe.experts_per_token, moe.routed_scaling_factor, x.dtype)
 
 
 ROUTERS = {"softmax": Router, "sigmoid": BiasedRouter, "group_limited": GroupLimitedRouter}

@@ -61,7 +61,7 @@ def open_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    return (x * factor).to(dtype)
+    return (x if factor == 1.0 else x * factor).to(dtype)
 
 
 def pick_columns(x: Tensor, columns: Tensor) -> Tensor:
@@ -122,4 +122,8 @@ def select_open_gate(dtype: torch.dtype, device: torch.device) -> Product:
         from engine.model.ops.cpu import activation as cpu
 
         return cpu.open_gate
-    return open_gate
+    if not dispatch.gpu_kernels(dtype, device):
+        return open_gate
+    from engine.model.ops.gpu import activation as gpu
+
+    return gpu.open_gate

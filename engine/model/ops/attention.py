@@ -58,20 +58,24 @@ def select_latent(dtype: torch.dtype, device: torch.device) -> tuple[WriteLatent
 
         return attention_plain.write_latent, attention.latent_attention
     if dispatch.gpu_kernels(dtype, device):
-        from engine.model.ops.gpu import latent_attention
+        from engine.model.ops.gpu import latent_attention, latent_rope
 
-        return latent_attention.write_latent, latent_attention.latent_attention
+        return latent_rope.write_latent, latent_attention.latent_attention
     return attention_plain.write_latent, attention_plain.latent_attention
 
 
 def select_rotate_and_write_latent(dtype: torch.dtype, device: torch.device) -> Callable[..., None] | None:
-    """Return the kernel that rotates queries and keys of latent attention and writes the cache; None if there is none.
-    See ops/cpu/rope.py."""
-    if not dispatch.cpu_kernels(dtype, device):
-        return None
-    from engine.model.ops.cpu import rope
+    """Return the kernel that norms latents, rotates queries and keys of latent attention, and writes the cache; None if
+    there is none. See ops/gpu/latent_rope.py."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu import rope
 
-    return rope.rotate_and_write_latent
+        return rope.rotate_and_write_latent
+    if dispatch.gpu_kernels(dtype, device):
+        from engine.model.ops.gpu import latent_rope
+
+        return latent_rope.rotate_and_write_latent
+    return None
 
 
 def tile_rows(longest: int, heads: int, spec: KVCacheSpec, dtype: torch.dtype, device: torch.device) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.model.ops import dispatch
-from engine.model.ops.activation import sigmoid
+from engine.model.ops.activation import scaled, sigmoid
 from engine.model.ops.linear import cpu_kernels, linear, pack
 from engine.model.ops.quantized_linear import Multiply, kind, log_once
 from engine.model.quantization.packed_experts import PackedExperts
@@ -24,7 +24,6 @@ from engine.model.quantization.weight import QuantizedWeight
 Activation = Callable[[Tensor], Tensor]
 Biases = tuple[Tensor, Tensor] | None
 TopK = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
-TopKOfGroups = Callable[[Tensor, Tensor, tuple[int, int], int, bool], tuple[Tensor, Tensor]]
 Packed = Tensor | PackedExperts
 Weight = Tensor | Multiply
 AddToPairs = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -72,7 +71,8 @@ def pack_experts(weights: Iterable[QuantizedWeight], num_experts: int, dtype: to
             log_once(f"experts, {kind(weight)}: {how}")
     if len(packed) == 1:
         return packed[0]
-    return PackedExperts(packed[0], packed[1], packed[2] if len(packed) > 2 else None, weight.values.shape[1])
+    offsets = packed[2] if len(packed) > 2 else None
+    return PackedExperts(packed[0], packed[1], offsets, weight.values.shape[1], weight.activations)
 
 
 def select_top_k(dtype: torch.dtype, device: torch.device) -> TopK:
@@ -96,7 +96,7 @@ def top_k_softmax_plain(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor
     return experts, weights.to(logits.dtype)
 
 
-def select_top_k_sigmoid(device: torch.device) -> TopKOfGroups:
+def select_top_k_sigmoid(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the fastest version of `top_k_sigmoid_plain`. See layers/moe.py."""
     if dispatch.cpu_kernels(torch.float32, device):
         from engine.model.ops.cpu.moe import routing as cpu
@@ -110,10 +110,12 @@ def select_top_k_sigmoid(device: torch.device) -> TopKOfGroups:
 
 
 def top_k_sigmoid_plain(
-    logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool, factor: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose experts by sigmoid scores plus a correction, best first: logits [tokens, num_experts] float32, correction
-    [num_experts], (num_groups, topk_groups) -> experts [tokens, k] int64, weights [tokens, k] float32."""
+    [num_experts], (num_groups, topk_groups) -> experts [tokens, k] int64, weights [tokens, k] times `factor` of this
+    dtype."""
     scores, (num_groups, topk_groups) = sigmoid(logits), groups
     choice = scores + correction
     if num_groups > 1:
@@ -121,27 +123,35 @@ def top_k_sigmoid_plain(
         choice = left_in(choice, of_groups, topk_groups, -torch.inf)
     experts = choice.topk(k, dim=-1).indices
     weights = scores.gather(1, experts)
-    return experts, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if normalise else weights
+    if normalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return experts, scaled(weights, factor, dtype)
 
 
-def select_top_k_of_groups(device: torch.device) -> Callable[[Tensor, tuple[int, int], int], tuple[Tensor, Tensor]]:
+def select_top_k_of_groups(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the fastest version of `top_k_of_groups_plain`."""
     if dispatch.cpu_kernels(torch.float32, device):
         from engine.model.ops.cpu.moe import routing as cpu
 
         return cpu.top_k_of_groups
-    return top_k_of_groups_plain
+    if not dispatch.gpu_kernels(torch.float32, device):
+        return top_k_of_groups_plain
+    from engine.model.ops.gpu.experts import routing
+
+    return routing.top_k_of_groups
 
 
-def top_k_of_groups_plain(logits: Tensor, groups: tuple[int, int], k: int) -> tuple[Tensor, Tensor]:
+def top_k_of_groups_plain(
+    logits: Tensor, groups: tuple[int, int], k: int, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Choose experts by probability, best first, from the groups with the most probable experts: logits [tokens,
     num_experts] float32, (num_groups, topk_groups) -> experts [tokens, k] int64, and their probabilities as weights
-    [tokens, k] float32."""
+    [tokens, k], times `factor`, of this dtype."""
     scores, (num_groups, topk_groups) = logits.softmax(-1), groups
     if num_groups > 1:
         scores = left_in(scores, scores.unflatten(1, (num_groups, -1)).amax(-1), topk_groups, 0.0)
     weights, experts = scores.topk(k, dim=-1)
-    return experts, weights
+    return experts, scaled(weights, factor, dtype)
 
 
 def left_in(scores: Tensor, of_groups: Tensor, topk_groups: int, rest: float) -> Tensor:
@@ -158,7 +168,11 @@ def select_add_shared(dtype: torch.dtype, device: torch.device) -> Callable[[Ten
         from engine.model.ops.cpu.moe import experts as cpu
 
         return cpu.add_shared
-    return add_shared_plain
+    if not dispatch.gpu_kernels(dtype, device):
+        return add_shared_plain
+    from engine.model.ops.gpu.experts import routing
+
+    return routing.add_shared
 
 
 def add_shared_plain(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:

@@ -21,6 +21,8 @@ class PackedExperts:
     offsets: Tensor | None
     """[experts, outputs, groups] float32 for int4, where a weight is code * scale + offset; None for other formats."""
     inputs: int
+    activations: torch.dtype | None = None
+    """The dtype to which inputs should be rounded (float8_e4m3fn or int8); None if they should not."""
 
     @property
     def shape(self) -> tuple[int, int, int]:

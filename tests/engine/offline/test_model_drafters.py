@@ -101,20 +101,20 @@ def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expe
         assert method == "eagle3" or stats.spec_decode.num_accepted_tokens > stats.spec_decode.num_draft_tokens / 3
 
 
-# plain recurrent layers find their states on the host; kernels of a GPU do not
-ON_LATE = [method for method in METHODS if not method.startswith("hybrid")]
+ON_LATE = [method for method in METHODS if method != "hybrid_ngram"]  # these texts repeat nothing
 
 
-@pytest.mark.parametrize("method", with_slow(ON_LATE, set(ON_LATE) - {"eagle3"}))
-def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, method):
+@pytest.mark.parametrize("method", with_slow(ON_LATE, set(ON_LATE) - {"eagle3", "hybrid_mtp"}))
+def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, method, monkeypatch):
+    monkeypatch.setattr("engine.runner.model_runner.can_capture", lambda setup: True)  # hybrids too, as with Triton
     folder, options = folders[method]
     with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
         assert run(llm, "penalties") == expected(folder)["penalties"]
+        assert llm.stats().spec_decode.num_draft_tokens > 0
         passes = len(late.replays) - llm.stats().steps  # of the drafter
         assert passes == 0 if method == "medusa" else passes > 0
         if method in ("eagle3", "mtp"):
             assert passes > llm.stats().steps, "a first pass for every step, and further ones"
-        assert llm.stats().spec_decode.num_draft_tokens > 0
 
 
 class Launches(TorchDispatchMode):

@@ -20,6 +20,7 @@ from engine.model.ops.cpu.kernel import (
     store,
     take,
 )
+from engine.model.ops.cpu.norm import rms_norm
 
 TOKENS = 4  # tokens that a thread takes at a time
 
@@ -121,14 +122,16 @@ WRITE_LATENT = Kernel({torch.bfloat16: write_latent_bf16, torch.float32: write_l
 
 
 def rotate_and_write_latent(
-    out: Tensor, q: Tensor, c: Tensor, k: Tensor, table: Tensor, interleaved: bool, batch: Batch, layer: int
-) -> None:
-    """Rotate q into the last values of out, and write c and the rotated k to the cache.
+    out: Tensor, q: Tensor, c: Tensor, k: Tensor, norm: tuple[Tensor, float], table: Tensor, interleaved: bool,
+    batch: Batch, layer: int,
+) -> None:  # fmt: skip
+    """Rotate q into the last values of out. Norm c, and write it and the rotated k to the cache.
 
     out: [tokens, heads, rank + rope_dim], contiguous; q: [tokens, heads, rope_dim]; c: [tokens, rank]; k: [tokens,
-    rope_dim]; each head's or token's values contiguous. interleaved: see `LatentConfig`.
+    rope_dim]; each head's or token's values contiguous. norm: weight and epsilon. interleaved: see `LatentConfig`.
     """
     (tokens, heads, _), cache, half = out.shape, batch.kv_cache, table.shape[1] // 2
+    c = rms_norm(c, *norm, 0.0)
     WRITE_LATENT.launch(
         out.dtype, -(-tokens // TOKENS), out, q, c, k, table, batch.positions, cache[0, layer], batch.slot_mapping,
         TokenCount(tokens), heads, c.shape[1], half, 1 if interleaved else half, q.stride(0), q.stride(1), c.stride(0),

@@ -1,6 +1,6 @@
 """Gated activations on a GPU, in Triton: one pass over both halves. See ops/activation.py.
 
-`swigluoai_kernel` and `relu2_kernel` have run under Triton's interpreter only, not on a GPU yet.
+`swigluoai_kernel`, `relu2_kernel` and `open_gate_kernel` have run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -67,6 +67,21 @@ def relu2_kernel(x, out, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = Fa
     tl.store(out + token * size + i, (value * value).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def open_gate_kernel(
+    x, gate, out, size, stride, head_stride, head_dim, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
+):  # fmt: skip
+    """Compute x * sigmoid(gate). Grid (tokens, size / BLOCK). stride, head_stride: of the gates' tokens and heads."""
+    dependent_launch.begin(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    value = tl.load(x + token * size + i, mask=inside, other=0.0)
+    place = token * stride + i // head_dim * head_stride + i % head_dim
+    opened = tl.sigmoid(tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+    tl.store(out + token * size + i, (value.to(tl.float32) * opened.to(tl.float32)).to(value.dtype), mask=inside)
+
+
 def silu_mul(x: Tensor) -> Tensor:
     return apply(x, gelu=False)
 
@@ -89,6 +104,16 @@ def relu2(x: Tensor) -> Tensor:
     out, size = torch.empty_like(x), x.shape[1]
     relu2_kernel[x.shape[0], triton.cdiv(size, BLOCK)](
         x, out, size, BLOCK=BLOCK, **dependent_launch.options(x.device)
+    )  # fmt: skip
+    return out
+
+
+def open_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x [tokens, heads * head_dim], contiguous, times the sigmoid of gate [tokens, heads, head_dim], each head's
+    values contiguous."""
+    out, size = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[1]
+    open_gate_kernel[x.shape[0], triton.cdiv(size, BLOCK)](
+        x, gate, out, size, *gate.stride()[:2], gate.shape[2], BLOCK=BLOCK, **dependent_launch.options(x.device)
     )  # fmt: skip
     return out
 

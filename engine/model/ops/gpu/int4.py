@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.model.ops.gpu import dependent_launch
 from engine.model.ops.gpu.attention import shared_bytes
 from engine.model.quantization.weight import QuantizedWeight
 
@@ -45,9 +46,11 @@ def load_int4(
 def int4_linear_kernel(
     x, values, scales, offsets, out, rows, size_n, size_k, stride_x,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Multiply BLOCK_M rows with BLOCK_N outputs. Grid (rows / BLOCK_M, size_n / BLOCK_N): neighbouring programs share
     a weight."""
+    dependent_launch.begin(DEPENDENT)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -114,5 +117,6 @@ class Int4:
             x, *packed, out, rows, outputs, inputs, x.stride(0),
             **blocks, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8 if block_m > 64 else 4,
             num_stages=num_stages(block_m, block_n, block_k, shared_bytes(x.device)),
+            **dependent_launch.options(x.device),
         )  # fmt: skip
         return out if bias is None else out + bias

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.model.batch import Batch
-from engine.model.ops.gpu import attention
+from engine.model.ops.gpu import attention, dependent_launch
 from engine.model.ops.gpu.attention import LOG2_E, MIN_SPLIT_TOKENS, keep_split
 
 GROUP = 16  # heads of a program, at most: tl.dot wants as many rows
@@ -27,10 +27,11 @@ def latent_kernel(
     scale, q_stride, out_stride, block_stride, table_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
-    PRECISION: tl.constexpr, SLOT_ROWS: tl.constexpr, COMBINED: tl.constexpr,
+    PRECISION: tl.constexpr, SLOT_ROWS: tl.constexpr, COMBINED: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Attend from the tile of each item. Grid (items, heads / GROUP). See `attend_kernel`; a group of heads takes the
     place of a KV head."""
+    dependent_launch.begin(DEPENDENT)
     items += 9 * tl.program_id(0)
     part, parts = tl.program_id(1), tl.num_programs(1)
     seq = tl.load(items)
@@ -122,25 +123,5 @@ def launch(
         ROPE_PAD=max(16, triton.next_power_of_2(q.shape[2] - rank)),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         SLOT_ROWS=block_m, COMBINED=max(1, attention.COMBINED_VALUES // (block_m * max(16, pad))),
-        num_warps=8 if block_m > 16 else 4, num_stages=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def write_kernel(latent, cache, slots, stride, block_stride, PAGE: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """Write the latents of tokens to the cache. Grid (tokens). Tokens with a negative slot are padding."""
-    token, d = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
-    slot = tl.load(slots + token)
-    if slot < 0:
-        return
-    values = tl.load(latent + token * stride + d, mask=d < SIZE)
-    tl.store(cache + slot // PAGE * block_stride + slot % PAGE * SIZE + d, values, mask=d < SIZE)
-
-
-def write_latent(latent: Tensor, batch: Batch, layer: int) -> None:
-    """Write latents to the cache. latent: [tokens, rank + rope_dim]."""
-    cache, (tokens, size) = batch.kv_cache, latent.shape
-    write_kernel[tokens,](
-        latent, cache[0, layer], batch.slot_mapping, latent.stride(0), cache.stride(0),
-        PAGE=cache.shape[4], SIZE=size, PAD=triton.next_power_of_2(size),
+        num_warps=8 if block_m > 16 else 4, num_stages=2, **dependent_launch.options(q.device),
     )  # fmt: skip

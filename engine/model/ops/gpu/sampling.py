@@ -1,33 +1,33 @@
-"""Samples a token of each row, greedily or by its parameters, in Triton and without sorting. See
+"""Samples a token of each row, greedily or by its parameters, in Triton and without sorting, in two launches. See
 engine/model/ops/sampling.py.
 
 The plain version sorts tokens, most likely first, and finds where running sums of their weights pass a goal. Here a
 search over the values of logits finds the same position, in some 40 passes over the row. With one program per row they
-would take a millisecond. So many programs first collect the tokens of a row that are not far below the best one, and
-the search runs over these tokens if they suffice. A random number draws the same token as in the plain version, unless
-it is so close to the border between two tokens that the order of summation decides. A row's token does not depend on
-other rows. Nothing here waits for the device.
-
-Every kernel reads the logits of the model, divides them by the row's temperature and writes to the tokens of all rows,
-so a step has one launch for the largest logits, one for greedy rows, and two for rows with filters. Has run under
-Triton's interpreter only, not on a GPU yet.
+would take a millisecond. So the first launch has many programs for a row. Each finds the best token of a segment of the
+vocabulary, sums up its weights and collects its tokens that are not far below its best one. In the second launch, one
+program per row combines the segments and searches over the collected tokens, if they suffice. A random number draws the
+same token as in the plain version, unless it is so close to the border between two tokens that the order of summation
+decides. A row's token does not depend on other rows. Nothing here waits for the device. Has run under Triton's
+interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.model.ops.gpu import dependent_launch
 from engine.model.ops.sampling_plain import MIN_TEMPERATURE, RandomRows
+from engine.wire.plan import ALL_TOKENS_BANNED
 
 BLOCK = 4096
 SEGMENT = 8192  # tokens of the vocabulary from which a program collects
-COLLECTED = 1024  # most tokens collected of a segment; if more are near, the search runs over the whole row
+COLLECTED = 1024  # most tokens collected of a segment
 FAR = 10.0  # distance below the best logit up to which tokens are near: weights above 5e-5
+NONE = tl.constexpr(2147483647)
+BANNED = tl.constexpr(ALL_TOKENS_BANNED)
 
 
 @triton.jit
@@ -55,42 +55,10 @@ def load_temperature(temperature, row, LEAST: tl.constexpr):
 
 
 @triton.jit
-def load_best(segment_best, row, segments, SEGMENTS_PAD: tl.constexpr):
-    """Return the largest logit of a row, or NaN if the row has one."""
-    segment = tl.arange(0, SEGMENTS_PAD)
-    bests = tl.load(segment_best + row * segments + segment, mask=segment < segments, other=float("-inf"))
-    broken = tl.sum((bests != bests).to(tl.int32), 0) > 0
-    return tl.where(broken, float("nan"), tl.max(bests, 0))
-
-
-@triton.jit
 def store_token(tokens, row, token, best):
-    """Store the token of a row, -1 if its largest logit is not finite."""
-    tl.store(tokens + row, tl.where(tl.abs(best) < float("inf"), token.to(tl.int64), -1))
-
-
-@triton.jit
-def best_kernel(logits, segment_best, segment_ids, vocab, stride, SEGMENT: tl.constexpr):
-    """Find the largest logit of a segment, and the first token that has it. Grid (rows, segments)."""
-    row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    i = segment * SEGMENT + tl.arange(0, SEGMENT)
-    x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
-    best = tl.max(x, 0)
-    broken = tl.sum((x != x).to(tl.int32), 0) > 0
-    tl.store(segment_best + row * segments + segment, tl.where(broken, float("nan"), best))
-    tl.store(segment_ids + row * segments + segment, tl.min(tl.where(x == best, i, vocab - 1), 0))
-
-
-@triton.jit
-def greedy_kernel(segment_best, segment_ids, tokens, segments, SEGMENTS_PAD: tl.constexpr):
-    """Take the first token with the largest logit. Grid (rows)."""
-    row = tl.program_id(0).to(tl.int64)
-    best = load_best(segment_best, row, segments, SEGMENTS_PAD)
-    segment = tl.arange(0, SEGMENTS_PAD)
-    there = segment < segments
-    bests = tl.load(segment_best + row * segments + segment, mask=there, other=float("-inf"))
-    ids = tl.load(segment_ids + row * segments + segment, mask=there, other=0)
-    store_token(tokens, row, tl.min(tl.where(there & (bests == best), ids, 2147483647), 0), best)
+    """Store the token of a row. If its largest logit is not finite: BANNED for -inf, else -1."""
+    token = tl.where(tl.abs(best) < float("inf"), token.to(tl.int64), -1)
+    tl.store(tokens + row, tl.where(best == float("-inf"), BANNED, token))
 
 
 @triton.jit
@@ -151,67 +119,145 @@ def mass_above(logits, vocab, width, pitch, temperature, best, min_p, key, BLOCK
 
 
 @triton.jit
-def collect_kernel(
-    logits, rows, segment_best, temperature, min_p, values, ids, masses, counts, vocab, stride,
-    FAR: tl.constexpr, LEAST: tl.constexpr, SEGMENT: tl.constexpr, COLLECTED: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
-):  # fmt: skip
-    """Collect a segment's tokens that pass min_p and are less than FAR below the best logit. Grid (n, segments): row
-    rows[i] of the logits has the i-th parameters.
+def has_filters(top_k, top_p, min_p, vocab):
+    return (top_k < vocab) | (top_p < 1.0) | (min_p > 0.0)
 
-    Writes logits and ids, in the order of ids, to `values` and `ids` [n, segments, COLLECTED]; -inf after them.
-    masses [2, n, segments]: weight of all tokens that pass min_p, and of those that are also near; counts
-    [n, segments]: number of the latter.
+
+@triton.jit
+def collect_kernel(
+    logits, rows, temperature, top_p, min_p, top_k, bests, best_ids, masses, limits, counts, values, ids, vocab,
+    stride, GREEDY: tl.constexpr, FAR: tl.constexpr, LEAST: tl.constexpr, SEGMENT: tl.constexpr,
+    COLLECTED: tl.constexpr, DEPENDENT: tl.constexpr = False,
+):  # fmt: skip
+    """Read a segment of a row. Grid (n, segments). With GREEDY, the rows are the first n of the logits; else row
+    rows[i] has the i-th parameters.
+
+    bests, best_ids [n, segments]: the largest logit, NaN if there is one, and the first token that has it
+    masses [n, segments]: sum of weights relative to the best token of the segment, for rows that are not greedy
+    For rows with filters: limits [n, segments], above which all tokens are collected; counts [n, segments]; values and
+    ids [n, segments, COLLECTED], logits and tokens in the order of ids, -inf after them.
     """
-    own, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    row, temperature = tl.load(rows + own), load_temperature(temperature, own, LEAST)
-    best = tl.div_rn(load_best(segment_best, row, segments, SEGMENTS_PAD), temperature)
-    min_p = tl.load(min_p + own)
+    dependent_launch.begin(DEPENDENT)
+    own, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at, row = own * tl.num_programs(1) + segment, own
+    if not GREEDY:
+        row = tl.load(rows + own)
     i = segment * SEGMENT + tl.arange(0, SEGMENT)
-    x = scaled(logits + row * stride, i, vocab, temperature)
-    weight = tl.exp(x - best)
-    weight = tl.where(weight >= min_p, weight, 0.0)
-    near = (weight > 0.0) & (x > best - FAR)
-    slot, count = tl.cumsum(near.to(tl.int32), 0) - 1, tl.sum(near.to(tl.int32), 0)
-    at = own * segments + segment
-    tl.store(counts + at, count)
-    tl.store(masses + at, tl.sum(weight, 0))
-    tl.store(masses + tl.num_programs(0) * segments + at, tl.sum(tl.where(near, weight, 0.0), 0))
-    near = near & (slot < COLLECTED)
-    tl.store(values + at * COLLECTED + slot, x, mask=near)
-    tl.store(ids + at * COLLECTED + slot, i, mask=near)
-    rest = tl.arange(0, COLLECTED)
-    tl.store(values + at * COLLECTED + rest, float("-inf"), mask=rest >= count)
+    x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
+    best = tl.max(x, 0)
+    broken = tl.sum((x != x).to(tl.int32), 0) > 0
+    tl.store(bests + at, tl.where(broken, float("nan"), best))
+    tl.store(best_ids + at, tl.min(tl.where(x == best, i, vocab - 1), 0))
+    if GREEDY:
+        return
+    most = tl.load(top_k + own)
+    if most == 1:
+        return
+    degree = load_temperature(temperature, own, LEAST)
+    x, top = tl.div_rn(x, tl.zeros([SEGMENT], tl.float32) + degree), tl.div_rn(best, degree)
+    tl.store(masses + at, tl.sum(tl.where(x > float("-inf"), tl.exp(x - top), 0.0), 0))
+    if has_filters(most, tl.load(top_p + own), tl.load(min_p + own), vocab):
+        distance = tl.full([], FAR, tl.float32)
+        near = x > top - distance
+        count = tl.sum(near.to(tl.int32), 0)
+        while count > COLLECTED:
+            distance *= 0.5
+            near = x > top - distance
+            count = tl.sum(near.to(tl.int32), 0)
+        tl.store(limits + at, top - distance)
+        tl.store(counts + at, count)
+        slot = tl.cumsum(near.to(tl.int32), 0) - 1
+        tl.store(values + at * COLLECTED + slot, x, mask=near)
+        tl.store(ids + at * COLLECTED + slot, i, mask=near)
+        rest = tl.arange(0, COLLECTED)
+        tl.store(values + at * COLLECTED + rest, float("-inf"), mask=rest >= count)
+
+
+@triton.jit
+def draw_any(logits, segment, there, masses, best, uniform, temperature, vocab, SEGMENT: tl.constexpr):
+    """Draw from all tokens of a row: the token at which the running sum of weights exceeds a goal. masses: of segments,
+    relative to the best token. Tokens of weight 0 are excluded by their weight, since sums in another order differ
+    slightly."""
+    sums, goal = tl.cumsum(masses, 0), uniform * tl.sum(masses, 0)
+    holds = there & (masses > 0.0)
+    chosen = tl.min(tl.where(holds & (sums > goal), segment, NONE), 0)
+    chosen = tl.where(chosen == NONE, tl.max(tl.where(holds, segment, 0), 0), chosen)
+    goal -= tl.sum(tl.where(segment < chosen, masses, 0.0), 0)
+    i = chosen * SEGMENT + tl.arange(0, SEGMENT)
+    weight = tl.exp(scaled(logits, i, vocab, temperature) - best)
+    after = (weight > 0.0) & (tl.cumsum(weight, 0) > goal)
+    token = tl.min(tl.where(after, i, NONE), 0)
+    return tl.where(token == NONE, tl.max(tl.where(weight > 0.0, i, 0), 0), token)
+
+
+@triton.jit
+def near_mass(values, size, width, pitch, best, min_p, limit, BLOCK: tl.constexpr):
+    """Return weight and number of the collected tokens above a limit that pass min_p."""
+    weights = tl.zeros([BLOCK], tl.float32)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, size, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        x = tl.load(values + n // width * pitch + n % width, mask=n < size, other=float("-inf"))
+        weight = tl.exp(x - best)
+        near = (x > limit) & (weight > 0.0) & (weight >= min_p)
+        weights += tl.where(near, weight, 0.0)
+        counts += near.to(tl.int32)
+    return tl.sum(weights, 0), tl.sum(counts, 0)
 
 
 @triton.jit
 def draw_kernel(
-    logits, rows, segment_best, values, ids, masses, counts, tokens, temperature, uniform, top_p, min_p, top_k, vocab,
-    stride, segments, FAR_WEIGHT: tl.constexpr, LEAST: tl.constexpr, COLLECTED: tl.constexpr,
-    SEGMENTS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    logits, rows, bests, best_ids, masses, limits, counts, values, ids, tokens, temperature, uniform, top_p, min_p,
+    top_k, vocab, stride, segments, GREEDY: tl.constexpr, FAR: tl.constexpr, LEAST: tl.constexpr,
+    SEGMENT: tl.constexpr, COLLECTED: tl.constexpr, SEGMENTS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Draw a token of a row. Grid (n): row rows[i] of the logits has the i-th parameters. `floor` is the lowest key
-    that filters keep, `kept` how many tokens of it they keep."""
+    """Take or draw a token of a row from what `collect_kernel` has written. Grid (n). `floor` is the lowest key that
+    filters keep, `kept` how many tokens of it they keep."""
+    dependent_launch.begin(DEPENDENT)
     own = tl.program_id(0).to(tl.int64)
-    row, temperature = tl.load(rows + own), load_temperature(temperature, own, LEAST)
-    top_p, min_p, top_k = tl.load(top_p + own), tl.load(min_p + own), tl.load(top_k + own)
-    largest = load_best(segment_best, row, segments, SEGMENTS_PAD)
-    best = tl.div_rn(largest, temperature)
     segment = tl.arange(0, SEGMENTS_PAD)
-    at, there = own * segments + segment, segment < segments
-    all_mass = tl.sum(tl.load(masses + at, mask=there, other=0.0), 0)
-    near_mass = tl.sum(tl.load(masses + tl.num_programs(0) * segments + at, mask=there, other=0.0), 0)
-    collected = tl.load(counts + at, mask=there, other=0)
-    any_k = top_k >= vocab
-    enough = (min_p > FAR_WEIGHT) | (top_k <= tl.sum(collected, 0)) | (any_k & (near_mass >= top_p * all_mass))
-    narrow = enough & (tl.max(collected, 0) <= COLLECTED) & (near_mass > 0.0)
-    whole_vocab, width, pitch = vocab, vocab, vocab
-    if narrow:  # as many of each segment as the fullest has
+    at, there, row = own * segments + segment, segment < segments, own
+    each = tl.load(bests + at, mask=there, other=float("-inf"))
+    broken = tl.sum((each != each).to(tl.int32), 0) > 0
+    largest = tl.where(broken, float("nan"), tl.max(each, 0))
+    first_best = tl.min(tl.where(there & (each == largest), tl.load(best_ids + at, mask=there, other=0), NONE), 0)
+    if GREEDY:
+        store_token(tokens, row, first_best, largest)
+        return
+    row, top_k = tl.load(rows + own), tl.load(top_k + own)
+    if top_k == 1:
+        store_token(tokens, row, first_best, largest)
+        return
+    temperature, uniform = load_temperature(temperature, own, LEAST), tl.load(uniform + own)
+    top_p, min_p = tl.load(top_p + own), tl.load(min_p + own)
+    best = tl.div_rn(largest, temperature)
+    tops = tl.div_rn(each, tl.zeros([SEGMENTS_PAD], tl.float32) + temperature)
+    masses = tl.load(masses + at, mask=there, other=0.0)
+    masses = tl.where(tops > float("-inf"), masses * tl.exp(tops - best), 0.0)
+    logits += row * stride
+    if not has_filters(top_k, top_p, min_p, vocab):
+        token = draw_any(logits, segment, there, masses, best, uniform, temperature, vocab, SEGMENT)
+        store_token(tokens, row, token, largest)
+        return
+
+    limit = tl.maximum(best - FAR, tl.max(tl.load(limits + at, mask=there, other=float("-inf")), 0))
+    collected = tl.where(tops > limit, tl.load(counts + at, mask=there, other=0), 0)
+    width = tl.maximum(tl.max(collected, 0), 1)  # as many of each segment as the fullest that counts has
+    mass, count = near_mass(
+        values + own * segments * COLLECTED, segments * width, width, COLLECTED, best, min_p, limit, BLOCK
+    )  # fmt: skip
+    any_k, all_pass = top_k >= vocab, min_p > tl.exp(limit - best)  # whether all that pass min_p are collected
+    all_mass = tl.where(all_pass, mass, tl.sum(masses, 0))
+    enough = all_pass | (top_k <= count) | (any_k & (min_p <= 0.0) & (mass >= top_p * all_mass))
+    narrow = enough & (mass > 0.0)
+    whole_vocab, pitch = vocab, COLLECTED
+    if narrow:
         logits = values + own * segments * COLLECTED
-        width, pitch = tl.max(collected, 0), COLLECTED
         vocab = segments * width
         temperature = tl.full([], 1.0, tl.float32)
     else:
-        logits += row * stride
+        width, pitch = vocab, vocab
 
     floor = sort_key(best - 110.0)  # weights there are 0 in float32
     if top_k < whole_vocab:
@@ -234,9 +280,7 @@ def draw_kernel(
         total = mass + kept * weight
 
     # strictly below the total, so that rounding never draws what is not kept
-    target = tl.minimum(
-        tl.load(uniform + own) * total, (total.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
-    )
+    target = tl.minimum(uniform * total, (total.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True))
     key = find_key(logits, vocab, width, pitch, temperature, best, min_p, floor, target, False, True, BLOCK)
     if key > floor:
         mass, count, kept = mass_above(logits, vocab, width, pitch, temperature, best, min_p, key, BLOCK)
@@ -257,80 +301,39 @@ def draw_kernel(
     store_token(tokens, row, token, largest)
 
 
-def draw_filtered(logits: Tensor, segment_best: Tensor, group: RandomRows, tokens: Tensor) -> None:
-    """Draw a token for each row of a group with filters."""
-    (count, vocab), segments, device = (len(group.rows), logits.shape[1]), segment_best.shape[1], logits.device
-    values = torch.empty(count, segments, COLLECTED, dtype=torch.float32, device=device)
-    ids, counts = (torch.empty(shape, dtype=torch.int32, device=device) for shape in (values.shape, (count, segments)))
-    masses = torch.empty(2, count, segments, dtype=torch.float32, device=device)
-    pad = triton.next_power_of_2(segments)
+def sample_rows(logits: Tensor, random: list[RandomRows]) -> Tensor:
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if sum(len(group.rows) for group in random) < len(logits):
+        sample(logits, None, tokens)
+    for group in random:
+        sample(logits, group, tokens)
+    return tokens
+
+
+def sample(logits: Tensor, group: RandomRows | None, tokens: Tensor) -> None:
+    """Sample the tokens of a group, whose rows may be greedy by a top_k of 1; None: of all rows, greedily."""
+    count, vocab = len(logits) if group is None else len(group.rows), logits.shape[1]
+    segments = triton.cdiv(vocab, SEGMENT)
+
+    def empty(dtype: torch.dtype, *sizes: int) -> Tensor:
+        return torch.empty(count, segments, *sizes, dtype=dtype, device=logits.device)
+
+    bests, best_ids = empty(torch.float32), empty(torch.int32)
+    rows = temperature = uniform = top_p = min_p = top_k = masses = limits = values = bests  # not used
+    counts = ids = best_ids
+    if group is not None:
+        rows, temperature, uniform = group.rows, group.temperature, group.uniform
+        top_p, min_p, top_k = group.top_p, group.min_p, group.top_k
+        masses, limits, counts = empty(torch.float32), empty(torch.float32), empty(torch.int32)
+        values, ids = empty(torch.float32, COLLECTED), empty(torch.int32, COLLECTED)
+    options = {"GREEDY": group is None, "FAR": FAR, "LEAST": MIN_TEMPERATURE, "SEGMENT": SEGMENT,
+               "COLLECTED": COLLECTED, **dependent_launch.options(logits.device)}  # fmt: skip
     collect_kernel[count, segments](
-        logits, group.rows, segment_best, group.temperature, group.min_p, values, ids, masses, counts, vocab,
-        logits.stride(0), FAR=FAR, LEAST=MIN_TEMPERATURE, SEGMENT=SEGMENT, COLLECTED=COLLECTED, SEGMENTS_PAD=pad,
-        num_warps=8,
+        logits, rows, temperature, top_p, min_p, top_k, bests, best_ids, masses, limits, counts, values, ids, vocab,
+        logits.stride(0), num_warps=8, **options,
     )  # fmt: skip
     draw_kernel[count,](
-        logits, group.rows, segment_best, values, ids, masses, counts, tokens, group.temperature, group.uniform,
-        group.top_p, group.min_p, group.top_k, vocab, logits.stride(0), segments, FAR_WEIGHT=math.exp(-FAR),
-        LEAST=MIN_TEMPERATURE, COLLECTED=COLLECTED, SEGMENTS_PAD=pad, BLOCK=BLOCK, num_warps=16,
+        logits, rows, bests, best_ids, masses, limits, counts, values, ids, tokens, temperature, uniform, top_p, min_p,
+        top_k, vocab, logits.stride(0), segments, SEGMENTS_PAD=triton.next_power_of_2(segments), BLOCK=BLOCK,
+        num_warps=16, **options,
     )  # fmt: skip
-
-
-@triton.jit
-def draw_any_kernel(
-    logits, rows, segment_best, tokens, temperature, uniform, vocab, stride, segments,
-    LEAST: tl.constexpr, SEGMENTS_PAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Draw the token at which the running sum of weights exceeds `target`. Grid (n): row rows[i] of the logits has the
-    i-th parameters. Tokens of weight 0 are excluded by their weight, since sums in another order differ slightly."""
-    own = tl.program_id(0).to(tl.int64)
-    row, temperature = tl.load(rows + own), load_temperature(temperature, own, LEAST)
-    logits += row * stride
-    largest = load_best(segment_best, row, segments, SEGMENTS_PAD)
-    best = tl.div_rn(largest, temperature)
-    sums = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, vocab, BLOCK):
-        sums += tl.exp(scaled(logits, first + tl.arange(0, BLOCK), vocab, temperature) - best)
-    target = tl.load(uniform + own) * tl.sum(sums, 0)
-
-    first = tl.zeros([], tl.int32)
-    start = tl.zeros([], tl.int32)  # start of the token's block: the last block read that has weights above 0
-    before = tl.zeros([], tl.float32)
-    seen = tl.zeros([], tl.float32)
-    while first < vocab:
-        mass = tl.sum(tl.exp(scaled(logits, first + tl.arange(0, BLOCK), vocab, temperature) - best), 0)
-        start = tl.where(mass > 0.0, first, start)
-        before = tl.where(mass > 0.0, seen, before)
-        seen += mass
-        first = tl.where(seen > target, vocab, first + BLOCK)
-    i = start + tl.arange(0, BLOCK)
-    weight = tl.exp(scaled(logits, i, vocab, temperature) - best)
-    after = (weight > 0.0) & (before + tl.cumsum(weight, 0) > target)
-    token = tl.min(tl.where(after, i, vocab), 0)
-    token = tl.where(token < vocab, token, tl.max(tl.where(weight > 0.0, i, 0), 0))
-    store_token(tokens, row, token, largest)
-
-
-def draw_any(logits: Tensor, segment_best: Tensor, group: RandomRows, tokens: Tensor) -> None:
-    """Draw a token for each row of a group without filters, from the whole vocabulary. Sums by torch run in parallel
-    and may grow slightly at a token of weight 0, so that a banned token is drawn; this also checks weights."""
-    vocab, segments = logits.shape[1], segment_best.shape[1]
-    draw_any_kernel[len(group.rows),](
-        logits, group.rows, segment_best, tokens, group.temperature, group.uniform, vocab, logits.stride(0), segments,
-        LEAST=MIN_TEMPERATURE, SEGMENTS_PAD=triton.next_power_of_2(segments), BLOCK=BLOCK, num_warps=16,
-    )  # fmt: skip
-
-
-def sample_rows(logits: Tensor, random: list[RandomRows]) -> Tensor:
-    (rows, vocab), device = logits.shape, logits.device
-    segments = triton.cdiv(vocab, SEGMENT)
-    best = torch.empty(rows, segments, dtype=torch.float32, device=device)
-    ids, tokens = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (
-        (best.shape, torch.int32), (rows, torch.int64)
-    ))  # fmt: skip
-    best_kernel[rows, segments](logits, best, ids, vocab, logits.stride(0), SEGMENT=SEGMENT, num_warps=8)
-    if sum(len(group.rows) for group in random) < rows:
-        greedy_kernel[rows,](best, ids, tokens, segments, SEGMENTS_PAD=triton.next_power_of_2(segments))
-    for group in random:
-        (draw_filtered if group.width else draw_any)(logits, best, group, tokens)
-    return tokens

@@ -66,8 +66,9 @@ class Begins:
             (row, s.slot, s.start + row - s.first) for s in seqs for row in range(max(s.first, s.last - RING), s.last)
         ]
         device = batch.query_start.device
-        rows, slots, positions, back = torch.tensor(first, device=device).reshape(-1, 4).unbind(1)
-        last_rows, last_slots, last_positions = torch.tensor(last, device=device).unbind(1)
+        rows, slots, positions, back = torch.tensor(first, dtype=torch.int64, device=device).reshape(-1, 4).unbind(1)
+        last_places = torch.tensor(last, dtype=torch.int64, device=device).reshape(-1, 3)
+        last_rows, last_slots, last_positions = last_places.unbind(1)
         saved = [seq for seq in seqs if seq.save_at >= 0]
         return cls(rows, slots, positions, back[:, None], last_rows, last_slots, last_positions, saved)
 

@@ -443,10 +443,11 @@ sys.exit(pytest.main([sys.argv[1], "-q", "-p", "no:xdist", "-k", "(attention or 
 def test_routers_choose_the_same_experts_as_plain(tokens, groups, k, normalise, dtype):
     logits, correction = randn(tokens, 3 + 16, dtype=dtype)[:, 3:], randn(16, dtype=torch.float32)
     pairs = [(cpu_routing.top_k_softmax(logits, k, normalise), moe.top_k_softmax_plain(logits, k, normalise))]
-    wide, options = randn(tokens, 16, dtype=torch.float32), (groups, k, normalise)
+    wide, scale = randn(tokens, 16, dtype=torch.float32), (2.5, dtype)
+    options = groups, k, normalise, *scale
     pairs += [
         (cpu_routing.top_k_sigmoid(wide, correction, *options), moe.top_k_sigmoid_plain(wide, correction, *options)),
-        (cpu_routing.top_k_of_groups(wide, groups, k), moe.top_k_of_groups_plain(wide, groups, k)),
+        (cpu_routing.top_k_of_groups(wide, groups, k, *scale), moe.top_k_of_groups_plain(wide, groups, k, *scale)),
     ]
     for (experts, weights), (expected, shares) in pairs:
         if dtype == torch.float32 or experts.dtype == dtype:  # there are equal logits in bfloat16
@@ -457,7 +458,9 @@ def test_routers_choose_the_same_experts_as_plain(tokens, groups, k, normalise, 
 def test_of_equal_logits_the_first_are_chosen_and_nan_chooses_known_experts():
     experts, weights = cpu_routing.top_k_softmax(torch.zeros(1, 16), 3, True)
     assert experts.tolist() == [[0, 1, 2]] and torch.allclose(weights, torch.full((1, 3), 1 / 3))
-    experts, _ = cpu_routing.top_k_sigmoid(torch.full((2, 16), torch.nan), torch.zeros(16), (4, 2), 3, True)
+    experts, _ = cpu_routing.top_k_sigmoid(
+        torch.full((2, 16), torch.nan), torch.zeros(16), (4, 2), 3, True, 1.0, torch.float32
+    )
     assert experts.min() >= 0 and experts.max() < 16
 
 
@@ -525,7 +528,9 @@ def test_latents_are_rotated_and_written_as_by_plain_ops(tokens, interleaved, dt
     positions = (5 * torch.arange(tokens)) % 12
     batch = Batch(positions, slots, *[torch.empty(0)] * 3, cache, torch.empty(0), [])
     out = torch.zeros(tokens, heads, rank + rope_dim, dtype=dtype)
-    cpu_rope.rotate_and_write_latent(out, q, c, k, table, interleaved, batch, 1)
+    norm = randn(rank, dtype=dtype), 1e-6
+    cpu_rope.rotate_and_write_latent(out, q, c, k, norm, table, interleaved, batch, 1)
+    c = cpu_norm.rms_norm(c, *norm, 0.0)
     rotated_q, rotated_k = (latent.rotate(part, table, batch, interleaved) for part in (q, k[:, None]))
     torch.testing.assert_close(out[..., rank:], rotated_q, **TOLERANCE[dtype])
     assert not out[..., :rank].any() and not cache[:, 0].any()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.model.ops.cpu.activation import scaled
 from engine.model.ops.cpu.kernel import (
     Kernel,
     TokenCount,
@@ -131,13 +132,18 @@ def top_k_softmax(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tens
 
 
 def top_k_sigmoid(
-    logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool
+    logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool, factor: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    experts, weights = route(logits, correction, groups, k, normalise)
+    return experts, scaled(weights, factor, dtype)
+
+
+def top_k_of_groups(
+    logits: Tensor, groups: tuple[int, int], k: int, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return route(logits, correction, groups, k, normalise)
-
-
-def top_k_of_groups(logits: Tensor, groups: tuple[int, int], k: int) -> tuple[Tensor, Tensor]:
-    return route(logits, None, groups, k, False)
+    experts, weights = route(logits, None, groups, k, False)
+    return experts, scaled(weights, factor, dtype)
 
 
 def route(

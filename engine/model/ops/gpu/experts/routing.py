@@ -60,31 +60,40 @@ def top_k_softmax(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tens
 
 
 @triton.jit
-def top_k_sigmoid_kernel(
-    logits, correction, experts, weights, stride,
+def top_k_of_groups_kernel(
+    logits, correction, experts, weights, stride, factor,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr, SOFTMAX: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Choose the experts of a token by sigmoid. Grid (tokens). Groups of SIZE experts are padded to SIZE_PAD, so an
-    expert's position differs from its number."""
+    """Choose the experts of a token. Grid (tokens). Groups of SIZE experts are padded to SIZE_PAD, so an expert's
+    position differs from its number. SOFTMAX: scores are a softmax without a correction, and a group's score is that of
+    its best expert; else scores are sigmoids, and a group's score is the sum of its two best."""
     dependent_launch.begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     position, rank = tl.arange(0, GROUPS_PAD * SIZE_PAD), tl.arange(0, K_PAD)
     expert = position // SIZE_PAD * SIZE + position % SIZE_PAD
     exists = (position // SIZE_PAD < GROUPS) & (position % SIZE_PAD < SIZE)
-    scores = tl.sigmoid(tl.load(logits + token * stride + expert, mask=exists, other=0.0))
-    choice = scores + tl.load(correction + expert, mask=exists, other=0.0)
+    scores = tl.load(logits + token * stride + expert, mask=exists, other=float("-inf"))
+    if SOFTMAX:
+        scores = tl.exp(scores - tl.max(scores, 0))
+        scores = scores / tl.sum(scores, 0)
+        choice = scores
+    else:
+        scores = tl.sigmoid(scores)
+        choice = scores + tl.load(correction + expert, mask=exists, other=0.0)
     choice = tl.where(exists, choice, float("-inf"))
     if GROUPS > 1:
         grouped, group = choice.reshape(GROUPS_PAD, SIZE_PAD), tl.arange(0, GROUPS_PAD)
-        first = tl.arange(0, SIZE_PAD)[None, :] == tl.argmax(grouped, 1)[:, None]
-        both = tl.max(grouped, 1) + tl.max(tl.where(first, float("-inf"), grouped), 1)
+        of_groups = tl.max(grouped, 1)
+        if not SOFTMAX:
+            first = tl.arange(0, SIZE_PAD)[None, :] == tl.argmax(grouped, 1)[:, None]
+            of_groups += tl.max(tl.where(first, float("-inf"), grouped), 1)
         kept = tl.zeros([GROUPS_PAD], tl.int32)
         for _ in tl.static_range(TOPK_GROUPS):
-            best_group = tl.argmax(both, 0)
+            best_group = tl.argmax(of_groups, 0)
             kept = tl.where(group == best_group, 1, kept)
-            both = tl.where(group == best_group, float("-inf"), both)
+            of_groups = tl.where(group == best_group, float("-inf"), of_groups)
         choice = tl.where(kept[:, None] > 0, grouped, float("-inf")).reshape(GROUPS_PAD * SIZE_PAD)
     best, chosen = tl.zeros([K_PAD], tl.float32), tl.zeros([K_PAD], tl.int32)
     for i in tl.static_range(K):
@@ -96,23 +105,38 @@ def top_k_sigmoid_kernel(
     if NORMALISE:
         best = best / (tl.sum(best, 0) + 1e-20)
     tl.store(experts + token * K + rank, chosen.to(tl.int64), mask=rank < K)
-    tl.store(weights + token * K + rank, best, mask=rank < K)
+    tl.store(weights + token * K + rank, (best * factor).to(weights.dtype.element_ty), mask=rank < K)
 
 
 def top_k_sigmoid(
-    logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool, factor: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose experts, best first: logits [tokens, num_experts] float32, correction [num_experts] -> experts [tokens, k]
-    int64, weights [tokens, k] float32."""
+    int64, weights [tokens, k] times `factor` of this dtype."""
+    return route(logits, correction, groups, k, normalise, factor, dtype)
+
+
+def top_k_of_groups(
+    logits: Tensor, groups: tuple[int, int], k: int, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return route(logits, None, groups, k, False, factor, dtype)
+
+
+def route(
+    logits: Tensor, correction: Tensor | None, groups: tuple[int, int], k: int, normalise: bool, factor: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """correction: None for a softmax."""
     (tokens, num), (num_groups, topk_groups) = logits.shape, groups
     size = num // num_groups
     experts = torch.empty(tokens, k, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
-    top_k_sigmoid_kernel[tokens,](
-        logits, correction, experts, weights, logits.stride(0), SIZE=size, SIZE_PAD=triton.next_power_of_2(size),
-        GROUPS=num_groups, GROUPS_PAD=triton.next_power_of_2(num_groups), TOPK_GROUPS=topk_groups,
-        K=k, K_PAD=triton.next_power_of_2(k), NORMALISE=normalise, num_warps=1,
-        **dependent_launch.options(logits.device),
+    weights = torch.empty(tokens, k, dtype=dtype, device=logits.device)
+    top_k_of_groups_kernel[tokens,](
+        logits, logits if correction is None else correction, experts, weights, logits.stride(0), factor, SIZE=size,
+        SIZE_PAD=triton.next_power_of_2(size), GROUPS=num_groups, GROUPS_PAD=triton.next_power_of_2(num_groups),
+        TOPK_GROUPS=topk_groups, K=k, K_PAD=triton.next_power_of_2(k), NORMALISE=normalise,
+        SOFTMAX=correction is None, num_warps=1, **dependent_launch.options(logits.device),
     )  # fmt: skip
     return experts, weights
 
@@ -235,5 +259,30 @@ def combine(mixed: Tensor, weights: Tensor, positions: Tensor | None = None) -> 
     combine_kernel[tokens, triton.cdiv(size, BLOCK)](
         mixed, mixed if positions is None else positions, weights, out, size,
         K=k, PERMUTED=positions is not None, BLOCK=BLOCK, **dependent_launch.options(mixed.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def add_shared_kernel(
+    x, y, gate, out, size, stride, GATED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
+):  # fmt: skip
+    """Compute x + y, or x + y * sigmoid(gate). Grid (tokens, size / BLOCK). stride: of the gates."""
+    dependent_launch.begin(DEPENDENT)
+    token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mixed = tl.load(x + token * size + i, mask=i < size, other=0.0).to(tl.float32)
+    more = tl.load(y + token * size + i, mask=i < size, other=0.0).to(tl.float32)
+    if GATED:
+        more *= tl.sigmoid(tl.load(gate + token * stride).to(tl.float32))
+    tl.store(out + token * size + i, (mixed + more).to(out.dtype.element_ty), mask=i < size)
+
+
+def add_shared(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
+    """Return x + y, or x + y * sigmoid(gate). x, y: [tokens, size], contiguous; gate: [tokens, 1]."""
+    tokens, size = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    add_shared_kernel[tokens, triton.cdiv(size, BLOCK)](
+        x, y, x if gate is None else gate, out, size, 0 if gate is None else gate.stride(0), GATED=gate is not None,
+        BLOCK=BLOCK, **dependent_launch.options(x.device),
     )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.model.batch import Batch
+from engine.model.ops.gpu import dependent_launch
 from engine.model.state import RING, States
 
 ROWS, CHANNELS = 16, 128  # of a program
@@ -21,10 +22,11 @@ def causal_conv_kernel(
     x, weight, bias, ring, out, query_start, kv_len, slots, save_at, save_slots,
     tokens, seqs, halvings, channels, stride, ring_stride,
     TAPS: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr, RING: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (tokens / ROWS, channels / CHANNELS). Also writes to the ring, unless a sequence has so many rows that they
     would overwrite inputs that are still needed. `keep_kernel` writes the rows of such sequences."""
+    dependent_launch.begin(DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     seq, beyond = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32) + seqs
     for _ in range(0, halvings):  # the last sequence that begins at or before each row
@@ -72,9 +74,10 @@ def causal_conv_kernel(
 @triton.jit
 def keep_kernel(
     x, ring, query_start, kv_len, slots, channels, stride, ring_stride,
-    TAPS: tl.constexpr, RING: tl.constexpr, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr, RING: tl.constexpr, CHANNELS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (seqs, channels / CHANNELS). Writes the last rows of each longer sequence to its ring."""
+    dependent_launch.begin(DEPENDENT)
     seq = tl.program_id(0)
     first, last, end = tl.load(query_start + seq), tl.load(query_start + seq + 1), tl.load(kv_len + seq)
     if (end == 0) | (last - first <= RING - TAPS + 1):
@@ -102,10 +105,11 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: States, 
         x, weight, weight if bias is None else bias, ring, out, batch.query_start, batch.kv_len, found.slots,
         found.save_at, found.save_slots, len(x), seqs, seqs.bit_length(), channels, x.stride(0), ring.stride(0),
         TAPS=taps, BIASED=bias is not None, SILU=silu, RING=RING, ROWS=ROWS, CHANNELS=CHANNELS,
+        **dependent_launch.options(x.device),
     )  # fmt: skip
     if any(chunk.count > RING - taps + 1 for chunk in batch.chunks):
         keep_kernel[seqs, blocks](
             x, ring, batch.query_start, batch.kv_len, found.slots, channels, x.stride(0), ring.stride(0),
-            TAPS=taps, RING=RING, CHANNELS=CHANNELS,
+            TAPS=taps, RING=RING, CHANNELS=CHANNELS, **dependent_launch.options(x.device),
         )  # fmt: skip
     return out

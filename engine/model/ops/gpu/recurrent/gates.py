@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.model.ops.gpu import dependent_launch
+
 BLOCK = 1024
 
 
@@ -17,8 +19,10 @@ BLOCK = 1024
 def gates_kernel(
     a, b, log_rate, bias, decay, share, a_stride, b_stride,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, HEADS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (tokens, HEADS * CHANNELS / BLOCK)."""
+    dependent_launch.begin(DEPENDENT)
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < HEADS * CHANNELS
     x = tl.load(a + token * a_stride + i, mask=inside, other=0.0).to(tl.float32)
@@ -44,5 +48,6 @@ def gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor,
     gates_kernel[tokens, triton.cdiv(heads * channels, block)](
         a, b, log_rate, bias, decay, share, a.stride(0), b.stride(0),
         HEADS=heads, CHANNELS=channels, HEADS_PAD=triton.next_power_of_2(heads), BLOCK=block,
+        **dependent_launch.options(a.device),
     )  # fmt: skip
     return decay, share

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.model.batch import Batch
+from engine.model.ops.gpu import dependent_launch
 from engine.model.state import CHUNK, States
 
 ROWS = 16  # tl.dot wants as many at least
@@ -44,11 +45,12 @@ def linear_attention_kernel(
     scale, eps, q_stride, q_head, k_stride, k_head, v_stride, v_head, state_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     DECAY_DIM: tl.constexpr, DELTA: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    KEY_PAD: tl.constexpr, VALUES: tl.constexpr, DECAY_PAD: tl.constexpr,
+    KEY_PAD: tl.constexpr, VALUES: tl.constexpr, DECAY_PAD: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (seqs, HEADS, VALUE_DIM / VALUES). Writes the keys and decays of sequences whose rows are in one chunk.
     `keep_kernel` writes those of the other sequences, because they overwrite data that other programs may still
     read."""
+    dependent_launch.begin(DEPENDENT)
     seq, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end = tl.load(query_start + seq), tl.load(kv_len + seq)
     if end == 0:
@@ -148,10 +150,11 @@ def linear_attention_kernel(
 def keep_kernel(
     k, decay, keys, decays, query_start, kv_len, slots, eps, k_stride, k_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, UNIT: tl.constexpr,
-    CHUNK: tl.constexpr, KEY_PAD: tl.constexpr, DECAY_PAD: tl.constexpr,
+    CHUNK: tl.constexpr, KEY_PAD: tl.constexpr, DECAY_PAD: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (seqs, HEADS). Writes the keys and decays since the last border of sequences that have reached it in this
     step."""
+    dependent_launch.begin(DEPENDENT)
     seq, head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(query_start + seq), tl.load(kv_len + seq)
     start = end - tl.load(query_start + seq + 1) + first
@@ -194,9 +197,11 @@ def linear_attention(
         q, k, v, decay, share, out, states["state"], *rows, *where, found.save_at, found.save_slots, scale, eps or 0.0,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], states["state"].stride(0),
         **sizes, VALUE_DIM=value_dim, DELTA=beta is not None, ROWS=ROWS, VALUES=block, num_warps=8,
+        **dependent_launch.options(v.device),
     )  # fmt: skip
     if batch.chunks:
         keep_kernel[len(batch.kv_len), heads](
             k, decay, states["keys"], states["decays"], *where, eps or 0.0, *k.stride()[:2], **sizes,
+            **dependent_launch.options(v.device),
         )  # fmt: skip
     return out

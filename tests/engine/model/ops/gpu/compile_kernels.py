@@ -29,6 +29,7 @@ from engine.model.ops.gpu import (
     fused_quantize,
     int4,
     latent_attention,
+    latent_rope,
     norm,
     quantize,
     rope,
@@ -86,6 +87,7 @@ class Driver(Target):
         super().__init__(capability)
         attention.hopper = lambda device: capability in (90, 100)
         dependent_launch.supported = lambda device: capability >= 90
+        moe.multiplies_float8 = lambda device: capability >= 89
         int4.shared_bytes = lambda device: (227 if capability in (90, 100) else 99) * 1024
 
 
@@ -105,15 +107,28 @@ def compile_only(kernel: JITFunction, grid: tuple[int, ...]) -> Any:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack, where registers are spilled."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    """Registers of a thread, bytes of its stack, where registers are spilled, and instructions of the longest loop."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage, code = (dump(option, file.name) for option in ("--dump-resource-usage", "--dump-sass"))
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    return {"registers": int(registers), "stack": int(stack)}
+    return {"registers": int(registers), "stack": int(stack), "loop": longest_loop(code)}
+
+
+def dump(option: str, path: str) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+
+
+def longest_loop(code: str) -> int:
+    """Return the number of instructions between a branch back and its target, of the loop with most of them."""
+    places = [int(place, 16) for place in re.findall(r"/\*([0-9a-f]{4,})\*/ +\S", code)]
+    ends = [
+        (int(place, 16), int(to, 16))
+        for place, to in re.findall(r"/\*([0-9a-f]{4,})\*/[^;]*BRA[^;]* (0x[0-9a-f]+)", code)
+    ]
+    return max((sum(to <= place <= end for place in places) for end, to in ends if to < end), default=0)
 
 
 def compile_attention(case: Case) -> None:
@@ -130,12 +145,13 @@ def compile_elementwise(float8: bool) -> None:
     activation.silu_mul(x)
     activation.gelu_tanh_mul(x)
     activation.swigluoai_mul(x)
+    activation.open_gate(x, x.unflatten(1, (64, 128)))
     norm.rms_norm(x, x[0], 1e-6, 0.0)
     norm.add_rms_norm(x, x, x[0], 1e-6, 0.0)
     norm.rms_norm(x.unflatten(1, (64, 128)), x[0, :128], 1e-6, 1.0)
     column = torch.full((4, 1), 0.5)
     rows, top_k = torch.arange(3), column[:3].int()
-    groups = [RandomRows(rows, *[column[:3]] * 4, top_k, width) for width in (0, 8192)]
+    groups = [RandomRows(rows, *[column[:3]] * 4, top_k, 8192)]
     sampling.sample_rows(x.float(), [])
     sampling.sample_rows(x.float(), groups)
     for format in (RowFormat(torch.int8), *([RowFormat(FLOAT8), RowFormat(FLOAT8, 128)] if float8 else [])):
@@ -165,7 +181,8 @@ def packed_experts(kind: str, outputs: int, inputs: int) -> PackedExperts:
     scales, bits = torch.zeros(4, outputs, groups), 4 if kind == "int4" else 8
     values = torch.zeros(4, outputs, inputs * bits // 8, dtype=torch.int8 if kind == "int8" else torch.uint8)
     values = values.view(FLOAT8) if kind.startswith("float8") else values
-    return PackedExperts(values, scales, scales if kind == "int4" else None, inputs)
+    rounded = FLOAT8 if kind.startswith("float8") else None
+    return PackedExperts(values, scales, scales if kind == "int4" else None, inputs, rounded)
 
 
 def compile_packed_experts(kind: str) -> None:
@@ -182,7 +199,10 @@ def compile_packed_experts(kind: str) -> None:
 def compile_experts(dtype: torch.dtype) -> None:
     """For the few tokens of a decode step, and for the many of a prompt."""
     routing.top_k_softmax(torch.zeros(4, 128, dtype=dtype), 8, True)
-    routing.top_k_sigmoid(torch.zeros(4, 256), torch.zeros(256), (8, 4), 8, True)
+    routing.top_k_sigmoid(torch.zeros(4, 256), torch.zeros(256), (8, 4), 8, True, 2.5, dtype)
+    routing.top_k_of_groups(torch.zeros(4, 160), (8, 3), 6, 16.0, dtype)
+    for gate in (None, torch.zeros(4, 8, dtype=dtype)[:, :1]):
+        routing.add_shared(torch.zeros(4, 2048, dtype=dtype), torch.zeros(4, 2048, dtype=dtype), gate)
     routing.sort_pairs(torch.zeros(400, 8, dtype=torch.int64), 128, moe.MANY)
     routing.combine(torch.zeros(32, 2048, dtype=dtype), torch.zeros(4, 8), torch.zeros(32, dtype=torch.int64))
     for tokens in (4, 400):
@@ -219,7 +239,11 @@ def compile_recurrent() -> None:
 def compile_latent() -> None:
     """Compile for the shape of DeepSeek V2 Lite."""
     q, latent, batch = latent_inputs([(4000, 1), (4000, 30)], heads=16, rank=512, rope=64, dtype=torch.bfloat16)
-    latent_attention.write_latent(latent, batch, 1)
+    latent_rope.write_latent(latent, batch, 1)
+    table, norm = torch.zeros(8192, 64, dtype=torch.bfloat16), (latent[0, :512].clone(), 1e-6)
+    latent_rope.rotate_and_write_latent(
+        q.clone(), q[..., 512:], latent[:, :512], latent[:, 512:], norm, table, True, batch, 1
+    )
     latent_attention.latent_attention(q, batch, 1, 0.1, 512)
 
 

@@ -16,6 +16,7 @@ import torch
 import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
@@ -33,6 +34,8 @@ PATCHED: set[tuple[int, ...]] = set()  # modules of Triton's language, together,
 def make_exact() -> None:
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot
+    interpreter.InterpreterBuilder.create_dot_scaled = dot_scaled
+    TritonSemantic.dot_scaled = with_named_types
     interpreter.InterpretedFunction.__call__ = call
 
 
@@ -147,3 +150,27 @@ def ordered_dot(builder: object, a: TensorHandle, b: TensorHandle, d: TensorHand
     for k in range(left.shape[1]):
         total += left[:, k, None] * right[k]
     return TensorHandle(total, d.dtype.scalar)
+
+
+DOT_SCALED = TritonSemantic.dot_scaled
+
+
+def with_named_types(semantic: TritonSemantic, *args: Any) -> tl.tensor:
+    """tl.dot_scaled, which takes the names of types as a compiler passes them."""
+    return DOT_SCALED(semantic, *(tl.constexpr(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+MXFP4_NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def dot_scaled(
+    builder: object, a: TensorHandle, a_scale: None, a_type: object, b: TensorHandle, b_scale: TensorHandle,
+    b_type: object, fast_math: bool, a_packed: bool, b_packed: bool, d: TensorHandle,
+) -> TensorHandle:  # fmt: skip
+    """a @ b + d for b in MXFP4, [inputs / 2, outputs] bytes of two codes, the first in the low bits; b_scale: [outputs,
+    inputs / 32] exponents."""
+    codes = np.stack((b.data & 15, b.data >> 4), axis=1).reshape(-1, b.data.shape[1])
+    numbers = np.where(codes > 7, np.float32(-1), np.float32(1)) * MXFP4_NUMBERS[codes & 7]
+    scales = np.exp2(b_scale.data.astype(np.float32) - 127).T.repeat(32, axis=0)
+    wide = convert(a.data, a.dtype.scalar, tl.float32, None).view(np.float32)
+    return TensorHandle(np.matmul(wide, numbers * scales) + d.data, d.dtype.scalar)

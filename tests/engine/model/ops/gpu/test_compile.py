@@ -23,11 +23,16 @@ SHARED_BYTES = 227 * 1024  # of one streaming multiprocessor
 SMALL_SHARED_BYTES = 99 * 1024  # of the smallest ones since Ampere
 SHARED = {"sm_80": SMALL_SHARED_BYTES, "sm_89": SMALL_SHARED_BYTES, "sm_90": SHARED_BYTES, "sm_100": SHARED_BYTES}
 """Shared memory by GPU. Those of sm_80 have more, but take the tiles of sm_86 and sm_89."""
-ROUTING = {"top_k_softmax_kernel", "top_k_sigmoid_kernel", "count_kernel", "order_kernel", "combine_kernel"}
+ROUTING = {
+    "top_k_softmax_kernel", "top_k_of_groups_kernel", "count_kernel", "order_kernel", "combine_kernel",
+    "add_shared_kernel",
+}  # fmt: skip
 DEPENDENT = {
     "attend_kernel", "rotate_and_write_kernel", "rms_norm_kernel", "gated_kernel", "swigluoai_kernel",
+    "open_gate_kernel",
     "norm_quantize_kernel", "gated_quantize_kernel", "quantize_kernel", "int8_linear_kernel",
-    "grouped_kernel", *ROUTING,
+    "grouped_kernel", "collect_kernel", "draw_kernel", "int4_linear_kernel",
+    *ROUTING,
 }  # fmt: skip
 """Kernels that are launched before the one before them has ended, from Hopper on."""
 STACK_BYTES = 64  # of spilled registers; a few are harmless
@@ -60,11 +65,9 @@ def test_kernels_of_common_models_compile_for_hopper():
         "rms_norm_kernel",
         "gated_kernel",
         "swigluoai_kernel",
-        "best_kernel",
-        "greedy_kernel",
+        "open_gate_kernel",
         "collect_kernel",
         "draw_kernel",
-        "draw_any_kernel",
         "grouped_kernel",
         *ROUTING,
         "quantize_kernel",
@@ -103,7 +106,13 @@ def test_kernels_of_recurrent_layers_and_of_latent_attention_compile_for_hopper(
         "keep_kernel",
         "gated_rms_norm_kernel",
     }
-    assert kinds(kernels) == {*recurrent, "latent_kernel", "plan_kernel", "write_kernel"}
+    assert kinds(kernels) == {
+        *recurrent,
+        "latent_kernel",
+        "plan_kernel",
+        "write_kernel",
+        "rotate_and_write_latent_kernel",
+    }
     assert all(kernel["mma"] or kernel["wgmma"] for kernel in kernels if kernel["kernel"] == "latent_kernel")
 
 

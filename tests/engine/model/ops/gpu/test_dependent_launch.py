@@ -10,18 +10,26 @@ import torch
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
+from engine.model import state
 from engine.model.ops.gpu import (
     activation,
     attention,
     dependent_launch,
     fused_quantize,
+    int4,
+    latent_attention,
+    latent_rope,
     norm,
     quantize,
     rope,
+    sampling,
 )
 from engine.model.ops.gpu.experts import moe, routing
+from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.model.quantization.rows import RowFormat
-from tests.engine.model.ops.gpu.paged import Case
+from engine.model.quantization.weight import QuantizedWeight
+from tests.engine.model.ops.gpu.paged import Case, latent_inputs
+from tests.state_batches import state_batch
 
 pytestmark = [
     pytest.mark.kernels,
@@ -82,16 +90,44 @@ def run_kernels() -> None:
     codes = x.to(torch.int8)
     quantize.int8_linear(codes, x[:, :1].float(), codes, x[:1, :3].float(), None, x.dtype)
     routing.combine(x.repeat(2, 1), weights)
+    routing.top_k_of_groups(x[:, :8].float(), (2, 1), 2, 1.0, x.dtype)
+    routing.add_shared(x, x, x[:, :1])
+    activation.open_gate(x, x.unflatten(1, (2, 128)))
+    sampling.sample_rows(x, [])
+    int4.Int4(QuantizedWeight(codes.clamp(-8, 7), torch.ones(3, 8), None, 4, None))(x, None)
     q, k, v, batch = Case([(20, 1), (7, 1)]).inputs()
     rope.rotate_and_write(q, k, v, torch.randn(64, q.shape[2]).to(q.dtype), batch, 0)
     attention.paged_attention(q, batch, 0, 0.1)
+    q, latent, batch = latent_inputs([(20, 1), (7, 2)], 2, 16, 8)
+    norm_and_table = (torch.ones(16), 1e-6), torch.randn(64, 8)
+    latent_rope.rotate_and_write_latent(
+        q.clone(), q[..., 16:], latent[:, :16], latent[:, 16:], *norm_and_table, True, batch, 0
+    )
+    latent_rope.write_latent(latent, batch, 0)
+    latent_attention.latent_attention(q, batch, 0, 0.1, 16)
+    run_recurrent_kernels()
+
+
+def run_recurrent_kernels() -> None:
+    batch = state_batch([(0, 100, 30), (1, 7, 1)])
+    x = torch.randn(31, 64)
+    conv = {"conv": torch.zeros(2, state.RING, 64)}
+    causal_conv.causal_conv(x, torch.randn(64, 4), None, conv, batch, True)
+    decay, share = gates.gates(x[:, :2], x[:, :2], torch.zeros(2), torch.zeros(2))
+    rows = {"keys": (2, 16), "values": (2, 16), "decays": (2, 1)}
+    states = {name: torch.zeros(2, count, state.CHUNK, size) for name, (count, size) in rows.items()}
+    states["state"] = torch.zeros(2, 2, 16, 16)
+    q, k, v = torch.randn(3, 31, 2, 16)
+    linear_attention.linear_attention(q, k, v, decay, share, states, batch, 0.1, 1e-6)
 
 
 KERNELS = {
     "rms_norm_kernel", "gated_rms_norm_kernel", "gated_kernel", "swigluoai_kernel", "relu2_kernel", "quantize_kernel",
     "norm_quantize_kernel", "gated_quantize_kernel", "top_k_softmax_kernel", "order_kernel", "combine_kernel",
     "rotate_and_write_kernel", "attend_kernel",
-    "grouped_kernel", "int8_linear_kernel",
+    "grouped_kernel", "int8_linear_kernel", "int4_linear_kernel", "top_k_of_groups_kernel", "add_shared_kernel",
+    "open_gate_kernel", "collect_kernel", "draw_kernel", "rotate_and_write_latent_kernel", "write_kernel",
+    "latent_kernel", "causal_conv_kernel", "keep_kernel", "gates_kernel", "linear_attention_kernel",
 }  # fmt: skip
 
 

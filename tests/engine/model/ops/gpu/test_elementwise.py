@@ -63,6 +63,12 @@ def test_gated_activations_equal_plain(dtype, name, tokens, size, scale):
     assert_close(gpu_activation.GATED[name](x), activation.PLAIN[name](x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_beside_its_query_opens_the_output_of_attention_as_in_plain_torch(dtype):
+    x, gate = randn(3, 4 * 300, dtype=dtype), randn(3, 4, 2, 300, dtype=dtype)[:, :, 1]
+    assert_close(gpu_activation.open_gate(x, gate), activation.open_gate(x, gate))
+
+
 WRITES = {
     "plain": Case([(5, 1), (0, 9), (16, 1)]),
     "padding": Case([(5, 1), (0, 0), (16, 1)]),

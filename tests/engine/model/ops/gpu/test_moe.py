@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,20 @@ from torch import Tensor
 
 from engine.model.ops import activation, dispatch
 from engine.model.ops import moe as ops
+from engine.model.ops.gpu import activation as gpu_activation
 from engine.model.ops.gpu.experts import grouped_mm, moe, routing
-from engine.model.ops.gpu.experts.routing import sort_pairs, top_k_sigmoid, top_k_softmax
+from engine.model.ops.gpu.experts.routing import (
+    add_shared,
+    sort_pairs,
+    top_k_of_groups,
+    top_k_sigmoid,
+    top_k_softmax,
+)
 from engine.model.quantization.format import StoredWeight
 from engine.model.quantization.mxfp4 import MXFP4
 from engine.model.quantization.online import Online
 from engine.model.quantization.packed_experts import PackedExperts
+from engine.model.quantization.rows import RowFormat
 from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
 from engine.model.shard import Shard
 from tests.engine.model.ops.gpu.paged import DEVICE
@@ -179,10 +188,31 @@ def test_the_router_of_deepseek_v3_chooses_and_weighs_experts_as_plain_torch(cho
     num_experts, groups, k = chosen
     logits = torch.randn(6, num_experts + 3, generator=seeded(k))[:, :num_experts].to(DEVICE)
     correction = torch.randn(num_experts, generator=seeded(1)).to(DEVICE)
-    experts, weights = top_k_sigmoid(logits, correction, groups, k, normalise)
-    expected, expected_weights = ops.top_k_sigmoid_plain(logits, correction, groups, k, normalise)
+    options = groups, k, normalise, 2.5, torch.float32
+    experts, weights = top_k_sigmoid(logits, correction, *options)
+    expected, expected_weights = ops.top_k_sigmoid_plain(logits, correction, *options)
     assert torch.equal(experts, expected)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chosen", [(20, (1, 1), 3), (160, (8, 3), 6), (30, (3, 2), 7)])
+def test_the_router_of_deepseek_v2_chooses_and_weighs_experts_as_plain_torch(chosen):
+    num_experts, *options = chosen
+    logits = torch.randn(5, num_experts + 3, generator=seeded(0))[:, :num_experts].to(DEVICE)
+    experts, weights = top_k_of_groups(logits, *options, 16.0, torch.bfloat16)
+    expected, expected_weights = ops.top_k_of_groups_plain(logits, *options, 16.0, torch.bfloat16)
+    assert torch.equal(experts, expected)
+    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=8e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_shared_expert_is_added_as_by_plain_torch(gated, dtype):
+    x, y = torch.randn(2, 3, 1100, generator=seeded(0)).to(DEVICE, dtype)
+    gate = torch.randn(3, 8, generator=seeded(1)).to(DEVICE, dtype)[:, :1] if gated else None
+    torch.testing.assert_close(
+        add_shared(x, y, gate), ops.add_shared_plain(x, y, gate), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("groups", [None, (1, 1), (4, 2), (3, 2)])
@@ -191,7 +221,7 @@ def test_a_row_of_nan_is_routed_to_experts_that_there_are(groups):
     if groups is None:
         experts, weights = top_k_softmax(logits, 3, True)
     else:
-        experts, weights = top_k_sigmoid(logits, logits[0], groups, 3, True)
+        experts, weights = top_k_sigmoid(logits, logits[0], groups, 3, True, 1.0, torch.float32)
     assert experts.min() >= 0 and experts.max() < logits.shape[1] and weights.isnan().all()
 
 
@@ -234,6 +264,52 @@ def test_quantized_experts_multiply_as_what_they_are_dequantized_to(kind, routed
     assert [some.shape for some in packed] == [some.shape for some in meant]
     mix = functools.partial(moe.mix_experts, activation=activation.silu_mul, experts=experts, weights=weights)
     torch.testing.assert_close(mix(x, *packed), mix(x, *meant), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "group", "routed"),
+    [
+        ((256, 256), 128, (33, 2, 1)),
+        ((128, 192), 64, (50, 4, 3)),
+        ((100, 48), None, (3, 5, 2)),
+        ((100, 48), None, (120, 3, 2)),
+    ],
+)
+@pytest.mark.parametrize("act", ["silu", "swigluoai"])
+def test_rows_and_experts_in_float8_are_multiplied_as_what_they_are_rounded_to(sizes, group, routed, act, monkeypatch):
+    """With a scale per group of inputs or per output. The row between the products is rounded like the first one."""
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    monkeypatch.setattr(moe, "multiplies_float8", lambda device: True)
+    x, gate_up, down, experts, weights = inputs(*routed, *sizes, torch.bfloat16)
+    rounded = [[fp8(expert, group) for expert in weight] for weight in (gate_up, down)]
+    packed = [ops.pack_experts(some, len(some), torch.bfloat16) for some in rounded]
+    assert [moe.row_format(some) for some in packed] == [RowFormat(FP8, group)] * 2
+
+    def product(x: Tensor, weight: QuantizedWeight) -> Tensor:
+        values, scale = quantize_rows(x, FP8, group)
+        wide = values.float().unflatten(1, (-1, group or x.shape[1])) * scale[..., None]
+        return (wide.flatten(1) @ weight.dequantize(torch.float32).T).to(torch.bfloat16)
+
+    expected = torch.zeros(x.shape)
+    for token, chosen in enumerate(experts.tolist()):
+        for expert, share in zip(chosen, weights[token].float(), strict=True):
+            hidden = activation.PLAIN[act](product(x[token : token + 1], rounded[0][expert]))
+            expected[token] += share * product(hidden, rounded[1][expert])[0].float()
+    found = moe.mix_experts(x, *packed, gpu_activation.GATED[act], experts, weights)
+    # a number that lies between two of float8 may be rounded to either, by the order of sums
+    assert (found.float() - expected).norm() < 2e-2 * expected.norm()
+
+
+def test_rows_are_rounded_only_for_experts_that_want_it_and_where_tensor_cores_multiply_float8(monkeypatch):
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    weight = torch.randn(4, 64, generator=seeded(0))
+    wanted, groups = (ops.pack_experts([fp8(weight, size)], 1, torch.bfloat16) for size in (None, 32))
+    assert moe.row_format(wanted) is None
+    monkeypatch.setattr(moe, "multiplies_float8", lambda device: True)
+    assert moe.row_format(wanted) == RowFormat(FP8) and moe.row_format(weight) is None
+    plain = replace(fp8(weight), activations=None)
+    assert moe.row_format(ops.pack_experts([plain], 1, torch.bfloat16)) is None
+    assert moe.row_format(groups) is None or not isinstance(groups, PackedExperts)
 
 
 def test_every_float8_number_is_read_as_it_is_without_a_type_for_it(monkeypatch):

@@ -13,6 +13,7 @@ from triton.runtime.jit import KernelInterface
 
 from engine.model.ops.gpu import sampling
 from engine.model.ops.sampling_plain import RandomRows, draw, draw_rows_plain, draw_sorted, sample_rows_plain
+from engine.wire.plan import ALL_TOKENS_BANNED
 from tests.engine.model.ops.gpu.paged import DEVICE
 
 pytestmark = pytest.mark.kernels
@@ -92,7 +93,7 @@ def test_broken_rows_have_no_token_and_leave_the_others_alone():
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     expected = draw_sorted(logits, rows)
     logits[0], logits[1, 3], logits[2, 5] = -torch.inf, torch.nan, torch.inf
-    assert drawn(logits, rows).tolist() == [-1, -1, -1, expected[3]]
+    assert drawn(logits, rows).tolist() == [ALL_TOKENS_BANNED, -1, -1, expected[3]]
 
 
 def drawn_of_all(logits: Tensor, uniform: Tensor) -> Tensor:
@@ -101,26 +102,32 @@ def drawn_of_all(logits: Tensor, uniform: Tensor) -> Tensor:
     return drawn(logits, rows)
 
 
-def test_greedy_rows_and_rows_of_two_groups_are_sampled_in_five_launches_that_read_the_models_logits():
-    """Groups name their rows in any order and divide by their temperatures. Of equal logits the first counts."""
+def test_rows_of_every_kind_are_sampled_in_two_launches_that_read_the_models_logits():
+    """Greedy ones have a top_k of 1. The group names its rows in any order and divides by their temperatures. Of equal
+    logits the first counts."""
     vocab, generator = sampling.SEGMENT + 7, torch.Generator().manual_seed(2)
     logits = torch.randn(6, vocab, generator=generator) * 3
     logits[1, [9, 40, sampling.SEGMENT + 1]] = 30.0
     logits[2, 3] = torch.nan
-    groups = []
-    for rows, top_k, width in (([5, 0], vocab, 0), ([3, 2], 40, 40)):
-        own = group(top_k, (0.7, 1.0, 0.0), (0.3, 1.0, 0.0))
-        own.rows, own.temperature, own.width = torch.tensor(rows), torch.tensor([[0.5], [2.0]]), width
-        groups.append(own)
+    order, top_ks = [5, 0, 3, 2, 4, 1], [vocab, vocab, 40, 40, vocab, 1]
+    together = group(vocab, *[(0.7, 1.0, 0.0), (0.3, 1.0, 0.0)] * 2, (0.6, 0.8, 0.01), (0.5, 1.0, 0.0))
+    together.rows, together.top_k = torch.tensor(order), torch.tensor(top_ks, dtype=torch.int32)[:, None]
+    together.temperature = torch.tensor([0.5, 2.0, 0.5, 2.0, 1.5, 0.0])[:, None]
+    parts = [together.part([i]) for i in range(len(order))]
+    for part, width in zip(parts, (0, 0, 40, 40, vocab, 1), strict=True):
+        part.width = width
     launched: list[str] = []
     launch = KernelInterface.__getitem__
     with mock.patch.object(KernelInterface, "__getitem__", lambda kernel, grid: (
         launched.append(kernel.fn.__name__), launch(kernel, grid)
     )[1]):  # fmt: skip
-        found = sampling.sample_rows(logits.to(DEVICE), [*map(moved, groups)]).tolist()
-    expected = sample_rows_plain(draw_rows_plain, logits, groups).tolist()
+        found = sampling.sample_rows(logits.to(DEVICE), [moved(together)]).tolist()
+    expected = sample_rows_plain(draw_rows_plain, logits, parts).tolist()
     assert found == expected and found[1] == 9 and found[2] == -1
-    assert launched == ["best_kernel", "greedy_kernel", "draw_any_kernel", "collect_kernel", "draw_kernel"]
+    assert launched == ["collect_kernel", "draw_kernel"]
+    assert (
+        sampling.sample_rows(logits.to(DEVICE), []).tolist() == sample_rows_plain(draw_rows_plain, logits, []).tolist()
+    )
 
 
 @pytest.mark.parametrize("vocab", [1, 50, 4096, 9000])
@@ -147,4 +154,4 @@ def test_broken_rows_of_the_whole_vocabulary_have_no_token():
     uniform = torch.full((4,), 0.6)
     expected = draw(logits.softmax(-1), uniform[:, None])
     logits[0], logits[1, 3], logits[2, 5] = -torch.inf, torch.nan, torch.inf
-    assert drawn_of_all(logits, uniform).tolist() == [-1, -1, -1, expected[3]]
+    assert drawn_of_all(logits, uniform).tolist() == [ALL_TOKENS_BANNED, -1, -1, expected[3]]
