@@ -23,10 +23,11 @@ from torch import Tensor
 
 from benchmarks.command import JsonOption, print_json, run
 from cluster.cli.bench.tables import figure, make_table, show
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.device import Device, PinnedCopy, Run, StagedCopy
+from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
@@ -36,10 +37,12 @@ SHAPE: dict[str, Any] = {
     "head_dim": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "tie_word_embeddings": True, "torch_dtype": "float32", "eos_token_id": 2,
 }  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None),
+    "greedy": GREEDY,
     "temperature": SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=None),
     "top_p": SamplingParams(temperature=1.0, top_p=0.9, top_k=20, ignore_eos=True, max_tokens=None),
+    "drafts": GREEDY,  # three for each sequence and step, by n-grams, all accepted
 }
 CONTEXT, UNMEASURED = 500, 40
 PARTS = ("schedule", "prepare", "launch", "collect", "commit", "loop")
@@ -70,23 +73,26 @@ class HostTime:
 def measure(sampling: str, sequences: int, steps: int) -> HostTime:
     """Measure decode steps of so many sequences, one step planned ahead, as on a GPU."""
     torch.set_num_threads(1)
+    drafts = sampling == "drafts"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
         device = mock.patch("engine.runner.rank_setup.open_device", return_value=IdleDevice(torch.device("cpu")))
         plain = mock.patch("engine.model.ops.dispatch.cpu_kernels", return_value=False)  # they know no padding
         with device, plain:
             core = build_engine(EngineConfig(
-                model=folder, load_format="dummy", max_num_seqs=sequences, num_blocks=16 * sequences, block_size=64,
-                max_num_batched_tokens=max(1024, sequences), num_threads=1, enable_prefix_caching=True,
+                model=folder, load_format="dummy", max_num_seqs=sequences, num_blocks=32 * sequences, block_size=64,
+                max_num_batched_tokens=max(1024, 4 * sequences), num_threads=1, enable_prefix_caching=True,
+                speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3) if drafts else None,
             ))  # fmt: skip
     for i in range(sequences):
         prompt = [3 + (i + j) % 900 for j in range(CONTEXT)]
         core.add(GenerateRequest(request_id=str(i), prompt=prompt, params=SAMPLINGS[sampling]))
-    with idle_compute(core):
+    with idle_compute(core), drafts_of_any_cost():
         while any(request.num_output == 0 for request in core.scheduler.queue.live.values()):
             core.step()
         parts = time_steps(core, steps)
     assert len(core.scheduler.queue.running) == sequences, "some have ended"
+    assert not drafts or core.stats().spec_decode.num_accepted_tokens >= 3 * sequences * steps
     core.close()
     return HostTime(sampling, sequences, parts, sum(parts.values()))
 
@@ -119,6 +125,18 @@ def idle_compute(core: EngineCore) -> Iterator[None]:
     core.runner.model.logits = lambda hidden: logits.setdefault(len(hidden), torch.ones(len(hidden), 1000))  # type: ignore[method-assign]
     core.runner._sample_rows = lambda logits, random: logits.new_zeros(len(logits)).long()
     yield
+
+
+@contextmanager
+def drafts_of_any_cost() -> Iterator[None]:
+    """Draft as many tokens as there may be, since a device that computes nothing shows no cost."""
+    with (
+        mock.patch.object(StepDrafts, "_least", return_value=-1.0),
+        mock.patch.object(StepDrafts, "length", lambda step, acceptance, limit: limit),
+        mock.patch.object(StepDrafts, "proposals", lambda step, acceptances, limit: limit),
+        mock.patch.object(SequenceDrafts, "pause"),
+    ):
+        yield
 
 
 def timed(method: Callable[..., Any], part: str, spent: dict[str, float]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.model.config import ModelConfig
+from engine.model.ops.gpu import logits as logit_edits
 from engine.model.ops.gpu import sampling
 from engine.model.ops.gpu.kernel_cache.target import Variant, variants
 from engine.model.ops.sampling_plain import RandomRows
@@ -64,6 +65,10 @@ def compute(model: WeightlessModel, step: Step) -> None:
         rows, top_k = torch.empty(step.seqs, dtype=torch.int64, device=META), column.int()
         sampling.sample_rows(logits, [])
         sampling.sample_rows(logits, [RandomRows(rows, column, column, column, column, top_k, size)])
+        bits = torch.empty(step.seqs, -(-size // 8), dtype=torch.uint8, device=META)
+        logit_edits.apply_masks(logits, rows, bits)
+        where, amounts = rows.expand(5, -1), column.squeeze(1).expand(3, -1)
+        logit_edits.penalise(logits, where, amounts, torch.empty(1, step.context, dtype=torch.int32, device=META))
 
 
 def needed(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> list[Variant]:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.model.ops import dispatch
 from engine.wire.sampling_params import SamplingParams, ThinkingBudget
 
 BANNED = float("-inf")
@@ -154,14 +155,17 @@ def entries(row: int, tokens: Array) -> Array:
     return np.stack([np.full_like(tokens, row), tokens])
 
 
-def prepare(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> BatchEdits | None:
-    """Return the changes of one step, or None if there are none. to_device: copies an array to the logits' device."""
+def prepare(
+    rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice, counters: int = COUNTERS
+) -> BatchEdits | None:
+    """Return the changes of one step, or None if there are none. to_device: copies an array to the logits' device.
+    counters: most token counters in use at a time."""
     allowed = [(row.row, row.edits.allowed) for row in rows if row.edits.allowed is not None]
     banned = [entries(row.row, row.edits.banned) for row in rows if len(row.edits.banned)]
     early = [row for row in rows if len(row.edits.ends) and row.length - row.num_prompt < row.edits.min_tokens]
     banned += [entries(row.row, row.edits.ends) for row in early]
     biased = [row for row in rows if len(row.edits.biased)]
-    words, penalties = prepare_words(rows, to_device), prepare_penalties(rows, vocab_size, to_device)
+    words, penalties = prepare_words(rows, to_device), prepare_penalties(rows, vocab_size, to_device, counters)
     thinking = prepare_thinking(rows, to_device)
     if not (allowed or banned or words or biased or penalties or thinking):
         return None
@@ -202,8 +206,8 @@ def prepare_words(rows: Sequence[RowEdits], to_device: ToDevice) -> BannedWords 
     )
 
 
-def prepare_penalties(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> list[Penalties]:
-    """Prepare the penalties, in groups of as many rows as COUNTERS allows."""
+def prepare_penalties(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice, counters: int) -> list[Penalties]:
+    """Prepare the penalties, in groups of as many rows as `counters` allows."""
     where, amounts = [], []
     for row in rows:
         if row.edits.penalties is not None:
@@ -211,7 +215,7 @@ def prepare_penalties(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDe
             if first < row.length:
                 where.append((row.row, row.slot, first, row.num_prompt, row.length - first))
                 amounts.append(row.edits.penalties)
-    size = max(1, COUNTERS // vocab_size)
+    size = max(1, counters // vocab_size)
     return [
         Penalties(
             to_device(np.array(where[i : i + size], dtype=np.int64).T),
@@ -273,6 +277,10 @@ def penalise(logits: Tensor, penalties: Penalties, history: Tensor) -> None:
 
     Computes one value per position. All positions with the same token compute the same value.
     """
+    if dispatch.gpu_kernels(torch.float32, logits.device):
+        from engine.model.ops.gpu import logits as gpu
+
+        return gpu.penalise(logits, penalties.where, penalties.amounts, history)
     counts = penalties.where[4]
     sequence = torch.repeat_interleave(counts, output_size=penalties.total)
     row, slot, first, output = penalties.where[:4].index_select(1, sequence).unbind()

@@ -160,7 +160,8 @@ class ModelRunner:
             return
         started = time.perf_counter()
         if self.model_config.head == "lm":
-            for plan in warm_up_plans(self.config, self.max_model_len, self.model_config.vision):
+            sizes = self.config, self.max_model_len, self.model_config.vision, self.model_config.vocab_size
+            for plan in warm_up_plans(*sizes):
                 self.collect(self.launch(self.prepare(plan)))
             for cache in self.kv_caches:
                 cache[0] = 0  # clear the block that these steps wrote to

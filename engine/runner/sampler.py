@@ -8,6 +8,7 @@ the same bits there: docs/http_api.md lists the dtypes and devices for which the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.model.ops import dispatch
 from engine.model.ops.sampling_plain import RandomRows
 from engine.model.ops.top_ids import top_ids
 from engine.runner import logits_processors
@@ -150,7 +152,8 @@ def prepare_sampling(
                 index=rows,
             )
         )
-    edits = logits_processors.prepare(edited, vocab_size, to_device)
+    counters = logits_processors.COUNTERS if sorts else sys.maxsize  # a GPU's kernel has none
+    edits = logits_processors.prepare(edited, vocab_size, to_device, counters)
     counts = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
     logprobs = LogprobRows(to_device(np.array(list(counts), dtype=np.int64)), counts) if counts else None
     return SamplingInputs(random, edits, logprobs)
@@ -174,6 +177,10 @@ def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor) -> Non
 
 def apply_masks(logits: Tensor, masked: MaskedRows) -> None:
     """Ban the tokens that grammars do not allow, in place. Masks come as bits and are unpacked on the device."""
+    if dispatch.gpu_kernels(torch.float32, logits.device):
+        from engine.model.ops.gpu import logits as gpu
+
+        return gpu.apply_masks(logits, masked.rows, masked.allowed)
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
     banned = ((masked.allowed.unsqueeze(2) & bits) == 0).flatten(1)[:, : logits.shape[1]]
     logits[masked.rows] = logits[masked.rows].masked_fill(banned, logits_processors.BANNED)

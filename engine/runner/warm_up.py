@@ -32,9 +32,11 @@ SAMPLINGS = (
 )
 
 
-def warm_up_plans(config: EngineConfig, max_model_len: int, vision: VisionConfig | None) -> list[StepPlan]:
-    """Return plans of one decoding sequence, alone and together with a chunk of another, and of a prompt with an image.
-    Their KV goes to block 0."""
+def warm_up_plans(
+    config: EngineConfig, max_model_len: int, vision: VisionConfig | None, vocab_size: int
+) -> list[StepPlan]:
+    """Return plans of one decoding sequence, alone, together with a chunk of another, and with a grammar, and of a
+    prompt with an image. Their KV goes to block 0."""
     plans, num_drafts = [], 2 if config.speculative else 0
     for i, params in enumerate(SAMPLINGS):
         context, chunk = min(CONTEXTS[i // 2], max_model_len - 1), CHUNKS[i % 2]
@@ -42,6 +44,9 @@ def warm_up_plans(config: EngineConfig, max_model_len: int, vision: VisionConfig
         plans.append(plan([context], [1], params, num_drafts))
         if chunk and config.max_num_seqs > 1:
             plans.append(plan([context, context], [1, chunk], params, num_drafts))
+    obeys = plan([1], [1], SAMPLINGS[0], num_drafts)
+    obeys.masked, obeys.masks = [0], b"\xff" * -(-vocab_size // 8)
+    plans.append(obeys)
     if vision is not None:
         plans += image_plans(example_image(vision, 1), vision.image_token_id, config, max_model_len)
     return plans

@@ -30,6 +30,7 @@ from engine.model.ops.gpu import (
     int4,
     latent_attention,
     latent_rope,
+    logits,
     norm,
     quantize,
     rope,
@@ -154,6 +155,8 @@ def compile_elementwise(float8: bool) -> None:
     groups = [RandomRows(rows, *[column[:3]] * 4, top_k, 8192)]
     sampling.sample_rows(x.float(), [])
     sampling.sample_rows(x.float(), groups)
+    logits.apply_masks(x.float(), rows, torch.zeros(3, 1024, dtype=torch.uint8))
+    logits.penalise(x.float(), rows.expand(5, -1), column[:3].T.expand(3, -1), torch.zeros(4, 4096, dtype=torch.int32))
     for format in (RowFormat(torch.int8), *([RowFormat(FLOAT8), RowFormat(FLOAT8, 128)] if float8 else [])):
         quantize.quantize(x, format)
         fused_quantize.rms_norm(x, x[0], 1e-6, 0.0, format)

@@ -11,19 +11,34 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
+from bisect import bisect_left
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from benchmarks.gpu.engines import SHAPES, shape_config
 from engine.config import EngineConfig, SpeculativeConfig
+from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch
 from engine.model.ops.gpu.kernel_cache.target import variants
 from engine.offline.precompile import Step, compute, first_steps
-from engine.offline.weightless_model import WeightlessModel
+from engine.offline.weightless_model import BLOCKS, META, WeightlessModel, as_on_a_gpu
+from engine.runner.cuda_graphs import CudaGraphs, StepShape, decode_sizes
+from engine.spec_decode.eagle3 import eagle3_drafter
+from engine.spec_decode.head_drafter import HeadDrafter
+from engine.spec_decode.mtp import mtp_drafter
+from engine.spec_decode.target import Target
 from tests.examples import examples
 
 MAX_TOKENS, MAX_SEQS, STEPS = 8192, 256, examples(200)
 PLAIN = EngineConfig(model="", max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS, block_size=64)
 DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+EAGLE = replace(PLAIN, speculative=SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=3))
+MTP = replace(PLAIN, speculative=SpeculativeConfig(method="mtp", num_speculative_tokens=3))
 IN_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 COLD = ", none in the warm-up"
 IMAGES = {
@@ -58,11 +73,58 @@ CASES: dict[str, tuple[str, dict[str, Any], EngineConfig]] = {
     ),
     "latent": ("DeepSeek V2 Lite", {}, PLAIN),
     "drafts for a latent model": ("DeepSeek V2 Lite", {}, replace(PLAIN, speculative=DRAFTS)),
+    "a head that drafts": ("8B", {}, EAGLE),
+    "a layer that predicts further tokens": (
+        "Qwen3-Next 80B-A3B", {"full_attention_interval": 2, "num_nextn_predict_layers": 1}, MTP,
+    ),
     **{
         f"strict, {ranks} ranks": ("8B", {}, replace(PLAIN, determinism="strict", tensor_parallel=ranks))
         for ranks in (1, 2, 4, 8)
     },
 }  # fmt: skip
+
+
+class Drafting(WeightlessModel):
+    """A model whose steps are followed by those of a head that drafts: its first pass as a graph and without one, and
+    its further passes."""
+
+    def __init__(self, engine: EngineConfig, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._sizes, speculative = decode_sizes(engine.max_num_seqs), engine.speculative
+        assert speculative is not None
+        target = Target(
+            self.model, self.config, Path(), TPGroup.single(), self.dtype, META, self.block_size, dummy=True  # type: ignore[arg-type]
+        )  # fmt: skip
+        with as_on_a_gpu(self.capability):
+            self._drafter = mtp_drafter(target) if speculative.method == "mtp" else eagle(target)
+        self._drafter.allocate(BLOCKS)
+        self._first = self._drafter.first_pass(MAX_TOKENS)
+
+    def compute_shape(self, graphs: CudaGraphs, shape: StepShape, inputs: Tensor) -> Tensor:
+        seen: list[Batch] = []
+        forward = graphs._forward
+        graphs._forward = lambda ids, batch: (seen.append(batch), forward(ids, batch))[1]  # type: ignore[assignment]
+        hidden = super().compute_shape(graphs, shape, inputs)
+        (batch,), cache, head = seen, self._drafter._cache, self._drafter._head
+        count, size = shape.seqs, self.config.hidden_size
+        ids, states = torch.empty(shape.tokens, dtype=torch.int64, device=META), hidden.new_empty(shape.tokens, size)
+        if self._first is not None:
+            self._first.forward(ids, replace(batch, kv_cache=self._first.kv_cache, kv_scales=None, other_groups=()))
+        out, _ = head(ids, states, cache.own(batch))
+        head.best(out[:count])
+        rows = self._sizes[bisect_left(self._sizes, count)]  # of the graph
+        columns = ids.new_empty(3, rows), hidden.new_empty(rows, size)
+        (ids, positions, capacity), states = columns
+        tables = batch.block_table.new_empty(rows, batch.block_table.shape[1])
+        cache._pass(ids, states, positions, capacity, tables, self._drafter._forward)
+        return hidden
+
+
+def eagle(target: Target) -> HeadDrafter:
+    with tempfile.TemporaryDirectory() as folder:
+        fields = {**SHAPES["EAGLE-3 for 8B"], "eagle_aux_hidden_state_layer_ids": [0, 1]}
+        (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+        return eagle3_drafter(Path(folder), target)
 
 
 def missing(case: str, *, warm: bool = True) -> list[str]:
@@ -71,10 +133,12 @@ def missing(case: str, *, warm: bool = True) -> list[str]:
     shape, options, engine = CASES[case]
     config = shape_config(shape, num_hidden_layers=2, **options)
     adapters = (engine.max_loras, engine.max_lora_rank) if engine.enable_lora else None
-    model, chance = (
-        WeightlessModel(config, engine.tensor_parallel, adapters=adapters, strict=engine.determinism == "strict"),
-        random.Random(0),
-    )
+    sizes = config, engine.tensor_parallel
+    if engine.speculative is not None and engine.speculative.method != "ngram":
+        model: WeightlessModel = Drafting(engine, *sizes)
+    else:
+        model = WeightlessModel(*sizes, adapters=adapters, strict=engine.determinism == "strict")
+    chance = random.Random(0)
     with variants(90) as known:
         for step in first_steps(engine, MAX_TOKENS, images=warm and case == "images"):
             compute(model, step)

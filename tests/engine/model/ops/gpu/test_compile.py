@@ -31,7 +31,7 @@ DEPENDENT = {
     "attend_kernel", "rotate_and_write_kernel", "rms_norm_kernel", "gated_kernel", "swigluoai_kernel",
     "open_gate_kernel",
     "norm_quantize_kernel", "gated_quantize_kernel", "quantize_kernel", "int8_linear_kernel",
-    "grouped_kernel", "collect_kernel", "draw_kernel", "int4_linear_kernel",
+    "grouped_kernel", "collect_kernel", "draw_kernel", "mask_kernel", "penalise_kernel", "int4_linear_kernel",
     *ROUTING,
 }  # fmt: skip
 """Kernels that are launched before the one before them has ended, from Hopper on."""
@@ -68,6 +68,8 @@ def test_kernels_of_common_models_compile_for_hopper():
         "open_gate_kernel",
         "collect_kernel",
         "draw_kernel",
+        "mask_kernel",
+        "penalise_kernel",
         "grouped_kernel",
         *ROUTING,
         "quantize_kernel",

@@ -19,6 +19,7 @@ from engine.model.ops.gpu import (
     int4,
     latent_attention,
     latent_rope,
+    logits,
     norm,
     quantize,
     rope,
@@ -94,6 +95,8 @@ def run_kernels() -> None:
     routing.add_shared(x, x, x[:, :1])
     activation.open_gate(x, x.unflatten(1, (2, 128)))
     sampling.sample_rows(x, [])
+    logits.apply_masks(x.float(), torch.tensor([0]), torch.zeros(1, 32, dtype=torch.uint8))
+    logits.penalise(x.float(), torch.tensor([[0], [0], [0], [1], [5]]), torch.ones(3, 1), torch.ones(1, 9).int())
     int4.Int4(QuantizedWeight(codes.clamp(-8, 7), torch.ones(3, 8), None, 4, None))(x, None)
     q, k, v, batch = Case([(20, 1), (7, 1)]).inputs()
     rope.rotate_and_write(q, k, v, torch.randn(64, q.shape[2]).to(q.dtype), batch, 0)
@@ -126,7 +129,8 @@ KERNELS = {
     "norm_quantize_kernel", "gated_quantize_kernel", "top_k_softmax_kernel", "order_kernel", "combine_kernel",
     "rotate_and_write_kernel", "attend_kernel",
     "grouped_kernel", "int8_linear_kernel", "int4_linear_kernel", "top_k_of_groups_kernel", "add_shared_kernel",
-    "open_gate_kernel", "collect_kernel", "draw_kernel", "rotate_and_write_latent_kernel", "write_kernel",
+    "open_gate_kernel", "mask_kernel", "penalise_kernel", "collect_kernel", "draw_kernel",
+    "rotate_and_write_latent_kernel", "write_kernel",
     "latent_kernel", "causal_conv_kernel", "keep_kernel", "gates_kernel", "linear_attention_kernel",
 }  # fmt: skip
 

@@ -1,0 +1,52 @@
+"""Masks and penalties in Triton against the versions in torch, on rows of sequences that repeat tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.model.ops.gpu import logits as gpu
+from engine.runner import logits_processors
+from engine.runner.logits_processors import LogitsEdits, RowEdits
+from engine.runner.sampler import MaskedRows, apply_masks
+from engine.wire.sampling_params import SamplingParams
+from tests.engine.model.ops.gpu.paged import DEVICE
+
+pytestmark = pytest.mark.kernels
+
+VOCAB = gpu.SEGMENT + 100
+PENALTIES = [
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5, "presence_penalty": -0.2},
+    {"repetition_penalty": 0.7, "frequency_penalty": -1.0},
+]
+
+
+def test_penalties_of_all_rows_are_those_of_torch():
+    """One sequence has no output yet; one is longer than a program reads at a time."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(5, 9), (7, 7), (20, gpu.POSITIONS + 50)]  # prompt, and all tokens
+    rows = [
+        RowEdits(2 * i, 3 - i, prompt, length, LogitsEdits.of(SamplingParams(**params), frozenset()))
+        for i, ((prompt, length), params) in enumerate(zip(sizes, PENALTIES, strict=True))
+    ]
+    history = torch.randint(0, 40, (4, 2000), generator=generator, dtype=torch.int32)
+    history[:, ::3] += gpu.SEGMENT
+    logits = torch.randn(6, VOCAB, generator=generator) * 3
+    (penalties,) = logits_processors.prepare(rows, VOCAB, torch.from_numpy).penalties
+    expected, found = logits.clone(), logits.clone().to(DEVICE)
+    logits_processors.penalise(expected, penalties, history)
+    gpu.penalise(found, penalties.where.to(DEVICE), penalties.amounts.to(DEVICE), history.to(DEVICE))
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-6)
+    assert (expected != logits).any(1).tolist() == [True, False, False, False, True, False]
+
+
+def test_masks_of_all_rows_are_those_of_torch():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, VOCAB + 5, generator=generator)[:, :VOCAB]
+    allowed = torch.randint(0, 256, (2, -(-VOCAB // 8) + 3), generator=generator).to(torch.uint8)
+    rows, expected, found = torch.tensor([3, 1]), logits.clone(), logits.clone().to(DEVICE)
+    apply_masks(expected, MaskedRows(rows, allowed))
+    gpu.apply_masks(found, rows.to(DEVICE), allowed.to(DEVICE))
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(found[[0, 2]].cpu(), logits[[0, 2]]) and found[1].isinf().any()
