@@ -42,7 +42,7 @@ SAMPLINGS = {
     "greedy": GREEDY,
     "temperature": SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=None),
     "top_p": SamplingParams(temperature=1.0, top_p=0.9, top_k=20, ignore_eos=True, max_tokens=None),
-    "drafts": GREEDY,  # three for each sequence and step, by n-grams, all accepted
+    "drafts": GREEDY,  # by n-grams, three for half of the sequences in each step, all accepted
 }
 CONTEXT, UNMEASURED = 500, 40
 PARTS = ("schedule", "prepare", "launch", "collect", "commit", "loop")
@@ -92,7 +92,7 @@ def measure(sampling: str, sequences: int, steps: int) -> HostTime:
             core.step()
         parts = time_steps(core, steps)
     assert len(core.scheduler.queue.running) == sequences, "some have ended"
-    assert not drafts or core.stats().spec_decode.num_accepted_tokens >= 3 * sequences * steps
+    assert not drafts or core.stats().spec_decode.num_accepted_tokens >= sequences * steps
     core.close()
     return HostTime(sampling, sequences, parts, sum(parts.values()))
 

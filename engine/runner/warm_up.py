@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -44,9 +45,8 @@ def warm_up_plans(
         plans.append(plan([context], [1], params, num_drafts))
         if chunk and config.max_num_seqs > 1:
             plans.append(plan([context, context], [1, chunk], params, num_drafts))
-    obeys = plan([1], [1], SAMPLINGS[0], num_drafts)
-    obeys.masked, obeys.masks = [0], b"\xff" * -(-vocab_size // 8)
-    plans.append(obeys)
+    all_allowed = b"\xff" * -(-vocab_size // 8)
+    plans.append(replace(plan([1], [1], SAMPLINGS[0], num_drafts), masked=[0], masks=all_allowed))
     if vision is not None:
         plans += image_plans(example_image(vision, 1), vision.image_token_id, config, max_model_len)
     return plans

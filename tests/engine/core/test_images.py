@@ -225,9 +225,7 @@ def test_two_ranks_answer_about_images_as_one_does(folder, name, tmp_path):
         assert run(llm._core, *wanted) == [expected_tokens(path, prompt, MAX_TOKENS) for prompt in wanted]
 
 
-@pytest.mark.parametrize(
-    "name", with_slow([name for name in MODELS if name not in RECURRENT], {"internvl", "qwen3_vl_moe", "gemma4_moe"})
-)
+@pytest.mark.parametrize("name", with_slow(MODELS, {"internvl", "qwen3_vl_moe", "gemma4_moe", *RECURRENT}))
 def test_on_a_gpu_the_host_does_not_wait_for_images(folder, name, monkeypatch):
     for module in (vision, tower_attention):
         monkeypatch.setattr(module, "copy_to", lambda values, device: torch.from_numpy(np.asarray(values)).clone())

@@ -34,6 +34,7 @@ SMALL_HEAD_DIM = 128
 KEY_TILE_BYTES = 16 * 1024  # K, and as much V, in each stage of a pipeline in shared memory
 NUM_STAGES = 5  # keeps three tiles in flight, not five, since a block's id is loaded before its K and V
 PROGRAMS_PER_PROCESSOR = 4  # enough to keep the memory busy
+DECODE_PROGRAMS = 12  # the same for decode steps, of which three run at a time: so all processors end at about one time
 MIN_SPLIT_TOKENS = 256  # fewest keys of a split, which must repay its program
 PLAN_BLOCK = 256  # tiles that are planned at a time
 COMBINED_VALUES = 8192  # values of partial results that a program holds at a time
@@ -363,7 +364,8 @@ def launch(
     block_n = min(64 if small else 128, max(16, KEY_TILE_BYTES // (head_pad * q.element_size())))
     slot_rows = triton.next_power_of_2(group) if decode else block_m
     slot_bytes = kv_heads * slot_rows * head_dim * 4
-    wanted = max(1, min(PROGRAMS_PER_PROCESSOR * processors(q.device) // kv_heads, PARTIAL_BYTES // slot_bytes // 2))
+    programs = (DECODE_PROGRAMS if decode else PROGRAMS_PER_PROCESSOR) * processors(q.device)
+    wanted = max(1, min(programs // kv_heads, PARTIAL_BYTES // slot_bytes // 2))
     longest = batch.block_table.shape[1] * page
     image_ends, seen = batch.image_ends, [longest]
     if image_ends is None:
@@ -412,7 +414,7 @@ def plan(batch: Batch, tiles: Tensor, wanted: int, window: int, chunk: int, bloc
 @cache
 def counters(device: torch.device) -> Tensor:
     """Return counters for `arrived`. Every kernel leaves zeros, and steps do not overlap, so one tensor serves all."""
-    return torch.zeros(2 * PROGRAMS_PER_PROCESSOR * processors(device), dtype=torch.int32, device=device)
+    return torch.zeros(2 * DECODE_PROGRAMS * processors(device), dtype=torch.int32, device=device)
 
 
 def tile_rows(longest: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -38,7 +38,7 @@ def apply_masks(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["where_stride", "where_pitch", "amount_stride", "amount_pitch"])
+@triton.jit(do_not_specialize=["history_stride", "where_stride", "where_pitch", "amount_stride", "amount_pitch"])
 def penalise_kernel(
     logits, history, where, amounts, vocab, stride, history_stride, where_stride, where_pitch, amount_stride,
     amount_pitch, SEGMENT: tl.constexpr, POSITIONS: tl.constexpr, DEPENDENT: tl.constexpr = False,

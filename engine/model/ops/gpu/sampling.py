@@ -217,13 +217,13 @@ def draw_kernel(
     dependent_launch.begin(DEPENDENT)
     own = tl.program_id(0).to(tl.int64)
     segment = tl.arange(0, SEGMENTS_PAD)
-    at, there, row = own * segments + segment, segment < segments, own
+    at, there = own * segments + segment, segment < segments
     each = tl.load(bests + at, mask=there, other=float("-inf"))
     broken = tl.sum((each != each).to(tl.int32), 0) > 0
     largest = tl.where(broken, float("nan"), tl.max(each, 0))
     first_best = tl.min(tl.where(there & (each == largest), tl.load(best_ids + at, mask=there, other=0), NONE), 0)
     if GREEDY:
-        store_token(tokens, row, first_best, largest)
+        store_token(tokens, own, first_best, largest)
         return
     row, top_k = tl.load(rows + own), tl.load(top_k + own)
     if top_k == 1:
@@ -319,8 +319,8 @@ def sample(logits: Tensor, group: RandomRows | None, tokens: Tensor) -> None:
         return torch.empty(count, segments, *sizes, dtype=dtype, device=logits.device)
 
     bests, best_ids = empty(torch.float32), empty(torch.int32)
-    rows = temperature = uniform = top_p = min_p = top_k = masses = limits = values = bests  # not used
-    counts = ids = best_ids
+    temperature = uniform = top_p = min_p = masses = limits = values = bests  # not used
+    rows, counts, ids, top_k = tokens, best_ids, best_ids, best_ids
     if group is not None:
         rows, temperature, uniform = group.rows, group.temperature, group.uniform
         top_p, min_p, top_k = group.top_p, group.min_p, group.top_k

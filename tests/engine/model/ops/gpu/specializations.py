@@ -16,6 +16,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ class Drafting(WeightlessModel):
         target = Target(
             self.model, self.config, Path(), TPGroup.single(), self.dtype, META, self.block_size, dummy=True  # type: ignore[arg-type]
         )  # fmt: skip
-        with as_on_a_gpu(self.capability):
+        with as_on_a_gpu(self.capability), mock.patch("engine.spec_decode.target.fill_with_noise"):
             self._drafter = mtp_drafter(target) if speculative.method == "mtp" else eagle(target)
         self._drafter.allocate(BLOCKS)
         self._first = self._drafter.first_pass(MAX_TOKENS)

@@ -44,7 +44,7 @@ class Kernel:
     def resident(self) -> int:
         """Programs that a processor runs at a time."""
         by_registers = REGISTERS // (self.registers * 32 * self.warps)
-        return min(SHARED_BYTES // (self.shared + 1024), by_registers, attention.PROGRAMS_PER_PROCESSOR)
+        return min(SHARED_BYTES // (self.shared + 1024), by_registers)
 
 
 @pytest.fixture(scope="module")
@@ -57,25 +57,61 @@ def items_of(lengths: list[int]) -> torch.Tensor:
     """Return the items of `plan_kernel` [n, 9] for sequences of these lengths that decode, on 132 processors."""
     _, _, _, batch = Case([(3, 1)] * len(lengths)).inputs()
     batch.kv_len.copy_(torch.tensor(lengths))
-    wanted = attention.PROGRAMS_PER_PROCESSOR * PROCESSORS // KV_HEADS
+    wanted = attention.DECODE_PROGRAMS * PROCESSORS // KV_HEADS
     items = attention.plan(batch, batch.single, wanted, 0, 0, TILE, decode=True).cpu()
     return items[items[:, 0] >= 0]
 
 
+class Processor:
+    """Runs several programs at a time, which share its bandwidth evenly."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []  # bytes that each will have read, and all others as many, when it has read its own
+        self._read, self._time = 0.0, 0.0
+
+    def start(self, time: float, work: float) -> None:
+        self._read = self._at(time)
+        self._time = time
+        heapq.heappush(self.ends, self._read + work)
+
+    def next_end(self) -> float:
+        return self._time + (self.ends[0] - self._read) * len(self.ends)
+
+    def end(self) -> float:
+        """End the program that ends next, and return when."""
+        time = self.next_end()
+        self._read, self._time = heapq.heappop(self.ends), time
+        return time
+
+    def _at(self, time: float) -> float:
+        return self._read + (time - self._time) / len(self.ends) if self.ends else self._read
+
+
+def last_end(work: list[float], resident: int) -> float:
+    """Return when the last program ends, in bytes that a processor reads, if each processor takes the next program of
+    the grid whenever it has room."""
+    processors = [Processor() for _ in range(PROCESSORS)]
+    places = iter([processor for _ in range(resident) for processor in processors])
+    waiting, time = iter(work), 0.0
+    for processor, size in zip(places, waiting, strict=False):
+        processor.start(0.0, size)
+    while busy := [processor for processor in processors if processor.ends]:
+        first = min(busy, key=Processor.next_end)
+        time = first.end()
+        if (size := next(waiting, None)) is not None:
+            first.start(time, size)
+    return time
+
+
 def share_of_bandwidth(lengths: list[int], kernel: Kernel) -> float:
-    """Return the share of the card's bandwidth at which KV is read: its bytes, divided by what the processor with most
-    work could have read, if processors take programs in the order of the grid as they become free."""
+    """Return the share of the card's bandwidth at which KV is read: its bytes, divided by what all processors could
+    have read until the last program ends."""
     items = items_of(lengths)
     keys, split = items[:, 5] - items[:, 4], items[:, 7] > 1
     assert int(keys.sum()) == sum(lengths), "every key is read once"
     partial = (HEADS // KV_HEADS) * HEAD_DIM * 4 * 2  # a split's result, written and read
-    work = (keys * (2 * HEAD_DIM * 2) + split * partial + STARTED_BYTES // kernel.resident).tolist()
-    ends = [0.0] * PROCESSORS * kernel.resident
-    heapq.heapify(ends)
-    for _ in range(KV_HEADS):
-        for size in work:
-            heapq.heapreplace(ends, ends[0] + size * kernel.resident)
-    return sum(lengths) * KV_HEADS * 2 * HEAD_DIM * 2 / (max(ends) * PROCESSORS)
+    work = (keys * (2 * HEAD_DIM * 2) + split * partial + STARTED_BYTES // kernel.resident).tolist() * KV_HEADS
+    return sum(lengths) * KV_HEADS * 2 * HEAD_DIM * 2 / (last_end(work, kernel.resident) * PROCESSORS)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
