@@ -75,5 +75,6 @@ def penalise(logits: Tensor, where: Tensor, amounts: Tensor, history: Tensor) ->
     vocab = logits.shape[1]
     penalise_kernel[where.shape[1], triton.cdiv(vocab, SEGMENT)](
         logits, history, where, amounts, vocab, logits.stride(0), history.stride(0), *where.stride(),
-        *amounts.stride(), SEGMENT=SEGMENT, POSITIONS=POSITIONS, **dependent_launch.options(logits.device),
+        *amounts.stride(), SEGMENT=SEGMENT, POSITIONS=POSITIONS, num_warps=8,
+        **dependent_launch.options(logits.device),
     )  # fmt: skip
