@@ -1,7 +1,7 @@
 """Simulates how a replica that the autoscaler ends gives its requests to others. The schedulers decide which leave, and
 this module gives the transfer of their KV a duration. Groups leave as in deployments/replicas/departure.py.
 
-The replica that stops holds the KV until it has been read, however long that takes.
+The replica that stops holds the KV until it has been read, however long that takes, or until the request moves again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from engine.core.engine_stats import load_of
 from engine.core.output import Event
 from engine.wire.handoff import Closed, HoldRequest, OpenHandoff, Received
 from engine.wire.messages import GenerateRequest
+from engine.wire.remote_request import RemoteRequest
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class MoveTraffic:
         self._spec, self._trace, self._loop, self._pool = spec, trace, loop, pool
         self._results, self._after = results, after
         self._departing: dict[Replica, _Departure] = {}
-        self._held: dict[str, tuple[Replica, HoldRequest]] = {}
+        self._held: dict[str, tuple[Replica, HoldRequest]] = {}  # KV that nobody has begun to read, by request
         self._link_free_at: defaultdict[Replica, float] = defaultdict(float)
         self._count = 0
         self._bytes = 0.0
@@ -68,9 +69,9 @@ class MoveTraffic:
         for action in actions:
             match action:
                 case HoldRequest(asked):
-                    self._held[asked.handoff_id] = replica, action
+                    self._held[asked.request_id] = replica, action
                 case OpenHandoff(asked):
-                    self._read(asked.handoff_id, len(asked.token_ids) - asked.skip, replica)
+                    self._read(asked, replica)
         departure = self._departing.get(replica)
         if departure is not None and len(replica.scheduler.queue.live) <= departure.until:
             self._next_group(replica)
@@ -103,6 +104,10 @@ class MoveTraffic:
     def _send_on(self, event: Event) -> None:
         """Send a request that has left its replica to another one."""
         request, self._count = event.request, self._count + 1
+        if (unread := self._held.pop(request.request_id, None)) is not None:  # it moves again before its KV was read
+            source, held = unread
+            source.handle(Closed(held.remote_request.handoff_id, "expired"), self._loop.now)
+            self._after(source)
         self._results.moved(request, self._spec.token_s)
         message = msgspec.structs.replace(
             self._trace.request(int(request.request_id)),
@@ -117,14 +122,15 @@ class MoveTraffic:
         replica.add(message, self._loop.now)
         self._after(replica)
 
-    def _read(self, handoff_id: str, tokens: int, reader: Replica) -> None:
+    def _read(self, asked: RemoteRequest, reader: Replica) -> None:
         """Read KV from the replica that holds it, after everything else that this replica sends."""
-        source, held = self._held.pop(handoff_id)
-        num_bytes = tokens * self._spec.kv_bytes
+        source, held = self._held.pop(asked.request_id)
+        tokens = len(asked.token_ids)
+        num_bytes = self._spec.layers.handed_over(asked.skip, tokens, asked.skip, tokens) * self._spec.kv_bytes
         end = max(self._loop.now, self._link_free_at[source]) + num_bytes / self._spec.bytes_per_s
         self._link_free_at[source] = end
         self._bytes += num_bytes
-        self._loop.at(end + self._spec.handoff_s, self._finish, handoff_id, source, held, reader)
+        self._loop.at(end + self._spec.handoff_s, self._finish, asked.handoff_id, source, held, reader)
 
     def _finish(self, handoff_id: str, source: Replica, held: HoldRequest, reader: Replica) -> None:
         source.handle(Closed(handoff_id, "released"), self._loop.now)
