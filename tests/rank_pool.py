@@ -66,10 +66,21 @@ class RankPool:
         error = pipe.recv()
         assert error is None, error
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks above 0."""
+        return [process.pid for process, _ in self._ranks]
+
+    def kill(self) -> None:
+        """End the processes, whatever they do."""
+        for process, _ in self._ranks:
+            process.kill()
+            process.join(TIMEOUT_S)
+
     def cpu_seconds(self, size: int) -> list[float]:
         """Return the CPU time that each of the first `size` ranks has used."""
-        others = [process.pid for process, _ in self._ranks[: size - 1]]
-        ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in others]
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in self.pids[: size - 1]]
+        ticks = [stat.rpartition(")")[2].split()[11:13] for stat in stats]
         return [time.process_time(), *(sum(map(int, pair)) / os.sysconf("SC_CLK_TCK") for pair in ticks)]
 
     def close(self) -> None:

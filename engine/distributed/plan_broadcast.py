@@ -128,7 +128,7 @@ class PlanBroadcaster:
         """Raise EngineUnavailable if a rank has gone."""
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             word, rank = self._receive()
-            if word == GONE and rank is not None:
+            if word == GONE and rank is not None and self._gone is None:  # later ones end because of the first
                 self._gone = rank
         self._monitor.look()
         if self._gone is not None:

@@ -6,6 +6,7 @@ and the ranks of a stage are neighbours, which placement puts on one node.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup, TPGroup
 from engine.errors import EngineUnavailable
+
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 60.0
 
@@ -38,6 +41,8 @@ class StageGroup(TPGroup):
             own = all_ranks.part(f"stage {self.stage}", rank, size)
             own.join(CONNECT_TIMEOUT_S)
             self._own = own
+            if own.local_size < size and rank == 0:
+                logger.warning("stage %d is on several machines, so its layers sum over the network", self.stage)
         self.link = StageLink(all_ranks.peers(CONNECT_TIMEOUT_S), self)
         all_ranks.on_abort(self.link.abort)
 

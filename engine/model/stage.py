@@ -90,6 +90,9 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
         if not known:
             limit = "left out, because pipeline_parallel above 1 does not support it yet"
             raise ConfigError(name, value, limit)
+    if model.hidden_size % config.tensor_parallel:
+        limit = f"a divisor of the model's hidden_size ({model.hidden_size}) with pipeline stages"
+        raise ConfigError("tensor_parallel", config.tensor_parallel, limit)
     for part, present in (
         ("images (set language_model_only)", model.vision is not None),
         ("code of transformers", bool(model.transformers)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -13,12 +15,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineUnavailable
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
 from engine.model.stage import config_of, divide, nth_stage
 from engine.offline.llm import LLM
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
 from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, random_prompt, run, run_mixed
 from tests.models import make_model
 from tests.rank_pool import RankPool
@@ -116,6 +120,28 @@ def test_a_hybrid_models_cached_state_is_found_in_every_stage(pool, folder_of, s
             outcomes.append(outcome)
     assert outcomes[1].bits() == outcomes[0].bits()
     assert outcomes[1].tokens["first"] == outcomes[1].tokens["again"]
+
+
+def kill_in_the_middle(pool: RankPool, config: EngineConfig, victim: int) -> None:
+    with pool.engine(config) as core:
+        for i in range(4):
+            params = SamplingParams(max_tokens=40, ignore_eos=True)
+            core.add(GenerateRequest(request_id=str(i), prompt=[3, 4, 5 + i], params=params))
+        while core.stats().generation_tokens < 20:
+            core.step()
+        os.kill(pool.pids[victim - 1], signal.SIGKILL)
+        while core.has_work:
+            core.step()
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_death_of_a_middle_or_last_stage_ends_the_engine_with_its_name(folder_of, victim):
+    pool, config = RankPool(), staged(folder_of("llama"), 3, max_num_batched_tokens=64)
+    try:
+        with pytest.raises(EngineUnavailable, match=f"rank {victim} is gone"):
+            kill_in_the_middle(pool, config, victim)
+    finally:
+        pool.kill()
 
 
 @pytest.mark.parametrize(
