@@ -19,6 +19,8 @@ from engine.model.config_parts.stage import Stage
 if TYPE_CHECKING:
     from engine.config import EngineConfig
 
+TIERS = ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_store_size")
+
 
 def nth_stage(stage: int, layers: Sequence[int], config: ModelConfig) -> Stage:
     """Return a stage by its number. layers: number of layers of each stage."""
@@ -80,8 +82,7 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
     for name, value, known in (
         ("torch_compile", True, not config.torch_compile),
         ("speculative.method", speculative and speculative.method, not (speculative and speculative.has_weights)),
-        ("kv_offloading_size", config.kv_offloading_size, config.kv_offloading_size is None),
-        ("kv_offloading_disk_size", config.kv_offloading_disk_size, config.kv_offloading_disk_size is None),
+        *((name, getattr(config, name), getattr(config, name) is None) for name in TIERS),
         ("kv_offloading_store", config.kv_offloading_store, config.kv_offloading_store is None),
         ("handoff", "encode", handoff is None or handoff.role != "encode"),
         ("handoff.enable_prefix_fetching", True, not (handoff and handoff.enable_prefix_fetching)),
