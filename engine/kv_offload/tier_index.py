@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-BUSY_S = 1.0  # after which a block that is too old, but was being moved or held, is looked at again
+BUSY_S = 30.0  # after which a block that is too old, but was being moved or held, is looked at again
 
 
 @dataclass(slots=True)

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 READERS = 4  # threads: a disk is faster if it is asked for several blocks at a time
 GETTERS = 8  # threads: a store takes longer to answer, and answers many at a time
 PUTTERS = 4
-LIST_S = 5.0  # between two listings of the store
+LIST_S = 5.0  # between two listings of the store, at least
+LIST_SHARE = 20  # a listing is followed by a wait of so many times its duration, at least: a store may cost per request
 CLEAN_S = 3600.0  # between two deletions of what nobody will read
 CLOSE_S = 2.0  # that `close` waits for all threads
 
@@ -264,6 +265,7 @@ class TierWorker:
         """Report what other engines have written to the store and deleted from it, until `close`."""
         is_reachable, is_first, clean_at = True, True, 0.0
         while True:
+            began_at = time.monotonic()
             try:
                 listing = store.list()
                 if is_first or listing != NOTHING:
@@ -278,7 +280,7 @@ class TierWorker:
                 if is_reachable:
                     logger.warning("%s cannot be listed: %s", store.url, error)
                 is_reachable = False
-            if self._closing.wait(list_s):
+            if self._closing.wait(max(list_s, LIST_SHARE * (time.monotonic() - began_at))):
                 return
 
     # -- up ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hypothesis.stateful import rule
 
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents
+from engine.wire.block_hash import block_hashes
 from engine.wire.kv_events import KVEventBatch
 from tests.engine.core.features.test_kv_offloading import TierMachine
 from tests.engine.core.test_scheduler_machine import DecodeMachine, SchedulerMachine
@@ -52,6 +53,32 @@ def published(harness: type[Harness]) -> type[Harness]:
                     check_chain(event, self.config.block_size)
 
     return Published
+
+
+def test_a_block_that_a_tier_has_filled_for_another_engine_is_not_published():
+    """No request here has its tokens."""
+    harness = published(TierHarness)(num_blocks=8, max_model_len=32, disk_blocks=100)
+    prompt = list(range(1, 21))
+    for name in ("first", "again"):
+        harness.add(name, prompt, max_tokens=1)
+        harness.run()
+        harness.scheduler.kv_cache.clear_cache()
+        harness.kv_events.publish()
+    hashes = block_hashes(prompt, 4)
+    wanted = [[hashes[i : i + 16] for i in range(0, len(hashes), 16)]]
+    assert harness.offloading.bring(wanted, 1.0, lambda: None, harness.now)
+    harness.drain()
+    assert len(harness.pool.block_hashes()) == 5
+    harness.kv_events.publish()
+    assert not harness.reader.hashes(0)
+    for number in range(3):  # evicts some of them
+        harness.add(f"other {number}", [30 + number] * 17, max_tokens=1)
+        harness.run()
+    evicted = set(wanted[0]) - set(harness.pool.block_hashes())
+    harness.add("own", [*prompt, 1], max_tokens=1)
+    harness.run()
+    harness.kv_events.publish()
+    assert evicted and evicted <= harness.reader.hashes(0) <= set(harness.pool.block_hashes())
 
 
 class PublishingRules:

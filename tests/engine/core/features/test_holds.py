@@ -475,6 +475,22 @@ def test_use_after_a_restart_renews_a_hold_for_the_start_after_it(options):
 
 
 @PLACES
+def test_hold_that_is_asked_for_again_is_written_with_its_new_time(options):
+    harness = saved(options)
+    harness.now = 2.0
+    harness.add("same", PROMPT, max_tokens=2, hold=[(20, 90.0)])
+    while "same" not in harness.finished:
+        harness.step()
+        harness.drain()
+    harness.now = 4.0
+    harness.step()
+    harness.submit()
+    ((end,),) = [[hold.ends_at - EPOCH_S for hold in place.values()] for place in harness.holds.values() if place]
+    assert end == 92.0
+    harness.run()
+
+
+@PLACES
 def test_hold_whose_time_ends_while_no_engine_runs_is_not_restored(options):
     harness = saved(options)
     harness.now = 10.5
@@ -519,14 +535,14 @@ def test_hold_is_written_only_where_it_survives_and_waits_for_that_tier():
     assert harness.holds == {False: {}, True: {}}
     harness = TierHarness(**{**STORE, "host_slots": 40})
     held(harness, "held")
-    for _ in range(4):  # the store has not been written
+    for _ in range(20):  # the store has not been written
         harness.submit()
         harness.take_answers()
         for number, moving in list(harness.moving.items()):
             if moving.copies is None or not moving.command.blocks[0].in_store:
                 harness.progress(number)
         harness.step()
-    assert len(harness.pool.held) == 5
+    assert len(harness.host) == 5 and len(harness.pool.held) == 5
     moved_down(harness)
     assert len(harness.holds[True]) == 1
     harness.run()
