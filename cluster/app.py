@@ -22,6 +22,7 @@ from deployments.decode import Decode
 from deployments.ingress import Ingress
 from deployments.openai.served_model import ModelInfo
 from deployments.prefill import Prefill
+from deployments.prefill_decode import PrefillDecode
 from deployments.routing.config import Role
 from deployments.routing.router import EngineRouter
 from engine.errors import ConfigError, StartupError
@@ -139,7 +140,7 @@ def _check_capacity(config: AppConfig) -> None:
     nodes = capacity.cluster_nodes()
     warn_of_idle_gpus(config, nodes)
     for model in config.models:
-        for role in model.pools:
+        for role in model.deployments.values():
             problem = capacity.missing(model.group_spec(role), nodes)
             if problem is None:
                 continue
@@ -168,17 +169,21 @@ def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, dict[PeerP
     order: tuple[PeerPool, ...] = ("encode", "prefill")  # in this order, since encode engines serve prefill engines too
     peers: dict[PeerPool, Application] = {}
     for role in order:
-        if role in model.pools:
+        if role in model.deployments.values():
             peers = {**peers, role: pool(Prefill, role, peers)}
-    return pool(Decode, "decode", peers), peers
+    return pool(PrefillDecode if model.switches_roles else Decode, "decode", peers), peers
 
 
 def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: Role) -> serve.Deployment:
     engine, spec, section = model.engine_config(role), model.group_spec(role), model.pools[role]
-    routing = {"role": role, "block_size": engine.known_block_size, **asdict(section.routing_config())}
+    roles: tuple[Role, ...] = ("decode", "prefill") if kind is PrefillDecode else (role,)
+    routing = {
+        "block_size": engine.known_block_size,
+        "pools": {name: asdict(model.pools[name].routing_config()) for name in roles},
+    }
     return serve.deployment(
         kind,
-        name=f"{role}-{model.name}",
+        name=f"{'pd' if kind is PrefillDecode else role}-{model.name}",
         max_ongoing_requests=section.max_ongoing_requests or engine.max_num_seqs + engine.max_waiting,
         request_router_config=RequestRouterConfig(request_router_class=EngineRouter, request_router_kwargs=routing),
         ray_actor_options={"num_cpus": spec.control_cpus},
@@ -193,8 +198,8 @@ def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: R
 
 def _replicas(model: ModelSection, role: Role) -> dict[str, Any]:
     """Return the scaling options of a pool. A pool of fixed size also reports its load if another pool of the model
-    scales."""
-    low, high = model.pools[role].bounds
+    scales, or if roles change."""
+    low, high = model.bounds(role)
     if not model.autoscales:
         return {"num_replicas": low}
     settings = model.pool_settings(role)

@@ -9,7 +9,7 @@ import msgspec
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from cluster.autoscaling.slo import POLICIES, POLICY, Limits, PoolSettings, Slo
+from cluster.autoscaling.slo import POLICIES, POLICY, Limits, PoolSettings, RoleSettings, Slo
 from deployments.console.config import ConsoleConfig
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields, expected
@@ -47,6 +47,7 @@ def given(section: Section) -> dict[str, Any]:
     return {key: getattr(section, key) for key in section.model_fields_set}
 
 
+ROLE_KEYS = {"routing", "num_replicas", "min_replicas", "max_replicas"}  # that may differ if roles change
 ALIKE = ("dtype", "quantization", "determinism")  # keys that must agree, or fingerprints of encode engines differ
 # model and handoff are one level higher; EngineConfig reads the JSON objects itself
 JSON_OBJECTS = {"speculative": dict[str, Any] | None, "kv_events_config": dict[str, Any] | None}
@@ -260,8 +261,29 @@ class ModelSection(Section):
 
     @property
     def autoscales(self) -> bool:
-        """Whether any of its pools is autoscaled."""
-        return any(pool.max_replicas is not None for pool in self.pools.values())
+        """Whether the autoscaling policy sizes any of its pools."""
+        return self.switches_roles or any(pool.max_replicas is not None for pool in self.pools.values())
+
+    @property
+    def switches_roles(self) -> bool:
+        """Whether replicas change between the prefill and the decode pool."""
+        return bool(self._handoff_options.get("switch_roles"))
+
+    @property
+    def deployments(self) -> dict[str, Role]:
+        """Names of its Serve deployments, each with the role of its replicas; with `decode` if roles change."""
+        if self.switches_roles:
+            return {f"pd-{self.name}": "decode", **{f"{r}-{self.name}": r for r in self.pools if r == "encode"}}
+        return {f"{role}-{self.name}": role for role in self.pools}
+
+    def bounds(self, role: Role) -> tuple[int, int]:
+        """Return the minimum and maximum number of replicas of a pool; of both pools together if roles change."""
+        low, high = self.pools[role].bounds
+        if role == "decode" and self.switches_roles:
+            assert self.prefill is not None
+            more = self.prefill.bounds
+            return low + more[0], high + more[1]
+        return low, high
 
     @property
     def pools(self) -> dict[Role, PoolSection]:
@@ -279,6 +301,8 @@ class ModelSection(Section):
                 raise ConfigError(f"{path}.{self._section(role, key)}{key}", value, limit) from None
         if self.encode is not None:
             self._check_encode(path)
+        if self.switches_roles:
+            self._check_roles(path)
         engines = [self.engine_config(role) for role in self.pools if role != "encode"]
         handoff: Any = self.handoff
         if handoff is not None and handoff.move_requests and len(self.pools) == 1 and engines[0].handoff is None:
@@ -304,6 +328,18 @@ class ModelSection(Section):
         same = len({engine.tensor_parallel for engine in engines}) == 1 or engines[0].determinism == "strict"
         plain = not any(engine.quantization or engine.kv_cache_dtype != "auto" for engine in engines)
         return same and plain and not any(map(self.on_gpu, self.pools))
+
+    def _check_roles(self, path: str) -> None:
+        """Raise ConfigError if a replica of one pool could not take the place of one of the other."""
+        if self.prefill is None:
+            raise ConfigError(f"{path}.prefill", None, "given, because `handoff.switch_roles` needs two pools")
+        ours, theirs = (pool.model_dump(exclude=ROLE_KEYS) for pool in (self.decode, self.prefill))
+        ours |= {f"engine.{key}": value for key, value in ours.pop("engine").items()}
+        theirs |= {f"engine.{key}": value for key, value in theirs.pop("engine").items()}
+        for key, wanted in ours.items():
+            if theirs[key] != wanted:
+                limit = f"the value of `decode` ({wanted}), because of `handoff.switch_roles`"
+                raise ConfigError(f"{path}.prefill.{key}", theirs[key], limit)
 
     def _check_encode(self, path: str) -> None:
         assert self.encode is not None
@@ -339,7 +375,7 @@ class ModelSection(Section):
         """Return the options of handoffs of a pool's engines; None if they hand nothing over."""
         asked = self._handoff_options
         if role == "encode" or self.prefill is not None:
-            return HandoffConfig(role=role, **asked)
+            return HandoffConfig(role="decode" if self.switches_roles and role == "prefill" else role, **asked)
         if asked.get("move_requests") or asked.get("enable_prefix_fetching"):
             return HandoffConfig(role="replica", **asked)
         if self.decode.bounds[1] == 1 or not asked.get("move_requests", True):
@@ -367,9 +403,25 @@ class ModelSection(Section):
 
     def pool_settings(self, role: Role) -> PoolSettings:
         """Return a pool's settings for the autoscaling policy."""
+        low, high = self.pools[role].bounds
+        if role != "decode" or not self.switches_roles:
+            return PoolSettings(self.name, role, Slo(**dict(self.slo)), self._limits(role, low, high))
+        assert self.prefill is not None
+        least = {name: self.pools[name].min_replicas for name in ("decode", "prefill")}
+        lows = {name: 1 if count is None else count for name, count in least.items()}
+        min_total, max_total = self.bounds("decode")
+        roles = RoleSettings(
+            prefill=self._limits("prefill", lows["prefill"], max_total - max(1, lows["decode"])),
+            min_total=min_total,
+            max_total=max_total,
+            initial_prefill=self.prefill.bounds[0],
+        )
+        limits = self._limits("decode", lows["decode"], max_total - lows["prefill"])
+        return PoolSettings(self.name, role, Slo(**dict(self.slo)), limits, roles)
+
+    def _limits(self, role: Role, low: int, high: int) -> Limits:
         pool = self.pools[role]
-        low, high = pool.bounds
-        limits = Limits(
+        return Limits(
             min_replicas=low,
             max_replicas=high,
             max_num_seqs=self.engine_config(role).max_num_seqs,
@@ -377,7 +429,6 @@ class ModelSection(Section):
             downscale_delay_s=pool.downscale_delay_s,
             scale_to_zero_delay_s=pool.scale_to_zero_delay_s,
         )
-        return PoolSettings(self.name, role, Slo(**dict(self.slo)), limits)
 
     def shown(self) -> dict[str, Any]:
         """Return all keys with the values in force. Keys of `engine` are given per pool, since their values may
@@ -446,7 +497,7 @@ class AppConfig(Section):
         config = cls.parse(application.get("args") or {})
         policy = (application.get("autoscaling_policy") or {}).get("policy_function")
         if config.autoscales and policy not in POLICIES:
-            limit = f"{POLICY}, next to `args`, because a pool has max_replicas"
+            limit = f"{POLICY}, next to `args`, because a pool has max_replicas or roles change"
             raise ConfigError("autoscaling_policy.policy_function", policy, limit)
         return config
 

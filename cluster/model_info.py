@@ -72,7 +72,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         ),
         block_size=engine.shared_block_size if shares_prefixes else None,
         supported_tasks=config.supported_tasks,
-        may_sleep=model.decode.bounds[0] == 0,
+        may_sleep=model.bounds("decode")[0] == 0,
         max_replays=ingress.max_replays,
         sdc_check_every=model.sdc_check_every,
         same_bits=model.same_bits,

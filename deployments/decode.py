@@ -23,12 +23,17 @@ class Decode(EngineDeployment):
         self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
         """peers: deployments that may compute prompts or encode images for this one."""
-        pools = {kind: ServeRemotePool(peer, config.shared_block_size) for kind, peer in peers.items()}
+        pools = {kind: ServeRemotePool(peer, config.shared_block_size, kind) for kind, peer in peers.items()}
         async with self._starting():
             await self._start_engine(config, spec, pools)
             if "prefill" in pools:
                 await pair(self._engine, pools["prefill"], spec.startup_timeout_s)
+            await self._warm_start(config)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
+        self._move_requests(config)
+
+    def _move_requests(self, config: EngineConfig) -> None:
+        """Let requests move from here to other replicas, if the configuration says so."""
         if config.handoff is not None and config.handoff.move_requests:
             slots = config.max_num_seqs
             self._tasks = [*self._tasks, *map(asyncio.create_task, (self._depart(slots), self._rebalance(slots)))]

@@ -35,6 +35,16 @@ NAMESPACE = "manta"  # in Ray's key-value store
 SCALING_CHANGES = "scaling_changes"  # the newest ScalingChanges, in msgpack
 
 
+def engine_id_of(replica_id: Any) -> str:
+    """Return the id of a replica's engine. replica_id: Serve's ReplicaID."""
+    return f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
+
+
+def roles_of(application: str, deployment: str) -> str:
+    """Return the name under which the roles of a deployment's engines are shared: a dict by engine id, in msgpack."""
+    return f"roles/{application}/{deployment}"
+
+
 class CallRouter(RequestRouter):
     """Serve's router, extended to distinguish the calls of one HTTP request."""
 

@@ -87,12 +87,29 @@ class HandoffConfig:
         5.0, "Seconds that a request waits for KV from another replica's cache. After this time, the KV is computed."
     )
 
+    enable_warm_start: bool = option(
+        False,
+        "Whether a new replica fetches the prefixes that other replicas use most, before it takes requests. Needs "
+        "`enable_prefix_fetching`.",
+    )
+    warm_start_timeout_s: float = option(10.0, "Maximum number of seconds by which a warm start delays a new replica.")
+    warm_start_bytes: int = option(2**30, "Maximum number of bytes of KV that a warm start fetches.")
+
+    switch_roles: bool = option(
+        False,
+        "Whether replicas change between the prefill and the decode pool under load, in about a second and without a "
+        "restart. Needs a `prefill` section with the same options as `decode`, and the autoscaling policy.",
+    )
+
     def __post_init__(self) -> None:
-        for key in ("lease_s", "heartbeat_s", "progress_s", "accept_s", "fetch_timeout_s"):
+        for key in ("lease_s", "heartbeat_s", "progress_s", "accept_s", "fetch_timeout_s", "warm_start_timeout_s",
+                    "warm_start_bytes"):  # fmt: skip
             if getattr(self, key) <= 0:
                 raise ConfigError(f"handoff.{key}", getattr(self, key), "above 0")
         if self.lease_s < 3 * self.heartbeat_s:
             raise ConfigError("handoff.lease_s", self.lease_s, f"at least 3 heartbeats ({3 * self.heartbeat_s:g} s)")
+        if self.enable_warm_start and not self.enable_prefix_fetching:
+            raise ConfigError("handoff.enable_warm_start", True, "false without `enable_prefix_fetching`")
         if self.max_attempts < 1:
             raise ConfigError("handoff.max_attempts", self.max_attempts, "at least 1")
 

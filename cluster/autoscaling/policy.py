@@ -7,15 +7,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from ray.util.metrics import Counter, Gauge
 
+from cluster.autoscaling.roles import Member, RoleScaler
 from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, ReplicaLoad, ScalingDecision
 from cluster.autoscaling.slo import PoolSettings
 from deployments import ray_compat
 from deployments.replicas.scaling_report import ScalingChange, waiting_of, waiting_tokens_of
+from deployments.routing.config import Role
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
@@ -41,6 +44,7 @@ class Policy:
         self._metrics = ScalingMetrics()
         self._scalers: dict[str, ModelScaler] = {}
         self._settings: dict[str, list[PoolSettings]] = {}
+        self._switches: dict[Any, RoleSwitch] = {}  # by DeploymentID
         self._decided: dict[Any, int] = {}
         self._due = self._complain_at = 0.0
 
@@ -66,6 +70,10 @@ class Policy:
         for model in {pool.model for pool in pools.values() if pool is not None}:
             ours = {name: pool for name, pool in pools.items() if pool is not None and pool.model == model}
             queue = queue_of(ingresses, model)
+            for name in [name for name, pool in ours.items() if pool.roles is not None]:
+                decided[name] = self._switch(name, ours.pop(name)).decide(contexts[name], queue, now)
+            if not ours:
+                continue
             loads = {
                 pool.role: pool_load(contexts[name], *(queue if pool.role == "decode" else ()))
                 for name, pool in ours.items()
@@ -77,12 +85,55 @@ class Policy:
                 decided[name] = decision.replicas
         return decided
 
+    def _switch(self, name: Any, pool: PoolSettings) -> RoleSwitch:
+        """Return the switch of a deployment whose replicas change roles; a new one if its settings have changed."""
+        if (switch := self._switches.get(name)) is None or switch.pool != pool:
+            switch = self._switches[name] = RoleSwitch(name, pool, self._metrics)
+        return switch
+
     def _scaler(self, model: str, pools: list[PoolSettings]) -> ModelScaler:
         """Return the model's scaler; a new one if its settings have changed."""
         if self._settings.get(model) != pools:
             self._settings[model] = pools
             self._scalers[model] = ModelScaler(pools[0].slo, {pool.role: pool.limits for pool in pools})
         return self._scalers[model]
+
+
+class RoleSwitch:
+    """Tells the replicas of one deployment their roles, by a table in Ray's GCS."""
+
+    def __init__(self, name: Any, pool: PoolSettings, metrics: ScalingMetrics):
+        """name: DeploymentID of the deployment."""
+        assert pool.roles is not None
+        self.pool = pool
+        self._table, self._metrics = ray_compat.roles_of(name.app_name, name.name), metrics
+        self._scaler = RoleScaler(pool.slo, pool.limits, pool.roles)
+        self._pools = {"decode": pool, "prefill": replace(pool, role="prefill", limits=pool.roles.prefill)}
+        self._roles: dict[str, Role] = {}
+
+    def decide(self, context: AutoscalingContext, queue: tuple[int, int], now: float) -> int:
+        """Publish the roles. Returns the number of replicas that the deployment should have."""
+        load = pool_load(context, *queue)
+        members = self._members(context.raw_metrics or {})
+        target, running = load.target_replicas, load.running_replicas
+        decision = self._scaler.decide(members, load.waiting, load.waiting_tokens, target, running, now)
+        if decision.roles != self._roles:
+            self._roles = decision.roles
+            ray_compat.share(self._table, msgspec.msgpack.encode(self._roles))
+        for role, of_role in decision.decisions.items():
+            self._metrics.record(self._pools[role], of_role.replicas, of_role)
+        return decision.replicas
+
+    def _members(self, reports: Any) -> dict[str, Member]:
+        """Return the replicas that have reported, by the id of their engines. The role is the one that they were given;
+        after a restart of the controller, the one that they report."""
+        members = {}
+        for replica, points in reports.get("running", {}).items():
+            if points:
+                engine = ray_compat.engine_id_of(replica)
+                reported: Role = "prefill" if reports["prefill_role"][replica][-1].value else "decode"
+                members[engine] = Member(self._roles.get(engine, reported), _replica_load(reports, replica))
+        return members
 
 
 # -- reports in ----------------------------------------------------------------------------------------------
@@ -126,6 +177,7 @@ def _replica_load(reports: Mapping[str, Mapping[Any, Sequence[Any]]], replica: o
     window_s = max(points[-1].timestamp - points[0].timestamp, MIN_WINDOW_S)
     return ReplicaLoad(
         running=int(last("running")),
+        receiving=int(last("receiving")),
         waiting=int(last("waiting")),
         queued_tokens=int(last("queued_tokens")),
         prefill_tokens_per_s=risen("prefill_tokens_total") / window_s,

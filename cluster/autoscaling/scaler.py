@@ -34,6 +34,7 @@ class ReplicaLoad:
     """Current load of one replica. Rates are over the last few seconds."""
 
     running: int = 0  #: sequences that hold KV
+    receiving: int = 0  #: those of them whose prompts are computed by other engines
     waiting: int = 0  #: sequences in the engine's queue, or with their prompt in another engine
     queued_tokens: int = 0  #: prompt tokens still to be computed here
     prefill_tokens_per_s: float = 0.0  #: prompt tokens computed here
@@ -80,7 +81,7 @@ class ScalingDecision:
 
     replicas: int
     desired: int  #: replicas that the load requires now, before delays and bounds
-    reason: str  #: the limit that fewer replicas would break (ttft, queue, itl, slots, kv), or `idle`, `wake`, `min`
+    reason: str  #: the limit that fewer replicas would break (ttft, queue, itl, slots, kv), or idle, wake, min, roles
     inputs: dict[str, float] = field(default_factory=dict)  #: figures on which the decision rests
 
 
@@ -90,11 +91,12 @@ class ModelScaler:
     Without a prefill pool, the first pool is also responsible for the time to the first token.
     """
 
-    def __init__(self, slo: Slo, limits: dict[Role, Limits]):
-        """limits: the limits of all pools of the model. A pool of fixed size has min_replicas equal to max_replicas."""
+    def __init__(self, slo: Slo, limits: dict[Role, Limits], memory_s: float = MEMORY_S):
+        """limits: the limits of all pools of the model. A pool of fixed size has min_replicas equal to max_replicas.
+        memory_s: time over which rates are averaged."""
         alone = "prefill" not in limits
         self._scalers = {
-            role: PoolScaler(slo, limit, prompts=role != "decode" or alone, decodes=role == "decode")
+            role: PoolScaler(slo, limit, memory_s, prompts=role != "decode" or alone, decodes=role == "decode")
             for role, limit in limits.items()
         }
 
@@ -104,6 +106,10 @@ class ModelScaler:
             spilled = self._spilled_prefill_share(pools) if role == "prefill" else 0.0
             decisions[role] = self._scalers[role].decide(load, now, spilled)
         return decisions
+
+    def pressure(self, role: Role, replicas: int) -> float:
+        """Return the largest ratio of a pool's last load to a limit if it had so many replicas."""
+        return self._scalers[role].pressure(replicas)
 
     def _spilled_prefill_share(self, pools: dict[Role, PoolLoad]) -> float:
         """Return the engine-seconds per second that decode replicas spend on prompts for which the prefill pool lacked
@@ -118,18 +124,21 @@ class PoolScaler:
     """Scales one pool. prompts: whether it is responsible for the time to the first token. decodes: whether it
     generates."""
 
-    def __init__(self, slo: Slo, limits: Limits, *, prompts: bool, decodes: bool):
+    def __init__(self, slo: Slo, limits: Limits, memory_s: float, *, prompts: bool, decodes: bool):
+        """memory_s: time over which rates are averaged."""
         self.costs = EngineCosts()  # as last reported
+        self._last = Demand()
         self._limits = limits
         self._sizing = Sizing(slo, limits.max_num_seqs, prompts=prompts, decodes=decodes)
         self._stabilizer = Stabilizer(limits.upscale_delay_s, limits.downscale_delay_s)
-        self._tokens, self._cached, self._prefills, self._output = (Mean(MEMORY_S) for _ in range(4))
+        self._tokens, self._cached, self._prefills, self._output = (Mean(memory_s) for _ in range(4))
         self._busy_at: float | None = None
 
     def decide(self, load: PoolLoad, now: float, spilled_prefill_share: float = 0.0) -> ScalingDecision:
         """Decide on the number of replicas. spilled_prefill_share: engine-seconds per second that other engines spend
         on prompts that are this pool's responsibility."""
         demand, current = self._demand(load, now, spilled_prefill_share), load.target_replicas
+        self._last = demand
         starting = current > 0 and not load.running_replicas
         busy = load.busy or starting or spilled_prefill_share >= WAKE_FRACTION
         if busy or self._busy_at is None:  # a new pool counts as busy, so that it is not removed at once
@@ -146,6 +155,9 @@ class PoolScaler:
             stable = min(stable, max(current, MAX_GROWTH * load.running_replicas))
         replicas = min(max(stable, self._limits.min_replicas), self._limits.max_replicas)
         return ScalingDecision(replicas, size.replicas, size.reason, self._inputs(demand, load))
+
+    def pressure(self, replicas: int) -> float:
+        return self._sizing.pressure(self._last, replicas)
 
     def _size(self, demand: Demand, current: int) -> Size:
         """Return the required size. It grows only if the current sequences need more, and shrinks only if the tokens

@@ -33,6 +33,16 @@ class Limits:
     scale_to_zero_delay_s: float  #: time without any work before the pool scales to zero; only if min_replicas is 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSettings:
+    """What the policy needs to know besides, of a pool whose replicas change roles."""
+
+    prefill: Limits  #: limits of the role `prefill`; PoolSettings has those of `decode`
+    min_total: int  #: bounds of the number of replicas of both roles
+    max_total: int
+    initial_prefill: int  #: replicas that compute prompts until the load requires another number
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
     """Everything that the policy needs to know about one pool.
@@ -44,13 +54,17 @@ class PoolSettings:
     role: Role
     slo: Slo
     limits: Limits
+    roles: RoleSettings | None = None  #: None unless replicas change roles
 
     @classmethod
     def parse(cls, kwargs: dict[str, Any]) -> PoolSettings | None:
         """Return the settings that `autoscaling_config` wrote; None for the ingress, which is not a pool."""
         if not kwargs:
             return None
-        return cls(kwargs["model"], kwargs["role"], Slo(**kwargs["slo"]), Limits(**kwargs["limits"]))
+        roles = kwargs["roles"]
+        if roles is not None:
+            roles = RoleSettings(**roles | {"prefill": Limits(**roles["prefill"])})
+        return cls(kwargs["model"], kwargs["role"], Slo(**kwargs["slo"]), Limits(**kwargs["limits"]), roles)
 
 
 def autoscaling_config(low: int, high: int, full: int, pool: PoolSettings | None = None) -> dict[str, Any]:

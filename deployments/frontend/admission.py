@@ -125,7 +125,7 @@ class Admission:
         while self._queue.num_running or (self.availability.is_down and not await self._pool.asleep()):
             await asyncio.sleep(POLL_INTERVAL_S)
             try:
-                statuses = await self._pool.statuses()
+                statuses = [status for status in await self._pool.statuses() if status.role != "prefill"]
             except EngineUnavailable:  # keep the window: requests that are sent get the error
                 self.availability.report_down()
                 continue

@@ -81,6 +81,10 @@ def _blocks(stats: EngineStats) -> dict[str, int]:
     }
 
 
+def _roles(status: EngineStatus) -> dict[str, int]:
+    return {role: role == status.role for role in ("decode", "prefill")} if status.role else {}
+
+
 def _cache_config(stats: EngineStats) -> dict[int, dict[int, int]]:
     return {stats.block_size: {stats.blocks_total: 1}}
 
@@ -296,7 +300,7 @@ HANDOFFS: list[Row] = [
     (Counter, "manta_handoff_stale_messages", "Dropped messages of ended handoffs or engines.", "stale_messages"),
 ]
 # of EngineStatus
-SOCKETS: list[Row] = [
+STATUS: list[Row] = [
     (
         Counter,
         "manta_engine_refused_messages",
@@ -305,6 +309,8 @@ SOCKETS: list[Row] = [
         "socket",
         "reason",
     ),
+    (Gauge, "manta_engine_role", "1 for the role of an engine whose role may change, 0 for the other.", _roles, "role"),
+    (Counter, "manta_role_changes", "Changes of an engine's role.", lambda s: s.role_changes if s.role else None),
 ]
 
 

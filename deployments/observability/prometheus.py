@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from deployments.observability.engine_metrics import (
     LABELS,
-    SOCKETS,
+    STATUS,
     Row,
     collect,
     handoff_metrics,
@@ -142,6 +142,7 @@ class _Snapshot(Collector):
 
     def __init__(self, replicas: Sequence[ModelReplicas], ingresses: Sequence[IngressStats]):
         self._replicas, self._ingresses = replicas, ingresses
+        self._answering = [([r.model, status.engine_id], status) for r in replicas for status in r.answering]
         self._decode = [([r.model, status.engine_id], status) for r in replicas for status in r.decode]
         self._prefill = [([r.model, status.engine_id], status) for r in replicas for status in r.prefill]
         self._encode = [([r.model, status.engine_id], status) for r in replicas for status in r.encode]
@@ -149,10 +150,10 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from collect(REPLICAS, ["model_name"], [([r.model], r) for r in self._replicas])
-        yield from request_metrics(self._decode)
+        yield from request_metrics(self._answering)
         others = [*self._decode, *self._prefill]
         yield from load_metrics([*others, *self._encode])
-        yield from collect(SOCKETS, LABELS, [*others, *self._encode])
+        yield from collect(STATUS, LABELS, [*others, *self._encode])
         yield from handoff_metrics(others, self._encode)
         yield from self._routing()
         yield from collect(MODELS, MODEL_LABELS, self._models)

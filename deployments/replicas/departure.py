@@ -22,16 +22,19 @@ MOST_GROUPS = 16  # so that a replica with many requests still ends in time
 Statuses = Callable[[], Awaitable[Sequence[EngineStatus]]]
 
 
-async def depart(engine: EngineReplica, statuses: Statuses, slots: int) -> None:
+async def depart(
+    engine: EngineReplica, statuses: Statuses, slots: int, goes_on: Callable[[], bool] = lambda: True
+) -> None:
     """Move the engine's requests to other replicas as far as these have room, a few at a time, until none is left.
 
     Without another replica that can go on with the requests, they continue here. statuses: function that returns the
-    statuses of the pool's replicas. slots: sequences that one replica runs at a time.
+    statuses of the pool's replicas. slots: sequences that one replica runs at a time. goes_on: function that returns
+    whether the requests are still to leave.
     """
-    began = engine.num_calls
+    began = engine.num_answers
     group = max(GROUP, began // MOST_GROUPS)
-    logger.info("replica departs requests=%d", began)
-    while engine.num_calls:
+    logger.info("requests are to leave requests=%d", began)
+    while engine.num_answers and goes_on():
         try:
             own = engine.status()
         except EngineUnavailable:
@@ -41,24 +44,25 @@ async def depart(engine: EngineReplica, statuses: Statuses, slots: int) -> None:
         except Exception as error:  # noqa: BLE001 - of Serve or Ray; the next round may know more
             logger.warning("the other replicas cannot be asked: %r", error)
             others = []
-        calls = engine.num_calls
+        calls = engine.num_answers
         count = min(group, room_elsewhere(own, others, slots), calls)
         if count:
             engine.move_requests(count)
         await _until_left(engine, calls - count if count else 0)
-    logger.info("replica departed requests=%d", began)
+    logger.info("requests have left requests=%d", began - engine.num_answers)
 
 
 async def _until_left(engine: EngineReplica, calls: int) -> None:
     """Wait until the engine has at most so many requests, or for ROUND_S."""
     deadline = asyncio.get_running_loop().time() + ROUND_S
-    while engine.num_calls > calls and asyncio.get_running_loop().time() < deadline:
+    while engine.num_answers > calls and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(LEFT_POLL_S)
 
 
 def takes_requests_of(own: EngineStatus, other: EngineStatus) -> bool:
     """Return whether requests can move from one engine to another, with their KV."""
-    return other.engine_id != own.engine_id and bool(other.fingerprint) and other.fingerprint == own.fingerprint
+    alike = bool(other.fingerprint) and other.fingerprint == own.fingerprint
+    return alike and other.engine_id != own.engine_id and other.role != "prefill"
 
 
 def room_elsewhere(own: ReplicaStatus, others: Sequence[EngineStatus], slots: int) -> int:

@@ -21,13 +21,14 @@ class EncodedRequest:
     model: ModelIdentity | None  #: model that must serve the request; None for any
     start: bytes
     cancel: bytes
+    of_other_engine: bool = False  #: whether it is a RemoteRequest
 
     @classmethod
     def of(cls, request: GenerateRequest | RemoteRequest) -> EncodedRequest:
         encode = msgspec.msgpack.encode
         if isinstance(request, RemoteRequest):
             name = request.handoff_id
-            return cls(name, request.timeout_s, None, encode(Prefill(request)), encode(CancelPrefill(name)))
+            return cls(name, request.timeout_s, None, encode(Prefill(request)), encode(CancelPrefill(name)), True)
         name = request.request_id
         return cls(name, request.timeout_s, request.model, encode(Add(request)), encode(Abort(name)))
 

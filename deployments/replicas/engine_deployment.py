@@ -20,6 +20,7 @@ from deployments.replicas.rebalancing import rebalance
 from deployments.replicas.remote_dispatcher import RemotePool
 from deployments.replicas.scaling_report import ReplicaReport
 from deployments.replicas.serve_pool import ServeRemotePool
+from deployments.replicas.warm_start import MAX_PREFIXES, warm_start
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
@@ -35,6 +36,7 @@ from placement.spec import GroupSpec
 logger = logging.getLogger(__name__)
 
 TERM_S = 20.0  # for requests to leave after a SIGTERM; hosts that are taken back give 30 s
+ASK_TIMEOUT_S = 2.0  # for an engine to list its prefixes
 EXIT_DELAY_S = 0.2  # before the process ends, so that open calls get their answer
 
 
@@ -70,8 +72,7 @@ class EngineDeployment:
 
         peers: pools that may compute prompts or encode images for this engine.
         """
-        replica_id = serve.get_replica_context().replica_id
-        engine_id = f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
+        engine_id = ray_compat.engine_id_of(serve.get_replica_context().replica_id)
         log_to_console(engine_id, spec.log)
         key = await asyncio.to_thread(ray_compat.cluster_key)
         self._engine = EngineReplica(
@@ -96,6 +97,25 @@ class EngineDeployment:
     async def load_adapter(self, lora: LoRARequest, call: RoutingContext) -> ErrorInfo | None:
         """Make the engine read an adapter. Returns the error if it cannot, else None. Raises EngineUnavailable."""
         return await self._engine.load_adapter(lora)
+
+    async def hot_prefixes(self) -> bytes:
+        """Return the engine's most used cached prefixes: HotPrefixes in msgpack. Raises EngineUnavailable."""
+        return msgspec.msgpack.encode(await self._engine.hot_prefixes(MAX_PREFIXES, ASK_TIMEOUT_S))
+
+    async def _warm_start(self, config: EngineConfig) -> None:
+        """Fetch the prefixes that other replicas of this deployment use most, if the configuration says so."""
+        if config.handoff is None or not config.handoff.enable_warm_start:
+            return
+        own = serve.get_replica_context()
+        pool = ServeRemotePool(serve.get_deployment_handle(own.deployment, own.app_name))
+        await warm_start(
+            self._engine,
+            pool.hot_prefixes,
+            timeout_s=config.handoff.warm_start_timeout_s,
+            max_bytes=config.handoff.warm_start_bytes,
+            host=ray.util.get_node_ip_address(),
+            key=await asyncio.to_thread(ray_compat.cluster_key),
+        )
 
     async def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()

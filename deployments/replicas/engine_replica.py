@@ -20,6 +20,7 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable, RequestTimeout
+from engine.wire.handoff_stats import Role
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     AdapterLoaded,
@@ -29,12 +30,15 @@ from engine.wire.messages import (
     Drain,
     EngineStatus,
     ErrorInfo,
+    HotPrefixes,
+    ListHotPrefixes,
     LoadAdapter,
     MoveRequests,
     Notice,
     PeerPool,
     ReleaseHolds,
     ResetPrefixCache,
+    SetRole,
 )
 
 logger = logging.getLogger(__name__)
@@ -65,7 +69,9 @@ class EngineReplica:
         self._stall_timeout_s, self._node = stall_timeout_s, node
         self._dispatchers = {kind: RemoteDispatcher(pool, self._send, kind) for kind, pool in (peers or {}).items()}
         self._calls: dict[str, asyncio.Future[None]] = {}
+        self._num_answers = 0
         self._loads: dict[str, asyncio.Future[ErrorInfo | None]] = {}
+        self._lists: dict[str, asyncio.Future[HotPrefixes]] = {}
         self._broken: str | None = None
         self._refuses: str | None = None
         self._status: EngineStatus | None = None
@@ -107,6 +113,7 @@ class EngineReplica:
         assert name not in self._calls, name
         ended = asyncio.get_running_loop().create_future()
         self._calls[name] = ended
+        self._num_answers += not request.of_other_engine
         limit_s = None if timeout_s is None else timeout_s + TIMEOUT_GRACE_S
         try:
             self._send_bytes(request.start)
@@ -120,6 +127,7 @@ class EngineReplica:
             raise RequestTimeout(name, limit_s or 0.0) from None
         finally:
             self._calls.pop(name)
+            self._num_answers -= not request.of_other_engine
 
     async def run_requests(self, requests: Sequence[EncodedRequest]) -> None:
         """Run all requests, and return when all have ended. If one fails, its error is raised and the others are
@@ -147,14 +155,33 @@ class EngineReplica:
         finally:
             del self._loads[call_id]
 
+    async def hot_prefixes(self, limit: int, timeout_s: float) -> HotPrefixes:
+        """Return the engine's most used cached prefixes. Raises EngineUnavailable."""
+        if self._broken is not None:
+            raise EngineUnavailable(self._broken)
+        call_id = secrets.token_hex(8)
+        listed = self._lists[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(ListHotPrefixes(call_id, limit))
+            async with asyncio.timeout(timeout_s):
+                return await listed
+        except TimeoutError:
+            raise EngineUnavailable(f"the engine has not listed its prefixes within {timeout_s:g} s") from None
+        finally:
+            del self._lists[call_id]
+
     @property
-    def num_calls(self) -> int:
-        """Number of requests that have not ended in the engine."""
-        return len(self._calls)
+    def num_answers(self) -> int:
+        """Number of requests to answer that have not ended in the engine. Prompts of other engines do not count."""
+        return self._num_answers
 
     def move_requests(self, count: int) -> None:
         """Move up to `count` running requests to other engines."""
         self._send(MoveRequests(count))
+
+    def set_role(self, role: Role) -> None:
+        """Give the engine a role, which it tells the routers."""
+        self._send(SetRole(role))
 
     def refuse(self, reason: str) -> None:
         """Refuse new calls with EngineUnavailable, and tell the routers. Open calls continue."""
@@ -220,6 +247,9 @@ class EngineReplica:
         elif isinstance(notice, AdapterLoaded):
             if (loaded := self._loads.get(notice.call_id)) is not None and not loaded.done():
                 loaded.set_result(notice.error)
+        elif isinstance(notice, HotPrefixes):
+            if (listed := self._lists.get(notice.call_id)) is not None and not listed.done():
+                listed.set_result(notice)
         elif isinstance(notice, DispatchRemote) and notice.pool in self._dispatchers:
             self._dispatchers[notice.pool].dispatch(notice.request)
         elif isinstance(notice, CancelDispatch) and self._dispatchers:

@@ -80,9 +80,11 @@ class ModelReplicas(msgspec.Struct, frozen=True):
             except EngineUnavailable:
                 return []
 
-        decode, peers = await asyncio.gather(statuses(), pool.peer_statuses())
-        asleep = not decode and await pool.asleep()
-        return cls(model, decode, peers.get("prefill", []), peers.get("encode", []), asleep)
+        found, peers = await asyncio.gather(statuses(), pool.peer_statuses())
+        asleep = not found and await pool.asleep()
+        decode = [status for status in found if status.role != "prefill"]
+        prefill = [*peers.get("prefill", []), *(status for status in found if status.role == "prefill")]
+        return cls(model, decode, prefill, peers.get("encode", []), asleep)
 
     def on(self, node: str) -> ModelReplicas:
         """Return the replicas on one node."""
@@ -95,6 +97,11 @@ class ModelReplicas(msgspec.Struct, frozen=True):
     def by_role(self) -> dict[Role, list[ReplicaStatus]]:
         """Replicas by role, in the order in which they work on a request."""
         return {"encode": self.encode, "prefill": self.prefill, "decode": self.decode}
+
+    @property
+    def answering(self) -> list[ReplicaStatus]:
+        """Replicas that answer requests, and those whose role may change: they have answered some, or will."""
+        return [*self.decode, *(status for status in self.prefill if status.role is not None)]
 
     @classmethod
     async def of_all(cls, pools: Mapping[str, EnginePool]) -> list[ModelReplicas]:

@@ -96,9 +96,10 @@ class RemoteDispatcher:
             return  # the engine takes no commands, and is about to be replaced
         found = await self.pool.statuses()
         fingerprint, handoffs = status.with_pool(self._kind)
-        others = [other.engine_id for other in found if other.fingerprint != fingerprint]
+        others = [e.engine_id for e in found if e.fingerprint != fingerprint or e.engine_id == status.engine_id]
         self._avoid = [*others, *(handoffs.quarantined if handoffs else [])]
-        fitting = [PrefillReplica.of(other) for other in found if other.engine_id not in others]
+        willing = [other for other in found if other.role in (None, self._kind)]
+        fitting = [PrefillReplica.of(other) for other in willing if other.engine_id not in others]
         self._send(PrefillReplicas(fitting, self._kind))
         alive = sorted(replica.engine_id for replica in fitting)
         if alive != self._alive:

@@ -25,6 +25,7 @@ class ReplicaReport:
     """Current state of one engine, and totals since its start (`_total`)."""
 
     running: float  #: sequences that hold KV
+    receiving: float  #: those of them whose prompts are computed by other engines
     waiting: float  #: sequences that hold none
     queued_tokens: float  #: prompt tokens still to be computed here
     blocks_used: float
@@ -40,6 +41,7 @@ class ReplicaReport:
     decode_step_s: float  #: see EngineStats.decode_seconds_per_step
     decode_sequence_s: float  #: see EngineStats.decode_seconds_per_sequence
     token_s: float  #: see EngineStats.prompt_seconds_per_token
+    prefill_role: float = 0.0  #: 1 for an engine whose role may change, and which computes prompts for others now
 
     @classmethod
     def of(cls, status: EngineStatus) -> ReplicaReport:
@@ -48,6 +50,7 @@ class ReplicaReport:
         local = stats.prefill_decisions.get("local", {})
         return cls(
             running=stats.running + stats.receiving + stats.leased,
+            receiving=stats.receiving,
             waiting=stats.waiting,
             queued_tokens=stats.queued_tokens,
             blocks_used=stats.blocks_used,
@@ -63,6 +66,7 @@ class ReplicaReport:
             decode_step_s=stats.decode_seconds_per_step,
             decode_sequence_s=stats.decode_seconds_per_sequence,
             token_s=stats.prompt_seconds_per_token,
+            prefill_role=float(status.role == "prefill"),
         )
 
     def numbers(self) -> dict[str, float]:

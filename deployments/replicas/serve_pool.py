@@ -20,11 +20,12 @@ from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.remote_dispatcher import PoolState
+from deployments.routing.config import Role
 from deployments.routing.routing_context import CallOutcome, PromptDigest, PromptDigester, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.lora import LoRARequest, digest_of
-from engine.wire.messages import ErrorInfo, GenerateRequest, PeerPool
+from engine.wire.messages import ErrorInfo, GenerateRequest, HotPrefixes, PeerPool
 from engine.wire.remote_request import RemoteRequest
 
 logger = logging.getLogger(__name__)
@@ -116,11 +117,12 @@ class ServePool:
 
 
 class ServeRemotePool:
-    """A RemotePool of the replicas of a `Prefill` deployment."""
+    """A RemotePool of the replicas of a `Prefill` deployment, or of those replicas of a `PrefillDecode` deployment that
+    compute prompts."""
 
-    def __init__(self, handle: DeploymentHandle, block_size: int | None = None):
+    def __init__(self, handle: DeploymentHandle, block_size: int | None = None, role: Role = "prefill"):
         """block_size: as for ServePool; needed only to send prefill requests."""
-        self.routing = RoutingStats()
+        self.routing, self._role = RoutingStats(), role
         self._handle, self._prompts = handle, PromptDigester(block_size)
 
     async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:
@@ -131,11 +133,19 @@ class ServeRemotePool:
             images=remote_request.mm_features,
             adapter=digest_of(remote_request.lora),
         )
-        call = RoutingContext(prompt, self.routing, avoid=avoid)
+        call = RoutingContext(prompt, self.routing, avoid=avoid, role=self._role)
         await _answer(self._handle.prefill.remote(EncodedRequest.of(remote_request), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:
         return await _statuses(self._handle)
+
+    async def hot_prefixes(self) -> list[HotPrefixes]:
+        """Return the most used cached prefixes of each replica that is up and answers."""
+        deployment = await _deployment_status(self._handle)
+        if deployment is None or not deployment.replica_states.get("RUNNING"):
+            return []
+        answers = await ray_compat.broadcast(self._handle, "hot_prefixes", STATUS_TIMEOUT_S)
+        return [msgspec.msgpack.decode(answer, type=HotPrefixes) for answer in answers if isinstance(answer, bytes)]
 
     async def state(self) -> PoolState:
         deployment = await _deployment_status(self._handle)

@@ -42,6 +42,8 @@ class Balancer:
             block_size, config.prefix_weight, config.running_weight_of(role), config.adapter_weight
         )
         self._policy = make_policy(config.policy, self._cost, rng or random.Random())
+        #: Roles of the engines whose roles may change.
+        self.roles: dict[str, Role] = {}
         self._unhealthy: set[str] = set()
         self._lost_holds: dict[int, None] = {}  # keys of the last blocks of holds whose engines are gone, oldest first
 
@@ -101,6 +103,8 @@ class Balancer:
             self._unhealthy.add(update.engine_id)
         else:
             self._unhealthy.discard(update.engine_id)
+        if update.role is not None:
+            self.roles[update.engine_id] = update.role
         self.placements.report(update.engine_id, update.load, update.admitted)
         for request_id, cached_tokens in update.prefilled:
             placement = self.placements.resolve(request_id)
@@ -120,6 +124,7 @@ class Balancer:
         """Forget all engines but these."""
         gone = (self.placements.records.keys() | self._unhealthy).difference(engines)
         self._unhealthy -= gone
+        self.roles = {engine: role for engine, role in self.roles.items() if engine not in gone}
         for engine in gone:
             held = self.placements.engine(engine).held
             self.stats.holds_broken += len(held)

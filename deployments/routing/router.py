@@ -4,14 +4,16 @@ decode replicas, each decode replica has one for prefill replicas."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import ray
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from deployments import ray_compat
-from deployments.ray_compat import CallRouter
+from deployments.ray_compat import CallRouter, engine_id_of
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.routing_context import CallOutcome, RoutingContext
@@ -20,16 +22,17 @@ from engine.wire.messages import EngineUpdate
 from engine.wire.model_identity import ModelIdentity
 
 
-def engine_id_of(replica_id: ReplicaID) -> str:
-    return f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
+def eligible_replicas(
+    candidates: list[RunningReplica], call: RoutingContext, roles: Mapping[str, Role] = MappingProxyType({})
+) -> list[RunningReplica]:
+    """Return the replicas that serve the call's model and have its role. Replicas to avoid are left out if others
+    remain.
 
-
-def eligible_replicas(candidates: list[RunningReplica], call: RoutingContext) -> list[RunningReplica]:
-    """Return the replicas that serve the call's model. Replicas to avoid are left out if others remain.
-
-    If no replica serves that model, all are eligible, and will refuse the call.
+    If no replica serves that model, all are eligible, and will refuse the call. If none has the role, the others
+    answer instead. roles: roles of engines whose roles may change.
     """
     fitting = [r for r in candidates if call.model in (None, _model_of(r))] or candidates
+    fitting = [r for r in fitting if roles.get(engine_id_of(r.replica_id), call.role) == call.role] or fitting
     return [r for r in fitting if engine_id_of(r.replica_id) not in call.avoid] or fitting
 
 
@@ -42,38 +45,41 @@ class EngineRouter(CallRouter):
     """Request router that asks a Balancer, and feeds it the reports of the engines. Serve manages the replicas and
     their limits."""
 
-    _balancer: Balancer
-    _subscriber: KVEventSubscriber | None = None  # opened by the first call: some handles only ask for statuses
+    _balancer: Balancer  # made by the first call, like the subscriber: some handles only ask for statuses
+    _subscriber: KVEventSubscriber | None = None
     _receive_task: asyncio.Task[None] | None = None
 
-    def initialize_state(self, *, role: Role, block_size: int, **routing: Any) -> None:
-        """Called by Serve with RequestRouterConfig.request_router_kwargs. routing: fields of RoutingConfig."""
-        self._balancer = Balancer(RoutingConfig(**routing), role, block_size)
+    def initialize_state(self, *, block_size: int, pools: dict[Role, dict[str, Any]]) -> None:
+        """Called by Serve with RequestRouterConfig.request_router_kwargs. pools: fields of RoutingConfig, by the role
+        of a call."""
+        self._block_size = block_size
+        self._configs = {role: RoutingConfig(**config) for role, config in pools.items()}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         assert pending_request is not None
+        call = next(arg for arg in pending_request.args if isinstance(arg, RoutingContext))
         if self._subscriber is None:
             key = ray_compat.cluster_key()  # does not block: cached since the process started
+            self._balancer = Balancer(self._configs[call.role], call.role, self._block_size)
             self._subscriber = KVEventSubscriber(ray.util.get_node_ip_address(), self._apply, key)
             self._receive_task = asyncio.get_running_loop().create_task(self._subscriber.run())
             self._subscribe()
         pending_request.routing_context.should_backoff = True  # else Serve would retry a full pool without a pause
-        call = next(arg for arg in pending_request.args if isinstance(arg, RoutingContext))
-        eligible = eligible_replicas(candidate_replicas, call)
+        eligible = eligible_replicas(candidate_replicas, call, self._balancer.roles)
         with_capacity = self.select_available_replicas(eligible) or eligible
         replicas = {engine_id_of(replica.replica_id): replica for replica in with_capacity}
         self._balancer.use_stats(call.stats)
         decision = self._balancer.choose(call.prompt, list(replicas))
         call.holder = decision.holder
         more = f", {decision.holder.num_tokens} by {decision.holder.engine.engine_id}" if decision.holder else ""
-        call.note(
-            f"routed to {decision.engines[0]}: {decision.reason}, {decision.cached_tokens} tokens cached there{more}"
-        )
+        best = decision.engines[0]
+        role = f" ({self._balancer.roles[best]})" if best in self._balancer.roles else ""
+        call.note(f"routed to {best}{role}: {decision.reason}, {decision.cached_tokens} tokens cached there{more}")
         if decision.lost_hold:
             call.note("a part of the prompt was held on a replica that is gone: the hold is broken")
-        loop, end = asyncio.get_running_loop(), partial(self._end, call.prompt.request_id, decision.engines[0])
+        loop, end = asyncio.get_running_loop(), partial(self._end, call.prompt.request_id, best)
         call.placed(partial(loop.call_soon_threadsafe, end))
         return [[replicas[engine_id]] for engine_id in decision.engines]
 
@@ -88,8 +94,8 @@ class EngineRouter(CallRouter):
     def _subscribe(self) -> None:
         """Subscribe to the engines of the current replicas, and to no others."""
         engines = {engine_id_of(replica_id): replica for replica_id, replica in self.curr_replicas.items()}
-        self._balancer.keep(engines)
         if self._subscriber is not None:
+            self._balancer.keep(engines)
             addresses = {e: replica.replica_metadata.get("commands_to") for e, replica in engines.items()}
             self._subscriber.subscribe({e: address for e, address in addresses.items() if address is not None})
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from deployments.routing.config import Role
 from deployments.routing.prefix_index import block_keys
 from deployments.routing.stats import RoutingStats
 from engine.wire.block_hash import block_hashes
@@ -77,12 +78,14 @@ class RoutingContext:
         avoid: Sequence[str] = (),
         model: ModelIdentity | None = None,
         note: Callable[[str], None] | None = None,
+        role: Role = "decode",
     ):
         """stats: where the router counts.
         avoid: ids of engines that should not get the call if there are others.
         model: model that the call needs, if any engine serves it.
-        note: function called with a sentence each time the router chooses a replica."""
-        self.prompt, self.avoid, self.model = prompt, avoid, model
+        note: function called with a sentence each time the router chooses a replica.
+        role: role that a replica needs for the call, if any replica has it; the same for all calls of a handle."""
+        self.prompt, self.avoid, self.model, self.role = prompt, avoid, model, role
         self.stats = RoutingStats() if stats is None else stats
         self.note = note or (lambda _: None)
         self.holder: KVHolder | None = None  #: set by the router: an engine from which the chosen one may fetch KV

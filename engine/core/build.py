@@ -241,7 +241,7 @@ def make_handoffs(loaded: Loaded, channel: HandoffChannel | NoChannel, step_time
     dtypes, ranks = (runner.dtype, runner.kv_dtype), runner.tp.size
     own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, config.determinism, ranks)
     own += runner.layout
-    return HandoffManager(policy, channel.peer, own)
+    return HandoffManager(policy, channel.peer, own, "decode" if policy and config.handoff.switch_roles else None)
 
 
 def make_fetching(

@@ -37,6 +37,7 @@ class KVEventPublisher:
         self._subscribers: dict[str, _Subscriber] = {}  # by address
         self._sent_at = self._due_at = float("-inf")
         self._number, self._load, self._held = 0, EngineLoad(), b""  # of the last update
+        self._role = scheduler.handoffs.role
         self._admitted: list[str] = []
         self._prefilled: list[tuple[str, int]] = []
         self._prefilling: set[str] = set()  # admitted, but not reported as prefilled yet
@@ -83,14 +84,16 @@ class KVEventPublisher:
         if now < self._due_at and not new:
             return  # before computing the load: this is called in every step
         load = load_of(self._scheduler)
-        held = b"".join(self._scheduler.holds.ends)
-        changed = self.draining or self._blocks or load != self._load or held != self._held
+        held, role = b"".join(self._scheduler.holds.ends), self._scheduler.handoffs.role
+        told = (load, held, role) == (self._load, self._held, self._role)
+        changed = self.draining or self._blocks or not told
         if not (changed or self._admitted or self._prefilled):
             self._due_at = self._sent_at + HEARTBEAT_S
         synced = [address for address, subscriber in self._subscribers.items() if subscriber.synced]
         if synced and now >= self._due_at:
             yield self._changes(load, None if held == self._held else held), synced
-            self._sent_at, self._due_at, self._load, self._held = now, now + UPDATE_PERIOD_S, load, held
+            self._sent_at, self._due_at = now, now + UPDATE_PERIOD_S
+            self._load, self._held, self._role = load, held, role
         if new:
             yield self._snapshot(load, held), new
             for address in new:
@@ -116,6 +119,7 @@ class KVEventPublisher:
             prefilled=prefilled,
             held=held,
             draining=self.draining,
+            role=self._scheduler.handoffs.role,
         )
 
     def _snapshot(self, load: EngineLoad, held: bytes) -> EngineUpdate:
@@ -133,6 +137,7 @@ class KVEventPublisher:
             peer=self._scheduler.fetching.peer,
             held=held,
             draining=self.draining,
+            role=self._scheduler.handoffs.role,
             window_blocks=self._scheduler.kv_cache.window_blocks,
         )
 

@@ -13,12 +13,15 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.core.build import build_engine
+from engine.core.features.handoffs import STUCK
+from engine.core.features.prefix_counter import PrefixCounter
 from engine.core.kv_events import KVEventPublisher
 from engine.core.output import Event, take_timelines
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.distributed.tp_group import TPGroup
 from engine.errors import Overloaded, ServingError
+from engine.wire.handoff_stats import Role
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     MAX_LIVE_HANDOFFS,
@@ -31,6 +34,8 @@ from engine.wire.messages import (
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
+    HotPrefixes,
+    ListHotPrefixes,
     LoadAdapter,
     MoveRequests,
     Prefill,
@@ -38,6 +43,7 @@ from engine.wire.messages import (
     ReleaseHolds,
     RemoteRequestFailed,
     ResetPrefixCache,
+    SetRole,
     Subscribe,
     TokenBatch,
     TokenDelta,
@@ -90,6 +96,7 @@ class EngineServer:
         self._status_to = status_to
         self._encode = msgspec.msgpack.Encoder().encode
         self._kv_events = KVEventPublisher(engine_id, self._core.scheduler)
+        self._prefixes = PrefixCounter(self._core.scheduler.kv_cache, group.size)
         self._deltas: dict[str, list[TokenDelta]] = {}  # by reply address, since the last step
         self._runs_when_idle: str | None = None  # id of the request that any other one aborts
         self._ended: list[str] = []  # requests and remote prefills, since the last status
@@ -130,12 +137,16 @@ class EngineServer:
                     self._move(count)
                 case Drain():
                     self._kv_events.draining = True
+                case SetRole(role):
+                    self._set_role(role)
                 case Subscribe():
                     self._subscribe(command)
                 case ReleaseHolds(name, client):
                     self._core.scheduler.holds.release(name, client)
                 case ResetPrefixCache():
                     self._core.scheduler.clear_cache()
+                case ListHotPrefixes(call_id, limit):
+                    self._list_hot_prefixes(call_id, limit)
                 case LoadAdapter(call_id, lora):
                     self._load_adapter(call_id, lora)
                 case _:
@@ -184,6 +195,21 @@ class EngineServer:
             return
         for event in self._core.move(count):
             self._reply(event.request.reply_to, event.delta)
+
+    def _list_hot_prefixes(self, call_id: str, limit: int) -> None:
+        peer = self._core.scheduler.fetching.peer
+        if peer is None:
+            self._inbox.refuse("unexpected", "ListHotPrefixes: no engine fetches from this one")
+            return
+        self._push(self._status_to, self._encode(HotPrefixes(call_id, peer, self._prefixes.hottest(limit))))
+
+    def _set_role(self, role: Role) -> None:
+        handoffs = self._core.scheduler.handoffs
+        if handoffs.role is None:
+            self._inbox.refuse("unexpected", "SetRole: the role of this engine does not change")
+        elif role != handoffs.role:
+            handoffs.switch(role)
+            self._status_due = time.monotonic()  # the control actors of other engines ask for the status
 
     def _reply(self, address: str, delta: TokenDelta) -> None:
         self._deltas.setdefault(address, []).append(delta)
@@ -236,6 +262,8 @@ class EngineServer:
             self._timelines_due = now + TIMELINE_PERIOD_S
         for event in events:
             self._kv_events.prefilled(event)
+            if event.delta.token_ids and not event.delta.position and self._core.scheduler.fetching.peer:
+                self._prefixes.observe(event.request)
             if event.request.asked_by is None or event.delta.kv_source is not None:
                 self._reply(event.request.reply_to, event.delta)
             else:  # the other engine knows of its end
@@ -255,6 +283,9 @@ class EngineServer:
             self._send_status(now)
 
     def _send_status(self, now: float) -> None:
+        scheduler = self._core.scheduler
+        for request in scheduler.handoffs.stuck(scheduler.queue.waiting, now):
+            scheduler.abort(request.request_id, now, Overloaded(STUCK))
         channel, images = self._core.handoff_channel, self._core.image_handoffs
         status = EngineStatus(
             engine_id=self.engine_id,
@@ -266,9 +297,11 @@ class EngineServer:
             live_handoffs=[handoff for each in (channel, images.channel) for handoff in each.snapshot()][
                 :MAX_LIVE_HANDOFFS
             ],
-            fingerprint=self._core.scheduler.handoffs.fingerprint,
+            fingerprint=scheduler.handoffs.fingerprint,
             encode_fingerprint=images.fingerprint,
             refused=add_up(REFUSALS.counts(), channel.refused_by_ranks(), images.channel.refused_by_ranks()),
+            role=scheduler.handoffs.role,
+            role_changes=scheduler.handoffs.role_changes,
         )
         self._push(self._status_to, self._encode(status))
         self._ended = []

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from engine.errors import ServingError
-from engine.wire.handoff_stats import HandoffInfo, HandoffStats
+from engine.wire.handoff_stats import HandoffInfo, HandoffStats, Role
 from engine.wire.histogram import Histogram
 from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.lora import LoRARequest
@@ -348,6 +348,10 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Fingerprint of encode engines that can hand images over to this one; empty without `encode`."""
     refused: dict[str, dict[str, int]] = {}
     """Numbers of messages that its ranks' sockets refused, by socket and reason (engine/distributed/refusals.py)."""
+    role: Role | None = None
+    """Role of an engine whose role may change; None if its pool says what it does."""
+    role_changes: int = 0
+    """Changes of the role since its start."""
 
     def with_pool(self, pool: PeerPool) -> tuple[str, HandoffStats | None]:
         """Return the fingerprint that engines of a pool need in order to compute for this engine, and statistics of the
@@ -396,6 +400,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """Hashes of the last blocks of all holds; None if they are those of the update before."""
     draining: bool = False
     """Whether the engine is about to stop."""
+    role: Role | None = None
+    """As in EngineStatus."""
     window_blocks: int = 0
     """Number of a prefix's last blocks that a request needs to continue after it; 0 if it needs all blocks."""
 
@@ -422,7 +428,27 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
     """Why no request can be computed with the adapter."""
 
 
-Notice = EngineStatus | DispatchRemote | CancelDispatch | AdapterLoaded
+class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
+    """A prefix that an engine has cached, and with which requests begin."""
+
+    token_ids: list[int]
+    cache_salt: str
+    uses: int
+    """Number of requests that began with exactly this cached prefix."""
+    num_bytes: int
+    """Size of its KV on all ranks."""
+
+
+class HotPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Answers ListHotPrefixes."""
+
+    call_id: str
+    peer: Peer
+    prefixes: list[HotPrefix]
+    """The most used first."""
+
+
+Notice = EngineStatus | DispatchRemote | CancelDispatch | AdapterLoaded | HotPrefixes
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -447,6 +473,12 @@ class MoveRequests(msgspec.Struct, frozen=True, tag=True):
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
     """Tell all routers to prefer other engines from now on, because this one is about to stop."""
+
+
+class SetRole(msgspec.Struct, frozen=True, tag=True):
+    """Take a role, and tell all routers. Requests that the engine has already are not affected."""
+
+    role: Role
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=True):
@@ -512,6 +544,14 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     lora: LoRARequest
 
 
+class ListHotPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the most used cached prefixes, at most `limit` of them. Answered by HotPrefixes, unless other engines
+    cannot fetch from this one."""
+
+    call_id: str
+    limit: int
+
+
 class ReleaseHolds(msgspec.Struct, frozen=True, tag=True):
     """End the holds that have this name, or are of the response with this id."""
 
@@ -529,10 +569,12 @@ Command = (
     | Abort
     | MoveRequests
     | Drain
+    | SetRole
     | Subscribe
     | ReleaseHolds
     | ResetPrefixCache
     | LoadAdapter
+    | ListHotPrefixes
     | Prefill
     | CancelPrefill
     | RemoteRequestFailed

@@ -186,9 +186,41 @@ def test_images_of_prefill_and_decode_engines_are_encoded_by_an_encode_pool():
     assert model.engine_config().handoff is None and model.engine_config().encode.lease_s == 9
 
 
+def test_replicas_that_change_roles_are_one_deployment_of_engines_that_can_do_both():
+    pools = {"prefill": {"num_replicas": 2}, "decode": {"min_replicas": 1, "max_replicas": 4}}
+    (model,) = AppConfig.parse({"models": [{**MODEL, **pools, "handoff": {"switch_roles": True}}]}).models
+    assert model.deployments == {"pd-pocket": "decode"} and model.bounds("decode") == (3, 6)
+    assert model.engine_config("prefill") == model.engine_config("decode")
+    settings = model.pool_settings("decode")
+    assert settings.roles is not None and settings.roles.initial_prefill == 2
+    assert (settings.limits.min_replicas, settings.limits.max_replicas) == (1, 5)
+    assert (settings.roles.prefill.min_replicas, settings.roles.prefill.max_replicas) == (1, 5)
+    assert model.autoscales, "the policy gives the roles, even to a fixed number of replicas"
+
+
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
+        (
+            {"models": [{**MODEL, "handoff": {"switch_roles": True, "move_requests": True}}]},
+            ["models[0].prefill must be given, because `handoff.switch_roles` needs two pools"],
+        ),
+        (
+            {
+                "models": [
+                    {
+                        **MODEL,
+                        "prefill": {"engine": {"tensor_parallel": 2}},
+                        "handoff": {"switch_roles": True},
+                    }
+                ]
+            },
+            ["models[0].prefill.engine.tensor_parallel must be the value of `decode` (1)", "got 2"],
+        ),
+        (
+            {"models": [{**MODEL, "prefill": {"num_cpus": 2}, "handoff": {"switch_roles": True}}]},
+            ["models[0].prefill.num_cpus must be the value of `decode` (1.0)", "got 2.0"],
+        ),
         ({"models": [{**MODEL, "engine": {"block_sise": 3}}]}, ["models[0].engine.block_sise", "block_size"]),
         ({"models": [{**MODEL, "decod": {}}]}, ["models[0].decod", "decode"]),
         ({"model": []}, ["models"]),

@@ -28,9 +28,8 @@ def deployments_of(config: AppConfig, overrides: Sequence[Mapping[str, Any]] = (
     spec = GroupSpec(num_cpus=cpus, control_cpus=0.0, label_selector=labels)
     found = [Deployment(INGRESS, spec, *_bounds(given.get(INGRESS, {}), (count, count)))]
     for model in config.models:
-        for role, pool in model.pools.items():
-            name = f"{role}-{model.name}"
-            found.append(Deployment(name, model.group_spec(role), *_bounds(given.get(name, {}), pool.bounds)))
+        for name, role in model.deployments.items():
+            found.append(Deployment(name, model.group_spec(role), *_bounds(given.get(name, {}), model.bounds(role))))
     return found
 
 

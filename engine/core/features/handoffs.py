@@ -30,10 +30,13 @@ from engine.wire.handoff import (
     RefusePrefill,
     ReportProgress,
 )
+from engine.wire.handoff_stats import Role
 from engine.wire.messages import CancelDispatch, DispatchRemote, FinishReason, PrefillReplica, TokenLogprob
 from engine.wire.remote_request import NOBODY, KVSource, Peer, RemoteRequest
 
 RESUMED = "resumed"  # the prompt was already computed once, so it stays here
+STUCK_S = 5.0
+STUCK = "the prompt waits for blocks, while this engine waits for prompts of its own"
 ASKED = "asked"  # the request says where its prompt is computed
 HandoffOutput = HandoffAction | DispatchRemote | CancelDispatch  # the first for the channel, the others for control
 
@@ -41,10 +44,17 @@ HandoffOutput = HandoffAction | DispatchRemote | CancelDispatch  # the first for
 class HandoffManager:
     """Handoffs of one scheduler. The scheduler itself moves requests and blocks. Pure Python."""
 
-    def __init__(self, policy: RemotePrefillPolicy | None = None, peer: Peer | None = None, fingerprint: str = ""):
+    def __init__(
+        self,
+        policy: RemotePrefillPolicy | None = None,
+        peer: Peer | None = None,
+        fingerprint: str = "",
+        role: Role | None = None,
+    ):
         """policy: decides which prompts other engines compute; None if this engine computes all of its prompts.
         peer: this engine as others address it.
-        fingerprint: identity of model and KV layout; only engines with the same one exchange KV."""
+        fingerprint: identity of model and KV layout; only engines with the same one exchange KV.
+        role: whether this engine answers requests or computes prompts for others, if that may change."""
         self._policy, self._peer, self.fingerprint = policy, peer, fingerprint
         #: requests whose KV another engine computes, by handoff id; their blocks must not be reused until the handoff
         #: is over, even if the request itself has ended
@@ -56,6 +66,9 @@ class HandoffManager:
         self.actions: list[HandoffOutput] = []
         #: requests that moved, by outcome: `received` and `failed` here; `released`, `cancelled` or `expired` from here
         self.moves: Counter[str] = Counter()
+        #: A label that routers obey, since the engine can do both. None if its pool says what it does.
+        self.role = role
+        self.role_changes = 0
         self._opened_at: dict[str, float] = {}
         self._count = 0
 
@@ -218,8 +231,28 @@ class HandoffManager:
         return request
 
     def set_prefill_replicas(self, replicas: list[PrefillReplica]) -> None:
+        """Set the engines that may compute prompts for this one: none while it computes those of others."""
         if self._policy is not None:
-            self._policy.replicas = replicas
+            self._policy.replicas = [] if self.role == "prefill" else replicas
+
+    # -- a role that changes -------------------------------------------------------------------------------
+
+    def switch(self, role: Role) -> None:
+        """Take another role. Requests that this engine has already are not affected."""
+        self.role, self.role_changes = role, self.role_changes + 1
+        self.set_prefill_replicas([])
+
+    def stuck(self, waiting: list[Request], now: float) -> list[Request]:
+        """Return the prompts of other engines that this engine must refuse, because they have waited for STUCK_S while
+        it waits for prompts itself.
+
+        Engines that change roles at the same time could otherwise wait for each other: each has given its blocks to
+        requests whose prompts wait for blocks in the other.
+        """
+        if self.role is None or not self.receiving:
+            return []
+        asked = [request for request in waiting if request.asked_by and not request.tables]
+        return [request for request in asked if now - request.clock.arrived_at >= STUCK_S]
 
     # -- the prompt of another engine, computed here -------------------------------------------------------
 
@@ -229,6 +262,8 @@ class HandoffManager:
             raise InvalidParameter(
                 "fingerprint", remote_request.fingerprint, f"that of this engine ({self.fingerprint})"
             )
+        if remote_request.decode == self._peer:  # routers may know its role a moment later than the engine itself
+            raise InvalidParameter("decode", remote_request.decode.engine_id, "another engine")
 
     def report(self, request: Request, computed: int, block_size: int) -> None:
         """Report that the KV of `computed` tokens is complete. The full blocks must be cached by then.

@@ -10,13 +10,14 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-from ray.serve._private.common import DeploymentID, TimeStampedValue
+from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from cluster.autoscaling import policy as policy_module
 from cluster.autoscaling.policy import DECISION_INTERVAL_S, Policy
-from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo, autoscaling_config
+from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, RoleSettings, Slo, autoscaling_config
 from deployments import ray_compat
 from deployments.replicas.scaling_report import ReplicaReport, queue_report
 
@@ -175,3 +176,66 @@ def test_changed_settings_take_effect(policy):
     given[DECODE].config = AutoscalingConfig(**autoscaling_config(1, 4, 10, settings))
     given[DECODE].target_num_replicas = 2
     assert policy(given)[0][DECODE] == 1
+
+
+# -- replicas that change roles ----------------------------------------------------------------------------
+
+PD = DeploymentID("pd-m", "manta")
+
+
+def switched(*replicas: dict[str, float], target: int | None = None) -> dict[DeploymentID, SimpleNamespace]:
+    """Reports of replicas of one deployment, whose engines are pd-m-0, pd-m-1 and so on."""
+    roles = RoleSettings(prefill=LIMITS, min_total=len(replicas), max_total=4, initial_prefill=1)
+    idle = {**IDLE.numbers(), "blocks_total": 100.0, "token_s": 0.001}
+    reports: dict[str, dict[ReplicaID, list[TimeStampedValue]]] = {name: {} for name in idle}
+    for number, given in enumerate(replicas):
+        for name, value in (idle | given).items():
+            points = [TimeStampedValue(10.0, idle[name]), TimeStampedValue(14.0, value)]
+            reports[name][ReplicaID(f"{number}", PD)] = points
+    found = context(reports, PoolSettings("m", "decode", Slo(), LIMITS, roles), target or len(replicas))
+    found.current_num_replicas = len(replicas)
+    return {PD: found, INGRESS: context({}, None)}
+
+
+@pytest.fixture
+def tables(monkeypatch) -> list[tuple[str, dict[str, str]]]:
+    """What the policy has shared of roles, oldest first, as (name, roles)."""
+    shared: list[tuple[str, dict[str, str]]] = []
+
+    def share(name: str, value: bytes) -> None:
+        if name.startswith("roles/"):
+            shared.append((name, msgspec.msgpack.decode(value)))
+
+    monkeypatch.setattr(ray_compat, "share", share)
+    return shared
+
+
+def test_roles_are_shared_when_they_change_and_the_number_of_replicas_stays(policy, tables, log):
+    for _ in range(3):
+        assert policy(switched({}, {}, {}))[0] == {PD: 3, INGRESS: 1}
+    (name, roles) = tables.pop()
+    assert not tables and name == ray_compat.roles_of("manta", "pd-m")
+    assert sorted(roles.values()) == ["decode", "decode", "prefill"] and roles.keys() == {f"pd-m-{n}" for n in range(3)}
+    asking = {"queued_tokens": 3000.0}
+    policy(switched(*(asking if role == "prefill" else {} for role in roles.values())))
+    assert sorted(tables.pop()[1].values()) == ["decode", "prefill", "prefill"]
+    assert any(line.startswith("autoscaling prefill-m from 1 to 2 replicas: reason=queue") for line in log)
+    assert any(line.startswith("autoscaling decode-m from 2 to 1 replicas") for line in log)
+    assert not any("cannot decide" in line for line in log)
+
+
+def test_a_new_controller_goes_on_with_the_roles_that_replicas_report(policy, tables):
+    policy(switched({}, {"prefill_role": 1.0}, {}))
+    assert tables.pop()[1] == {"pd-m-0": "decode", "pd-m-1": "prefill", "pd-m-2": "decode"}
+
+
+def test_a_role_that_a_replica_has_not_read_yet_is_not_given_to_another(policy, tables):
+    policy(switched({}, {}, {}))
+    policy(switched({}, {}, {}))
+    assert len(tables) == 1
+
+
+def test_more_replicas_are_requested_if_both_roles_together_lack_some(policy, tables):
+    busy = {"running": 10.0, "waiting": 9.0, "queued_tokens": 3000.0}
+    policy(switched({}, {}, {}))
+    assert policy(switched(busy, busy, busy))[0][PD] == 4

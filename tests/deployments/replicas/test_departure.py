@@ -25,18 +25,18 @@ def replica(name: str, running: int = 0, fingerprint: str = "same") -> ReplicaSt
 class Engine:
     """Requests leave one round after they were told to."""
 
-    def __init__(self, num_calls: int, lives: bool = True):
-        self.num_calls, self.lives = num_calls, lives
+    def __init__(self, num_answers: int, lives: bool = True):
+        self.num_answers, self.lives = num_answers, lives
         self.moved: list[int] = []
 
     def status(self) -> ReplicaStatus:
         if not self.lives:
             raise EngineUnavailable("gone")
-        return replica("own", self.num_calls)
+        return replica("own", self.num_answers)
 
     def move_requests(self, count: int) -> None:
         self.moved.append(count)
-        self.num_calls -= min(count, self.num_calls)
+        self.num_answers -= min(count, self.num_answers)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_as_many_move_as_others_have_room_for_until_none_is_left():
     engine = Engine(10)
     free = [replica("a", 0)]
     run(engine, [replica("own", 10), replica("a", 5), replica("b", 8)], [replica("a", 8)], free, free)
-    assert engine.moved == [3, GROUP, 3] and not engine.num_calls
+    assert engine.moved == [3, GROUP, 3] and not engine.num_answers
 
 
 def test_many_leave_in_larger_groups():
@@ -84,7 +84,7 @@ def test_without_another_replica_of_the_same_model_requests_stay():
 def test_a_round_in_which_others_cannot_be_asked_moves_nothing():
     engine = Engine(3)
     run(engine, RuntimeError("Serve's controller is gone"), [replica("a", 0)])
-    assert engine.moved == [3] and not engine.num_calls
+    assert engine.moved == [3] and not engine.num_answers
 
 
 def test_an_engine_that_has_ended_moves_nothing():

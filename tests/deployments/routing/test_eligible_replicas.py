@@ -41,3 +41,24 @@ def test_replicas_to_avoid_are_taken_only_where_no_other_has_the_model():
     assert eligible("old", "a") == {"b"}
     assert eligible("new", "c") == {"c"}
     assert eligible(None, "a", "b", "c") == {"a", "b", "c"}
+
+
+def answering(role: str, roles: dict[str, str], *avoid: str) -> set[str]:
+    """roles: as engines have reported them."""
+    candidates: list[Any] = [SimpleNamespace(replica_id=ReplicaID(n, POOL), replica_metadata={}) for n in "abc"]
+    call = RoutingContext(avoid=[f"decode-m-{name}" for name in avoid], role=role)  # type: ignore[arg-type]
+    told: Any = {f"decode-m-{name}": of for name, of in roles.items()}
+    return {replica.replica_id.unique_id for replica in eligible_replicas(candidates, call, told)}
+
+
+def test_calls_go_to_replicas_of_their_role_and_a_replica_that_has_not_reported_may_have_it():
+    roles = {"a": "prefill", "b": "decode"}
+    assert answering("prefill", roles) == {"a", "c"}
+    assert answering("decode", roles) == {"b", "c"}
+    assert answering("decode", {}) == {"a", "b", "c"}
+
+
+def test_another_replica_takes_a_call_where_none_has_its_role():
+    everybody = dict.fromkeys("abc", "decode")
+    assert answering("prefill", everybody, "a") == {"b", "c"}
+    assert answering("prefill", {**everybody, "a": "prefill"}, "a") == {"a"}, "a link that failed may work again"

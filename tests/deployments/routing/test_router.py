@@ -60,7 +60,7 @@ class FakeReplica:
 @asynccontextmanager
 async def router(*replicas: FakeReplica, policy: str = "prefix_aware") -> AsyncGenerator[EngineRouter]:
     made = EngineRouter(POOL, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
-    made.initialize_state(role="decode", block_size=BLOCK, policy=policy)
+    made.initialize_state(block_size=BLOCK, pools={"decode": {"policy": policy}})
     made.update_replicas(list(replicas))
     await asyncio.sleep(0)
     try:
@@ -206,6 +206,10 @@ def test_what_engines_report_is_also_what_serve_takes_for_their_open_calls():
 
     async def scenario() -> None:
         async with router(FakeReplica("a")) as r:
+            call = plain(0)
+            await route(r, call)  # the first call opens the subscription
+            call.close("ended")
+            await asyncio.sleep(0)
             load = EngineLoad(sequences=7)
             update = EngineUpdate(
                 engine_id="decode-m-a",

@@ -1,0 +1,53 @@
+"""Deployment of replicas that change roles: each answers requests or computes prompts for the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments import ray_compat
+from deployments.decode import Decode
+from deployments.replicas.encoded_request import EncodedRequest
+from deployments.replicas.role_follower import RoleFollower
+from deployments.replicas.serve_pool import ServeRemotePool
+from deployments.routing.routing_context import RoutingContext
+from engine.config import EngineConfig
+from engine.wire.handoff_stats import Role
+from engine.wire.messages import PeerPool
+from placement.spec import GroupSpec
+
+
+class PrefillDecode(Decode):
+    """Its replicas send prompts to those of them whose role is `prefill`. Roles come from the autoscaling policy, by a
+    table in Ray's GCS."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
+    ):
+        """peers: deployments that may encode images for this one."""
+        own = serve.get_replica_context()
+        handles = {**peers, "prefill": serve.get_deployment_handle(own.deployment, own.app_name)}
+        pools = {kind: ServeRemotePool(peer, config.shared_block_size, kind) for kind, peer in handles.items()}
+        async with self._starting():
+            await self._start_engine(config, spec, pools)
+            await self._warm_start(config)
+            await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
+        self._move_requests(config)
+        moves = config.handoff is not None and config.handoff.move_requests
+        statuses = self._statuses_of_pool() if moves else None
+        follower = RoleFollower(self._engine, self._read_role, config.max_num_seqs, statuses)
+        self._tasks = [*self._tasks, asyncio.create_task(follower.run())]
+
+    async def prefill(self, request: EncodedRequest, _: RoutingContext) -> None:
+        """Run a RemoteRequest of another replica, and return when its handoff has ended. The context is only for this
+        deployment's router."""
+        await self._engine.run_request(request)
+
+    async def _read_role(self) -> Role:
+        own = serve.get_replica_context()
+        table = await asyncio.to_thread(ray_compat.shared, ray_compat.roles_of(own.app_name, own.deployment))
+        roles = {} if table is None else msgspec.msgpack.decode(table, type=dict[str, Role])
+        return roles.get(ray_compat.engine_id_of(own.replica_id), "decode")

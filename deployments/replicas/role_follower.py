@@ -1,0 +1,58 @@
+"""Gives an engine the role that the autoscaling policy has chosen for it. Independent of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from deployments.replicas.departure import Statuses, depart
+from deployments.replicas.engine_replica import EngineReplica
+from engine.wire.handoff_stats import Role
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.2
+
+
+class RoleFollower:
+    """Reads the role of one engine again and again. With `statuses`, running requests of an engine that stops answering
+    move to replicas that answer; else the engine finishes them."""
+
+    def __init__(
+        self,
+        engine: EngineReplica,
+        read: Callable[[], Awaitable[Role]],
+        slots: int,
+        statuses: Statuses | None = None,
+    ):
+        """read: function that returns the chosen role. statuses: function that returns the statuses of the pool's
+        replicas; None if requests do not move. slots: sequences that one replica runs at a time."""
+        self.role: Role = "decode"
+        self._engine, self._read, self._slots, self._statuses = engine, read, slots, statuses
+        self._departing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Follow until cancelled. If the role cannot be read, it stays."""
+        try:
+            while True:
+                try:
+                    role = await self._read()
+                except Exception as error:  # noqa: BLE001 - of Ray, while its head node restarts
+                    logger.warning("the role of this replica cannot be read: %r", error)
+                    role = self.role
+                if role != self.role:
+                    self._change(role)
+                await asyncio.sleep(POLL_INTERVAL_S)
+        finally:
+            if self._departing is not None:
+                self._departing.cancel()
+
+    def _change(self, role: Role) -> None:
+        self.role = role
+        self._engine.set_role(role)
+        logger.info("role changed role=%s requests=%d", role, self._engine.num_answers)
+        if self._statuses is not None and role == "prefill" and (self._departing is None or self._departing.done()):
+            self._departing = asyncio.create_task(
+                depart(self._engine, self._statuses, self._slots, lambda: self.role == "prefill")
+            )
