@@ -13,7 +13,7 @@ from cluster.simulator.moves import MoveTraffic
 from cluster.simulator.pool import Pool
 from cluster.simulator.replica import MAX_FAST_FORWARD_STEPS, Replica
 from cluster.simulator.results import LatencyHistogram, Report, Results
-from cluster.simulator.scaling import Scaling
+from cluster.simulator.scaling import RoleScaling, Scaling
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.tiers import TierTraffic, host_tier
 from cluster.simulator.trace import Trace
@@ -56,7 +56,8 @@ class Cluster:
         self._queue = FairQueue(self._decode.capacity, spec.max_waiting, NO_LIMIT)
         self._scaling, self._moves = None, None
         if spec.limits is not None:
-            self._scaling = Scaling(spec, spec.limits, self.pools, self._queue, self.loop, self._drained)
+            scaling = RoleScaling if spec.switch_roles else Scaling
+            self._scaling = scaling(spec, spec.limits, self.pools, self._queue, self.loop, self._drained)
         if spec.moves_requests:
             self._moves = MoveTraffic(spec, trace, self.loop, self._decode, self.results, self._after)
         self._waiting: dict[QueuedRequest, int] = {}
@@ -151,7 +152,7 @@ class Cluster:
         times = StepTimes() if learns else None
         self._engines += 1
         handoffs = HandoffManager(None, Peer(name, name, self._engines))
-        if role == "decode" and self.spec.prefill_replicas:
+        if (role == "decode" or self.spec.switch_roles) and self.spec.prefill_replicas:
             assert times is not None
             policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
             self._policies.append(policy)

@@ -61,6 +61,12 @@ class SimulationOptions:
     move_requests: bool = option(
         True, "With one pool, move the requests of a replica that the autoscaler ends to other replicas.", **CLUSTER
     )
+    switch_roles: bool = option(
+        False,
+        "Let replicas change between answering and computing prompts, as `handoff.switch_roles` does; needs "
+        "--prefill-replicas; not with --plan.",
+        **CLUSTER,
+    )
     startup_s: float = option(60.0, "Seconds until a new replica takes requests.", **CLUSTER, min=0)
     model: str = option(
         "llama-3.1-8b",

@@ -34,6 +34,7 @@ class Pool:
         #: Whether the router uses the engines' updates.
         self.wants_updates = spec.router in ("prefix_aware", "power_of_two")
         self._names: list[str] = []
+        self._num_made = 0
         self._since: dict[Replica, float] = {}  # start of each replica that still exists
         self._gone_s = 0.0  # total lifetime of the others, in seconds
         self._sizes: list[tuple[float, int]] = []  # (time, replicas that were up from then on)
@@ -66,7 +67,8 @@ class Pool:
         return max(1, len(self.up) * (max_num_seqs + max(1, max_num_seqs // 8)))
 
     def grow(self, now: float) -> None:
-        replica = self._make(f"{self.role}-{len(self.replicas)}", self.role)
+        replica = self._make(f"{self.role}-{self._num_made}", self.role)
+        self._num_made += 1
         self.replicas.append(replica)
         self._since[replica] = now
         if self.wants_updates:
@@ -78,6 +80,17 @@ class Pool:
         replica = min(self.up.values(), key=lambda r: len(r.scheduler.queue.running) + r.scheduler.queue.num_waiting)
         self._set_up({name: other for name, other in self.up.items() if other is not replica}, now)
         return replica
+
+    def adopt(self, replica: Replica, other: Pool, now: float) -> None:
+        """Take over a replica of another pool, which changes its role. It finishes what it has there."""
+        other.replicas.remove(replica)
+        self.replicas.append(replica)
+        self._since[replica] = other._since.pop(replica)
+        other._set_up({name: one for name, one in other.up.items() if one is not replica}, now)
+        replica.role = self.role
+        if self.wants_updates:
+            replica.subscribe(now, resync=True)
+        self._set_up(self.up | {replica.name: replica}, now)
 
     def poll(self, now: float) -> None:
         """Keep the router subscribed, and remove drained replicas that have no work left."""

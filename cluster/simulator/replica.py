@@ -119,9 +119,10 @@ class Replica:
         if 0 < (steps := bisect_right(self._ends, now)) < len(self._ends):
             self._record(steps)
 
-    def subscribe(self, now: float) -> None:
-        """Collect updates for the router. Call it again within SUBSCRIPTION_S."""
-        self._kv_events.subscribe(Subscribe("router"), now)
+    def subscribe(self, now: float, *, resync: bool = False) -> None:
+        """Collect updates for the router. Call it again within SUBSCRIPTION_S. resync: whether the router is another
+        one, which knows nothing of this replica yet."""
+        self._kv_events.subscribe(Subscribe("router", resync), now)
 
     def updates(self, now: float) -> list[EngineUpdate]:
         """Return the updates for the router that are due."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
+from cluster.autoscaling.roles import Member, RoleScaler
 from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, ReplicaLoad
-from cluster.autoscaling.slo import LOOK_BACK_S, Limits, Slo
+from cluster.autoscaling.slo import LOOK_BACK_S, Limits, RoleSettings, Slo
 from cluster.simulator.events import EventLoop
 from cluster.simulator.pool import Pool
 from cluster.simulator.replica import Replica
@@ -14,6 +16,8 @@ from cluster.simulator.spec import ClusterSpec
 from deployments.routing.config import Role
 from engine.core.engine_stats import load_of
 from engine.fairness.fair_queue import FairQueue
+
+ROLE_CHANGE_S = 0.3  # until the routers know: replicas read roles every 0.2 s, and engines report every 0.1 s
 
 
 class Scaling:
@@ -31,8 +35,8 @@ class Scaling:
         """drained: function called with each replica that gets no more requests."""
         self._startup_s, self._pools, self._queue, self._loop = spec.startup_s, pools, queue, loop
         self._drained = drained
-        targets = Slo(ttft_ms=1000 * spec.slo.ttft_s, itl_ms=1000 * spec.slo.tpot_s)
-        self._scaler = ModelScaler(targets, dict.fromkeys(pools, limits))
+        self._targets = Slo(ttft_ms=1000 * spec.slo.ttft_s, itl_ms=1000 * spec.slo.tpot_s)
+        self._scaler = ModelScaler(self._targets, dict.fromkeys(pools, limits))
         self._seen: dict[Replica, deque[tuple[float, tuple[int, ...]]]] = {}  # (time, totals of the replica)
 
     def poll(self) -> None:
@@ -76,10 +80,11 @@ class Scaling:
         seconds = max(now - first_at, 1e-9)
         prefilled, cached, prefills, output = ((b - a) / seconds for a, b in zip(first, last, strict=True))
         step_s, sequence_s = times.by_sequences.coefficients
-        load, running = load_of(scheduler), len(scheduler.queue.running)
+        load, running, receiving = load_of(scheduler), len(scheduler.queue.running), len(scheduler.handoffs.receiving)
         return ReplicaLoad(
-            running=running,
-            waiting=load.sequences - running,
+            running=running + receiving,
+            receiving=receiving,
+            waiting=load.sequences - running - receiving,
             queued_tokens=load.queued_tokens,
             prefill_tokens_per_s=prefilled,
             cached_tokens_per_s=cached,
@@ -90,3 +95,55 @@ class Scaling:
             blocks_total=load.blocks_total,
             costs=EngineCosts(decode_step_s=step_s, decode_sequence_s=sequence_s, token_s=times.prompt_token_s),
         )
+
+
+class RoleScaling(Scaling):
+    """Moves replicas between the two pools, and starts and drains them, as decided by the autoscaler."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        limits: Limits,
+        pools: dict[Role, Pool],
+        queue: FairQueue,
+        loop: EventLoop,
+        drained: Callable[[Replica], None],
+    ):
+        """limits: of each pool; max_replicas of both pools together. drained: as for Scaling."""
+        super().__init__(spec, limits, pools, queue, loop, drained)
+        self._total = sum(spec.sizes.values())
+        own = replace(limits, max_replicas=limits.max_replicas - 1)
+        settings = RoleSettings(
+            prefill=own,
+            min_total=min(self._total, limits.max_replicas),
+            max_total=limits.max_replicas,
+            initial_prefill=spec.prefill_replicas,
+        )
+        self._roles = RoleScaler(self._targets, own, settings)
+
+    def poll(self) -> None:
+        now, queue = self._loop.now, self._queue
+        up = {name: (role, replica) for role, pool in self._pools.items() for name, replica in pool.up.items()}
+        members = {name: Member(role, self._replica_load(replica, now)) for name, (role, replica) in up.items()}
+        decision = self._roles.decide(members, queue.num_waiting, queue.waiting_tokens, self._total, len(members), now)
+        for name, role in decision.roles.items():
+            if role != members[name].role:
+                self._loop.later(ROLE_CHANGE_S, self._change, up[name][1], role)
+        for _ in range(decision.replicas - self._total):
+            self._loop.later(self._startup_s, self._start, self._pools["decode"])
+        self._total = decision.replicas
+        for role, pool in self._pools.items():
+            if (count := decision.decisions[role].replicas) != pool.desired[-1]:
+                pool.desired.append(count)
+        while sum(len(pool.up) for pool in self._pools.values()) > self._total:
+            fullest = max(self._pools.values(), key=lambda pool: len(pool.up) - pool.desired[-1])
+            self._drained(fullest.drain(now))
+
+    def _start(self, pool: Pool) -> None:
+        if sum(len(pool.up) for pool in self._pools.values()) < self._total:
+            pool.grow(self._loop.now)
+
+    def _change(self, replica: Replica, role: Role) -> None:
+        """Let a replica change its role, unless it has been drained meanwhile."""
+        if replica.name in self._pools[replica.role].up:
+            self._pools[role].adopt(replica, self._pools[replica.role], self._loop.now)

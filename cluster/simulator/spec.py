@@ -67,6 +67,7 @@ class ClusterSpec:
     slo: GoodputSlo = GoodputSlo()
     limits: Limits | None = None  #: limits of an autoscaled pool, which aims at the SLO; None for fixed pools
     move_requests: bool = True  #: whether the requests of a replica that the autoscaler ends move to others
+    switch_roles: bool = False  #: whether replicas change between the two pools; `limits` are then those of both
     startup_s: float = 60.0  #: seconds from when a replica is desired until it takes requests
     seed: int = 0
 
@@ -113,10 +114,10 @@ def find_trace(options: SimulationOptions) -> Trace:
 
 def check_plan(options: SimulationOptions, max_gpus: int) -> None:
     """Raise InvalidParameter for options that contradict a search for the fewest GPUs."""
-    if options.autoscale is not None:
-        raise InvalidParameter(
-            "--autoscale", options.autoscale, "left out with --plan, because planned clusters have a fixed size"
-        )
+    changing = ("--autoscale", options.autoscale, "size"), ("--switch-roles", options.switch_roles, "split")
+    for flag, value, what in changing:
+        if value:
+            raise InvalidParameter(flag, value, f"left out with --plan, because planned clusters have a fixed {what}")
     min_gpus = options.tensor_parallel * (2 if options.prefill_replicas else 1)
     if max_gpus < min_gpus:
         limit = f"at least {min_gpus}, the GPUs of the smallest cluster (--tensor-parallel {options.tensor_parallel})"
@@ -163,8 +164,9 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
         max_model_len=longest,
         bytes_per_s=card.network * ranks if options.network_gbit is None else options.network_gbit / 8 * 1e9,
         slo=GoodputSlo(ttft_s=options.ttft_ms / 1000, tpot_s=options.tpot_ms / 1000, fraction=options.good),
-        limits=_limits(options.autoscale, options.max_num_seqs) if options.autoscale else None,
+        limits=_limits(options),
         move_requests=options.move_requests,
+        switch_roles=options.switch_roles,
         startup_s=options.startup_s,
         seed=options.seed,
     )
@@ -185,7 +187,13 @@ def _host_blocks(options: SimulationOptions, kv_bytes: float, alike: bool) -> in
     return blocks
 
 
-def _limits(max_replicas: int, max_num_seqs: int) -> Limits:
+def _limits(options: SimulationOptions) -> Limits | None:
+    """Return the limits of each pool; of both together if roles change. None if all numbers are fixed."""
+    max_replicas, max_num_seqs = options.autoscale, options.max_num_seqs
+    if options.switch_roles:
+        max_replicas = 2 * max_replicas if max_replicas else options.replicas + options.prefill_replicas
+    if max_replicas is None:
+        return None
     return Limits(
         min_replicas=1,
         max_replicas=max_replicas,
@@ -204,6 +212,10 @@ def _check(options: SimulationOptions) -> None:
             raise InvalidParameter(f"--{name.replace('_', '-')}", value, "above 0 and finite")
     if options.handoff == "auto" and not options.prefill_replicas:
         raise InvalidParameter("--handoff", "auto", "always, because there is no prefill pool (--prefill-replicas)")
+    if options.switch_roles and not options.prefill_replicas:
+        raise InvalidParameter(
+            "--switch-roles", True, "left out, because there is no prefill pool (--prefill-replicas)"
+        )
     for flag, replicas in (("--replicas", options.replicas), ("--prefill-replicas", options.prefill_replicas)):
         if options.autoscale is not None and options.autoscale < replicas:
             limit = f"at least {flag} ({replicas}), the initial size of the pool"

@@ -155,3 +155,35 @@ def test_replicas_that_were_wanted_but_never_up_are_told():
     assert (scaled.min, scaled.max, scaled.mean) == (1, 1, pytest.approx(1.0))
     assert scaled.wanted > 1
     assert simulate(small_cluster(), trace).pools["decode"].scaled is None
+
+
+def turning_load() -> Trace:
+    """Long prompts, then long answers, then long prompts: in each third another pool is short of replicas."""
+    arrivals, prompts, outputs = [], [], []
+    for begin, rate, prompt, output in ((0, 16, 4000, 4), (60, 6, 64, 400), (120, 16, 4000, 4)):
+        arrivals += [begin + i / rate for i in range(60 * rate)]
+        prompts += [prompt] * (60 * rate)
+        outputs += [output] * (60 * rate)
+    return Trace("turning", np.array(arrivals), np.array(prompts), np.array(outputs))
+
+
+def test_replicas_change_roles_as_the_load_turns_and_every_request_ends_once():
+    spec = replace(
+        small_cluster(1, replicas=3, num_blocks=2000, router="prefix_aware", max_num_batched_tokens=2048),
+        slo=GoodputSlo(ttft_s=1.0, tpot_s=0.05),
+        switch_roles=True,
+        limits=replace(scaling_cluster(4).limits, max_replicas=4),
+    )
+    cluster = Cluster(spec, turning_load())
+    cluster.run()
+    report = cluster.report()
+    assert report.completed == report.requests
+    sizes = report.pools["prefill"].scaled
+    assert sizes is not None and sizes.max > sizes.min
+    assert sum(len(pool.up) for pool in cluster.pools.values()) == 4
+    for pool in cluster.pools.values():
+        for replica in pool.replicas:
+            replica.scheduler.check()
+            assert replica.scheduler.kv_cache.pool.num_used == 0
+    fixed = simulate(replace(spec, switch_roles=False, limits=None), turning_load())
+    assert report.good > fixed.good
