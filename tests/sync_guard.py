@@ -33,7 +33,8 @@ COPYING_CALLS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor
 STAND_INS = {
     function.__code__
     for function in (
-        attention_plain.write_kv, attention_plain.paged_attention, moe.mix_experts_plain, sampling_plain.draw_filtered,
+        attention_plain.write_kv, attention_plain.paged_attention, attention_plain.write_latent,
+        attention_plain.latent_attention, moe.mix_experts_plain, sampling_plain.draw_filtered,
         causal_conv.causal_conv_plain, linear_attention.linear_attention_plain, PinnedCopy.add,
     )
 }  # fmt: skip

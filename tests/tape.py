@@ -23,7 +23,8 @@ from engine.model.ops.recurrent import causal_conv, linear_attention
 from tests.late_device import NOISE, LateDevice
 
 KERNELS = (
-    (attention_plain, "write_kv"), (attention_plain, "paged_attention"), (moe, "mix_experts_plain"),
+    (attention_plain, "write_kv"), (attention_plain, "paged_attention"), (attention_plain, "write_latent"),
+    (attention_plain, "latent_attention"), (moe, "mix_experts_plain"),
     (causal_conv, "causal_conv_plain"), (linear_attention, "linear_attention_plain"),
 )  # fmt: skip
 """Functions that stand for kernels, which read lengths on the device."""
