@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.model.batch import Batch, split
-from engine.model.ops.cpu import encoder_attention
+from engine.model.ops.cpu import encoder_attention, rope
 from engine.model.ops.cpu.kernel import Kernel
 from engine.model.ops.cpu.lora import low_rank
 from tests.cpu_kernels import needs_linear_kernel
@@ -28,7 +28,7 @@ MODELS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("nemotron_h", {}, {}),
     ("falcon_h1", {}, {}),
     ("granite4_moe", {}, {}),
-    ("kimi_linear", {}, {}),
+    ("kimi_linear", {"linear_head_dim": 32}, {}),
     ("deepseek_v32", {}, {}),
     ("gpt_oss", {}, {}),
     ("gemma3", {"head_dim": 12}, {}),
@@ -67,6 +67,7 @@ def encode(dtype: torch.dtype) -> None:
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     batch = Batch(none, none, starts, torch.tensor(lengths).int(), none, none, *split(lengths, lengths))
     q, k, v = torch.randn(3, sum(lengths), 2, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    q = rope.rotate(q, torch.linspace(-1, 1, 45 * 6).view(45, 6).to(dtype), torch.arange(45))
     encoder_attention.encoder_attention(q, k, v, batch, 0.2, None)
 
 
