@@ -283,9 +283,10 @@ class Holds:
     def _restore(self, found: FoundHold, now: float) -> None:
         """Grant a hold again that an earlier start has written, or refuse it. Renews a hold that another engine has
         renewed."""
-        saved, ends_at = found.hold, now + found.left_s
+        saved, ends_at = found.hold, now + min(found.left_s, self._max_ttl_s)
         if (same := self._by_end.get((saved.client, saved.hashes[-1]))) is not None:
-            same.ttl_s, same.expires_at = saved.ttl_s, max(same.expires_at, ends_at)
+            if ends_at > same.expires_at:
+                same.ttl_s, same.expires_at = saved.ttl_s, ends_at
             if same.tiers and found.tier not in same.tiers and self._below.has(found.tier, same.keys):
                 self._keep_in(same, [found.tier])
             return
