@@ -16,7 +16,7 @@ from engine.model.config_parts.stage import Stage
 from engine.model.layers.latent_attention import HeadProjections
 from engine.model.layers.lora import Adapted, GroupedAdapters, LinearAdapters
 from engine.model.layers.moe import Experts
-from engine.model.low_rank import AdapterRows, Factors, filled
+from engine.model.low_rank import LANES, AdapterRows, Factors, filled, in_columns
 from engine.model.models.llama import Model
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 from engine.model.tensor_names import HEADS, canonical_name
@@ -250,8 +250,10 @@ def copy_slice(own: Factors, place: Place, a: Tensor, b: Tensor, start: int) -> 
     outputs = shard if shard.dim == OUTPUTS else replace(shard, dim=OUTPUTS, start=0, size=shard.shape[OUTPUTS])
     if shard.dim == INPUTS:
         a = a[:, shard.start : shard.start + shard.size]
-    own.a[place.product, :, place.slice, :rank] = a.T
+    columns = in_columns(a.T)
+    own.a[place.product, place.slice, : len(columns)] = columns
     first = sum(filled(size.local_shape[OUTPUTS]) for size in place.layer.shards[: place.slice])
     begin = start + outputs.start
-    own.b[place.product, :rank, first : first + outputs.size] = b[begin : begin + outputs.size].T
+    columns = in_columns(b[begin : begin + outputs.size].T)
+    own.b[place.product, first // LANES :, :rank][: len(columns)] = columns
     own.used[place.product] = True

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-LANES = 16  # to a multiple of which ranks, and the outputs of a slice, are filled up with zeros
+LANES = 16  # columns of a factor that lie side by side. Ranks and outputs are filled up with zeros to a multiple of it
 BLOCK = 128  # outputs of a slice that a kernel takes at a time
 TILE_ROWS = {"cpu": 4, "cuda": 16, "meta": 1}  # rows of one adapter that a kernel takes at a time
 
@@ -27,6 +28,7 @@ class AdapterRows:
         self.table = torch.zeros(1 + 4 * max_tokens, dtype=torch.int32, device=device)
         self.any = False
         """Whether any row has an adapter; the host knows this without asking the device."""
+        self._max_tokens, self._scratch = max_tokens, torch.empty(0, dtype=torch.uint8, device=device)
 
     def begin(self, table: Tensor | None) -> None:
         """Take the table of a step, as returned by `row_table`; None if no row has an adapter."""
@@ -35,6 +37,14 @@ class AdapterRows:
         elif self.any:
             self.table[0] = 0
         self.any = table is not None
+
+    def scratch(self, width: int, dtype: torch.dtype) -> Tensor:
+        """Return uninitialised memory [max_tokens, width] for the products of a layer's inputs with A. All layers share
+        it, one after another."""
+        size = self._max_tokens * width * dtype.itemsize
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=self._scratch.device)
+        return self._scratch[:size].view(dtype).view(-1, width)
 
     def slots(self) -> NDArray[np.int32]:
         """Read each row's slot from the device; -1 for none."""
@@ -68,14 +78,26 @@ def filled(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
+def in_columns(matrix: Tensor) -> Tensor:
+    """Return a matrix in the order in which kernels read it: [..., rows, columns] -> [..., columns / LANES, rows,
+    LANES]. The columns are filled up with zeros."""
+    matrix = F.pad(matrix, (0, filled(matrix.shape[-1]) - matrix.shape[-1]))
+    return matrix.unflatten(-1, (-1, LANES)).transpose(-2, -3)
+
+
+def as_matrix(columns: Tensor) -> Tensor:
+    """Undo `in_columns`."""
+    return columns.transpose(-2, -3).flatten(-2)
+
+
 @dataclass(slots=True)
 class Factors:
     """One adapter's factors for products of equal sizes: a single product, or one for each expert or head."""
 
     a: Tensor
-    """[products, inputs, slices, rank]; see LowRankWeights."""
+    """[products, slices, rank / LANES, inputs, LANES]; see LowRankWeights."""
     b: Tensor
-    """[products, rank, outputs]"""
+    """[products, outputs / LANES, rank, LANES]"""
     used: list[bool]
     """For each product, whether the adapter changes it."""
 
@@ -86,9 +108,9 @@ class LowRankWeights:
     each slice has its own A."""
 
     a: Tensor
-    """[slots, inputs, slices * rank]: A of all slices, transposed."""
+    """[slots, slices * rank / LANES, inputs, LANES]: A of all slices, transposed, `in_columns`."""
     b: Tensor
-    """[slots, rank, outputs]: B, transposed, each slice's outputs filled up to a multiple of LANES."""
+    """[slots, outputs / LANES, rank, LANES]: B, transposed, `in_columns`, each slice's outputs filled up."""
     ranks: Tensor
     """[slots] int32: the rank of each slot's adapter. Further columns of A and rows of B are not used. 0 if the adapter
     does not change this layer."""
@@ -108,8 +130,8 @@ class LowRankWeights:
             blocks += [(start + o, min(BLOCK, size - o), i, column + o) for o in range(0, size, BLOCK)]
             start, column = start + size, column + filled(size)
         return cls(
-            a=torch.zeros(slots, inputs, len(slices) * rank, dtype=dtype, device=device),
-            b=torch.zeros(slots, rank, column, dtype=dtype, device=device),
+            a=torch.zeros(slots, len(slices) * rank // LANES, inputs, LANES, dtype=dtype, device=device),
+            b=torch.zeros(slots, column // LANES, rank, LANES, dtype=dtype, device=device),
             ranks=torch.zeros(slots, dtype=torch.int32, device=device),
             blocks=torch.tensor(blocks, dtype=torch.int32, device=device),
             rank=rank,
@@ -118,21 +140,22 @@ class LowRankWeights:
 
     def empty_factors(self, rank: int, products: int = 1) -> Factors:
         """Return zeroed factors to fill in. rank: a multiple of LANES."""
-        a = torch.zeros(products, self.a.shape[1], self.slices, rank, dtype=self.a.dtype)
-        return Factors(a, torch.zeros(products, rank, self.b.shape[2], dtype=self.b.dtype), [False] * products)
+        a = torch.zeros(products, self.slices, rank // LANES, self.a.shape[2], LANES, dtype=self.a.dtype)
+        b = torch.zeros(products, self.b.shape[1], rank, LANES, dtype=self.b.dtype)
+        return Factors(a, b, [False] * products)
 
     def write(self, slot: int, factors: Factors | None) -> None:
         """Copy the factors of one product into a slot; None for an adapter that does not change this layer."""
         if factors is None:
             self.ranks[slot] = 0
             return
-        _, inputs, slices, rank = factors.a.shape
-        self.a[slot].view(inputs, slices, self.rank)[:, :, :rank] = factors.a[0]
-        self.b[slot, :rank] = factors.b[0]
+        rank = factors.b.shape[2]
+        self.a[slot].unflatten(0, (self.slices, -1))[:, : rank // LANES] = factors.a[0]
+        self.b[slot, :, :rank] = factors.b[0]
         self.ranks[slot] = rank
 
     def of_products(self, factors: Factors) -> LowRankWeights:
         """Return the factors of many products of these sizes. Each product gets its own slot."""
-        rank = factors.a.shape[3]
+        rank = factors.b.shape[2]
         ranks = torch.tensor([rank * used for used in factors.used], dtype=torch.int32)
-        return replace(self, a=factors.a.flatten(2), b=factors.b, ranks=ranks, rank=rank)
+        return replace(self, a=factors.a.flatten(1, 2), b=factors.b, ranks=ranks, rank=rank)

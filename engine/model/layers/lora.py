@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.low_rank import AdapterRows, Factors, LowRankWeights, filled, row_table
+from engine.model.low_rank import AdapterRows, Factors, LowRankWeights, as_matrix, filled, in_columns, row_table
 from engine.model.ops.lora import low_rank
 from engine.model.shard import INPUTS, Shard, Sharded
 
@@ -103,13 +102,13 @@ class GroupedAdapters:
         if self._parts == 1:
             return [factors]
         if self._cuts_inputs:
-            return [replace(factors, a=a.contiguous()) for a in factors.a.chunk(self._parts, dim=1)]
+            return [replace(factors, a=a.contiguous()) for a in factors.a.chunk(self._parts, dim=3)]
         widths = [filled(self._parts * size) for size in self._outputs]
         slices = [
-            [F.pad(own, (0, filled(size) - size)) for own in b[..., : self._parts * size].split(size, dim=-1)]
-            for b, size in zip(factors.b.split(widths, dim=-1), self._outputs, strict=True)
+            [in_columns(own) for own in b[..., : self._parts * size].split(size, dim=-1)]
+            for b, size in zip(as_matrix(factors.b).split(widths, dim=-1), self._outputs, strict=True)
         ]
-        return [replace(factors, b=torch.cat(own, dim=-1)) for own in zip(*slices, strict=True)]
+        return [replace(factors, b=torch.cat(own, dim=1)) for own in zip(*slices, strict=True)]
 
 
 class NoAdapters:

@@ -2,9 +2,9 @@
 
 A decode step of a few sequences is a hundred short kernels. Each launch costs time in Python and torch, and a parallel
 region in which threads wake up and wait for each other. In a replay, each thread goes through the whole list and takes
-work from every kernel. At a kernel's end it waits only for work that other threads have taken and not finished. So a
-thread that is not awake yet, or has lost its core to another process, delays the others only by the work that it has
-taken.
+work from every kernel. At a kernel's end it waits only for work that other threads have taken and not finished, and
+not even for that if the next kernel may run beside this one. So a thread that is not awake yet, or has lost its core to
+another process, delays the others only by the work that it has taken.
 
 A waiting thread first spins, which is fastest while cores are free. Then it yields its core, and finally it sleeps, so
 that the thread for which it waits can run on that core. The time to spin adapts: it shrinks after each wait that had to
@@ -28,7 +28,8 @@ from torch import Tensor
 
 from engine.model.ops.cpu.kernel import I64, Kernel, TokenCount, as_i64, device_function, kernel, recorder
 
-WIDTH = 40  # numbers per kernel in a graph: its arguments as packed by `Kernel.launch`, and at the end these two
+WIDTH = 40  # numbers per kernel in a graph: its arguments as packed by `Kernel.launch`, and at the end these three
+BESIDE = WIDTH - 3  # whether the next kernel may run beside it
 ENTRY, INSIDE = WIDTH - 2, WIDTH - 1  # the kernel's address, and how many threads may be working on it
 MIN_SPINS, MAX_SPINS = 64, 8192  # a spin is about 10 ns
 YIELDS = 64
@@ -97,13 +98,16 @@ def wait_for_zero(counter: Any, index: Any, waits: Any) -> None:
 
 @kernel
 def run_all(args: Any) -> None:
-    waits = as_i64(args[1])
+    waits, running = as_i64(args[1]), 0  # the first kernel that may not be finished
     for i in range(args[3]):
         own = as_i64(args[2] + 8 * WIDTH * i)
         add_atomic(own, INSIDE, 1)
         call(own[ENTRY], own)
         add_atomic(own, INSIDE, -1)
-        wait_for_zero(own, INSIDE, waits)
+        if own[BESIDE] == 0:
+            while running <= i:
+                wait_for_zero(as_i64(args[2] + 8 * WIDTH * running), INSIDE, waits)
+                running += 1
 
 
 RUN_ALL = Kernel({torch.int64: run_all})
@@ -158,7 +162,7 @@ class Graph:
         self._kept: list[Tensor] = []
         self._token_counts: list[int] = []  # indices of token counts in the flattened table
         self._rows_per_token: list[int] = []  # for each of them: a kernel may take several rows for each token
-        self._table = np.empty((0, WIDTH), dtype=np.int64)
+        self._table, self._counts = np.empty((0, WIDTH), dtype=np.int64), np.empty((2, 0), dtype=np.int64)
         self._threads = 1
         self.is_complete = True  # each recorded kernel takes the same number of rows for each token
 
@@ -168,10 +172,11 @@ class Graph:
     def __exit__(self, *problem: Any) -> None:
         recorder.graph = None
         self._table = np.array(self._rows, dtype=np.int64).reshape(-1, WIDTH)
+        self._counts = np.array([self._token_counts, self._rows_per_token], dtype=np.int64)
 
     def add(self, entry: int, items: int, args: tuple[Tensor | int, ...], packed: Sequence[int]) -> None:
         """Record a launch. Called by `Kernel.launch`."""
-        padding = ENTRY - len(packed)
+        padding = BESIDE - len(packed)
         assert padding >= 0, "WIDTH is too small"
         first = WIDTH * len(self._rows) + 1
         for i, arg in enumerate(args):
@@ -179,12 +184,17 @@ class Graph:
                 self.is_complete &= arg % self._tokens == 0
                 self._token_counts.append(first + i)
                 self._rows_per_token.append(arg // self._tokens)
-        self._rows.append([*packed, *[0] * padding, entry, 0])
+        self._rows.append([*packed, *[0] * padding, 0, entry, 0])
         self._kept += [arg for arg in args if isinstance(arg, Tensor) and arg not in self.memory]
         self._threads = max(self._threads, items)
+
+    def run_beside(self) -> None:
+        """Let the next kernel begin before the last recorded one has ended. It must not need that kernel's results."""
+        self._rows[-1][BESIDE] = 1
 
     def replay(self, tokens: int) -> None:
         """Run all kernels again for this number of tokens, on the current contents of their tensors."""
         self._table[:, 0] = 0
-        self._table.reshape(-1)[self._token_counts] = [tokens * rows for rows in self._rows_per_token]
+        places, rows_per_token = self._counts
+        self._table.reshape(-1)[places] = tokens * rows_per_token
         RUN_ALL.launch(torch.int64, self._threads, WAITS.ctypes.data, self._table.ctypes.data, len(self._table))

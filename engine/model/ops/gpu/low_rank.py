@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.low_rank import BLOCK, TILE_ROWS, AdapterRows, LowRankWeights
+from engine.model.low_rank import BLOCK, LANES, TILE_ROWS, AdapterRows, LowRankWeights
 
 ROWS = TILE_ROWS["cuda"]
 INPUTS = 64  # that are multiplied at a time
@@ -34,7 +34,7 @@ def tile_of(table, ranks, tile, ROWS: tl.constexpr):
 def shrink_kernel(
     x, shrunk, a, ranks, table, stride,
     SIZE: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    ROWS: tl.constexpr, INPUTS: tl.constexpr,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Compute shrunk[row, part, slice] = A x, over SIZE inputs. Grid (tiles, parts, slices)."""
     tile, part, slice_ = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -43,13 +43,14 @@ def shrink_kernel(
         if rank > 0:
             c = tl.arange(0, RANK_PAD)
             x += rows[:, None] * stride + part * SIZE
-            a += (slot * PARTS + part) * SIZE * SLICES * RANK + slice_ * RANK + c[None, :]
+            a += (slot * SLICES + slice_) * RANK * PARTS * SIZE + part * SIZE * LANES
+            a += (c // LANES * LANES * PARTS * SIZE + c % LANES)[None, :]
             total = tl.zeros((ROWS, RANK_PAD), dtype=tl.float32)
             for start in range(0, SIZE, INPUTS):
                 i = start + tl.arange(0, INPUTS)
                 inside = i < SIZE
                 left = tl.load(x + i[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-                right = tl.load(a + i[:, None] * SLICES * RANK, mask=inside[:, None] & (c < rank)[None, :], other=0.0)
+                right = tl.load(a + i[:, None] * LANES, mask=inside[:, None] & (c < rank)[None, :], other=0.0)
                 total = tl.dot(left, right, total, input_precision="ieee")
             target = ((rows * PARTS + part) * SLICES + slice_) * RANK
             tl.store(shrunk + target[:, None] + c[None, :], total, mask=there[:, None] & (c < rank)[None, :])
@@ -59,7 +60,7 @@ def shrink_kernel(
 def expand_kernel(
     out, shrunk, b, ranks, table, blocks, stride,
     OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Add B shrunk[row] to out[row], for the outputs of a block. Grid (tiles, blocks)."""
     tile = tl.program_id(0)
@@ -70,13 +71,13 @@ def expand_kernel(
             start, size = tl.load(blocks), tl.load(blocks + 1)
             slice_, column = tl.load(blocks + 2), tl.load(blocks + 3)
             c, o = tl.arange(0, RANK_PAD), tl.arange(0, BLOCK)
+            b += (slot * OUTPUTS + column) * RANK + (o // LANES * LANES * RANK + o % LANES)[None, :]
             left = tl.load(
                 shrunk + rows[:, None] * WIDTH + slice_ * RANK + c[None, :],
                 mask=there[:, None] & (c < rank)[None, :], other=0.0,
             )  # fmt: skip
             right = tl.load(
-                b + (slot * RANK + c[:, None]) * OUTPUTS + column + o[None, :],
-                mask=(c < rank)[:, None] & (o < size)[None, :], other=0.0,
+                b + c[:, None] * LANES, mask=(c < rank)[:, None] & (o < size)[None, :], other=0.0
             )  # fmt: skip
             inside = there[:, None] & (o < size)[None, :]
             target = out + rows[:, None] * stride + start + o[None, :]
@@ -88,16 +89,18 @@ def expand_kernel(
 def add(outs: Sequence[Tensor], x: Tensor, weights: LowRankWeights, rows: AdapterRows) -> None:
     """Add the adapters. x: each token's values contiguous, as in `outs`. The launches do not depend on which rows have
     an adapter."""
-    parts, (slots, rank, outputs), slices = len(outs), weights.b.shape, weights.slices
-    size, width = weights.a.shape[1] // parts, parts * slices * rank
+    parts, (slots, columns, rank, _), slices = len(outs), weights.b.shape, weights.slices
+    size, width = weights.a.shape[2] // parts, parts * slices * rank
     shrunk = torch.empty(len(x), width, dtype=torch.float32, device=x.device)
     tiles, rank_pad = min(len(x), len(x) // ROWS + slots), triton.next_power_of_2(rank)
     shrink_kernel[tiles, parts, slices](
         x, shrunk, weights.a, weights.ranks, rows.table, x.stride(0),
         SIZE=size, PARTS=parts, SLICES=slices, RANK=rank, RANK_PAD=rank_pad, ROWS=ROWS, INPUTS=INPUTS,
+        LANES=LANES,
     )  # fmt: skip
     for part, out in enumerate(outs):
         expand_kernel[tiles, len(weights.blocks)](
             out, shrunk[:, part * slices * rank :], weights.b, weights.ranks, rows.table, weights.blocks,
-            out.stride(0), OUTPUTS=outputs, WIDTH=width, RANK=rank, RANK_PAD=rank_pad, ROWS=ROWS, BLOCK=BLOCK,
+            out.stride(0), OUTPUTS=columns * LANES, WIDTH=width, RANK=rank, RANK_PAD=rank_pad, ROWS=ROWS, BLOCK=BLOCK,
+            LANES=LANES,
         )  # fmt: skip

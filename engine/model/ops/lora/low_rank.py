@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.model.low_rank import AdapterRows, LowRankWeights
+from engine.model.low_rank import AdapterRows, LowRankWeights, as_matrix
 from engine.model.ops import dispatch
 
 Add = Callable[[Sequence[Tensor], Tensor, LowRankWeights, AdapterRows], None]
@@ -38,9 +38,10 @@ def add_plain(outs: Sequence[Tensor], x: Tensor, weights: LowRankWeights, rows: 
     """Add row by row."""
     for slot, tile in rows.tiles() if rows.any else ():
         rank = int(weights.ranks[slot])
+        whole_a, whole_b = as_matrix(weights.a[slot]), as_matrix(weights.b[slot])
         for row in tile if rank else ():
-            for out, part, a in zip(outs, x[row].chunk(len(outs)), weights.a[slot].chunk(len(outs)), strict=True):
+            for out, part, a in zip(outs, x[row].chunk(len(outs)), whole_a.chunk(len(outs)), strict=True):
                 shrunk = (part.float() @ a.float()).view(weights.slices, weights.rank)[:, :rank]
                 for start, size, slice_, column in weights.blocks.tolist():
-                    b = weights.b[slot, :rank, column : column + size].float()
+                    b = whole_b[:rank, column : column + size].float()
                     out[row, start : start + size] = out[row, start : start + size].float() + shrunk[slice_] @ b

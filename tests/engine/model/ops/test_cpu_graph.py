@@ -13,8 +13,8 @@ import torch
 
 from engine.model.ops import moe
 from engine.model.ops.cpu import activation, norm
-from engine.model.ops.cpu.graph import ENTRY, MAX_SPINS, WAITS, Graph, wait_for_zero
-from engine.model.ops.cpu.kernel import Kernel, as_i64, kernel
+from engine.model.ops.cpu.graph import ENTRY, MAX_SPINS, NAP_US, WAITS, Graph, poll, usleep, wait_for_zero
+from engine.model.ops.cpu.kernel import Kernel, as_i64, kernel, take
 from engine.model.ops.cpu.moe import experts, routing
 from tests.cpu_kernels import needs_linear_kernel
 
@@ -27,7 +27,32 @@ def wait_entry(args: Any) -> None:
     wait_for_zero(as_i64(args[1]), 0, as_i64(args[2]))
 
 
+@kernel
+def await_and_tell(args: Any) -> None:
+    """Wait until args[1][0] is 1, for 10 s at most, then set args[1][1] to 1."""
+    if take(args, 1) == 0:
+        told = as_i64(args[1])
+        for _ in range(10_000_000 // NAP_US):
+            if poll(told, 0) == 1:
+                told[1] = 1
+                break
+            usleep(NAP_US)
+
+
+@kernel
+def tell(args: Any) -> None:
+    if take(args, 1) == 0:
+        as_i64(args[1])[0] = 1
+
+
+@kernel
+def copy_told(args: Any) -> None:
+    if take(args, 1) == 0:
+        as_i64(args[1])[2] = as_i64(args[1])[1]
+
+
 WAIT = Kernel({torch.int64: wait_entry})
+AWAIT_AND_TELL, TELL, COPY_TOLD = (Kernel({torch.int64: entry}) for entry in (await_and_tell, tell, copy_told))
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +79,19 @@ def test_a_replay_computes_what_the_kernels_would_on_what_their_tensors_hold_by_
         x.copy_(torch.randn(TOKENS, SIZE))
         graph.replay(TOKENS)
         assert torch.equal(out, layers(x, 3))
+
+
+def test_a_kernel_may_run_beside_the_one_before_it_and_the_next_waits_for_both():
+    told, graph = torch.ones(3, dtype=torch.int64), Graph(1, 1)
+    with graph:
+        AWAIT_AND_TELL.launch(torch.int64, 4, told)
+        graph.run_beside()
+        TELL.launch(torch.int64, 4, told)
+        COPY_TOLD.launch(torch.int64, 4, told)
+    for _ in range(20):
+        told.zero_()
+        graph.replay(1)
+        assert told.tolist() == [1, 1, 1]
 
 
 def test_a_replay_needs_only_the_threads_that_have_a_core():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.low_rank import row_table
+from engine.model.low_rank import as_matrix, row_table
 from engine.model.ops.lora.low_rank import add_plain
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.model.ops.lora.cases import Case
@@ -28,9 +28,9 @@ def test_the_plain_product_is_that_of_the_paper():
     (found,), (before,) = case.expected(), case.outs
     for row, slot in ((0, 0), (2, 1)):
         rank, weights = int(case.weights.ranks[slot]), case.weights
-        a = weights.a[slot].view(40, 2, 32)[:, :, :rank]
+        a, b = as_matrix(weights.a[slot]).view(40, 2, 32)[:, :, :rank], as_matrix(weights.b[slot])
         for slice_, start, size, column in ((0, 0, 24, 0), (1, 24, 8, 32)):
-            delta = weights.b[slot, :rank, column : column + size].T @ (a[:, slice_].T @ case.x[row])
+            delta = b[:rank, column : column + size].T @ (a[:, slice_].T @ case.x[row])
             torch.testing.assert_close(found[row, start : start + size], before[row, start : start + size] + delta)
     assert torch.equal(found[1], before[1]) and torch.equal(found[:, 32:], before[:, 32:])
 
