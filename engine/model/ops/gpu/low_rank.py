@@ -42,15 +42,16 @@ def shrink_kernel(
         slot, rank, rows, there = tile_of(table, ranks, tile, ROWS)
         if rank > 0:
             c = tl.arange(0, RANK_PAD)
-            x += rows[:, None] * stride + part * SIZE
-            a += (slot * SLICES + slice_) * RANK * PARTS * SIZE + part * SIZE * LANES
-            a += (c // LANES * LANES * PARTS * SIZE + c % LANES)[None, :]
+            inputs = x + rows[:, None] * stride + part * SIZE
+            factor = a + (slot * SLICES + slice_) * RANK * PARTS * SIZE + part * SIZE * LANES
+            columns = factor + (c // LANES * LANES * PARTS * SIZE + c % LANES)[None, :]
             total = tl.zeros((ROWS, RANK_PAD), dtype=tl.float32)
             for start in range(0, SIZE, INPUTS):
                 i = start + tl.arange(0, INPUTS)
                 inside = i < SIZE
-                left = tl.load(x + i[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-                right = tl.load(a + i[:, None] * LANES, mask=inside[:, None] & (c < rank)[None, :], other=0.0)
+                left = tl.load(inputs + i[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+                used = inside[:, None] & (c < rank)[None, :]
+                right = tl.load(columns + i[:, None] * LANES, mask=used, other=0.0)
                 total = tl.dot(left, right, total, input_precision="ieee")
             target = ((rows * PARTS + part) * SLICES + slice_) * RANK
             tl.store(shrunk + target[:, None] + c[None, :], total, mask=there[:, None] & (c < rank)[None, :])
@@ -67,22 +68,22 @@ def expand_kernel(
     if tile < tl.load(table):
         slot, rank, rows, there = tile_of(table, ranks, tile, ROWS)
         if rank > 0:
-            blocks += 4 * tl.program_id(1)
-            start, size = tl.load(blocks), tl.load(blocks + 1)
-            slice_, column = tl.load(blocks + 2), tl.load(blocks + 3)
+            block = blocks + 4 * tl.program_id(1)
+            start, size = tl.load(block), tl.load(block + 1)
+            slice_, column = tl.load(block + 2), tl.load(block + 3)
             c, o = tl.arange(0, RANK_PAD), tl.arange(0, BLOCK)
-            b += (slot * OUTPUTS + column) * RANK + (o // LANES * LANES * RANK + o % LANES)[None, :]
+            factor = b + (slot * OUTPUTS + column) * RANK + (o // LANES * LANES * RANK + o % LANES)[None, :]
             left = tl.load(
                 shrunk + rows[:, None] * WIDTH + slice_ * RANK + c[None, :],
                 mask=there[:, None] & (c < rank)[None, :], other=0.0,
             )  # fmt: skip
             right = tl.load(
-                b + c[:, None] * LANES, mask=(c < rank)[:, None] & (o < size)[None, :], other=0.0
+                factor + c[:, None] * LANES, mask=(c < rank)[:, None] & (o < size)[None, :], other=0.0
             )  # fmt: skip
             inside = there[:, None] & (o < size)[None, :]
             target = out + rows[:, None] * stride + start + o[None, :]
             total = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-            total += tl.dot(left, right.to(tl.float32), input_precision="ieee")
+            total += tl.dot(left.to(right.dtype), right, input_precision="ieee")
             tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 

@@ -4,7 +4,7 @@ add(outs, x, weights, rows): outs[p] += B (A_p x_p) in each row with an adapter.
     is the part of the inputs whose product is outs[p] (there is one part, unless sums have a fixed order)
     x: [tokens, inputs]; outs: [tokens, outputs or more]; changed in place. A row without an adapter is not touched.
 
-Sums are in float32. A row has the same bits in any batch.
+Sums are in float32, and A_p x_p is rounded to the format of x, as in PEFT. A row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add_plain(outs: Sequence[Tensor], x: Tensor, weights: LowRankWeights, rows: 
         whole_a, whole_b = as_matrix(weights.a[slot]), as_matrix(weights.b[slot])
         for row in tile if rank else ():
             for out, part, a in zip(outs, x[row].chunk(len(outs)), whole_a.chunk(len(outs)), strict=True):
-                shrunk = (part.float() @ a.float()).view(weights.slices, weights.rank)[:, :rank]
+                shrunk = (part.float() @ a.float()).to(x.dtype).float().view(weights.slices, weights.rank)[:, :rank]
                 for start, size, slice_, column in weights.blocks.tolist():
                     b = whole_b[:rank, column : column + size].float()
                     out[row, start : start + size] = out[row, start : start + size].float() + shrunk[slice_] @ b

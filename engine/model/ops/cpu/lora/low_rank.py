@@ -1,7 +1,6 @@
 """Low-rank products on a CPU: a thread multiplies up to 4 rows of one adapter by columns of a factor at a time.
 
-bfloat16 is multiplied in pairs by AVX-512's dot products; the products with A are then rounded to bfloat16 too, as in
-PEFT. CPUs without these instructions multiply single values as float32.
+bfloat16 is multiplied in pairs by AVX-512's dot products. CPUs without them multiply single values as float32.
 
 A factor lies in memory in the order in which it is read, and only factors of adapters that rows have are read. While a
 thread multiplies, it prefetches what it will read next, since a step with many adapters mostly waits for memory. Each

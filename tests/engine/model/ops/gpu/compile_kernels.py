@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from engine.model import state
+from engine.model.low_rank import AdapterRows, LowRankWeights
 from engine.model.ops.gpu import (
     activation,
     attention,
@@ -31,6 +32,7 @@ from engine.model.ops.gpu import (
     latent_attention,
     latent_rope,
     logits,
+    low_rank,
     norm,
     quantize,
     rope,
@@ -263,7 +265,18 @@ def compile_strict() -> None:
         strict_linear.tree_sum(parts.unbind(), torch.bfloat16)
 
 
+def compile_adapters() -> None:
+    """Compile for one slice of outputs and for three, with ranks of 16 and more."""
+    for rank, slices in ((16, [4096]), (48, [4096, 1024, 1024])):
+        weights = LowRankWeights.allocate(4, 4096, slices, rank, torch.bfloat16, torch.device("cpu"))
+        x, out = (torch.zeros(64, size, dtype=torch.bfloat16) for size in (4096, sum(slices)))
+        low_rank.add([out], x, weights, AdapterRows(len(x), x.device))
+
+
 if __name__ == "__main__":
+    OTHERS = {
+        "recurrent": compile_recurrent, "latent": compile_latent, "strict": compile_strict, "adapters": compile_adapters
+    }  # fmt: skip
     driver.set_active(Driver(90))
     JITFunction.__getitem__ = compile_only
     for chosen in sys.argv[1:]:
@@ -271,8 +284,8 @@ if __name__ == "__main__":
             driver.set_active(Driver(int(chosen.removeprefix("sm_"))))
         elif chosen == "elementwise":
             compile_elementwise(driver.active.capability >= 89)
-        elif chosen in ("recurrent", "latent", "strict"):
-            {"recurrent": compile_recurrent, "latent": compile_latent, "strict": compile_strict}[chosen]()
+        elif chosen in OTHERS:
+            OTHERS[chosen]()
         elif chosen.startswith("experts in "):
             compile_packed_experts(chosen.removeprefix("experts in "))
         elif chosen in EXPERTS:

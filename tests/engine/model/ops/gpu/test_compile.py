@@ -118,6 +118,12 @@ def test_kernels_of_recurrent_layers_and_of_latent_attention_compile_for_hopper(
     assert all(kernel["mma"] or kernel["wgmma"] for kernel in kernels if kernel["kernel"] == "latent_kernel")
 
 
+def test_kernels_of_adapters_compile_for_hopper():
+    kernels = compiled("adapters")
+    assert kinds(kernels) == {"shrink_kernel", "expand_kernel"}
+    assert all(kernel["mma"] or kernel["wgmma"] for kernel in kernels), "they multiply on tensor cores"
+
+
 @pytest.mark.slow
 def test_the_experts_kernel_compiles_for_ampere_and_attention_fits_into_smaller_cards():
     kernels = compiled("sm_80", "experts", "sm_89", "chunk")
