@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from engine.errors import AdapterError, AdapterNotFound
@@ -128,6 +129,20 @@ def test_files_that_are_missing_or_cut_short_are_refused(tmp_path):
     with pytest.raises(AdapterNotFound, match=r"adapter_model\.bin") as caught:
         open_adapter(tmp_path)
     assert caught.value.status == 404
+
+
+def test_a_hub_id_is_found_in_the_hubs_cache(tmp_path, monkeypatch):
+    """In which the Hub's own client looks when it must not ask the Hub."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cached, commit = tmp_path / "models--acme--sql", "0" * 40
+    (cached / "snapshots").mkdir(parents=True)
+    write(cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    assert open_adapter("acme/sql").digest == open_adapter(cached / "snapshots" / commit).digest
+    with pytest.raises(AdapterNotFound, match=r"a repository that the Hugging Face Hub can deliver"):
+        open_adapter("acme/other")
 
 
 def test_an_ingress_reads_adapters_without_torch():
