@@ -58,9 +58,7 @@ INTERLEAVED = [half + lane for lane in range(LANES) for half in (0, LANES)]
 I32P = types.CPointer(types.int32)
 
 
-def product(rows: int, vectors: int, adds: bool) -> Any:
-    sums = 1 if adds else SUMS
-
+def product(rows: int, vectors: int, adds: bool = False, sums: int = 1) -> Any:
     @intrinsic
     def tile(
         _: Any, out: Any, out_stride: Any, x: Any, stride: Any, order: Any, first: Any, w: Any, size: Any, count: Any,
@@ -174,8 +172,9 @@ def load_input(builder: ir.IRBuilder, x: ir.Value, i: ir.Value, dtype: Any, pair
     return value if pairs else builder.bitcast(builder.shl(value, ir.Constant(I32, 16)), F32)
 
 
-shrink_4, shrink_2, shrink_1 = (product(rows, 1, adds=False) for rows in (4, 2, 1))
+shrink_4, shrink_2, shrink_1 = (product(rows, 1, sums=SUMS) for rows in (4, 2, 1))
 expand_4, expand_2, expand_1 = (product(rows, VECTORS[rows], adds=True) for rows in (4, 2, 1))
+expand_narrow = product(1, 1)  # sums in the order of the others, since other ranks may cut a layer elsewhere
 
 
 @device_function
@@ -271,7 +270,8 @@ def expand_rows(cast: Any, item_bytes: int, args: Any) -> None:
                 while done < size:  # what is left is narrow
                     out, skipped = cast(args[1] + item_bytes * (start + done)), item_bytes * done * rank
                     for i in range(first, first + count):
-                        shrink_1(sums, 0, shrunk, shrunk_stride, table, i, cast(b + skipped), 0, used, ahead + skipped)
+                        factor, later = cast(b + skipped), ahead + skipped
+                        expand_narrow(sums, 0, shrunk, shrunk_stride, table, i, factor, 0, used, later)
                         target = table[i] * stride
                         for c in range(min(LANES, size - done)):
                             store(out, target + c, load(out, target + c) + sums[c])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.low_rank import as_matrix, row_table
+from engine.model.low_rank import LowRankWeights, as_matrix, row_table
 from engine.model.ops.lora.low_rank import add_plain
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.model.ops.lora.cases import Case
@@ -55,6 +58,19 @@ def test_the_cpu_kernel_equals_plain_and_gives_a_row_the_same_bits_alone(rows, s
     for row, slot in enumerate(rows):
         if slot in (-1, 2):  # no adapter, or one that leaves this layer alone
             assert all(torch.equal(one[row], out[row]) for one, out in zip(found, case.outs, strict=True))
+
+
+@needs_linear_kernel
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("size", [8, 40, 64])
+def test_an_output_has_the_same_bits_if_a_rank_has_fewer_of_them(size, dtype):
+    case = Case.make([0, 1, 1, 0, 1], slices=(200,), dtype=dtype)
+    (whole,) = case.result(cpu_add())
+    cut = LowRankWeights.allocate(3, 40, [size], 32, dtype, case.x.device)
+    cut.a, cut.ranks = case.weights.a, case.weights.ranks
+    cut.b.copy_(case.weights.b[:, : cut.b.shape[1]])
+    (part,) = replace(case, weights=cut, outs=[case.outs[0][:, :size]]).result(cpu_add())
+    assert torch.equal(part, whole[:, :size])
 
 
 @given(slots=st.lists(st.integers(-1, 5), min_size=1, max_size=60), size=st.sampled_from([1, 4, 16]))
