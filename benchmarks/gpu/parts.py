@@ -415,6 +415,8 @@ PARTS = (
     Part("quantized linear layers", 120, linears),
     Part("decode 30B-A3B, batch 1", 120, lambda card: decode(card, 1, "30B-A3B", max_model_len=PROMPT)),
     Part("decode 30B-A3B, batch 64", 120, lambda card: decode(card, 64, "30B-A3B", max_model_len=PROMPT)),
+    Part("decode 30B-A3B, batch 64, fp8", 120, lambda card: decode(card, 64, "30B-A3B", max_model_len=PROMPT, **FP8)),
+    Part("decode gpt-oss 20B, batch 64", 120, lambda card: decode(card, 64, "gpt-oss 20B", max_model_len=PROMPT)),
     Part("decode 0.6B, batch 256", 90, lambda card: decode(card, 256, "0.6B", max_model_len=PROMPT)),
     Part("64 streams and arriving prompts, 8B", 90, arrivals),
     Part("nano-vLLM's benchmark, 0.6B", 120, nano_vllm),
