@@ -189,8 +189,7 @@ class EngineCore:
         if request.clock.deadline_at is not None:
             heapq.heappush(self._deadlines, (request.clock.deadline_at, request.order[1], request))
 
-    def _abort_overdue(self) -> list[Event]:
-        now = time.monotonic()
+    def _abort_overdue(self, now: float) -> list[Event]:
         events = []
         while self._deadlines and self._deadlines[0][0] <= now:
             when, _, request = heapq.heappop(self._deadlines)
@@ -256,8 +255,9 @@ class EngineCore:
         self._broadcaster.check()
         self.idle = False
         self._take_tier_answers()
-        events = self._abort_overdue() + self._take_compiled() + self._take_adapters() + self._take_handoffs()
-        plan = self.scheduler.schedule(time.monotonic())
+        now = time.monotonic()
+        events = self._abort_overdue(now) + self._take_compiled(now) + self._take_adapters() + self._take_handoffs(now)
+        plan = self.scheduler.schedule(now)
         for load in self.scheduler.adapters.take_loads():
             self._adapter_loader.load(load)
         return events, plan
@@ -299,9 +299,8 @@ class EngineCore:
 
     # -- handoffs ------------------------------------------------------------------------------------------
 
-    def _take_handoffs(self) -> list[Event]:
+    def _take_handoffs(self, now: float) -> list[Event]:
         self.image_handoffs.take_events()
-        now = time.monotonic()
         self.scheduler.fetching.update(now)
         return [event for handoff in self.handoff_channel.events() for event in self.scheduler.handle(handoff, now)]
 
@@ -312,9 +311,11 @@ class EngineCore:
         ended = self._num_launched - len(self._in_flight)
         while self._reserved and self._reserved[0][0] <= ended:
             self._submit(self.handoff_channel, self._reserved.popleft()[1])
-        if not self._reserved:  # else these would overtake
-            self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
-        self._submit(self.image_handoffs.channel, self.image_handoffs.actions)
+        actions = self.scheduler.handoffs.actions
+        if actions and not self._reserved:  # else these would overtake
+            self._submit(self.handoff_channel, actions)
+        if actions := self.image_handoffs.actions:
+            self._submit(self.image_handoffs.channel, actions)
 
     def _submit(self, channel: HandoffChannel | NoChannel, actions: list[HandoffOutput]) -> None:
         submitted = []
@@ -350,9 +351,8 @@ class EngineCore:
 
     # -- grammars ------------------------------------------------------------------------------------------
 
-    def _take_compiled(self) -> list[Event]:
+    def _take_compiled(self, now: float) -> list[Event]:
         """Release requests whose grammar has compiled, and end those whose grammar failed to."""
-        now = time.monotonic()
         events = []
         for request, compilation in list(self._compiling.items()):
             if request.state is not State.WAITING_FOR_GRAMMAR:
