@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.core.block_pool import HashChanges
 from engine.core.features.kv_offloading import KVOffloading
-from engine.core.features.tier import Tier
+from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.step_cost import StepTimes
 from engine.kv_offload.tier_index import TierIndex

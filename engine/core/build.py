@@ -25,7 +25,7 @@ from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import NoSpeculation, Speculator, any_number
-from engine.core.features.tier import Tier
+from engine.core.features.tiers.tier import Tier
 from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits

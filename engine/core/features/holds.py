@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
-from engine.core.features.saved_holds import FoundHold
-from engine.core.features.tier import Tier
+from engine.core.features.tiers.saved_holds import FoundHold
+from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
 from engine.wire.kv_offload import SavedHold

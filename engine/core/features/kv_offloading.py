@@ -6,22 +6,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
-from engine.core.features.saved_holds import NoSavedHolds, SavedHolds
-from engine.core.features.tier import NoHashes, Tier, TierHashes
+from engine.core.features.tiers.command_queue import CommandQueue
+from engine.core.features.tiers.saved_holds import NoSavedHolds, SavedHolds
+from engine.core.features.tiers.tier import NoHashes, Tier, TierHashes, tiers_of
+from engine.core.features.tiers.tier_writer import Store, TierWriter
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
 from engine.core.step_cost import StepTimes
 from engine.errors import EngineError, ServingError
 from engine.wire.kv_offload import (
-    DropBlocks,
     FoundBlock,
     KVOffloadStats,
     LoadBlocks,
     SavedHold,
     StopLoad,
-    StoreBlocks,
     StoreListing,
     TierAnswer,
     TierBlock,
@@ -29,10 +28,6 @@ from engine.wire.kv_offload import (
 )
 
 MIN_TOKENS = 32  # a shorter hit costs a round trip for nothing
-STORE_BYTES = 2**26  # copied by one command; its blocks cannot be evicted meanwhile
-STORE_SHARE = 8  # and at most one of so many blocks of a group
-LOOKED_AT = 1000  # blocks per step, of which most may be in the tiers already
-WRITE_S = 30.0  # after which a command that writes blocks counts as late
 FORGET = 0.02  # fraction of the learned rate forgotten per load that seemed not to pay, so that it is tried again
 MIB = 2**20
 
@@ -97,29 +92,6 @@ class NoOffloading:
 
 
 @dataclass(slots=True, eq=False)
-class Store:
-    """A StoreBlocks command under way. Its blocks are pinned until they are copied."""
-
-    blocks: list[TierBlock]
-    started_at: float
-    is_copied: bool = False
-    is_void: bool = False
-    """Whether the blocks that it writes have to be discarded."""
-    is_late: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Lane:
-    """Tiers that are written by the same commands, so that a slow store delays no disk."""
-
-    tiers: list[Tier]
-    waiting: dict[tuple[int, bytes], None] = field(default_factory=dict)
-    """Blocks to store, by group and hash; oldest first."""
-    stores: dict[int, Store] = field(default_factory=dict)
-    """Commands under way, by number."""
-
-
-@dataclass(slots=True, eq=False)
 class Load:
     """A LoadBlocks command under way. Until it ends, the blocks that it loads are pinned, and so are the blocks of the
     same hit that were on the device already."""
@@ -145,8 +117,8 @@ class KVOffloading:
 
     Blocks are stored when their request ends. Only then is it known that all their numbers were finite, and the next
     turn of a conversation contains the answer too. The tail of a sequence is stored before its head, since tails are
-    evicted first on the device and in the tiers. A command copies a limited number of blocks, and the next command
-    waits for it, so that few blocks are pinned. The store, which may be slow, has commands of its own.
+    evicted first on the device and in the tiers. The store, which may be slow, is written by commands of its own, so
+    that it delays no disk.
 
     A request whose next blocks lie in a tier waits while they are loaded, and holds no blocks meanwhile. The loaded
     blocks become ordinary cached blocks even if the request ends meanwhile. The request is then admitted as if they had
@@ -175,18 +147,20 @@ class KVOffloading:
         one rank. min_tokens: shortest hit that is loaded. epoch_s, found_holds: as for SavedHolds."""
         self._kv_cache, self._tiers, self._name_of, self._times = kv_cache, list(tiers), name_of, times
         self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, [size * ranks for size in rank_bytes]
-        self._number = self._queried_tokens = self._hit_tokens = self._not_stored = 0
-        lanes = [[tier for tier in tiers if (tier.name == "store") == is_slow] for is_slow in (False, True)]
-        self._lanes = [Lane(some) for some in lanes if some]
+        self._queried_tokens = self._hit_tokens = 0
+        self._commands = CommandQueue()
         self._loads: dict[int, Load] = {}
         self._coming: dict[tuple[int, bytes], Load] = {}  # by group and hash
         #: The first group's blocks in the tiers.
         self.hashes = TierHashes(kv_cache.pool, self._tiers, name_of)
         #: Holds that are written to disk and store.
-        self.saved = SavedHolds(
-            self._tiers, name_of, lambda command: self._commands.append(command), epoch_s, found_holds
-        )
-        self._commands: list[TierCommand] = []
+        self.saved = SavedHolds(self._tiers, name_of, self._commands.add, epoch_s, found_holds)
+        lanes = [[tier for tier in tiers if (tier.name == "store") == is_slow] for is_slow in (False, True)]
+        self._writers = [
+            TierWriter(kv_cache, lane, self._commands, self.hashes, name_of=name_of, block_bytes=self._bytes)
+            for lane in lanes
+            if lane
+        ]
         self._loaded: list[Request] = []
 
     def restore(self, name: bytes, size: int, added_at: float) -> None:
@@ -201,9 +175,9 @@ class KVOffloading:
         evicted = index.add(block.name, block.size, added_at)
         index.written(block.name)
         if evicted is not None:
-            self._drop(tier, evicted)
+            self._commands.drop(tier, evicted)
         elif tier.name != "store":  # other engines may hold it there
-            self._drop(tier, [block.name])
+            self._commands.drop(tier, [block.name])
 
     @property
     def loading(self) -> list[Request]:
@@ -214,12 +188,11 @@ class KVOffloading:
     @property
     def moving(self) -> bool:
         """Whether any blocks are pinned that a waiting request may need."""
-        return bool(self._loads) or any(not store.is_copied for store in self._stores)
+        return bool(self._loads) or bool(self._copying)
 
     @property
-    def _stores(self) -> list[Store]:
-        """All StoreBlocks commands under way."""
-        return [store for lane in self._lanes for store in lane.stores.values()]
+    def _copying(self) -> list[Store]:
+        return [store for writer in self._writers for store in writer.copying]
 
     def _named(self, name: str) -> Tier:
         return next(tier for tier in self._tiers if tier.name == name)
@@ -252,9 +225,8 @@ class KVOffloading:
         if load is None:
             return False
         load.tokens = tokens
-        request.note(
-            f"waits for {tokens} tokens of KV from {' and '.join([tier.name for tier in self._of(load.blocks)])}"
-        )
+        names = " and ".join(tier.name for tier in tiers_of(self._tiers, load.blocks))
+        request.note(f"waits for {tokens} tokens of KV from {names}")
         return self._join(load, request)
 
     def bring(self, hashes: Sequence[Sequence[bytes]], timeout_s: float, then: Callable[[], None], now: float) -> bool:
@@ -286,9 +258,9 @@ class KVOffloading:
         available."""
         load = self._pin(request, needed, watermark, now, timeout_s)
         if load is not None:
-            self._number += 1
-            self._loads[self._number] = load
-            self._commands.append(LoadBlocks(self._number, load.blocks))
+            number = self._commands.new_number()
+            self._loads[number] = load
+            self._commands.add(LoadBlocks(number, load.blocks))
         return load
 
     def _join(self, load: Load, request: Request) -> bool:
@@ -362,10 +334,6 @@ class KVOffloading:
         """Return the tier from which a block is loaded."""
         return next(tier for tier in self._tiers if tier.takes(block))
 
-    def _of(self, blocks: Sequence[TierBlock]) -> list[Tier]:
-        """Return the tiers that a command with these blocks writes or reads, the slowest last."""
-        return [tier for tier in self._tiers if any(tier.takes(block) for block in blocks)]
-
     def _end_load(self, number: int, failed: set[int], is_unreachable: bool, now: float) -> None:
         """Record which blocks a load has brought up. is_unreachable: whether the store failed, and not the blocks."""
         load = self._loads.pop(number)
@@ -392,7 +360,7 @@ class KVOffloading:
             if load.is_void or not is_there:
                 tier.errors.update([] if load.is_void else ["read"])
                 index.remove(block.name)
-                self._drop(tier, [block.name])
+                self._commands.drop(tier, [block.name])
         self._unpin(load.pinned)
         self._measure(moved, now - load.started_at, complete=not failed)
         self._hit_tokens += 0 if failed or load.is_void else load.tokens
@@ -431,15 +399,10 @@ class KVOffloading:
         if isinstance(error, EngineError):
             self.forget(request)
             return
-        for group, manager in enumerate(self._kv_cache.groups):
-            for block_hash in reversed(manager.worth_storing(request)):
-                for lane in self._lanes:
-                    lane.waiting.pop((group, block_hash), None)
-                    lane.waiting[group, block_hash] = None
-        for lane in self._lanes:
-            while len(lane.waiting) > sum(manager.pool.num_blocks for manager in self._kv_cache.groups):
-                del lane.waiting[next(iter(lane.waiting))]  # evicted by now: the tier is too slow
-                self._not_stored += 1
+        groups = enumerate(self._kv_cache.groups)
+        keys = [(group, each) for group, manager in groups for each in reversed(manager.worth_storing(request))]
+        for writer in self._writers:
+            writer.add(keys)
 
     def forget(self, request: Request) -> None:
         """Delete all blocks of a request from the tiers, since they may hold non-finite numbers. The device has dropped
@@ -447,74 +410,6 @@ class KVOffloading:
         size = self._kv_cache.pool.block_size
         hashes = request.hashes(min(request.computed, len(request.tokens)) // size, size)
         self.delete([(group, each) for group in range(len(self._kv_cache.groups)) for each in hashes])
-
-    def _next_store(self, lane: Lane, now: float) -> None:
-        """Start to copy waiting blocks to the tiers of a lane, unless any command is still copying or two commands of
-        this lane are still writing."""
-        if len(lane.stores) >= 2 or not all(store.is_copied for store in self._stores):
-            return
-        blocks: list[TierBlock] = []
-        left = [max(1, manager.pool.num_blocks // STORE_SHARE) for manager in self._kv_cache.groups]
-        size = 0
-        for group, block_hash in list(islice(lane.waiting, LOOKED_AT)):
-            if not left[group] or size >= STORE_BYTES:
-                break
-            del lane.waiting[group, block_hash]
-            if block := self._place(lane, group, block_hash, now):
-                blocks.append(block)
-                left[group] -= 1
-                size += self._bytes[group]
-        if blocks:
-            self._number += 1
-            lane.stores[self._number] = Store(blocks, now)
-            self._commands.append(StoreBlocks(self._number, blocks))
-
-    def _place(self, lane: Lane, group: int, block_hash: bytes, now: float) -> TierBlock | None:
-        """Pin a block, and make room for it in the tiers of a lane that lack it. Returns None if it need not or cannot
-        be stored."""
-        name, pool = self._name_of(group, block_hash), self._kv_cache.groups[group].pool
-        slot, on_disk, in_store = -1, False, False
-        for tier in lane.tiers:
-            index = tier.index(group)
-            if index.knows(name):
-                index.touch([name])
-            elif pool.has(block_hash) and not tier.rests:
-                evicted = index.add(name, tier.sizes[group], now)
-                if evicted is None:
-                    continue
-                slot = max(slot, index.slot(name))
-                on_disk, in_store = on_disk or tier.name == "disk", tier.name == "store"
-                self._drop(tier, evicted)
-            else:
-                self._not_stored += 1
-        if slot < 0 and not on_disk and not in_store:
-            return None
-        self.hashes.add(group, name, block_hash)
-        block = pool.find(block_hash)
-        assert block is not None
-        pool.pin([block])
-        return TierBlock(group, block, name, slot, on_disk, in_store)
-
-    def _end_store(self, lane: Lane, number: int, failed: set[int], now: float) -> None:
-        """Record which blocks were written. A block that failed in one tier is removed from all of the lane."""
-        store = lane.stores.pop(number)
-        for tier in lane.tiers:
-            written = [(i, block) for i, block in enumerate(store.blocks) if tier.takes(block)]
-            for i, block in written:
-                if store.is_void or i in failed:
-                    tier.index(block.group).remove(block.name)
-                    self._drop(tier, [block.name])
-                else:
-                    tier.index(block.group).written(block.name)
-                    tier.moved["write"] += self._bytes[block.group]
-            tier.seconds["write"] += now - store.started_at if written else 0.0
-        if failed:
-            self._of([store.blocks[i] for i in failed])[-1].failed("write", len(failed), now)
-
-    def _drop(self, tier: Tier, names: list[bytes]) -> None:
-        """Delete the files of blocks that have left a tier. A slot in host memory is simply used again."""
-        if names and tier.name != "host":
-            self._commands.append(DropBlocks(names, in_store=tier.name == "store"))
 
     def _unpin(self, pinned: list[tuple[int, int]]) -> None:
         for group, block in reversed(pinned):
@@ -528,15 +423,14 @@ class KVOffloading:
 
     def store(self, keys: Sequence[tuple[int, bytes]]) -> None:
         """Copy blocks, given by group and hash, to the tiers that lack them. The caller keeps them on the device."""
-        for lane in self._lanes:
-            for key in keys:
-                lane.waiting.setdefault(key)
+        for writer in self._writers:
+            writer.add_held(keys)
 
     def delete(self, keys: Sequence[tuple[int, bytes]]) -> None:
         """Delete blocks from all tiers, unless they are being moved or held."""
         for tier in self._tiers:
             names = [(group, self._name_of(group, block_hash)) for group, block_hash in keys]
-            self._drop(tier, [name for group, name in names if tier.index(group).drop(name)])
+            self._commands.drop(tier, [name for group, name in names if tier.index(group).drop(name)])
 
     def has(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
         """Return whether all of these blocks can be loaded from a tier."""
@@ -565,13 +459,11 @@ class KVOffloading:
         if answer.number in self._loads:
             self._end_load(answer.number, set(answer.failed), answer.is_unreachable, now)
             return
-        lane = next(lane for lane in self._lanes if answer.number in lane.stores)
+        writer = next(writer for writer in self._writers if writer.owns(answer.number))
         if answer.copied:
-            store = lane.stores[answer.number]
-            store.is_copied = True
-            self._unpin([(block.group, block.block) for block in store.blocks])
+            writer.copied(answer.number)
         else:
-            self._end_store(lane, answer.number, set(answer.failed), now)
+            writer.written(answer.number, set(answer.failed), now)
 
     def _listed(self, listing: StoreListing, now: float) -> None:
         """Enter what other engines have written to the store, and forget what they have deleted. Blocks that this
@@ -586,52 +478,46 @@ class KVOffloading:
             self._enter(store, block, now - block.age_s)
         self.saved.entered(listing)
 
-    def _submit(self, command: TierCommand) -> None:
-        self._commands.append(command)
-
     def take_commands(self, now: float) -> list[TierCommand]:
         """Return the commands queued since the last call. Nothing else may still be writing to the blocks that these
         commands write."""
         for number, load in self._loads.items():
             if now >= load.deadline_at and not load.is_stopped:
                 load.is_stopped = True
-                self._commands.append(StopLoad(number))
-                self._of(load.blocks)[-1].failed("deadline", len(load.blocks), now)
+                self._commands.add(StopLoad(number))
+                tiers_of(self._tiers, load.blocks)[-1].failed("deadline", len(load.blocks), now)
                 for request in load.requests:
                     request.note(
                         f"waited {load.deadline_at - load.started_at:g} s for KV from a tier; computes it instead"
                     )
                 self._release(load)
-        for store in self._stores:
-            if now >= store.started_at + WRITE_S and not store.is_late:
-                store.is_late = True  # it is still waited for: until then, no more of its blocks are in memory
-                self._of(store.blocks)[-1].failed("deadline", len(store.blocks), now)
+        for writer in self._writers:
+            writer.check_deadlines(now)
         for tier in self._tiers:
             tier.rests = now < tier.rests_until
             for index in tier.indexes:
-                self._drop(tier, index.expire(now))
+                self._commands.drop(tier, index.expire(now))
         self.saved.expire(now)
-        for lane in self._lanes:
-            self._next_store(lane, now)
+        for writer in self._writers:
+            if not self._copying:
+                writer.start(now)
         self.hashes.update()
-        commands, self._commands = self._commands, []
-        return commands
+        return self._commands.take()
 
     def flushed(self) -> bool:
         """Return whether all blocks waiting to be stored have been written, except those that cannot be."""
-        return all(not (lane.waiting or lane.stores) or all(tier.rests for tier in lane.tiers) for lane in self._lanes)
+        return all(writer.flushed for writer in self._writers)
 
     def clear(self) -> None:
         """Delete all blocks of all tiers."""
         self.saved.clear()
-        for lane in self._lanes:
-            lane.waiting.clear()
-        moves: list[Store | Load] = [*self._stores, *self._loads.values()]
-        for move in moves:
-            move.is_void = True
+        for writer in self._writers:
+            writer.clear()
+        for load in self._loads.values():
+            load.is_void = True
         for tier in self._tiers:
             for index in tier.indexes:
-                self._drop(tier, index.clear())
+                self._commands.drop(tier, index.clear())
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -642,7 +528,7 @@ class KVOffloading:
             loading=len(self.loading),
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
-            not_stored=self._not_stored,
+            not_stored=sum(writer.not_stored for writer in self._writers),
         )
 
     def check(self) -> None:
@@ -651,8 +537,7 @@ class KVOffloading:
             for index in tier.indexes:
                 index.check()
         pins = Counter(pin for load in self._loads.values() for pin in load.pinned)
-        moves: list[Store | Load] = list(self._loads.values())
-        moves += [store for store in self._stores if not store.is_copied]
+        moves: list[Store | Load] = [*self._loads.values(), *self._copying]
         pins += Counter((block.group, block.block) for move in moves for block in move.blocks)
         found = [(group, block) for group, m in enumerate(self._kv_cache.groups) for block in m.pool.pinned.elements()]
         assert pins <= Counter(found), "a pin is lost"  # the others are of blocks that other engines fetch

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
 from engine.core.features import holds
-from engine.core.features.saved_holds import EXPIRED_S
+from engine.core.features.tiers.saved_holds import EXPIRED_S
 from engine.wire.block_hash import block_hashes
 from engine.wire.messages import HoldOutcome
 from tests.engine.core.features.test_kv_offloading import TierMachine

@@ -9,8 +9,8 @@ from hypothesis.stateful import precondition, rule
 
 from engine.core.engine_stats import load_of, stats_of
 from engine.core.features.handoffs import HandoffManager
-from engine.core.features.kv_offloading import WRITE_S
-from engine.core.features.tier import REST_S
+from engine.core.features.tiers.tier import REST_S
+from engine.core.features.tiers.tier_writer import WRITE_S
 from engine.core.request import State
 from engine.errors import EngineError, Overloaded
 from engine.wire.handoff import Failed

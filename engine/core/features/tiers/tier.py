@@ -130,3 +130,8 @@ class TierHashes:
                     block_hash = self._hashes.pop(name)
                     if self._gone is not None:
                         self._gone.append(block_hash)
+
+
+def tiers_of(tiers: Sequence[Tier], blocks: Sequence[TierBlock]) -> list[Tier]:
+    """Return those of the tiers that a command with these blocks writes or reads, the slowest last."""
+    return [tier for tier in tiers if any(tier.takes(block) for block in blocks)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.core.features.tier import Tier
+from engine.core.features.tiers.tier import Tier
 from engine.wire.kv_offload import DropHold, SavedHold, SaveHold, StoreListing, TierCommand
 
 GROUP = 0xFFFF  # stands for a KV cache group in the name of a hold; no group has this number
