@@ -364,6 +364,28 @@ def test_two_ranks_each_keep_their_part_and_hit_together(folder_of, plainly, tmp
         pool.close()
 
 
+def test_two_ranks_write_parts_to_the_store_that_hit_together(folder_of, shared):
+    config = config_of(folder_of("llama"), tensor_parallel=2, **shared)
+    pool = RankPool()
+    try:
+        with pool.engine(config) as core:
+            first, _ = answer(core, PROMPT)
+            turn = next_turn(first)
+            second, _ = answer(core, turn, "second turn")
+            flush(core)
+        parts = sorted(Path(shared["kv_offloading_store"]).glob("*/??/*"), key=lambda file: file.stat().st_mtime)
+        assert len(parts) == 2 * 44 and {part.suffix for part in parts} == {".0", ".1"}
+        parts[0].unlink()
+        with pool.engine(config) as core:
+            listed(core, 43)
+            found, cached = answer(core, turn)
+            assert found == second and 0 < cached < 164
+            stats = core.stats().kv_offload
+            assert stats is not None and stats.tiers["store"].errors == {}
+    finally:
+        pool.close()
+
+
 def test_the_clusters_key_lets_an_engine_that_was_replaced_go_on(folder_of, plainly, tmp_path):
     config = config_of(
         folder_of("llama"), kv_offloading_disk_size=SIZE, kv_offloading_dir=str(tmp_path), kv_offloading_ttl_s=3600.0
