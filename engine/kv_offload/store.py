@@ -91,7 +91,7 @@ class StoreFolder:
         found: dict[bytes, list[dict[str, Any]]] = {}
         holds: dict[bytes, object] = {}
         unfinished: list[str] = []
-        for path, info in _answered(lambda: self._files.find(f"{self._root}/{self._scope}", detail=True)).items():
+        for path, info in self._find(f"{self._root}/{self._scope}").items():
             *_, folder, file = path.split("/")
             digits, _, rank = file.partition(".")
             with suppress(ValueError):  # not one of ours
@@ -137,18 +137,27 @@ class StoreFolder:
         key: prefix of the scopes of this engine's key, if that is a temporary one.
         """
         now = time.time()
-        for folder in _answered(lambda: self._files.ls(self._root, detail=True)):
+        folders: list[dict[str, Any]] = []
+        with suppress(FileNotFoundError):  # nobody has written yet
+            folders = _answered(lambda: self._files.ls(self._root, detail=True))
+        for folder in folders:
             path = folder["name"].rstrip("/")
             scope = path.rpartition("/")[2]
             if folder["type"] != "directory" or scope == self._scope:
                 continue
-            files = _answered(lambda path=path: self._files.find(path, detail=True))  # type: ignore[misc]
-            ages = {file: _age_s(info, now) for file, info in files.items()}
+            ages = {file: _age_s(info, now) for file, info in self._find(path).items()}
             is_of_lost_key = scope.startswith(TEMPORARY_KEY) and not (key and scope.startswith(key))
             if is_of_lost_key and min(ages.values(), default=0.0) > DEAD_S:
                 self._remove(ages)
             elif ttl_s is not None:
                 self._remove(file for file, age_s in ages.items() if age_s > ttl_s)
+
+    def _find(self, path: str) -> dict[str, dict[str, Any]]:
+        """Return all files below a folder with what is known about them; none if there is no such folder."""
+        found: dict[str, dict[str, Any]] = {}
+        with suppress(FileNotFoundError):
+            found = _answered(lambda: self._files.find(path, detail=True))
+        return found
 
     def _write(self, path: str, data: bytes) -> None:
         if self._is_local:

@@ -62,6 +62,13 @@ def aged(store: StoreFolder, monkeypatch, seconds: float) -> None:
     monkeypatch.setattr("engine.kv_offload.store.time.time", lambda: now + seconds)
 
 
+def test_a_store_to_which_nobody_has_written_is_empty(url):
+    store = opened(url)
+    assert store.list() == StoreListing([], [])
+    store.delete_stale(60.0, "")
+    store.delete([NAMES[0]])
+
+
 def test_what_one_has_written_others_read_until_it_is_deleted(url):
     one, other = opened(url), opened(url)
     one.write(NAMES[0], memoryview(TEXT))
