@@ -142,7 +142,7 @@ def conversions(model: MetaModel, tokens: int) -> list[tuple[float, float]]:
             if isinstance(layer, Experts) and layer.kept is not None and moe is not None:
                 share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens
                 for weight in layer.kept[1:]:
-                    if isinstance(weight, PackedExperts) and row_format(weight) is None:
+                    if isinstance(weight, PackedExperts) and row_format(weight, model.dtype) is None:
                         note(share, math.prod(weight.shape), weight.values.nbytes + weight.scales.nbytes, weight.format)
             elif isinstance(layer, Linear) and isinstance(layer.kernel, int4.Int4) and tokens <= int4.MOST:
                 note(1.0, math.prod(layer.kernel.size), layer.kernel.values.nbytes, "int4")

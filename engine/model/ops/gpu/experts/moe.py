@@ -138,11 +138,12 @@ def multiplies_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_FLOAT8
 
 
-def row_format(weight: Tensor | PackedExperts) -> RowFormat | None:
-    """Return the format to which rows are rounded for a product with this weight; None if they are not rounded."""
+def row_format(weight: Tensor | PackedExperts, dtype: torch.dtype) -> RowFormat | None:
+    """Return the format to which rows of this dtype are rounded for a product with this weight; None if they are not
+    rounded. Like those of linear layers, rows are rounded in bfloat16 only."""
     if not isinstance(weight, PackedExperts) or weight.activations != FP8 or weight.format != "float8":
         return None
-    if not multiplies_float8(weight.values.device):
+    if dtype != torch.bfloat16 or not multiplies_float8(weight.values.device):
         return None
     if weight.scales.shape[2] == 1:
         return RowFormat(FP8)
@@ -172,8 +173,8 @@ def mix_experts(
     """
     tile_rows = FEW if experts.numel() <= FEW * gate_up.shape[0] else MANY
     order, _, _, _, tiles = sort_pairs(experts, gate_up.shape[0], tile_rows)
-    (first, second), format = biases or (None, None), row_format(gate_up)
+    (first, second), format = biases or (None, None), row_format(gate_up, x.dtype)
     rows = x if format is None else quantize.quantize(x, format)
     hidden = grouped_linear(rows, gate_up, first, order, tiles, tile_rows)
-    between = activated(activation, hidden, row_format(down))
+    between = activated(activation, hidden, row_format(down, x.dtype))
     return combine(grouped_linear(between, down, second, order, tiles, tile_rows), weights)

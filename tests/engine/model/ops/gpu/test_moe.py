@@ -255,6 +255,7 @@ ROUTED = [
 @pytest.mark.parametrize(("kind", "routed"), each_once(QUANTIZED, ROUTED))
 def test_quantized_experts_multiply_as_what_they_are_dequantized_to(kind, routed, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    monkeypatch.setattr(moe, "multiplies_float8", lambda device: False)
     (quantize, *sizes), (counts, dtype) = QUANTIZED[kind], routed
     x, gate_up, down, experts, weights = inputs(*counts, *sizes, dtype)
     rounded = [[quantize(expert) for expert in weight] for weight in (gate_up, down)]
@@ -283,7 +284,7 @@ def test_rows_and_experts_in_float8_are_multiplied_as_what_they_are_rounded_to(s
     x, gate_up, down, experts, weights = inputs(*routed, *sizes, torch.bfloat16)
     rounded = [[fp8(expert, group) for expert in weight] for weight in (gate_up, down)]
     packed = [ops.pack_experts(some, len(some), torch.bfloat16) for some in rounded]
-    assert [moe.row_format(some) for some in packed] == [RowFormat(FP8, group)] * 2
+    assert [moe.row_format(some, x.dtype) for some in packed] == [RowFormat(FP8, group)] * 2
 
     def product(x: Tensor, weight: QuantizedWeight) -> Tensor:
         values, scale = quantize_rows(x, FP8, group)
@@ -304,12 +305,14 @@ def test_rows_are_rounded_only_for_experts_that_want_it_and_where_tensor_cores_m
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
     weight = torch.randn(4, 64, generator=seeded(0))
     wanted, groups = (ops.pack_experts([fp8(weight, size)], 1, torch.bfloat16) for size in (None, 32))
-    assert moe.row_format(wanted) is None
+    bf16 = torch.bfloat16
+    assert moe.row_format(wanted, bf16) is None
     monkeypatch.setattr(moe, "multiplies_float8", lambda device: True)
-    assert moe.row_format(wanted) == RowFormat(FP8) and moe.row_format(weight) is None
+    assert moe.row_format(wanted, bf16) == RowFormat(FP8) and moe.row_format(weight, bf16) is None
+    assert moe.row_format(wanted, torch.float32) is None
     plain = replace(fp8(weight), activations=None)
-    assert moe.row_format(ops.pack_experts([plain], 1, torch.bfloat16)) is None
-    assert moe.row_format(groups) is None or not isinstance(groups, PackedExperts)
+    assert moe.row_format(ops.pack_experts([plain], 1, bf16), bf16) is None
+    assert moe.row_format(groups, bf16) is None, "groups of 32 inputs"
 
 
 def test_every_float8_number_is_read_as_it_is_without_a_type_for_it(monkeypatch):
