@@ -280,13 +280,17 @@ class EngineServer:
             for address in addresses:
                 self._push(address, message)
         if self._ended or now >= self._status_due:
+            self._refuse_stuck(now)
             self._send_status(now)
 
-    def _send_status(self, now: float) -> None:
+    def _refuse_stuck(self, now: float) -> None:
+        """Refuse prompts of other engines for which there may never be blocks."""
         scheduler = self._core.scheduler
         for request in scheduler.handoffs.stuck(scheduler.queue.waiting, now):
             scheduler.abort(request.request_id, now, Overloaded(STUCK))
-        channel, images = self._core.handoff_channel, self._core.image_handoffs
+
+    def _send_status(self, now: float) -> None:
+        handoffs, channel, images = self._core.scheduler.handoffs, self._core.handoff_channel, self._core.image_handoffs
         status = EngineStatus(
             engine_id=self.engine_id,
             ended=self._ended,
@@ -294,14 +298,12 @@ class EngineServer:
             last_step_age_s=self._core.last_step_age_s,
             handoffs=channel.stats(),
             image_handoffs=images.channel.stats(),
-            live_handoffs=[handoff for each in (channel, images.channel) for handoff in each.snapshot()][
-                :MAX_LIVE_HANDOFFS
-            ],
-            fingerprint=scheduler.handoffs.fingerprint,
+            live_handoffs=[*channel.snapshot(), *images.channel.snapshot()][:MAX_LIVE_HANDOFFS],
+            fingerprint=handoffs.fingerprint,
             encode_fingerprint=images.fingerprint,
             refused=add_up(REFUSALS.counts(), channel.refused_by_ranks(), images.channel.refused_by_ranks()),
-            role=scheduler.handoffs.role,
-            role_changes=scheduler.handoffs.role_changes,
+            role=handoffs.role,
+            role_changes=handoffs.role_changes,
         )
         self._push(self._status_to, self._encode(status))
         self._ended = []

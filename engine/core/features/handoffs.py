@@ -35,7 +35,7 @@ from engine.wire.messages import CancelDispatch, DispatchRemote, FinishReason, P
 from engine.wire.remote_request import NOBODY, KVSource, Peer, RemoteRequest
 
 RESUMED = "resumed"  # the prompt was already computed once, so it stays here
-STUCK_S = 5.0
+STUCK_S = 5.0  # that a prompt of another engine waits for blocks while this engine waits for prompts of its own
 STUCK = "the prompt waits for blocks, while this engine waits for prompts of its own"
 ASKED = "asked"  # the request says where its prompt is computed
 HandoffOutput = HandoffAction | DispatchRemote | CancelDispatch  # the first for the channel, the others for control
