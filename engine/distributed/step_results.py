@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import msgspec
@@ -28,10 +29,13 @@ class ResultReceiver:
 
     def arrived(self, step: int, timeout_s: float) -> bool:
         """Return whether the result of a step arrives within `timeout_s`. Results arrive in the order of steps."""
-        self._found.extend(self._socket.messages())
-        if not self._found and self._socket.socket.poll(int(timeout_s * 1000)):
+        deadline = time.monotonic() + timeout_s
+        while True:
             self._found.extend(self._socket.messages())
-        return bool(self._found) and self._found[-1].step >= step
+            if self._found and self._found[-1].step >= step:
+                return True
+            if not self._socket.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+                return False
 
     def take(self, step: int) -> StepResult:
         """Return the result of a step that has arrived."""

@@ -14,8 +14,8 @@ from engine.config import EngineConfig
 from engine.device import DeviceEvent
 from engine.distributed.stage_group import StageGroup
 from engine.distributed.step_results import ResultReceiver, ResultSender
-from engine.distributed.tp_group import ConnectedGroup, TPGroup
-from engine.errors import ConfigError, StartupError
+from engine.distributed.tp_group import COLLECTIVE_TIMEOUT_S, ConnectedGroup, TPGroup
+from engine.errors import ConfigError, EngineUnavailable, StartupError
 from engine.model.config import ModelConfig
 from engine.model.config_parts.stage import EMBEDDINGS, LAYER
 from engine.model.loader import checkpoint_shards
@@ -45,8 +45,8 @@ class ResultEvent(DeviceEvent):
         self._results, self._step = results, step
 
     def wait(self) -> None:
-        while not self.reached(1.0):
-            pass
+        if not self.reached(COLLECTIVE_TIMEOUT_S):
+            raise EngineUnavailable(f"no result of step {self._step} in {COLLECTIVE_TIMEOUT_S:.0f} s")
 
     def reached(self, timeout_s: float) -> bool:
         return self._results.arrived(self._step, timeout_s)
