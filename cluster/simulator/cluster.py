@@ -60,6 +60,7 @@ class Cluster:
             self._scaling = scaling(spec, spec.limits, self.pools, self._queue, self.loop, self._drained)
         if spec.moves_requests:
             self._moves = MoveTraffic(spec, trace, self.loop, self._decode, self.results, self._after)
+        self._traffic = [each for each in (self._handoffs, self._moves, self._tiers) if each is not None]
         self._waiting: dict[QueuedRequest, int] = {}
         self._running: dict[str, QueuedRequest] = {}
         self._polled_at = 0.0
@@ -123,12 +124,8 @@ class Cluster:
 
     def _after(self, replica: Replica) -> None:
         """Process the effects of an event on a replica."""
-        if self._handoffs is not None:
-            self._handoffs.act(replica)
-        if self._moves is not None:
-            self._moves.act(replica)
-        if self._tiers is not None:
-            self._tiers.act(replica)
+        for traffic in self._traffic:
+            traffic.act(replica)
         self.loop.watch(replica)
         pool = self.pools[replica.role]
         if pool.wants_updates:
