@@ -41,10 +41,13 @@ BACKEND = (
     "GraniteMoeSharedForCausalLM", "Exaone4ForCausalLM",
 )  # fmt: skip
 WITH_EXPERTS = "OlmoeForCausalLM"
-# PEFT refuses the output of Mamba's layers in these
-MAMBA = dict.fromkeys(("nemotron_h", "falcon_h1"), ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj"))
-# and of this model it names convolutions that are no linear layers
-NATIVE = [*FAMILIES, *(family for family in HYBRIDS if family != "kimi_linear")]
+# Of some models PEFT does not take all linear layers: it refuses the output of Mamba's layers, and it takes Kimi's
+# convolutions for linear layers.
+TARGETS: dict[str, Any] = {
+    **dict.fromkeys(("nemotron_h", "falcon_h1"), ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj")),
+    "kimi_linear": r".*\.(q|k|v|o|kv_a|kv_b|gate|up|down|b|f_a|f_b|g_a|g_b)_proj(_with_mqa)?",
+}
+NATIVE = [*FAMILIES, *HYBRIDS]
 QUICK = ("llama", "qwen3_moe", "mixtral", "gemma4", "minicpm3", "qwen3_next", *BACKEND[:2])
 
 
@@ -90,7 +93,7 @@ def two_adapters(root: Path, folder: Path, **config: Any) -> list[LoRARequest]:
 def test_logits_are_those_of_peft_with_adapters_on_all_linear_layers(name, tmp_path):
     make = make_transformers_model if name in BACKEND else make_model
     folder = make(tmp_path / "model", name)
-    adapters = two_adapters(tmp_path, folder, target_modules=MAMBA.get(name, "all-linear"))
+    adapters = two_adapters(tmp_path, folder, target_modules=TARGETS.get(name, "all-linear"))
     found = step(with_adapters(folder, adapters), 2)
     check(found, expected(folder, adapters), 2e-4)
     check(found, expected(folder, adapters, merged=True), 2e-4)
@@ -174,13 +177,14 @@ def test_adapters_of_experts_and_heads_have_the_same_bits_with_any_number_of_ran
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "minicpm3"])
-def test_ranks_share_experts_and_heads(family, tmp_path):
+@pytest.mark.parametrize("family", NATIVE)
+def test_ranks_share_adapters(family, tmp_path):
     folder = make_model(tmp_path / "model", family)
-    adapters, ranks = two_adapters(tmp_path, folder), make_ranks(2)
+    adapters = two_adapters(tmp_path, folder, target_modules=TARGETS.get(family, "all-linear"))
+    ranks, wanted = make_ranks(2), expected(folder, adapters)
     parts = [with_adapters(folder, adapters, tp) for tp in ranks]
     for found in on_all(ranks, lambda rank: step(parts[rank], 2)):
-        check(found, expected(folder, adapters))
+        check(found, wanted, 2e-4)
 
 
 @pytest.mark.parametrize("name", with_slow(["fp8_blocks", "ct_int8", "awq", "gptq"], ["ct_int8", "gptq"]))

@@ -21,3 +21,7 @@ class KimiLinearLayer(HybridLayer):
 class KimiLinearForCausalLM(Glm4MoeForCausalLM):
     packed: ClassVar[dict[str, str]] = Glm4MoeForCausalLM.packed | KIMI_DELTA_ATTENTION | {"recurrent": "self_attn"}
     layer_type: ClassVar[type[nn.Module]] = KimiLinearLayer
+
+    def canonical_name(self, name: str) -> str | None:
+        """As in the published checkpoint. Adapters have the names of transformers' modules."""
+        return super().canonical_name(name.replace(".self_attn.forget_gate.", ".self_attn."))
