@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig, HandoffConfig
-from engine.wire.messages import Add, GenerateRequest, TokenLogprob
+from engine.wire.messages import Add, GenerateRequest, HotPrefixes, ListHotPrefixes, Notice, TokenLogprob
 from engine.wire.remote_request import KVHolder
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Engine, Pair
@@ -37,6 +37,7 @@ class Caches(Pair):
     """Two engines, `here` and `there`; the test plays the router."""
 
     def __init__(self, here: EngineConfig, there: EngineConfig, ranks: tuple[RankPool, RankPool]):
+        self.lists: list[HotPrefixes] = []
         super().__init__(here, there, ranks)
         self.here, self.there = self.decode, self.prefill
         self._ingresses = {self.here: self.ingress, self.there: Ingress(self._context, self.there.server)}
@@ -80,6 +81,18 @@ class Caches(Pair):
     ) -> int:
         return self.end(engine, self.start(engine, tokens, holder, held, **more))
 
+    def hottest(self, engine: Engine) -> HotPrefixes:
+        """What an engine answers to a new replica."""
+        self.lists.clear()
+        engine.send(ListHotPrefixes("call", 4))
+        self.wait_for(lambda: bool(self.lists))
+        return self.lists[0]
+
+    def _handle(self, engine: Engine, notice: Notice) -> None:
+        if isinstance(notice, HotPrefixes):
+            self.lists.append(notice)
+        super()._handle(engine, notice)
+
     def check(self, config: EngineConfig) -> None:
         assert self.answers == alone(config, self.requests)
         self.settle()
@@ -98,6 +111,23 @@ def test_a_prompt_that_continues_one_of_another_engine_has_the_same_bits(tmp_pat
         stats = caches.here.server._core.stats()
         assert (stats.fetches, stats.fetched_tokens) == ({"received": 1}, cached)
         caches.check(make_config(config.model, fetching=False, dtype=dtype))
+
+
+def test_a_new_engine_fetches_the_prefix_that_the_other_one_uses_most(ranks):
+    config = make_config("pocket")
+    with Caches(config, config, ranks) as caches:
+        for last in (5, 6, 7):
+            caches.ask(caches.there, [*prompt(LENGTH), last])
+        found = caches.hottest(caches.there)
+        (prefix,) = found.prefixes
+        assert prefix.token_ids == prompt(LENGTH)[: LENGTH // 16 * 16] and prefix.uses == 2
+        assert prefix.num_bytes == len(prefix.token_ids) // 16 * caches.there.scheduler.kv_cache.pool.block_bytes
+        caches.ask(
+            caches.here, prefix.token_ids, holder=caches.there, held=len(prefix.token_ids), params={"max_tokens": 1}
+        )
+        assert caches.here.server._core.stats().fetched_tokens == len(prefix.token_ids) - 16
+        assert caches.ask(caches.here, [*prompt(LENGTH), 8]) == len(prefix.token_ids)
+        caches.check(make_config("pocket", fetching=False))
 
 
 @pytest.mark.parametrize("family", with_slow(("llama", "gemma3", "qwen3_5"), ("qwen3_5",)))
