@@ -60,7 +60,7 @@ class RoleScaler:
         self._settings, self._scaler = settings, ModelScaler(slo, self._limits, MEMORY_S)
         self._kept, self._needs = (Needs(self._limits, seconds) for seconds in (KEEP_S, YIELD_S))
         self._total = Stabilizer(decode.upscale_delay_s, decode.downscale_delay_s)
-        self._prefill = settings.initial_prefill  # replicas for prompts, as far as no need says otherwise
+        self._prefill: int | None = None  # replicas for prompts, as far as no need says otherwise; None at first
 
     def decide(
         self, members: Mapping[str, Member], waiting: int, waiting_tokens: int, target: int, running: int, now: float
@@ -68,6 +68,8 @@ class RoleScaler:
         """members: replicas that have reported, by id. waiting, waiting_tokens: sequences in ingresses, and the tokens
         of their prompts. target, running: number of replicas that are desired, and of those that are up."""
         loads = {role: self._load(role, members) for role in ROLES}
+        if self._prefill is None:  # replicas that have roles already got them from an earlier controller
+            self._prefill = loads["prefill"].running_replicas or self._settings.initial_prefill
         loads["decode"] = replace(loads["decode"], waiting=waiting, waiting_tokens=waiting_tokens)
         wishes = self._scaler.decide(loads, now)
         for needs in (self._kept, self._needs):
@@ -103,6 +105,7 @@ class RoleScaler:
 
     def _split(self, replicas: int) -> int:
         """Return how many of so many replicas compute prompts."""
+        assert self._prefill is not None
         for needs in (self._kept, self._needs):
             decode, prefill = needs.of["decode"], needs.of["prefill"]
             if replicas >= decode + prefill:

@@ -137,6 +137,14 @@ def test_the_replica_with_the_least_to_do_changes():
     assert decision.roles == {prefill: "prefill", decode[0]: "decode", decode[1]: "prefill"}
 
 
+def test_a_new_controller_leaves_roles_as_they_are():
+    world = World(4, initial_prefill=1)
+    for name in ("e0", "e1", "e2"):
+        world.members[name] = Member("prefill", IDLE)
+    world.run(30)
+    assert world.count("prefill") == 3
+
+
 def test_a_dead_prefill_replica_is_replaced_at_once_by_one_that_answered():
     world = World(4, initial_prefill=2)
     world.run(20)
