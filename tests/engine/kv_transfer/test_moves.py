@@ -232,8 +232,9 @@ def test_requests_of_another_model_are_refused_their_kv(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "stages"), [(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)])
 def test_requests_move_between_engines_of_other_sizes(tmp_path, ranks, first, second, stages):
-    folder, options = make_model(tmp_path, "llama"), {"determinism": "strict", "pipeline_parallel": stages}
-    configs = (make_config(folder, tensor_parallel=size, **options) for size in (first, second))
+    folder, options = make_model(tmp_path, "llama"), {"determinism": "strict"}
+    layouts = ({"tensor_parallel": size, "pipeline_parallel": stages} for size in (first, second))
+    configs = (make_config(folder, **layout, **options) for layout in layouts)
     with Movers(*configs, ranks) as movers:
         start_all(movers)
         movers.leave(0)
