@@ -271,7 +271,7 @@ class ModelSection(Section):
 
     @property
     def deployments(self) -> dict[str, Role]:
-        """Names of its Serve deployments, each with the role of its replicas; with `decode` if roles change."""
+        """The model's Serve deployments, by name: the role of their replicas, or `decode` if these change roles."""
         if self.switches_roles:
             return {f"pd-{self.name}": "decode", **{f"{r}-{self.name}": r for r in self.pools if r == "encode"}}
         return {f"{role}-{self.name}": role for role in self.pools}

@@ -47,7 +47,7 @@ class RoleSettings:
 class PoolSettings:
     """Everything that the policy needs to know about one pool.
 
-    It travels in the deployment's own autoscaling configuration, so that users set it only in `args`.
+    Users set it only in `args`; Serve passes it to the policy in the deployment's autoscaling configuration.
     """
 
     model: str

@@ -48,7 +48,7 @@ class ChatOutputChunk(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class ChatOutput:
-    """Runs the generation of a chat once, through `chunks`."""
+    """Output of one chat request. Iterating over `chunks` runs the generation, which is possible only once."""
 
     model: str
     """The name under which the model is served."""

@@ -16,8 +16,8 @@ POLL_INTERVAL_S = 0.2
 
 
 class RoleFollower:
-    """Reads the role of one engine again and again. With `statuses`, running requests of an engine that stops answering
-    move to replicas that answer; else the engine finishes them."""
+    """Polls the role chosen for one engine, and sets it. When a decode engine becomes a prefill engine, its running
+    requests move to other decode replicas if `statuses` is given; otherwise the engine finishes them."""
 
     def __init__(
         self,

@@ -221,7 +221,7 @@ class BlockPool:
         """Enter a full, computed block into the prefix cache, and return the block to use from now on.
 
         Two sequences may compute one prefix at the same time. If the cache already has a block of this hash, the
-        caller's reference moves to that block, and its own copy is freed.
+        caller's reference moves to that block, and the caller's copy is freed.
         """
         if not self.enable_prefix_caching:
             return block

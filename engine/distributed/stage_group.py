@@ -1,4 +1,4 @@
-"""Pipeline stages: the ranks of one stage as a tensor parallel group, and the way to the stages before and after.
+"""Pipeline stages: the ranks of one stage as a tensor parallel group, and its links to the previous and next stage.
 
 Rank r of the group of all ranks is rank r % size of stage r // size. So rank 0, which schedules, is in the first stage,
 and the ranks of a stage are neighbours, which placement puts on one node.
@@ -80,7 +80,7 @@ class StageGroup(TPGroup):
 
 
 class StageLink:
-    """Sends hidden states to the next stage, and receives those of the stage before. Used by one thread.
+    """Sends hidden states to the next stage, and receives those of the previous stage. Used by one thread.
 
     Each rank sends its share of every row to the rank of the same number, whose stage gathers the rows. On a CPU,
     `send` returns before the next stage has received. NCCL has not run here.
@@ -102,7 +102,7 @@ class StageLink:
             self._sending.append((self._peers.send([share], self._group.all_ranks.rank + size, 0), share))
 
     def receive(self, tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return [tokens, hidden_size]. Raises EngineUnavailable if the stage before is gone."""
+        """Return [tokens, hidden_size]. Raises EngineUnavailable if the previous stage is gone."""
         size = self._group.size
         share = torch.empty(tokens, hidden_size // size, dtype=dtype, device=device)
         with self._lost_neighbour():

@@ -1,4 +1,4 @@
-"""The way of results from the last pipeline stage to rank 0."""
+"""Sends the results of steps from the last pipeline stage to rank 0."""
 
 from __future__ import annotations
 

@@ -55,9 +55,9 @@ class SymmetricMemory:
         return self._plain.all_gather(x)
 
     def check(self, rank: int) -> str:
-        """Compare some sums with those of `plain`. Returns a description of the first sum that fails or is wrong, or
-        "". Every rank must compute all sums, since the other ranks wait for it. They would wait forever for a dead
-        rank."""
+        """Compare some sums with those of `plain`. Returns a description of all sums that failed or are wrong, or "".
+        A rank computes all sums even after an error, since the other ranks wait for it. They would wait forever for a
+        dead rank."""
         if self._buffer.is_cuda:
             torch.cuda.set_device(self._buffer.device)  # each thread has its own
         wrong = []

@@ -139,8 +139,8 @@ def sealed_size(block_bytes: int) -> int:
 
 
 def delete_stale(root: Path, own: Path, ttl_s: float | None, key: str = "") -> None:
-    """Delete blocks that nobody will read from folders that no engine has locked. These are blocks older than `ttl_s`,
-    and all blocks whose key was temporary and is lost with its cluster or engine.
+    """In folders that no engine has locked, delete the blocks that nobody will read. These are blocks older than
+    `ttl_s`, and all blocks whose key was temporary and is lost with its cluster or engine.
 
     own: folder of this engine. key: prefix of the scopes of this engine's key, if that is a temporary one. Other
     engines and ranks with this key may be restarting, so of their blocks only those older than `ttl_s` are deleted.

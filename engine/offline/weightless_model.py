@@ -117,9 +117,9 @@ class WeightlessModel:
     def compute(self, tokens: int, seqs: int, context: int, verified: int = 0, images: bool = False) -> Tensor:
         """Compute what CUDA graphs hold of a step, and the largest logits of `seqs` rows. Returns [tokens, hidden].
 
-        The step has `seqs` sequences with at most `context` tokens, whose chunks are `tokens` together, or which decode
-        if there are as many tokens as sequences. verified: most tokens of a sequence in a step that verifies drafts.
-        images: whether tokens of images are among them, which see each other.
+        The step computes `tokens` tokens of `seqs` sequences, each with at most `context` tokens. It is a decode step
+        if `tokens` equals `seqs`. verified: most tokens of a sequence in a step that verifies drafts. images: whether
+        the step contains tokens of images, which see each other.
         """
         config, groups = self.config, self.config.kv_groups
         with as_on_a_gpu(self.capability):

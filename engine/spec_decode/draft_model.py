@@ -61,7 +61,7 @@ class DraftModel:
         self._cache.capture(device, self._forward, sizes, max_blocks, num_drafts, budget)
 
     def _forward(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute a pass; see `Forward`. The hidden states of the pass before are not needed."""
+        """Compute a pass; see `Forward`. It does not use `hidden`, the hidden states of the previous pass."""
         hidden = self._model(ids, batch)
         return self._model.best(hidden)[1], hidden
 

@@ -118,7 +118,7 @@ class ReceiveState:
 
 
 def hash_prompt(remote_request: RemoteRequest, block_size: int) -> bytes:
-    """Return the hash of the request's last block, full or not. It covers all tokens of its prompt."""
+    """Return the hash of the last block of the request's prompt, full or not. This hash covers the whole prompt."""
     parent = root_hash(root_keys(remote_request.cache_salt, digest_of(remote_request.lora)))
     images = remote_request.mm_features
     for start in range(0, len(remote_request.token_ids), block_size):

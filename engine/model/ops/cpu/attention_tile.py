@@ -112,8 +112,8 @@ def attend_tile(
     space: Space, cast: Any, size: int, side: int, first_query: int, queries: int, start: int, count: int,
     head_dim: int, key_offset: int, value_offset: int, next_side: int, next_offset: int, scale: Any, softcap: Any,
 ) -> None:  # fmt: skip
-    """Add the tile of keys from token `start` on to `queries` queries. Each query sees at least as far as the query
-    before.
+    """Add the tile of keys from token `start` on to `queries` queries. Each query sees at least as far as the
+    previous one.
 
     size: bytes of an element. side: which half of `key_at` and `value_at` holds the tile's addresses. They are set for
     `count` tokens, rounded up to a multiple of COLUMNS. Offsets are those of this head, in bytes.

@@ -20,7 +20,7 @@ LEAST_CAPABILITY = (9, 0)
 
 @triton.jit
 def begin(DEPENDENT: tl.constexpr):
-    """Wait until the kernels before have ended and their writes are visible, then let the next kernel start."""
+    """Wait until the previous kernels have ended and their writes are visible, then let the next kernel start."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()

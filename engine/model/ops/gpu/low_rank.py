@@ -1,8 +1,8 @@
 """Low-rank products on a GPU, in Triton, grouped by adapter: Punica's SGMV, arXiv:2310.18547, section 4.
 
-Both kernels find the rows of each adapter in memory, so that a CUDA graph serves any mixture of adapters. A graph holds
-as many programs as the rows of its step may make tiles; programs without a tile end at once. The kernels have run under
-Triton's interpreter only, not on a GPU yet.
+Both kernels find the rows of each adapter in memory, so that a CUDA graph serves any mixture of adapters. The number
+of tiles depends on the mixture. A graph has programs for the largest possible number, and programs without a tile end
+at once. The kernels have run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
