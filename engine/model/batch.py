@@ -50,7 +50,7 @@ class Batch:
 
     Rows and sequences at the end may be padding, so that CUDA graphs for a few sizes serve all batches
     (runner/cuda_graphs.py). Rows that belong to no sequence have slot_mapping -1, and sequences without rows have
-    kv_len 0. No KV is written or read for padding, and attention does not write its rows.
+    kv_len 0. No KV is written or read for padding. Its rows of an output are 0 or undefined (ops/attention.py).
     """
 
     positions: Tensor
@@ -107,8 +107,8 @@ class Batch:
         )
 
     def of_group(self, group: int, causal: bool = False) -> Batch:
-        """Return this batch with the KV of one KV cache group. causal: whether no token sees later tokens, even of its
-        own image."""
+        """Return this batch with the KV of one KV cache group. causal: True if even the
+        tokens of an image see only earlier tokens."""
         causal = causal and self.image_ends is not None
         if group == 0 and not causal:
             return self
@@ -128,8 +128,8 @@ class Batch:
 
 
 def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
-    """Return `single`, on the host, and `chunks` of a Batch. counts: [seqs], tokens of each sequence in this step.
-    kv_lens: [seqs], tokens of each sequence in all, including this step's."""
+    """Return the fields `single`, on the host, and `chunks` of a Batch. counts: [seqs], tokens of each sequence in
+    this step. kv_lens: [seqs], all tokens of each sequence, including this step's."""
     single, chunks = split_rows(counts, kv_lens)
     return torch.from_numpy(single), chunks_of(chunks)
 
@@ -137,8 +137,8 @@ def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
 def split_rows(
     counts: ArrayLike, kv_lens: ArrayLike, *, all_chunks: bool = False
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return `single`, and the fields of each chunk, [n, 4]. all_chunks: make chunks of sequences with one token
-    too."""
+    """Return `single`, and the fields of each chunk, [n, 4]. all_chunks: sequences with one token also
+    become chunks."""
     counts = np.asarray(counts)
     alone = (counts == 1) & (not all_chunks)
     if alone.all():
@@ -168,7 +168,7 @@ def row_tiles(chunks: ArrayLike, rows: int) -> NDArray[np.int32]:
 
 
 class StateRows(NamedTuple):
-    """The rows of one sequence with a recurrent state in a step, on the host."""
+    """On the host: the rows that a step computes for one sequence with a recurrent state."""
 
     first: int  #: first row
     last: int  #: row after the last

@@ -161,8 +161,8 @@ class ModelConfig:
 
     @property
     def supported_tasks(self) -> SupportedTasks:
-        """The tasks that requests may ask for. A generative model can also make embeddings. Unless its files name
-        modules for embeddings only, it can also give scores, from the logits of its tokens for yes and no."""
+        """The tasks that requests may ask for. A generative model can also make embeddings. It can also
+        give scores, from the logits of its tokens for yes and no, unless its files name modules that only embed."""
         pooling = self.pooling
         is_reranker = pooling.score_token_ids is not None or not pooling.is_embedding
         names: dict[Head, tuple[Task, ...]] = {

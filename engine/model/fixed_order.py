@@ -2,8 +2,8 @@
 
 Ordinarily, a product whose inputs are split over the ranks is one sum per rank, each rounded, then added in rank order.
 So another number of ranks gives other bits. Here the product is always PARTS sums, and each rank computes PARTS / ranks
-of them. The sums are added as a binary tree, in which one, two, four or eight ranks each hold a whole subtree. So the
-result is the same for each of these numbers of ranks.
+of them. The sums are added as a binary tree. With one, two, four or eight ranks, each rank holds a whole subtree. So
+the result is the same for each of these numbers of ranks.
 
 On a CPU a row has the same bits in any batch anyway. On a GPU, `use_gpu_kernels` gives layers the kernels of
 ops/gpu/strict.
@@ -42,7 +42,7 @@ MAX_HEAD_DIM = 128
 
 
 def check(config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError for options with which bits may depend on the batch or on the number of ranks."""
+    """Raise ConfigError for options that could make bits depend on the batch or on the number of ranks."""
     on_cpu = device.type == "cpu"
     for name, value, known in (
         ("device", device.type, on_cpu or dispatch.gpu_kernels(dtype, device)),

@@ -1,5 +1,5 @@
 """Quantizes rows in the kernel that computes them, on a GPU: the norm before a quantized product, or the activation,
-writes what the product reads. A layer of Llama with quantized weights is then 10 kernels in place of 13."""
+writes what the product reads. A layer of Llama with quantized weights then launches 10 kernels instead of 13."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.model.quantization.rows import RowFormat
 
 
 def fuse(model: nn.Module) -> None:
-    """Change the packed layers of a model without adapters, which would read the rows too."""
+    """Change a model's packed layers. The model must not have adapters, which need the rows unquantized."""
     for layer in model.modules():
         if isinstance(layer, LlamaLayer) and type(layer).forward is LlamaLayer.forward:
             if isinstance(layer.self_attn, LlamaAttention):
@@ -29,7 +29,7 @@ def fuse(model: nn.Module) -> None:
 
 
 def fuse_activation(mlp: GatedMLP, format: RowFormat) -> None:
-    """Have the activation of an MLP quantize its result, if our kernel of it can."""
+    """Have the activation of an MLP quantize its result, if there is a kernel that does both."""
     from engine.model.ops.gpu import activation, fused_quantize
 
     for name, kernel in fused_quantize.GATED.items():

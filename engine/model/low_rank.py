@@ -80,7 +80,7 @@ def filled(size: int) -> int:
 
 def in_columns(matrix: Tensor) -> Tensor:
     """Return a matrix in the order in which kernels read it: [..., rows, columns] -> [..., columns / LANES, rows,
-    LANES]. The columns are filled up with zeros."""
+    LANES]. The columns are padded with zeros."""
     matrix = F.pad(matrix, (0, filled(matrix.shape[-1]) - matrix.shape[-1]))
     return matrix.unflatten(-1, (-1, LANES)).transpose(-2, -3)
 

@@ -38,7 +38,7 @@ def config_of(stage: Stage, config: ModelConfig) -> ModelConfig:
 
 def divide(costs: list[float], stages: int, last: float = 0.0) -> list[int]:
     """Return how many layers each of `stages` stages gets, at least one, so that the costliest stage costs least; among
-    equal divisions, the one with the most even stages. costs: of each layer. last: cost of the last stage besides its
+    equally good divisions, the most even stages. costs: of each layer. last: cost of the last stage besides its
     layers."""
     sums = [0.0, *accumulate(costs)]
     count = len(costs)

@@ -75,7 +75,7 @@ def shape_of_opaque_call(x: Tensor, others: list[Tensor | None], number: Tensor,
 
 
 class OpaqueAttention(nn.Module):
-    """Attention that takes the batch from an attribute, since it cannot be an argument of a graph's node. It may
+    """Attention that takes the batch from an attribute, since a graph's nodes cannot have a batch as argument. May
     overwrite q and k, which no other node reads."""
 
     def __init__(self, attention: Attention, outputs: int):

@@ -1,4 +1,4 @@
-"""Runs steps as CUDA graphs: a step replays a graph that was captured for as many tokens or a few more.
+"""Runs steps as CUDA graphs: a step replays a graph that was captured for its number of tokens or a few more.
 
 A step is hundreds of short kernels, which the host cannot launch as fast as a GPU runs them; a replay is one launch. A
 graph repeats the same kernels on the same memory, so there is a graph for each of a few shapes. Inputs are in buffers
@@ -74,7 +74,7 @@ class StepShape:
 
 
 class StepColumns(NamedTuple):
-    """The inputs of a step as views of one buffer, so that they are copied at once."""
+    """The inputs of a step as views of one buffer, so that one copy moves all of them."""
 
     token_index: Any  #: [tokens] int64, where each token is in the flattened history
     positions: Any  #: [tokens] int64, as in Batch

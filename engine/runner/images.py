@@ -152,8 +152,8 @@ class EncoderCache:
     """Embeddings of images on the device, by hash. Rank 0's EncoderCacheManager decides which are kept."""
 
     def __init__(self, model: Model, cfg: ModelConfig, dtype: torch.dtype, *, together: bool):
-        """together: whether one call encodes all images of a step that fit together. The results then differ in the
-        last bits, as they do on a GPU anyway."""
+        """together: whether images of a step that `go_together` are encoded by one call. The last bits of an image's
+        embeddings then depend on the others, as they do on a GPU anyway."""
         assert model.vision is not None and cfg.vision is not None
         self._model = model
         self._vision, self._hidden_size, self._dtype, self._cfg = model.vision, cfg.hidden_size, dtype, cfg.vision
@@ -180,7 +180,7 @@ class EncoderCache:
             self._embeddings |= self._encode(images)
 
     def _calls(self, images: list[MultiModalFeatureSpec]) -> list[list[MultiModalFeatureSpec]]:
-        """Divide images into those that one call of the encoder computes."""
+        """Divide images into groups, each of which one call of the encoder computes."""
         calls: list[list[MultiModalFeatureSpec]] = []
         for image in images:
             if calls and self._together and self._vision.go_together(calls[-1][0].data, image.data):

@@ -193,8 +193,8 @@ class InputBuilder:
         has_images: bool,
         staged: StagedCopy,
     ) -> tuple[Batch | None, tuple[StepShape, Tensor] | None]:
-        """Return the batch of a step, and the shape and input buffer of its graph. The graph is None if none fits; the
-        batch is None if only the graph needs it.
+        """Return the batch of a step, and the shape and input buffer of its graph. The graph is None if none fits.
+        The batch is None if the step runs as a graph and no drafter needs the batch.
 
         first_rows: [sequences + 1], the first token of each sequence, and the number of tokens. rotary: [tokens] or
         [3, tokens]. width: blocks of the longest sequence.

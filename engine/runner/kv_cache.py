@@ -167,7 +167,7 @@ def divide(budget: int, needs: list[GroupNeed], longest: int, max_num_seqs: int)
 
     The right proportion between groups depends on the length of sequences, which is unknown. So each group first gets
     the blocks of one sequence of `longest` tokens, or of the longest that fits. The rest is divided in proportion to
-    the most blocks that each group would hold if memory were full of sequences of equal length, over all lengths.
+    what more a group could use if all sequences had equal length and filled the memory: its maximum over all lengths.
     """
     desired = [need.most(longest, max_num_seqs) for need in needs]
     if total_bytes(needs, desired) <= budget:

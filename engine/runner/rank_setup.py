@@ -91,7 +91,7 @@ def without_idle_moves(config: EngineConfig, model: ModelConfig) -> EngineConfig
 def read_model(config: EngineConfig, folder: Path) -> ModelConfig:
     """Return the configuration of the model in a folder, the same on all ranks. Raises StartupError."""
     model = ModelConfig.from_folder(folder, config.quantization, config.max_model_len, config.language_model_only)
-    # a drafter's KV is in blocks of the first group, and it may attend beyond the window of the model's layers
+    # a drafter's KV has the blocks of the first group, and a drafter may attend beyond the model's window
     drafts = config.speculative is not None and config.speculative.has_weights
     return replace(model, keeps_all_kv=True) if drafts and model.kv_groups[0].spec.window is not None else model
 

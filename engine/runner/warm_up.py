@@ -36,8 +36,8 @@ SAMPLINGS = (
 def warm_up_plans(
     config: EngineConfig, max_model_len: int, vision: VisionConfig | None, vocab_size: int
 ) -> list[StepPlan]:
-    """Return plans of one decoding sequence, alone, together with a chunk of another, and with a grammar, and of a
-    prompt with an image. Their KV goes to block 0."""
+    """Return plans of one decoding sequence: alone, together with a chunk of another one, and with a grammar; and plans
+    of a prompt that is an image. Their KV goes to block 0."""
     plans, num_drafts = [], 2 if config.speculative else 0
     for i, params in enumerate(SAMPLINGS):
         context, chunk = min(CONTEXTS[i // 2], max_model_len - 1), CHUNKS[i % 2]

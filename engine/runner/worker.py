@@ -30,7 +30,7 @@ from engine.wire.lora import AdapterLoad
 logger = logging.getLogger(__name__)
 
 LOADING_POLL_S = 0.005  # while an adapter is being loaded, or blocks are being moved
-KERNEL_PACKAGES = ("torch", "numba", "triton")  # other versions may give KV of other bits
+KERNEL_PACKAGES = ("torch", "numba", "triton")  # with other versions, the bits of KV may differ
 POLL_INTERVAL_S = 0.2  # how soon a thread notices that it should end
 
 

@@ -87,7 +87,7 @@ class DraftCache:
         """Return [n, plan.num_drafts] token ids: `ids`, the first draft of each entry, and the drafts that follow; -1
         where an entry has no block for the KV of the previous draft.
 
-        hidden: [n, hidden], for the first call of `forward`, which must be that of `capture`. positions: position of
+        hidden: [n, hidden], for the first call of `forward`. forward: the function given to `capture`. positions: of
         each entry's last token whose KV is in the cache.
         """
         passes = step.plan.num_drafts - 1

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 MEMORY = 200.0  # steps of about the same size after which a step's weight is 1/e
-TRUSTED_STEPS = 8.0  # steps of sizes other than the commonest after which half of the measured slope counts
+TRUSTED_STEPS = 8.0  # measured steps, of sizes other than the commonest, with which half of the slope is used
 FIT_EVERY = 8  # steps
 
 

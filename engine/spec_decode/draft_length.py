@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine.spec_decode.drafter import SequenceDrafter
 
 OPTIMISM = 0.8  # acceptance rate assumed while nothing is known about a sequence
-OPTIMISM_WEIGHT = 2.0  # drafted tokens that this assumption counts for
+OPTIMISM_WEIGHT = 2.0  # weight of this assumption, as a number of drafted tokens
 MEMORY = 40.0  # drafted tokens after which a token's weight is about 1/e
 MAX_MISSES = 7  # pauses grow up to 2**7 tokens
 REST = 16  # tokens for which drafting stops after no draft was found

@@ -19,7 +19,7 @@ from engine.spec_decode.ngram import NgramSequence, match_length
 
 SHORTEST = 3  # tokens of a match
 CANDIDATES = 16  # places in earlier answers that are compared, newest first
-ANSWER_TOKENS = 2048  # last tokens of an answer that are kept; a limit, so that `finish` delays no step for long
+ANSWER_TOKENS = 2048  # last tokens of an answer that are kept; limited, so that `finish` never delays a step for long
 CACHED_TOKENS = 2**18  # of all answers
 
 Gram = tuple[str | int, ...]  # a cache salt, and tokens

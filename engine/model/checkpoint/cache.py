@@ -17,7 +17,7 @@ CACHE = Path("~/.cache/manta/models")
 
 
 def made_folder(state: Any, fill: Callable[[Path], None]) -> Path:
-    """Return the cached folder for a JSON value, the same in every process. `fill` writes its files if it is new."""
+    """Return the cached folder for a JSON value, the same in every process. `fill` writes the files of a new one."""
     target = user_folder(str(CACHE)) / hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
     if target.exists():
         return target

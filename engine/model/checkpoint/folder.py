@@ -73,7 +73,7 @@ def _find(model: str, files: list[str]) -> Path:
     if (hub := HUB_ID.fullmatch(model)) and not model.startswith("."):
         if (wanted := hub["gguf"]) is None:
             return _folder(_download(hub["repo"], hub["revision"], files))
-        # a file's name, or else the name of a quantization, which is part of the names of one file or several parts
+        # a file's name, or the name of a quantization, which is in the name of the only file or of each of its parts
         patterns = [wanted] if wanted.endswith(".gguf") else [f"*{wanted}{rest}" for rest in (".gguf", "-*-of-*.gguf")]
         folder = _download(hub["repo"], hub["revision"], patterns, [])
         return _only_gguf(model, [file for pattern in patterns for file in folder.rglob(pattern)])
@@ -127,8 +127,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """Return the dtype of most stored numbers that are not quantized; None if there are none. Reads headers only,
-    without torch."""
+    """Return the dtype in which most unquantized numbers are stored; None if there are no such numbers. Reads headers
+    only, without torch."""
     counts: Counter[str] = Counter()
     for file in weight_files(folder):
         try:

@@ -39,7 +39,7 @@ class IndexConfig:
 
 
 def index_types(raw: Fields) -> list[str]:
-    """Return for each layer `full` or `shared`, with transformers' rules for what config.json may leave out."""
+    """Return for each layer `full` or `shared`. For fields missing in config.json, transformers' defaults apply."""
     layers, pattern = raw["num_hidden_layers"], raw.get("indexer_types") or raw.get("index_topk_pattern")
     if pattern is None:
         step, offset = max(raw.get("index_topk_freq", 1), 1), raw.get("index_skip_topk_offset", 2)

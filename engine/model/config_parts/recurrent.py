@@ -79,7 +79,7 @@ def block_types(raw: Fields, num_layers: int) -> tuple[str, ...]:
     """Return the type of each layer: `attention`, `mlp`, `moe`, or one of RECURRENT_TYPES. `hybrid` has both attention
     and a recurrent part.
 
-    Families state types per layer, by a letter for each, or by the distance or the numbers of attention layers.
+    Families list the layers' types, by name or by letter, or state the interval or the indices of attention layers.
     """
     if types := raw.get("layers_block_type") or raw.get("layer_types"):
         return tuple("attention" if type == "full_attention" else type for type in types)

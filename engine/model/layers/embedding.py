@@ -86,8 +86,8 @@ class LMHead(VocabParallel):
 
 
 class TiedLMHead(LMHead):
-    """A head that shares the embedding's matrix and reads nothing from the checkpoint until `untie` gives it its
-    own."""
+    """A head that shares the embedding's matrix and reads nothing from the checkpoint until `untie` gives it a
+    matrix of its own."""
 
     def __init__(self, embedding: VocabEmbedding, format: Online | None = None):
         Sharded.__init__(self)

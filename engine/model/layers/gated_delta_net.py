@@ -25,7 +25,7 @@ class GatedDeltaNet(Sharded):
     """Gated DeltaNet over this rank's heads: [tokens, hidden] -> [tokens, hidden].
 
     Queries, keys and values pass a convolution. For each token, a value head decays its state, moves the value that the
-    state returns for the key towards the token's value, and reads the state by the query. The checkpoint holds the
+    state returns for the key towards the token's value, and reads the state with the query. The checkpoint holds the
     input projections as `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`.
     """
 

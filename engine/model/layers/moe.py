@@ -172,8 +172,8 @@ class Experts(Sharded):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether adapters may change the experts. True if the experts have `kernels`, or if the model has no
-        weights."""
+        """Whether adapters can change the experts. True if the experts have `kernels`, or if the model is on the meta
+        device."""
         return bool(self.kernels) or self.device.type == "meta"
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

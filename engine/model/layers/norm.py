@@ -33,7 +33,7 @@ class RMSNorm(Sharded):
         return self.add_rms_norm(residual, x, self.weight, self.eps, self.shift)
 
     def of_heads(self, k_norm: RMSNorm) -> norm_plain.HeadNorms:
-        """Return the norms of q's and k's heads. This norm is that of q."""
+        """Return the norms of q's and k's heads: this norm, for q, and `k_norm`."""
         return norm_plain.HeadNorms(self.weight, k_norm.weight, self.eps, self.shift)
 
     def shards(self) -> Shards:

@@ -35,7 +35,7 @@ class NoEmbedding(VocabEmbedding):
 
 
 class StageOutput(RMSNorm):
-    """Stands for the last norm in a stage before the last. Returns the sum that the next stage's first norm would
+    """Stands for the last norm, in all stages but the last. Returns the sum that the next stage's first norm would
     compute: the same kernel adds, so the bits are the same."""
 
     def __init__(self, size: int):

@@ -30,7 +30,7 @@ ARCHITECTURE = "ImageEncoder"
 def encoder_config(config: ModelConfig) -> ModelConfig:
     """Return the configuration of an engine that encodes images for engines with `config`. Raises ConfigError.
 
-    A token's embedding, and its features for the first layers (deepstack), are stored as the K and V of one layer each.
+    A token's embedding, and its features for each of the first layers (deepstack), each take the K and V of one layer.
     """
     if config.vision is None:
         raise ConfigError("encode", config.architecture, "left out: this model reads text only")

@@ -17,7 +17,7 @@ paged_attention(q, batch, layer, scale, window, *, softcap, sinks, chunk) -> [to
     (gpt-oss, arXiv:2508.10925).
 
 Tokens with slot -1, sequences with kv_len 0, and -1 in `batch.single` are padding: nothing is written or read for them.
-Output rows of a padding sequence are 0; rows that belong to no sequence may be anything.
+Output rows of a padding sequence are 0; rows that belong to no sequence are undefined.
 """
 
 from __future__ import annotations

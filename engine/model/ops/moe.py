@@ -114,8 +114,8 @@ def top_k_sigmoid_plain(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose experts by sigmoid scores plus a correction, best first: logits [tokens, num_experts] float32, correction
-    [num_experts], (num_groups, topk_groups) -> experts [tokens, k] int64, weights [tokens, k] times `factor` of this
-    dtype."""
+    [num_experts], (num_groups, topk_groups) -> experts [tokens, k] int64, weights [tokens, k] of `dtype`,
+    multiplied by `factor`."""
     scores, (num_groups, topk_groups) = sigmoid(logits), groups
     choice = scores + correction
     if num_groups > 1:
@@ -145,8 +145,8 @@ def top_k_of_groups_plain(
     logits: Tensor, groups: tuple[int, int], k: int, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Choose experts by probability, best first, from the groups with the most probable experts: logits [tokens,
-    num_experts] float32, (num_groups, topk_groups) -> experts [tokens, k] int64, and their probabilities as weights
-    [tokens, k], times `factor`, of this dtype."""
+    num_experts] float32, (num_groups, topk_groups) -> experts [tokens, k] int64, and as weights their
+    probabilities times `factor`, [tokens, k] of `dtype`."""
     scores, (num_groups, topk_groups) = logits.softmax(-1), groups
     if num_groups > 1:
         scores = left_in(scores, scores.unflatten(1, (num_groups, -1)).amax(-1), topk_groups, 0.0)

@@ -100,8 +100,8 @@ def draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
 def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
     """Draw like `draw_sorted`, from logits [rows, vocab], but try the CANDIDATES most likely tokens first.
 
-    Sorting a whole vocabulary takes milliseconds per row, so only rows whose nucleus needs more tokens are sorted. It
-    is not used on a GPU, because the host would have to wait for the step to know which rows need sorting.
+    Sorting a whole vocabulary takes milliseconds per row, so only rows whose nucleus needs more tokens are sorted.
+    This is not used on a GPU, because the host would have to wait for the step to know which rows need sorting.
     """
     vocab_size = logits.shape[-1]
     if group.width < vocab_size:

@@ -1,7 +1,7 @@
 """Sums tensors of one shape as a binary tree, in float32: ((a + b) + (c + d)) + ((e + f) + (g + h)).
 
-parts: a power of two of tensors, each [tokens, size], with equal strides and each token's values contiguous; on a GPU
-one after the other in memory, as `linear_parts` returns them
+parts: tensors [tokens, size], their number a power of two, with equal strides and each token's values contiguous; on a
+GPU one after the other in memory, as `linear_parts` returns them
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class RowFormat(NamedTuple):
 
 
 class QuantizedRows(NamedTuple):
-    """Rows in a format. `rows` and `dtype` are those before: without padding, and of the product's result."""
+    """Rows in a format. rows: their number without padding. dtype: that of the product's result."""
 
     values: Tensor  #: [rows, columns]
     scale: Tensor  #: [rows, groups] float32

@@ -32,8 +32,8 @@ class QuantizedWeight:
         return self.values.shape[1] // self.scale.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return [outputs, inputs], computed in float32 and rounded once. Tests compare all products with this weight
-        to it."""
+        """Return [outputs, inputs], computed in float32 and rounded once. Tests compare every
+        product with this weight against it."""
         values = self.values.float().unflatten(1, (-1, self.group_size))
         if self.zero is not None:
             values = values - self.zero[..., None]

@@ -31,8 +31,8 @@ WITHOUT_EFFECT = (
 
 
 class Unsupported(Exception):
-    """Raised when a model's attention needs something that is not supported. The message completes "it is not
-    supported: "."""
+    """Raised when a model's attention needs something that is not supported. The message is the reason of an
+    UnsupportedArchitecture."""
 
 
 @dataclass(frozen=True, slots=True)

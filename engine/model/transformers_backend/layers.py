@@ -220,7 +220,7 @@ class LayerMaker:
 
     def _style(self, path: str) -> str | None:
         """Return how transformers' plan splits a layer; None if the plan does not split it. Raises ConfigError for an
-        unknown way."""
+        unknown style."""
         style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)) if self.tp.size * self.tp.parts > 1 else None
         if style is None or style.startswith("replicated"):
             return None
@@ -276,7 +276,7 @@ class Llama4Experts(OurExperts):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether adapters may change the experts. With several experts per token, rows are no tokens of the step."""
+        """Whether adapters can change the experts. With several experts per token, rows are not the step's tokens."""
         return super().takes_adapters and self.k == 1
 
     def forward(self, routed_in: Tensor) -> Tensor:  # type: ignore[override]

@@ -205,7 +205,7 @@ class TransformersModel(Sharded):
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate memory on `device` for tensors that `EmptyOnMeta` left without."""
+    """Allocate memory on `device` for tensors that are still on the meta device (`EmptyOnMeta`)."""
     exact = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for path, module in model.named_modules():
         for kind in (module._parameters, module._buffers):
@@ -286,7 +286,7 @@ def ours_for_embedding(embedding: nn.Module, tp: TPGroup) -> VocabEmbedding | No
 def find_calls(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
     """Return how each layer calls attention, by the path of its module, found in a trial without values.
 
-    Raises UnsupportedArchitecture if paged attention cannot do that, or ConfigError if the model cannot be split.
+    Raises UnsupportedArchitecture if paged attention cannot serve them, or ConfigError if the model cannot be split.
     """
     calls = try_out(cfg, TPGroup.single())
     if tp.size > 1:

@@ -158,12 +158,12 @@ class StageRunner(ModelRunner):
         )
 
     def _warm_up(self) -> None:
-        """Do nothing: a stage alone computes no step. The first steps of a GPU compile its kernels."""
+        """Do nothing: a stage alone cannot compute a step. A GPU's kernels are compiled in the first real steps."""
 
 
 def check_handoffs(config: EngineConfig, model: ModelConfig, group: StageGroup) -> None:
-    """Raise ConfigError for an engine that hands over KV and has none of some kind in this stage. model: of the
-    stage."""
+    """Raise ConfigError if the engine hands over KV or states, and this stage has no layer of one of their kinds.
+    model: of the stage."""
     empty = any(not kv.layers for kv in model.kv_groups) or (model.recurrent is not None and not model.recurrent.layers)
     if config.handoff is not None and empty:
         limit = f"left out, or with other pipeline_layers: stage {group.stage} has no layer of one kind"

@@ -96,7 +96,7 @@ class Keys:
 
 
 def num_layers(metadata: Metadata) -> int:
-    """Return the number of layers, without those that predict further tokens."""
+    """Return the number of layers, not counting layers for multi-token prediction."""
     keys = Keys(metadata)
     return int(keys["block_count"]) - int(keys.get("nextn_predict_layers", 0))
 

@@ -49,7 +49,7 @@ class GGUFTensors:
 
 
 class GGUFSlice:
-    """A tensor as numbers. Those stored in blocks are dequantized to float32."""
+    """A tensor as numbers. Numbers stored in blocks are dequantized to float32."""
 
     def __init__(self, file: Tensor, entry: Entry):
         self._file, self._entry = file, entry

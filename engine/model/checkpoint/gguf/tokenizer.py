@@ -15,8 +15,8 @@ Metadata = Mapping[str, Any]
 CONTROL, USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type`
 PADDING = re.compile(r"\[PAD\d+\]")  # llama.cpp's names for rows of the embedding without a token
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our name -> the file's
-# Tokens that end a turn. The file names one or two, but templates also use others. As in llama.cpp,
-# src/llama-vocab.cpp; `<|end|>` ends a message of gpt-oss, whose turns may have several messages.
+# Tokens that end a turn, as in llama.cpp (src/llama-vocab.cpp). The file names one or two, but templates also use
+# others. In gpt-oss, `<|end|>` ends only a message, and a turn can have several messages.
 END_OF_TURN = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<|user|>", "<|observation|>",
@@ -177,7 +177,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, metadata: Metadata) -> None:
 
 
 def _frame(tokenizer: tokenizers.Tokenizer, metadata: Metadata, add_bos: bool) -> None:
-    """Make the tokenizer add the tokens that the file wants before and after a text."""
+    """Make the tokenizer add the special tokens before and after a text that the file asks for."""
     names, ends = special_tokens(metadata), []
     for name, default in (("bos", add_bos), ("eos", False)):
         token = names.get(f"{name}_token")

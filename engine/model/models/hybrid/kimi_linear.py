@@ -23,5 +23,5 @@ class KimiLinearForCausalLM(Glm4MoeForCausalLM):
     layer_type: ClassVar[type[nn.Module]] = KimiLinearLayer
 
     def canonical_name(self, name: str) -> str | None:
-        """As in the published checkpoint. Adapters have the names of transformers' modules."""
+        """Return the name in the published checkpoint. Adapters use transformers' names, with `forget_gate`."""
         return super().canonical_name(name.replace(".self_attn.forget_gate.", ".self_attn."))

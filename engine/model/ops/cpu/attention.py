@@ -274,7 +274,7 @@ def padded_heads(q: Tensor, batch: Batch, layer: int, rest: int) -> tuple[Tensor
 
 
 def latent_tiles(batch: Batch, heads: int) -> Tensor:
-    """Cut a batch into tiles of TILE_ROWS / heads rows, but at least one."""
+    """Cut a batch into tiles of TILE_ROWS / heads rows, at least one row each."""
     return row_tiles(batch, max(1, TILE_ROWS // heads))
 
 

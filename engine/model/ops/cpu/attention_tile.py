@@ -1,8 +1,8 @@
 """The common part of both attention kernels: rows of queries against a tile of keys, as products of matrices.
 
-A running softmax (FlashAttention, arXiv:2205.14135, section 3.1). Tiles of keys begin at multiples of TILE_TOKENS from
-the sequence's first token, and each sum within a tile has a fixed order. So a row has the same bits whether it is
-computed alone, among the rows of a chunk, or after a cached prefix.
+The softmax is a running one (FlashAttention, arXiv:2205.14135, section 3.1). Tiles of keys begin at multiples of
+TILE_TOKENS from the sequence's first token, and each sum within a tile has a fixed order. So a row has the same bits
+whether it is computed alone, among the rows of a chunk, or after a cached prefix.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def attend_tile(
     previous one.
 
     size: bytes of an element. side: which half of `key_at` and `value_at` holds the tile's addresses. They are set for
-    `count` tokens, rounded up to a multiple of COLUMNS. Offsets are those of this head, in bytes.
+    `count` tokens, rounded up to a multiple of COLUMNS. Offsets lead from the addresses to this head, in bytes.
     """
     width, words, per_word = padded(head_dim), head_dim * size // 4, 4 // size
     key_at, value_at = space.key_at + 8 * TILE_TOKENS * side, space.value_at + 8 * TILE_TOKENS * side

@@ -55,7 +55,7 @@ def keeps_code() -> bool:
 
 
 def bring_compiled(folder: Path) -> None:
-    """Copy the compiled kernels of an image to Numba's cache, since Numba reads only folders that it can write."""
+    """Copy compiled kernels from a container image to Numba's cache: Numba reads only folders that it can write."""
     for file in folder.rglob("*.nb[ci]") if config.CACHE_DIR else ():
         target = Path(config.CACHE_DIR) / file.relative_to(folder)
         if not target.exists():

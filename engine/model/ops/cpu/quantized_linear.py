@@ -150,8 +150,8 @@ MULTIPLY_INT4 = Kernel({torch.bfloat16: multiply_int4_bf16})
 
 
 def select(weight: QuantizedWeight, dtype: torch.dtype) -> Integers | None:
-    """Return the product with a weight. Returns None if the weight's groups are not whole words, or if `dtype` is
-    float32 and the checkpoint does not expect rounded inputs."""
+    """Return the product with a weight. Returns None if a group of weights does not fill whole 32-bit words, or if
+    `dtype` is float32 and the checkpoint does not expect rounded inputs."""
     if weight.values.dtype != torch.int8 or (weight.activations is None and dtype != torch.bfloat16):
         return None
     if weight.scale.shape[1] > 1 and weight.group_size * weight.bits % (8 * QUAD):

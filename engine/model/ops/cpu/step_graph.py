@@ -53,7 +53,7 @@ def record(
 class StepGraph:
     """The model's layers with all kernels in one parallel region: see `record`.
 
-    Kernels read the sequences of a step, and the division of its rows, from memory with fixed addresses; the number of
+    Kernels read the sequences of a step, and how its rows are divided, from memory with fixed addresses; the number of
     tokens is written into the graph. So one recording serves steps that decode, steps that compute prompts, and
     mixtures of both.
     """
@@ -155,7 +155,7 @@ class StepGraph:
         return x.to(self._x.dtype), batch
 
     def _example_states(self, sequences: int) -> StateBatch | None:
-        """Return states for new sequences, which save none."""
+        """Return the states of new sequences, none of which is saved as a snapshot."""
         if not self._states.layers:
             return None
         none = torch.full((sequences,), -1, dtype=torch.int32)

@@ -1,7 +1,7 @@
 """Products of small matrices, whose sums stay in registers: float32, or bfloat16 with sums in float32.
 
 Matrices consist of words of 32 bits: a float32, or two bfloat16 that are adjacent along the axis of summation. The
-product of two words is the sum of its one or two products, for which many CPUs have an instruction (AVX-512 BF16).
+product of two words is the sum of the products of their elements, often a single instruction (AVX-512 BF16).
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ def pack_row(_: Any, out: Any, rows: Any, offset: Any, size: Any) -> Any:
 
 
 def product_in_place_of(rows: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the intrinsics of `multiply_columns` and `add_product_of_rows`, for too few rows for packing to pay off.
-    Sums have the same order as those of packed tiles."""
+    """Return the intrinsics of `multiply_columns` and `add_product_of_rows`, for so few rows that packing costs more
+    than it saves. Sums have the same order as those of packed tiles."""
 
     @intrinsic
     def by_columns(_: Any, out: Any, out_size: Any, a: Any, vectors: Any, offset: Any, words: Any) -> Any:

@@ -34,8 +34,8 @@ SMALL_HEAD_DIM = 128
 KEY_TILE_BYTES = 16 * 1024  # K, and as much V, in each stage of a pipeline in shared memory
 NUM_STAGES = 5  # keeps three tiles in flight, not five, since a block's id is loaded before its K and V
 PROGRAMS_PER_PROCESSOR = 4  # enough to keep the memory busy
-DECODE_PROGRAMS = 12  # the same for decode steps, of which three run at a time: so all processors end at about one time
-MIN_SPLIT_TOKENS = 256  # fewest keys of a split, which must repay its program
+DECODE_PROGRAMS = 12  # likewise for decode steps; three run at a time, so that processors end at about the same time
+MIN_SPLIT_TOKENS = 256  # fewest keys of a split: with fewer, starting its program costs too much
 PLAN_BLOCK = 256  # tiles that are planned at a time
 COMBINED_VALUES = 8192  # values of partial results that a program holds at a time
 PARTIAL_BYTES = 64 << 20
@@ -114,8 +114,8 @@ def plan_kernel(
 
 @triton.jit
 def store_items(items, used, slots, seq, row, rows, start, end, stop, splits, split_tokens):
-    """Write the items of some tiles behind the first `used` ones, as many per tile as `splits` says: each has
-    `split_tokens` keys, but the only one of a tile has all. Return the new numbers of items, and of slots in use."""
+    """Write the items of some tiles after the first `used` items. splits: items of each tile. An item has
+    `split_tokens` keys; the only item of a tile has all its keys. Return the new numbers of items and of used slots."""
     slotted = tl.where(splits > 1, splits, 0)
     item = items + 9 * (used + tl.cumsum(splits, 0) - splits)
     slot = slots + tl.cumsum(slotted, 0) - slotted
@@ -271,7 +271,7 @@ def keep_split(
     COMBINED: tl.constexpr,
 ):  # fmt: skip
     """Store the results of one split of a tile: acc [m, d], and the sum and the largest exponent of its weights, [m]
-    each. The last split to arrive combines the results of all. inside: [m, d], where `out` has a number."""
+    each. The last split to arrive combines the results of all. inside: [m, d], whether `out` has such an element."""
     place = ((slot + split) * kv_heads + kv_head) * SLOT_ROWS + m
     tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
     tl.store(partial_top + place, top + tl.log2(total), mask=m < rows * GROUP)  # -inf without keys
@@ -336,8 +336,8 @@ def paged_attention(
 
 
 def chunk_tiles(batch: Batch, rows: int) -> Tensor:
-    """Return the tiles of the chunks. They are an input of a graph; otherwise they are made once for all layers with as
-    many `rows`."""
+    """Return the tiles of the chunks. In a graph they are an input; otherwise they are made once for all layers with
+    the same `rows`."""
     if batch.tiles is not None:
         return batch.tiles
     key = "tiles", rows
@@ -373,7 +373,7 @@ def launch(
     split = min(seen) > MIN_SPLIT_TOKENS
     items = plan(batch, tiles, wanted, window or 0, chunk or 0, block_n, decode=decode)
     partial = partial_top = arrived = out  # not used
-    if split:  # rounding up gives a tile at most twice the splits of its share, so at most 2 * wanted in all
+    if split:  # rounding up at most doubles a tile's share of the splits, so there are at most 2 * wanted
         partial = torch.empty((2 * wanted, kv_heads, slot_rows, head_dim), dtype=torch.float32, device=q.device)
         partial_top = torch.empty((2 * wanted, kv_heads, slot_rows), dtype=torch.float32, device=q.device)
         arrived = counters(q.device)
@@ -448,7 +448,7 @@ def processors(device: torch.device) -> int:
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that one program may have, all but 1 KiB; for the interpreter Hopper's."""
+    """Return the bytes of shared memory for one program: all but 1 KiB; in the interpreter, those of a Hopper."""
     if device.type == "cpu":
         return INTERPRETED_SHARED_BYTES
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024

@@ -1,5 +1,5 @@
-"""Programmatic dependent launch, on Hopper and newer GPUs: a kernel is launched while the kernel before it ends, and
-waits on the device for its results. This hides the time that a launch takes.
+"""Programmatic dependent launch, on Hopper and newer GPUs: a kernel is launched while the previous one ends, and
+waits on the device for the results of that one. This hides the time that a launch takes.
 
 Each kernel begins with `begin`, before it reads or writes memory, so it never runs ahead of what it depends on. Has not
 run on a GPU yet.

@@ -4,11 +4,11 @@ engine/model/ops/sampling.py.
 The plain version sorts tokens, most likely first, and finds where running sums of their weights pass a goal. Here a
 search over the values of logits finds the same position, in some 40 passes over the row. With one program per row they
 would take a millisecond. So the first launch has many programs for a row. Each finds the best token of a segment of the
-vocabulary, sums up its weights and collects its tokens that are not far below its best one. In the second launch, one
-program per row combines the segments and searches over the collected tokens, if they suffice. A random number draws the
-same token as in the plain version, unless it is so close to the border between two tokens that the order of summation
-decides. A row's token does not depend on other rows. Nothing here waits for the device. Has run under Triton's
-interpreter only, not on a GPU yet.
+vocabulary, sums up the segment's weights, and collects its tokens that are not far below the best. In the second
+launch, one program per row combines the segments and searches over the collected tokens, if they suffice. A random
+number draws the same token as in the plain version, unless it is so close to the border between two tokens that the
+order of summation decides. A row's token does not depend on other rows. Nothing here waits for the device. Has run
+under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def store_token(tokens, row, token, best):
 
 @triton.jit
 def measures(logits, n, vocab, width, pitch, temperature, best, min_p, COUNT: tl.constexpr):
-    """Return the keys of the n-th tokens, and their weights, 0 if dropped by min_p. With COUNT, the weight of each
-    remaining token is 1. Tokens lie in rows of `width`, whose starts are `pitch` apart."""
+    """Return the keys of the tokens at places n, and their weights, 0 if dropped by min_p. With COUNT, the weight of
+    each remaining token is 1. Tokens lie in rows of `width`, whose starts are `pitch` apart."""
     x = scaled(logits, n // width * pitch + n % width, tl.where(n < vocab, 2147483647, 0), temperature)
     weight = tl.exp(x - best)
     weight = tl.where(weight >= min_p, weight, 0.0)
@@ -213,7 +213,7 @@ def draw_kernel(
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Take or draw a token of a row from what `collect_kernel` has written. Grid (n). `floor` is the lowest key that
-    filters keep, `kept` how many tokens of it they keep."""
+    filters keep, `kept` the number of tokens with this key that they keep."""
     dependent_launch.begin(DEPENDENT)
     own = tl.program_id(0).to(tl.int64)
     segment = tl.arange(0, SEGMENTS_PAD)
@@ -243,7 +243,7 @@ def draw_kernel(
 
     limit = tl.maximum(best - FAR, tl.max(tl.load(limits + at, mask=there, other=float("-inf")), 0))
     collected = tl.where(tops > limit, tl.load(counts + at, mask=there, other=0), 0)
-    width = tl.maximum(tl.max(collected, 0), 1)  # as many of each segment as the fullest that counts has
+    width = tl.maximum(tl.max(collected, 0), 1)  # read as many places of each segment as the fullest one needs
     mass, count = near_mass(
         values + own * segments * COLLECTED, segments * width, width, COLLECTED, best, min_p, limit, BLOCK
     )  # fmt: skip
@@ -259,7 +259,7 @@ def draw_kernel(
     else:
         width, pitch = vocab, vocab
 
-    floor = sort_key(best - 110.0)  # weights there are 0 in float32
+    floor = sort_key(best - 110.0)  # weights of lower keys are 0 in float32
     if top_k < whole_vocab:
         floor = find_key(
             logits, vocab, width, pitch, temperature, best, min_p, floor, top_k.to(tl.float32), True, False, BLOCK
@@ -311,7 +311,7 @@ def sample_rows(logits: Tensor, random: list[RandomRows]) -> Tensor:
 
 
 def sample(logits: Tensor, group: RandomRows | None, tokens: Tensor) -> None:
-    """Sample the tokens of a group, whose rows may be greedy by a top_k of 1; None: of all rows, greedily."""
+    """Sample a token for each row of a group; rows with a top_k of 1 are greedy. Without a group, all rows are."""
     count, vocab = len(logits) if group is None else len(group.rows), logits.shape[1]
     segments = triton.cdiv(vocab, SEGMENT)
 

@@ -2,8 +2,8 @@
 
 bfloat16 is multiplied in pairs by AVX-512's dot products. CPUs without them multiply single values as float32.
 
-A factor lies in memory in the order in which it is read, and only factors of adapters that rows have are read. While a
-thread multiplies, it prefetches what it will read next, since a step with many adapters mostly waits for memory. Each
+A factor lies in memory in the order in which it is read, and only factors of adapters that the rows use are read. While
+a thread multiplies, it prefetches what it will read next, since a step with many adapters mostly waits for memory. Each
 number of the result is one sum in an order that does not depend on the other rows.
 """
 
@@ -49,11 +49,11 @@ from engine.model.ops.cpu.vector import (
     store16,
 )
 
-SUMS = 4 if HAS_BF16 else 1  # of every SUMS-th input each, which are added up: as many as do not wait for each other
+SUMS = 4 if HAS_BF16 else 1  # partial sums, each of every SUMS-th input, so that additions need not wait for each other
 # rows of a tile -> columns of B that it takes at a time, as many as there are registers for
 VECTORS = {4: 4, 2: 4, 1: 4} if HAS_BF16 else {4: 1, 2: 2, 1: 4}
 WIDE_4, WIDE_2, WIDE_1 = (LANES * VECTORS[rows] for rows in (4, 2, 1))
-SHARES = 16  # of a thread, of the items of a product with B
+SHARES = 16  # per thread, into which the items of a product with B are divided
 INTERLEAVED = [half + lane for lane in range(LANES) for half in (0, LANES)]
 I32P = types.CPointer(types.int32)
 
@@ -66,7 +66,7 @@ def product(rows: int, vectors: int, adds: bool = False, sums: int = 1) -> Any:
     ) -> Any:  # fmt: skip
         """Compute sum over i < count of x[order[first + r], i] * w[i, c], for `rows` rows and LANES * `vectors`
         columns. Write it to out[order[first + r], c], or add it to what is there. out_stride, stride: numbers per row.
-        size: numbers of w from one LANES columns to the next. ahead: address of the factor to prefetch."""
+        size: numbers of w from one block of LANES columns to the next. ahead: address of the factor to prefetch."""
         pairs = x.dtype == types.uint16 and HAS_BF16
 
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -174,7 +174,7 @@ def load_input(builder: ir.IRBuilder, x: ir.Value, i: ir.Value, dtype: Any, pair
 
 shrink_4, shrink_2, shrink_1 = (product(rows, 1, sums=SUMS) for rows in (4, 2, 1))
 expand_4, expand_2, expand_1 = (product(rows, VECTORS[rows], adds=True) for rows in (4, 2, 1))
-expand_narrow = product(1, 1)  # sums in the order of the others, since other ranks may cut a layer elsewhere
+expand_narrow = product(1, 1)  # sums in the same order as the others, since other ranks may cut a layer elsewhere
 
 
 @device_function
@@ -304,8 +304,8 @@ def add(outs: Sequence[Tensor], x: Tensor, weights: LowRankWeights, rows: Adapte
     width, inputs = weights.slices * rank, weights.a.shape[2] // parts
     shrunk = rows.scratch(parts * width, x.dtype)  # not memory that the layer's product may still read
     if recorder.graph is not None:
-        recorder.graph.run_beside()  # a thread that finds no more work in the layer's product begins
-    most = len(x) * max(parts * width // LANES, len(weights.blocks))  # of items; how many there are is in the table
+        recorder.graph.run_beside()  # threads without work in the layer's product begin with this
+    most = len(x) * max(parts * width // LANES, len(weights.blocks))  # limit on items; the table has their number
     SHRINK.launch(
         x.dtype, most, x, shrunk, weights.a, weights.ranks, rows.table, x.stride(0), inputs, parts, weights.slices,
         rank,

@@ -60,7 +60,7 @@ def sort_pairs(args: Any) -> None:
 
 @device_function
 def gather_rows(cast: Any, args: Any) -> None:
-    """Copy each pair's token. args: x, order, out, pairs, x's stride, size, number of experts per token."""
+    """Copy the row of each pair's token. args: x, order, out, pairs, x's stride, size, number of experts per token."""
     x, order, out = cast(args[1]), as_i64(args[2]), cast(args[3])
     pairs, stride, size, k = args[4], args[5], args[6], args[7]
     while True:
@@ -89,7 +89,7 @@ def multiply_segments(cast: Any, item_bytes: Any, args: Any) -> None:
     stride, number of pairs, number of experts."""
     segments, inputs, outputs, x_stride = as_i64(args[5]), args[6], args[7], args[8]
     columns = outputs // COLUMN
-    # as many as there may be: a thread that comes late, after others have reused the memory of `segments`, must find
+    # the largest possible number: a thread that starts after others have reused the memory of `segments` must see
     # from its arguments alone that no work is left
     items = columns * (min(args[9], args[10]) + args[9] // BLOCK_ROWS)
     item = take(args, 1)
@@ -195,7 +195,7 @@ def mix_experts(
     """Compute the same as `mix_experts_plain` in ops/moe.py. gate_up, down: the packed weights of all experts, one
     after another."""
     (tokens, size), k = x.shape, experts.shape[1]
-    experts, weights = experts.contiguous(), weights.contiguous()  # as they are, if a kernel has chosen them
+    experts, weights = experts.contiguous(), weights.contiguous()  # unchanged if a kernel has chosen them
     assert weights.dtype == x.dtype, "weights and x must have the same dtype"
     order, place = empty((tokens, k), torch.int64), empty((tokens, k), torch.int64)
     segments = empty((tokens, 1 + 6 * k), torch.int64)  # room for twice as many as there are pairs

@@ -153,7 +153,7 @@ def row_format(weight: Tensor | PackedExperts, dtype: torch.dtype) -> RowFormat 
 def activated(
     activation: Callable[[Tensor], Tensor], hidden: Tensor, format: RowFormat | None
 ) -> Tensor | QuantizedRows:
-    """Return the activation of `hidden`, rounded to a format, in one launch if it is a gated one."""
+    """Return the activation of `hidden`, rounded to a format; in one launch if the activation is gated."""
     if format is None:
         return activation(hidden)
     for name, kernel in fused_quantize.GATED.items():

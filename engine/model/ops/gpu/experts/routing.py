@@ -113,7 +113,7 @@ def top_k_sigmoid(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose experts, best first: logits [tokens, num_experts] float32, correction [num_experts] -> experts [tokens, k]
-    int64, weights [tokens, k] times `factor` of this dtype."""
+    int64, weights [tokens, k] of `dtype`, multiplied by `factor`."""
     return route(logits, correction, groups, k, normalise, factor, dtype)
 
 
@@ -181,8 +181,8 @@ def order_kernel(
     K: tl.constexpr, NUM: tl.constexpr, NUM_PAD: tl.constexpr, COUNTED: tl.constexpr, FEW: tl.constexpr,
     PAIRS: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Write an expert's part of SortedPairs. Grid (experts). The last one also writes the surplus tiles, which are
-    empty. COUNTED: the number of each expert's pairs is in `counts`; else each program counts all, FEW at a time."""
+    """Write an expert's part of SortedPairs. Grid (experts). The last program also writes the surplus tiles, which
+    are empty. COUNTED: `counts` has the number of each expert's pairs; else each program counts all pairs itself."""
     dependent_launch.begin(DEPENDENT)
     expert, others = tl.program_id(0), tl.arange(0, NUM_PAD)
     if COUNTED:  # noqa: SIM108

@@ -1,1 +1,1 @@
-"""Compiled Triton kernels that an image brings along, so that no pod compiles them again."""
+"""Compiled Triton kernels that a container image contains, so that no pod compiles them again."""

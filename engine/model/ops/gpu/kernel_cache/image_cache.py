@@ -1,4 +1,4 @@
-"""Reads compiled kernels from an image, and keeps what the image lacks in Triton's own cache (TRITON_CACHE_DIR).
+"""Reads compiled kernels from a container image; keeps what the image lacks in Triton's own cache (TRITON_CACHE_DIR).
 
 `python -m cluster.cli.precompile` fills the image's folder as the image is built. Triton finds a kernel by the hash of
 its source, its arguments' types and constants, its options, the GPU, and Triton itself. So a kernel of the image that

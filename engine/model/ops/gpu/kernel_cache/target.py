@@ -47,7 +47,7 @@ class Variant:
 
 @contextmanager
 def variants(capability: int) -> Iterator[dict[str, Variant]]:
-    """Collect the variants of kernels that are launched meanwhile, by what tells them apart. Nothing is launched."""
+    """Collect the variants that the `with` block would launch, each once, under a key. Nothing is launched."""
     found: dict[str, Variant] = {}
 
     def item(kernel: JITFunction, grid: tuple[int, ...]) -> Launch:

@@ -4,8 +4,8 @@ ops/recurrent/linear_attention.py, whose names are used here.
 A program computes some channels of one head's values for one sequence, chunk by chunk. It takes a chunk's rows in tiles
 that begin at multiples of ROWS. A prompt may compute all rows of a tile, and a decoded token only one, but the products
 have the same shapes, so a row's sums have the same order in any batch. In a tile the triangular system is solved row by
-row. Exponents are never positive: decays are counted from the tile's beginning on the side of its rows, and up to there
-on the side of the keys before them.
+row. Exponents are never positive: for a tile's rows, decays are summed from the tile's beginning; for earlier keys, up
+to it.
 
 `decays` holds the decays of single rows, not their sums. It has run under Triton's interpreter only, not on a GPU yet;
 the sizes of its tiles are estimates.
@@ -28,8 +28,8 @@ VALUES = 32  # channels of values of a program; with more, a state does not fit 
 
 @triton.jit
 def load_rows(kept, new, stride, m, d, row, stop, eps, SIZE: tl.constexpr, UNIT: tl.constexpr):
-    """Rows m of a chunk [len(m), len(d)] float32: those before `row` are kept, those from there on are the step's, from
-    `new` on, divided by their lengths with UNIT. From `stop` on they are 0."""
+    """Return rows m of a chunk [len(m), len(d)] float32. Those before `row` are from `kept`; the others are the step's,
+    from `new` on, and with UNIT divided by their lengths. Rows from `stop` on are 0."""
     inside = (d < SIZE)[None, :]
     old = tl.load(kept + m[:, None] * SIZE + d[None, :], mask=(m < row)[:, None] & inside, other=0.0)
     place = (m - row).to(tl.int64)[:, None] * stride + d[None, :]

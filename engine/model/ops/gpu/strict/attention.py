@@ -4,7 +4,7 @@ Keys are divided at multiples of SPLIT_TOKENS of the sequence's positions, and e
 at multiples of BLOCK_N. The results of the splits are merged in ascending order. A tile of rows may be computed by one
 program, split after split, or by one program per split, of which the last one merges. Both ways give the same bits, so
 the plan may choose between them by the batch. A split in which a row sees no key changes nothing in that row, so a row
-may share its tile with rows that see more. Every tile has BLOCK_M rows, also to decode, since a GPU's instructions for
+may share its tile with rows that see more. Every tile has BLOCK_M rows, even to decode, since a GPU's instructions for
 fewer rows may sum in another order.
 
 The rest is as in ops/gpu/attention.py. Tile sizes are estimates. Has run under Triton's interpreter only, not on a GPU
@@ -43,7 +43,7 @@ def split_tiles(
     tile, count, tiles, single, query_start, kv_len,
     DECODE: tl.constexpr, WINDOW: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return what `load_tiles` does, with the start at the border of a split, and each tile's number of splits."""
+    """Return the result of `load_tiles`, with `start` moved to the border of a split, and each tile's split count."""
     seq, row, rows, start, end, stop = load_tiles(
         tile, count, tiles, single, query_start, kv_len, kv_len, DECODE, WINDOW, 0, False
     )  # fmt: skip
@@ -57,8 +57,8 @@ def plan_splits_kernel(
     items, tiles, single, query_start, kv_len, count, slots, max_items,
     DECODE: tl.constexpr, WINDOW: tl.constexpr, SPLIT_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Give each tile a program, or a program for each of its splits if it has more than `most`: the smallest power of
-    two for which the partial results fit into `slots`. Grid (1). items [max_items, 9]: as of `plan_kernel`."""
+    """Give each tile one program, or one per split if it has more than `most` splits: the smallest power of two with
+    which the partial results fit into `slots`. Grid (1). items [max_items, 9]: see `plan_kernel`."""
     most, needed = 1, slots + 1
     while needed > slots:
         needed = 0
