@@ -400,7 +400,7 @@ class EngineConfig:
 
     @property
     def known_block_size(self) -> int:
-        """`block_size`, for callers without an engine. Raises AssertionError if the device is to choose it."""
+        """`block_size`, for callers without an engine. Raises AssertionError if it is None (chosen by the device)."""
         assert self.block_size is not None, "an engine chooses the block size by its device"
         return self.block_size
 

@@ -68,7 +68,7 @@ class RequestError(ServingError):
 
 
 class Described(str):
-    """A description of a value. Errors show it without quotes, in place of a value that would tell less."""
+    """A description that errors show, without quotes, instead of a value that would tell less."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -137,7 +137,7 @@ class UnsupportedTask(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """The prompt exceeds the limit, together with one token of the answer if there is to be one."""
+    """The prompt, with one token of the answer if there is to be one, exceeds the limit."""
 
     def __init__(self, tokens: int, limit: int, estimated: bool = False, answer: bool = True, prompt: str = "prompt"):
         """estimated: whether `tokens` is only a lower bound. answer: whether output tokens will follow. prompt: field

@@ -1,4 +1,4 @@
-"""Manta for those who use it: `from manta import LLM, SamplingParams`, and `import_path: manta:build` for Ray Serve.
+"""The public API of Manta: `from manta import LLM, SamplingParams`, and `import_path: manta:build` for Ray Serve.
 
 In an installed wheel all other packages lie below this one, as `manta.engine` and so on, where nothing can hide them.
 In a checkout they lie next to it (docs/install.md).

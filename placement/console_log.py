@@ -71,7 +71,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def named_values(message: object, args: object) -> dict[str, Any]:
-    """Return, by name, the `%` arguments that have a name before them."""
+    """Return the `%` arguments that follow a name, as in `steps=%d`, by name."""
     if not isinstance(message, str) or not isinstance(args, tuple):
         return {}
     names = [match[1] for match in CONVERSION.finditer(message.replace("%%", ""))]

@@ -28,9 +28,9 @@ class BlockAllocator:
         return growing + len(self._queue.waiting_with_kv) + len(self._handoffs.receiving)
 
     def reserve(self, request: Request, matched: int, start: int, tokens: int) -> bool:
-        """Give a waiting request its blocks, with the arguments of KVCacheManager.reserve. May take blocks from later
-        requests that hold some and only wait for a slot. Returns False, and reserves nothing, if there are still too
-        few."""
+        """Give a waiting request its blocks, with the arguments of KVCacheManager.reserve. If there are too few, takes
+        blocks from later requests that have blocks but no slot yet. Returns False, and reserves nothing, if there are
+        still too few."""
         while True:
             with_kv = self._queue.waiting_with_kv
             if self._kv_cache.reserve(request, matched, start, tokens, self.watermark):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class BlockObserver:
-    """Sees how the prefix cache of a pool changes. A subclass overrides what it records."""
+    """Sees how the prefix cache of a pool changes. A subclass overrides the methods for the changes that it records."""
 
     def describe(self, request: Request, first: int, end: int) -> None:
         """Record that the blocks [first, end) of a request hold its tokens. Called before they enter the prefix
@@ -24,7 +24,7 @@ class BlockObserver:
         """Record that a block has left the prefix cache."""
 
     def cleared(self) -> None:
-        """Record that the prefix cache has been emptied. `removed` was called for each of its blocks."""
+        """Record that the prefix cache has been emptied. Before, `removed` was called for each block."""
 
 
 class HashChanges(BlockObserver):
@@ -56,7 +56,7 @@ class BlockPool:
       cached  no sequence holds it, but its content has a hash and can be matched until it is evicted
       used    held by at least one sequence; it gets a hash once it is full and computed
 
-    A full pool is an ordinary event (the scheduler preempts), so it is a return value, not an error.
+    A full pool is ordinary (the scheduler then preempts), so methods report it by their result, not by an error.
     Prefix cache after vLLM's automatic prefix caching; paging after PagedAttention, arXiv:2309.06180.
     """
 
@@ -69,7 +69,7 @@ class BlockPool:
         block_bytes: int = 0,
     ):
         """null_block: whether to reserve block 0, besides the `num_blocks`, as a block of zeros that is never handed
-        out. Block tables name it for positions that are never read. block_bytes: bytes of a block on one rank, for
+        out. Block tables contain it at positions that are never read. block_bytes: bytes of a block on one rank, for
         statistics."""
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -167,7 +167,7 @@ class BlockPool:
 
     @property
     def num_only_held(self) -> int:
-        """Number of blocks that only holds keep: no sequence reads them now."""
+        """Number of blocks kept by holds alone: no sequence has a reference to them."""
         return sum(self._ref_counts[block] == count for block, count in self.held.items())
 
     def reserve(self, matched: list[int], num_new: int, watermark: int = 0) -> list[int] | None:

@@ -375,7 +375,7 @@ def images_only(config: EngineConfig) -> EngineConfig:
 
 def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return the options of an engine whose model takes a whole prompt in one step. Raises ConfigError if an option
-    forbids that."""
+    rules that out."""
     if config.handoff is not None:
         raise ConfigError(
             "handoff", config.handoff.role, "left out, because this model keeps no KV that could be handed over"

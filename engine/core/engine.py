@@ -71,8 +71,8 @@ class EngineCore:
     """Scheduler and runner of one engine, without sockets.
 
     With overlap, step n+1 is planned and prepared while step n computes. On a CPU the model runs in its own thread; a
-    GPU runs in parallel to the host anyway, and step n+1 is in its queue before step n ends. Without overlap,
-    everything happens in turn. Both give the same tokens.
+    GPU runs in parallel to the host anyway, and step n+1 is in its queue before step n ends. Without overlap, nothing
+    happens in parallel. The tokens are the same with and without overlap.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class EngineCore:
         self.scheduler.loading.answered(self._tiers.answers(), time.monotonic())
 
     def _flush_tiers(self) -> None:
-        """Write blocks that wait to be stored to the tiers, and then the holds on them, for at most FLUSH_S."""
+        """Write to the tiers the blocks that wait to be stored, and then their holds. Takes FLUSH_S at most."""
         deadline = time.monotonic() + FLUSH_S
         while self._broken is None and not self._in_flight and time.monotonic() < deadline:
             self._take_tier_answers()
@@ -368,13 +368,13 @@ class EngineCore:
     # -- adapters ------------------------------------------------------------------------------------------
 
     def load_adapter(self, lora: LoRARequest, call_id: str) -> None:
-        """Start to read an adapter into host memory on all ranks. A later notice has the outcome. Raises
+        """Start to read an adapter into host memory on all ranks. `take_notices` returns the outcome later. Raises
         AdapterError."""
         self._adapter_calls[self.scheduler.adapters.new_load(lora)] = call_id
         self.idle = False
 
     def check_adapter(self, lora: LoRARequest) -> None:
-        """Wait until rank 0 has read an adapter. Raises AdapterError if no request can be computed with it."""
+        """Wait until rank 0 has read an adapter. Raises AdapterError if requests cannot use it."""
         self.scheduler.adapters.check(lora)
         self._adapter_loader.check(lora)
 

@@ -26,7 +26,7 @@ def load_of(scheduler: Scheduler) -> EngineLoad:
 
 
 def stats_of(scheduler: Scheduler) -> EngineStats:
-    """Return the statistics of a scheduler; EngineCore adds those of step times."""
+    """Return the statistics of a scheduler; EngineCore adds those about step times."""
     queue, kv_cache, totals = scheduler.queue, scheduler.kv_cache, scheduler.totals
     pool = kv_cache.pool
     pools = kv_cache.pools_by_name if len(kv_cache.pools_by_name) > 1 else {}

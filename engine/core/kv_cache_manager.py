@@ -28,7 +28,7 @@ NO_STATES = StateChanges([], [])
 
 
 def nowhere(group: int, block_hash: bytes) -> bool:
-    """Return False: the stand-in for tiers in an engine without tiers."""
+    """Return False: no tier has the block if there are no tiers."""
     return False
 
 
@@ -69,8 +69,8 @@ class KVCacheManager:
         return {str(self._group): self.pool}
 
     def match(self, request: Request, shorten: Shorten, below: Below = nowhere) -> int:
-        """Return how many leading blocks of a request are cached. The last token's block never counts, since that token
-        is always computed. shorten: function that may lower this number. below: tiers whose blocks count too."""
+        """Return how many leading blocks of a request are cached. Never counts the block of the last token, which is
+        always computed. shorten: function that can lower the number. below: tiers whose blocks count too."""
         if not self._reads_cache(request):
             return 0
         size = self.pool.block_size
@@ -85,8 +85,8 @@ class KVCacheManager:
         return count
 
     def longest_prefix(self, hashes: Sequence[bytes], below: Below = nowhere) -> int:
-        """Return up to which of these hashes all KV cache groups have what a sequence needs to go on after it. below:
-        tiers whose blocks count too."""
+        """Return after how many leading hashes all KV cache groups have what a sequence needs to continue. below: tiers
+        whose blocks count too."""
         count = len(hashes)
         while True:
             longest = count

@@ -54,7 +54,7 @@ class KVEventPublisher:
         self._subscribers[command.address] = _Subscriber(now + SUBSCRIPTION_S, synced)
 
     def admitted(self, request_id: str) -> None:
-        """Record that a request or remote prefill has arrived. It may still be refused."""
+        """Record that a request or remote prefill has arrived. The engine can still refuse it."""
         if self._subscribers:
             self._admitted.append(request_id)
             self._prefilling.add(request_id)
@@ -123,8 +123,8 @@ class KVEventPublisher:
         )
 
     def _snapshot(self, load: EngineLoad, held: bytes) -> EngineUpdate:
-        """Return the current state. Changes since the update of this number are sent again with the next one,
-        harmlessly."""
+        """Return the current state. The next update repeats changes since the update of this number, which does no
+        harm."""
         return EngineUpdate(
             engine_id=self._engine_id,
             number=self._number,

@@ -81,7 +81,7 @@ class StopConditions:
         return "length" if num_output >= request.max_tokens else None
 
     def named(self, request: Request, delta: TokenDelta) -> TokenDelta:
-        """Return the final delta, with the stop token that ended the request. An end-of-sequence token is not named."""
+        """Return the final delta, with the stop token that ended the request. End-of-sequence tokens are left out."""
         token = delta.token_ids[-1]
         if token in self._eos_token_ids and not request.params.ignore_eos:
             return delta

@@ -139,7 +139,7 @@ class RequestHolds:
         return holds
 
     def take_marks(self, computed: int) -> list[HoldMark]:
-        """Return the marks within the first `computed` tokens, once each."""
+        """Return the marks within the first `computed` tokens that no earlier call has returned."""
         taken = [mark for mark in self.marks if mark.tokens <= computed]
         self.marks = self.marks[len(taken) :]
         self.next_mark = self.marks[0].tokens if self.marks else NEVER
@@ -309,8 +309,8 @@ class Request:
         return timeline
 
     def times(self, now: float) -> RequestTimes | None:
-        """Return the request's times relative to its arrival, or None if it never ran. `now` stands in for a missing
-        first token."""
+        """Return the request's times relative to its arrival, or None if it never ran. If there is no first token yet,
+        `now` is its time."""
         clock, handoff = self.clock, self.remote.handoff_at
         if clock.scheduled_at is None:
             return None

@@ -211,7 +211,7 @@ class Scheduler:
         return plan
 
     def _plan_running(self) -> int:
-        """Plan all running requests, in order. Returns the budget left for new ones."""
+        """Plan all running requests, in order. Returns the tokens left for waiting ones."""
         budget, queue, draft = self.config.max_num_batched_tokens, list(self.queue.running), self.speculation.draft
         for limit in self._token_limits:
             limit.start_step(len(queue))
@@ -403,7 +403,7 @@ class Scheduler:
         self, request: Request, reason: FinishReason, now: float, delta: TokenDelta | None = None,
         *, error: ServingError | None = None,
     ) -> Event:  # fmt: skip
-        """End a request. Every request stops being live here and nowhere else."""
+        """End a request. Only this method ends requests."""
         self.queue.remove(request)
         self.offloading.finished(request, error)
         if request.state is State.WAITING_FOR_REMOTE_KV:

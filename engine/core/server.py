@@ -178,8 +178,8 @@ class EngineServer:
             self._push(self._status_to, self._encode(AdapterLoaded(call_id, ErrorInfo.of(error))))
 
     def _make_way(self, runs_when_idle: str | None = None) -> None:
-        """Abort the request that runs only while the engine is otherwise idle. runs_when_idle: id of a new request of
-        this kind, which takes its place."""
+        """Abort the request, if any, that is served only while there is no other. runs_when_idle: id of a new request
+        of this kind, which takes its place."""
         if self._runs_when_idle is not None:
             self._abort(self._runs_when_idle)
         self._runs_when_idle = runs_when_idle

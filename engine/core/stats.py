@@ -77,8 +77,8 @@ class RequestMetrics:
             request.clock.last_token_at = now
 
     def observe_finished(self, request: Request, reason: FinishReason, now: float) -> None:
-        """Record the end of a request. Durations are recorded for natural ends only, since an aborted request's mean
-        nothing."""
+        """Record the end of a request. Durations are recorded only for `stop` and `length`: those of an aborted request
+        mean nothing."""
         times = request.times(now)
         if reason not in ("stop", "length") or times is None:
             return

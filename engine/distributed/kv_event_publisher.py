@@ -25,10 +25,10 @@ END = (-1).to_bytes(8, "big", signed=True)
 class KVEventSockets:
     """A PUB socket for batches of events, and a ROUTER socket that sends recent ones again.
 
-    A message has three frames: topic, sequence number (8 bytes, big endian, from 0), msgpack. A subscriber that does
-    not keep up loses messages and sees that by the numbers: the engine never waits. It asks the ROUTER for those from
-    a number on ([empty, number]), is sent [empty, topic, number, msgpack] for each that is still kept, and an end with
-    number -1 and nothing else. An engine whose ports are taken uses the next pair that is free. Protocol after vLLM's
+    A message has three frames: topic, sequence number (8 bytes, big endian, from 0), msgpack. The engine never waits: a
+    subscriber that is too slow loses messages, and sees a gap in the numbers. It sends [empty, number] to the ROUTER,
+    and gets [empty, topic, number, msgpack] for each message kept from that number on, then one with number -1, without
+    topic and events. An engine whose ports are taken uses the next pair that is free. Protocol after vLLM's
     ZmqEventPublisher.
     """
 
@@ -63,7 +63,7 @@ class KVEventSockets:
         self._replays.join()
 
     def _open(self, config: KVEventsConfig) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Return the PUB socket, and the ROUTER socket, which nobody reaches if there are no replays."""
+        """Return the PUB socket, and the ROUTER socket, which has no address unless replays are configured."""
         endpoint = config.endpoint or LOOPBACK
         listens = config.endpoint is None or endpoint.startswith("ipc://") or "*" in endpoint or "::" in endpoint
         for offset in range(PORTS):

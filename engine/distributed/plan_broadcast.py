@@ -151,8 +151,8 @@ class PlanBroadcaster:
         return launched
 
     def _name_lost_rank(self) -> None:
-        """Raise EngineUnavailable naming the lost rank, if it becomes known within CHECK_INTERVAL_S. The failure of a
-        collective may be noticed earlier, but it says only that a connection has ended."""
+        """Raise EngineUnavailable naming the lost rank, if it becomes known within CHECK_INTERVAL_S. A collective may
+        fail earlier, but its error tells only that a connection has ended."""
         deadline = time.monotonic() + CHECK_INTERVAL_S
         while time.monotonic() < deadline:
             self.check()
@@ -247,8 +247,8 @@ class PlanReceiver:
         return None
 
     def answer(self, answer: RankAnswer) -> None:
-        """Send rank 0 the outcome of a command. A subscription is the only message that this socket can send, so the
-        answer is its topic. The topic contains the rank, because equal topics of several ranks would be delivered only
+        """Send rank 0 the outcome of a command. This socket can send only subscriptions, so the answer is sent as the
+        topic of one. The topic contains the rank, because equal topics of several ranks would be delivered only
         once."""
         topic = ANSWER + msgspec.msgpack.encode((self._rank, answer))
         self._socket.subscribe(topic)

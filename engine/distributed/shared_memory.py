@@ -86,8 +86,8 @@ class SharedMemory:
     """One rank's end of collectives over shared memory.
 
     Each rank has two buffers and a counter. For each chunk it writes into one buffer, raises its counter, and reads
-    every rank's buffer once all counters are as high. The buffers alternate: a rank that has reached the next chunk has
-    read the previous one, so one barrier per chunk suffices. Every rank adds in rank order, so all get the same bits.
+    every rank's buffer once no counter is lower. The buffers alternate: a rank that has reached the next chunk has read
+    the previous one, so one barrier per chunk suffices. Every rank adds in rank order, so all get the same bits.
     """
 
     def __init__(self, rank: int, pids: list[int], path: str | None, timeout_s: float):

@@ -25,8 +25,8 @@ CONNECT_TIMEOUT_S = 60.0
 
 
 class StageGroup(TPGroup):
-    """The ranks of this rank's stage, for layers. What concerns all ranks (`exchange`, `starting`, `abort`) goes to the
-    group of all."""
+    """The ranks of this rank's stage, for layers. Calls that concern all ranks (`exchange`, `starting`, `abort`) go to
+    the group of all ranks."""
 
     def __init__(self, all_ranks: ConnectedGroup, stages: int):
         """Connect the ranks of each stage, and neighbouring stages. Every rank has to call this within
@@ -83,7 +83,7 @@ class StageLink:
     """Sends hidden states to the next stage, and receives those of the previous stage. Used by one thread.
 
     Each rank sends its share of every row to the rank of the same number, whose stage gathers the rows. On a CPU,
-    `send` returns before the next stage has received. NCCL has not run here.
+    `send` returns before the next stage has received. This has not run with NCCL yet.
     """
 
     def __init__(self, peers: Any, group: StageGroup):

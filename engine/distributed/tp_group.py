@@ -241,7 +241,7 @@ class ConnectedGroup(TPGroup):
 
     def part(self, name: str, rank: int, size: int) -> ConnectedGroup:
         """Return a group of some of these ranks, still to be joined. The calling rank is its rank `rank` of `size`.
-        `abort` and `close` of this group reach it."""
+        `abort` and `close` of this group act on the new one too."""
         store = dist.PrefixStore(name, self._open_store())
         group = ConnectedGroup(
             rank,
@@ -268,7 +268,7 @@ class ConnectedGroup(TPGroup):
             raise StartupError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
 
     def on_abort(self, call: Callable[[str], None]) -> None:
-        """Register a function that `abort` calls with its reason, too."""
+        """Register a function that `abort` is to call, with its reason."""
         self._aborts.append(call)
 
     def abort(self, reason: str) -> None:
@@ -418,7 +418,7 @@ class ProcessGroup:
 
     def abort(self, reason: str) -> None:
         """Abort NCCL in a separate thread. Its kernels end at once, but the call blocks until no CUDA graph holds a
-        collective (`commDestroySync`). A wait in gloo ends when the other rank's connection ends, or by its timeout."""
+        collective (`commDestroySync`). A wait in gloo ends when the other rank's connection ends, or at its timeout."""
         threading.Thread(target=self._group.abort, name="abort", daemon=True).start()
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class DiskFolder:
 
     Only the owner can read files and folders. The engines of one machine share `root`. Each locks the first free
     folder, so a restarted engine finds the blocks that its predecessor wrote. A file is written under a temporary name,
-    then renamed. There is no fsync: a block damaged by a power loss does not open, and counts as missing.
+    then renamed. There is no fsync: a block damaged by a power loss fails to decrypt, and counts as missing.
 
     Methods may be called from several threads, for different names.
     """

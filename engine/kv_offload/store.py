@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Unreachable(Exception):
-    """Raised if a store does not answer, or answers with something else than a file or its absence."""
+    """Raised if a store does not answer, or answers with an error other than that a file is missing."""
 
 
 class StoreFolder:

@@ -81,7 +81,7 @@ class HandoffChannel:
         self._thread.start()
 
     def submit(self, *actions: HandoffAction) -> None:
-        """Queue actions for the protocol to apply in order. Messages to one peer that result from one call travel
+        """Queue actions for the protocol to apply in order. The messages that result from one call are sent
         together."""
         self._actions.extend(actions)
         self._waker.wake()

@@ -27,7 +27,7 @@ def fingerprint(
     determinism: str | None = None,
     tensor_parallel: int = 1,
 ) -> str:
-    """Return a text that is equal for engines with the same KV in the same layout. People can read a mismatch from it.
+    """Return a text that is equal for engines with the same KV in the same layout, and else shows what differs.
 
     dtype: type of activations. `config` already says how weights are quantized; the scales of an FP8 cache are weights.
     tensor_parallel: number of ranks. It is part of the text only for models with recurrent layers, since each rank

@@ -267,7 +267,7 @@ class LLM:
         """Return a request that is not computed yet; `run` computes it.
 
         request_id: id that is unique among concurrent requests, and the source of the seed if `params` has none. By
-        default it is made of the engine's seed and a running number.
+        default it consists of the engine's seed and a counter.
         """
         images: list[MultiModalFeatureSpec] = []
         if isinstance(prompt, ImagePrompt):

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels that a model needs on a GPU, on a machine without one.
 
-A graph of each size, the warm-up and the largest step need every kernel that any later step needs: that is what
+A graph of each size, the warm-up and the largest step together need every kernel that any later step needs, as
 tests/engine/model/ops/gpu/test_specializations.py shows. So these steps are computed on tensors without values. Kernels
 of vision towers, of drafters with heads, and of sorting and copying in torch are not ours, or are compiled at start.
 """

@@ -31,7 +31,7 @@ SHARED_KIB = {(8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}  # of a progra
 
 
 class RankOf(TPGroup):
-    """A rank whose collectives are launches, and nothing else."""
+    """A rank whose collectives only record which kernels they would launch."""
 
     def __init__(self, size: int, launched: list[str]):
         super().__init__(0, size)
@@ -115,11 +115,11 @@ class WeightlessModel:
 
     @torch.inference_mode()
     def compute(self, tokens: int, seqs: int, context: int, verified: int = 0, images: bool = False) -> Tensor:
-        """Compute what CUDA graphs hold of a step, and the largest logits of `seqs` rows. Returns [tokens, hidden].
+        """Compute a step as CUDA graphs do, and the best tokens of `seqs` rows. Returns [tokens, hidden].
 
         The step computes `tokens` tokens of `seqs` sequences, each with at most `context` tokens. It is a decode step
-        if `tokens` equals `seqs`. verified: most tokens of a sequence in a step that verifies drafts. images: whether
-        the step contains tokens of images, which see each other.
+        if `tokens` equals `seqs`. verified: most tokens per sequence if the step verifies drafts, else 0. images:
+        whether the step contains tokens of images, which see each other.
         """
         config, groups = self.config, self.config.kv_groups
         with as_on_a_gpu(self.capability):

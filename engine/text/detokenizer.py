@@ -101,7 +101,7 @@ class Detokenizer:
         return text[:keep]
 
     def _first_match(self, text: str) -> tuple[str, int] | None:
-        """Return the stop string that ends first (the longer one of two) and where it starts."""
+        """Return the stop string that ends first (the longer one if two end together) and where it starts."""
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         _, start, stop = min(found, default=(0, 0, ""))
         return (stop, start) if found else None

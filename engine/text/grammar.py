@@ -172,7 +172,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]):
-        """Load the tokenizer. Do so before requests run: it holds the GIL, for a second with 150,000 tokens."""
+        """Load the tokenizer. Do this before requests run: it holds the GIL for 1 s per 150,000 tokens."""
         self._num_bytes = -(-vocab_size // 32) * 4
         threads = min(THREADS, os.cpu_count() or 1)
         self._queue = CompileQueue[CompiledGrammar](threads)
@@ -286,7 +286,7 @@ def source(params: StructuredOutputsParams) -> str:
 
 
 def expected(params: StructuredOutputsParams, problem: str) -> str:
-    """Return a description of a valid grammar, for the error message about one with this problem."""
+    """Return what a valid grammar would be, for the error about a grammar with this problem."""
     valid = {
         "json": "a JSON schema that can be enforced",
         "json_object": "left out",

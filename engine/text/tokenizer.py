@@ -285,8 +285,8 @@ class Tokenizer:
 
 
 def _left_for_texts(max_tokens: int, num_texts: int, num_special: int) -> int:
-    """Return how many tokens remain for the texts besides special ones. Raises InvalidParameter if it is less than one
-    each."""
+    """Return how many tokens remain for the texts besides special ones. Raises InvalidParameter if there is less than
+    one for each."""
     if max_tokens - num_special < num_texts:
         raise InvalidParameter("truncate_prompt_tokens", max_tokens, f"at least {num_special + num_texts} here")
     return max_tokens - num_special

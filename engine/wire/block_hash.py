@@ -14,8 +14,8 @@ BLOCK_HASH_BYTES = 16
 def root_keys(cache_salt: str, adapter: str = "") -> tuple[str, ...]:
     """Return the keys of `root_hash`.
 
-    adapter: digest of the sequence's adapter. The name would not do, since new weights under an old name give another
-    KV.
+    adapter: digest of the sequence's adapter. A name would not suffice, since new weights under an old name give
+    another KV.
     """
     return (cache_salt, adapter) if adapter else (cache_salt,)
 
@@ -32,14 +32,14 @@ def root_hash(keys: tuple[str, ...]) -> bytes:
 def block_hash(parent: bytes, tokens: list[int]) -> bytes:
     """Return the hash of everything that a block's KV depends on: all tokens up to its end.
 
-    Uses 128 bits of blake2b: a collision would show one user's text to another, so a cheaper hash will not do.
+    Uses 128 bits of blake2b: a collision would show one user's text to another, which a cheaper hash would risk.
     """
     return hashlib.blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
 
 
 def with_images(parent: bytes, images: Sequence[MultiModalFeatureSpec], start: int, end: int) -> bytes:
     """Return the parent hash of the block with tokens [start, end): `parent` extended by the hashes and positions of
-    the block's images. Their placeholder tokens are all alike and would not tell them apart."""
+    the block's images. The placeholder tokens of all images are the same."""
     places = [
         image.mm_hash + (image.mm_position.offset - start).to_bytes(8, "little", signed=True)
         for image in images

@@ -82,7 +82,7 @@ class AcceptPrefill:
 
 @dataclass(frozen=True, slots=True)
 class ReportProgress:
-    """Reports that the KV of all tokens from `skip` up to `upto` is complete, and stays until Closed.
+    """Reports that the KV of all tokens from `skip` up to `upto` is complete. It is kept until Closed.
 
     Reports are cumulative: each repeats the blocks of earlier reports. Every report names blocks of the first KV cache
     group; the last report also names those of the other groups, as in OpenHandoff.
@@ -137,7 +137,7 @@ class HoldRequest:
 
 @dataclass(frozen=True, slots=True)
 class HoldBlocks:
-    """Keeps cached blocks for the engine that has asked for them. It answers a BlocksAsked, as RefusePrefill may.
+    """Keeps cached blocks for the engine that has asked for them. Answers BlocksAsked, unless RefusePrefill does.
 
     Closed follows at the latest one lease after that engine's last sign of life.
     """

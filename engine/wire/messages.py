@@ -476,7 +476,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetRole(msgspec.Struct, frozen=True, tag=True):
-    """Take a role, and tell all routers. Requests that the engine has already are not affected."""
+    """Take a role, and tell all routers. Requests already in the engine are not affected."""
 
     role: Role
 

@@ -113,7 +113,7 @@ ALL_TOKENS_BANNED = -2
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """Result of one step. Lists have one entry per plan entry."""
+    """Result of one step. Each list has one item per entry of the plan."""
 
     step: int
     tokens: list[list[int]]

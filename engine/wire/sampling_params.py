@@ -32,7 +32,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
 
     @property
     def ends_at(self) -> int:
-        """Last output position at which the token that ends the reasoning may be."""
+        """Last output position at which `close` is allowed to come."""
         return self.tokens if self.open is None else self.tokens + 1
 
 

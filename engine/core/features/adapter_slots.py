@@ -18,7 +18,7 @@ class NoAdapterSlots:
     loading = False
 
     def check(self, lora: LoRARequest | None) -> None:
-        """Raise AdapterError if this engine can compute no request with the adapter."""
+        """Raise AdapterError if this engine cannot compute requests with the adapter."""
         if lora is not None:
             raise AdapterError(lora.lora_name, "lora", lora.lora_name, "left out: this engine has no adapters")
 
@@ -188,7 +188,7 @@ class AdapterSlots:
         return slot.last_step > self._committed or (slot.kept_for is not None and slot.kept_for.is_waiting)
 
     def _is_wanted_for(self, slot: AdapterSlot, lora: LoRARequest) -> bool:
-        """Return whether a slot is marked for an adapter, after forgetting a request that has ended meanwhile."""
+        """Return whether a slot is marked for an adapter. First removes the mark of a request that no longer waits."""
         if slot.wanted_by is not None and not slot.wanted_by.is_waiting:
             slot.wanted_by = None
         return slot.wanted_by is not None and slot.wanted_by.prefix.adapter == lora.digest

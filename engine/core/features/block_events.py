@@ -21,7 +21,7 @@ class Publisher(Protocol):
 
 
 class Source(NamedTuple):
-    """The place of a block in a request, from which its tokens are known."""
+    """The place of a block in a request, which has the block's tokens."""
 
     request: Request
     number: int
@@ -87,7 +87,7 @@ class BlockEvents(BlockObserver):
             self._sources[hashes[(index + 1) * self._step - 1]] = Source(request, index)
 
     def stored(self, block_hash: bytes) -> None:
-        """Record a block, unless a tier has filled it for another engine, so that no request here has its tokens."""
+        """Record a block, unless a tier has filled it for another engine: then no request here has its tokens."""
         if source := self._sources.get(block_hash):
             self._change(block_hash, source)
         else:
@@ -111,8 +111,8 @@ class BlockEvents(BlockObserver):
         self.is_cleared = True
 
     def take(self) -> Iterator[KVCacheEvent]:
-        """Yield the events since the last call, or since the cache was cleared after it. The caller reports the
-        clearing."""
+        """Yield the events since the last call, or since the cache was last cleared, if that was later. The caller
+        reports the clearing."""
         changes, self._changes, self._sources, self.is_cleared = self._changes, {}, {}, False
         if removed := [self._sent(each) for each, source in changes.items() if source is None]:
             yield BlockRemoved(block_hashes=removed, medium=MEDIUM, group_idx=self._group)
@@ -150,8 +150,8 @@ class BlockEvents(BlockObserver):
 
 
 def extra_keys(request: Request, start: int, end: int) -> tuple[object, ...] | None:
-    """Return what the KV of tokens [start, end) depends on besides the tokens before `end`, in vLLM's order. Returns
-    None if it depends on nothing else."""
+    """Return what the KV of tokens [start, end) depends on besides the tokens before `end`, in vLLM's order; None if
+    the tokens alone determine it."""
     lora = () if request.lora is None else (request.lora.lora_name,)
     images = tuple(
         (image.mm_hash.hex(), image.mm_position.offset - start)

@@ -24,7 +24,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request ends with its handoff."""
+    """A request ends because its handoff has ended."""
 
     request: Request
     reason: FinishReason
@@ -41,7 +41,7 @@ class HandoffProgress:
     # -- events of the channel -----------------------------------------------------------------------------
 
     def handle(self, event: HandoffEvent, now: float) -> Arrived | Ended | None:
-        """Record an event. Returns what the scheduler has to do with a request, if anything."""
+        """Record an event. Returns what the scheduler must record or end, if anything."""
         if self._loading.owns(event):
             self._loading.handle(event, now)
             return None
@@ -101,8 +101,8 @@ class HandoffProgress:
         logprobs: list[TokenLogprob] | None,
         error: ServingError | None,
     ) -> None:
-        """Report the computed tokens of a prompt to the engine that asked for it. `tokens` holds the first sampled
-        token once the whole prompt is computed, and is empty before. error: why no token could be sampled."""
+        """Report the computed tokens of a prompt to the engine that asked for it. `tokens` is empty until the whole
+        prompt is computed; then it holds the first sampled token. error: why no token could be sampled."""
         size = self._kv_cache.pool.block_size
         self._handoffs.report(request, computed, size)
         if not tokens:

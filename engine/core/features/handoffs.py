@@ -54,7 +54,7 @@ class HandoffManager:
         """policy: decides which prompts other engines compute; None if this engine computes all of its prompts.
         peer: this engine as others address it.
         fingerprint: identity of model and KV layout; only engines with the same one exchange KV.
-        role: whether this engine answers requests or computes prompts for others, if that may change."""
+        role: whether this engine answers requests or computes prompts for others; None if that cannot change."""
         self._policy, self._peer, self.fingerprint = policy, peer, fingerprint
         #: requests whose KV another engine computes, by handoff id; their blocks must not be reused until the handoff
         #: is over, even if the request itself has ended
@@ -123,7 +123,7 @@ class HandoffManager:
         return "failed" if request.remote.local_only else ""
 
     def count(self, decision: PrefillDecision) -> None:
-        """Count a decision once it is carried out."""
+        """Count a decision that is carried out."""
         if self._policy is not None and decision.reason not in ("", RESUMED, MOVED):
             self._policy.count(decision)
 
@@ -157,8 +157,8 @@ class HandoffManager:
             self.actions.append(DispatchRemote(remote_request))
 
     def fetch(self, request: Request, skip: int, upto: int, timeout_s: float) -> RemoteRequest:
-        """Return the request for the KV of the tokens [skip, upto), which another engine has cached. timeout_s: seconds
-        that the request waits for it."""
+        """Return the RemoteRequest for the KV of tokens [skip, upto), which another engine has cached. timeout_s:
+        seconds that `request` waits for it."""
         assert self._peer is not None
         asked = self._request(request, self._new_id(request), self._peer, skip, timeout_s)
         return msgspec.structs.replace(asked, token_ids=request.tokens[:upto])
@@ -218,8 +218,8 @@ class HandoffManager:
         return self._peer is not None and request.remote.source is not None
 
     def _moved(self, request: Request, outcome: str) -> bool:
-        """Return whether an ended handoff was to move a request here. Counts the outcome, and forgets the request's
-        source."""
+        """Return whether an ended handoff was a move of a request to this engine. Counts the outcome, and forgets the
+        request's source."""
         moved, request.remote.source = request.remote.source is not None, None
         self.moves[outcome] += moved
         return moved
@@ -231,14 +231,14 @@ class HandoffManager:
         return request
 
     def set_prefill_replicas(self, replicas: list[PrefillReplica]) -> None:
-        """Set the engines that may compute prompts for this one: none while it computes those of others."""
+        """Set the engines that may compute prompts for this one: none if the role of this one is `prefill`."""
         if self._policy is not None:
             self._policy.replicas = [] if self.role == "prefill" else replicas
 
     # -- a role that changes -------------------------------------------------------------------------------
 
     def switch(self, role: Role) -> None:
-        """Take another role. Requests that this engine has already are not affected."""
+        """Take another role. Requests already in this engine are not affected."""
         self.role, self.role_changes = role, self.role_changes + 1
         self.set_prefill_replicas([])
 
@@ -247,7 +247,7 @@ class HandoffManager:
         it waits for prompts itself.
 
         Engines that change roles at the same time could otherwise wait for each other: each has given its blocks to
-        requests whose prompts wait for blocks in the other.
+        requests whose prompts wait for blocks of the other engine.
         """
         if self.role is None or not self.receiving:
             return []
@@ -268,7 +268,7 @@ class HandoffManager:
     def report(self, request: Request, computed: int, block_size: int) -> None:
         """Report that the KV of `computed` tokens is complete. The full blocks must be cached by then.
 
-        A partly filled block is reported only at the end of the prompt. Earlier, caching may still replace it by
+        A partly filled block is reported only at the end of the prompt. Before that, the prefix cache may replace it by
         another block of the same content.
         """
         asked_by, whole = request.asked_by, computed == len(request.tokens)
@@ -310,7 +310,7 @@ class HandoffManager:
         return KVSource(request.asked_by.handoff_id, self._peer)
 
     def closed(self, request: Request, event: Closed) -> FinishReason:
-        """Record that no other engine reads a request's blocks any more. Returns how the request ends here."""
+        """Record that no other engine reads a request's blocks any more. Returns the request's finish reason."""
         assert request.asked_by is not None
         if request.asked_by.decode is NOBODY:
             self.moves[event.reason] += 1

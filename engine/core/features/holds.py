@@ -100,7 +100,7 @@ class Holds:
 
     A hold is granted or refused once its prompt is computed up to the mark; the outcome is sent with the first token.
     From then on its blocks cannot be evicted until its time ends, it is released, or the prefix cache is emptied. Its
-    time starts anew whenever a request of the same client begins with all of its tokens.
+    time starts anew whenever a request of the same client begins with the tokens of the hold.
 
     Holds of one client share their blocks. A new hold replaces earlier holds of the same client and name that are
     prefixes of it and would not last longer, so a growing conversation has one hold and not one for each turn.
@@ -246,7 +246,7 @@ class Holds:
         return None
 
     def _limits(self, share: float) -> list[int]:
-        """Return this share of each group as a number of blocks on the device."""
+        """Return the limit that this share sets to the blocks of each group on the device."""
         share = min(share, self._share)
         return [
             min(room, int(share * group.pool.num_blocks))
@@ -281,8 +281,8 @@ class Holds:
     # -- restoring -----------------------------------------------------------------------------------------
 
     def _restore(self, found: FoundHold, now: float) -> None:
-        """Grant a hold again that an earlier start has written, or refuse it. Renews a hold that another engine has
-        renewed."""
+        """Grant or refuse a hold that an earlier start has written. If this engine has the hold already, only renew
+        it."""
         saved, ends_at = found.hold, now + min(found.left_s, self._max_ttl_s)
         if (same := self._by_end.get((saved.client, saved.hashes[-1]))) is not None:
             if ends_at > same.expires_at:
@@ -323,15 +323,15 @@ class Holds:
         self._begin(hold)
 
     def _unsave(self, saved: SavedHold, tier: Tier) -> None:
-        """Delete what an earlier start has written about a hold. In the store, other engines may serve it."""
+        """Delete what an earlier start has written to disk about a hold. The store keeps it for other engines."""
         if tier.name == "disk":
             self._below.saved.drop(saved.client, saved.hashes[-1], [tier])
 
     # -- moving down, and ending ---------------------------------------------------------------------------
 
     def update(self, now: float) -> None:
-        """End the holds whose time is over, restore those of an earlier start, and let tiers keep the holds of which
-        they have a copy."""
+        """End the holds whose time is over, restore those of an earlier start, and move holds to tiers that have a copy
+        of their blocks."""
         for found in self._below.saved.take_found(now):
             self._restore(found, now)
         for dropped in self._below.saved.take_dropped():  # by the engine that serves the conversation now
@@ -356,7 +356,7 @@ class Holds:
             self._save(hold, now)
 
     def _move(self, hold: Hold, now: float) -> None:
-        """Let the tiers keep a hold that have a copy of it, and room. Waits for those that survive a restart."""
+        """Move a hold to the tiers that have its blocks, and room. Waits for tiers that survive a restart."""
         hold.ready_at = now if hold.ready_at is None else hold.ready_at
         counts = [len(kept) for kept in self._kept]
         tiers = [tier for tier in self._below.tiers if tier.fits(counts, self._share)]
@@ -386,7 +386,7 @@ class Holds:
         self._below.saved.save(saved, self._below.saved.lasting(hold.tiers), now)
 
     def _look_for_losses(self, tier: Tier) -> None:
-        """End the holds of which no tier has all blocks any more, after this tier has lost some."""
+        """After this tier has lost held blocks, end the holds whose blocks are no longer complete in any tier."""
         for index in tier.indexes:
             index.lost_held = False
         self._below.saved.lost()
@@ -503,7 +503,7 @@ def _growth(kept: Counter[T], new: list[T], old: list[T]) -> int:
 
 
 def drop(counter: Counter[T], items: Iterable[T]) -> None:
-    """Take one of each item from a counter, and remove items that reach zero."""
+    """Subtract one from the count of each item, and remove items that reach zero."""
     for item in items:
         counter[item] -= 1
         if not counter[item]:

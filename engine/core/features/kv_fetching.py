@@ -5,7 +5,8 @@ prefix of a prompt than this one. If fetching the blocks is expected to be faste
 for them, and holds no blocks meanwhile. Fetched blocks become ordinary cached blocks, whatever becomes of the request,
 and the request is admitted as if they had always been there. If they do not come, the request is computed.
 
-An engine that is asked for blocks which only its tiers have loads them first. What it cannot load in time is missing.
+An engine that is asked for blocks which only its tiers have loads them first. It does not send blocks that it cannot
+load in time.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ class KVFetching:
     # -- blocks of other engines ---------------------------------------------------------------------------
 
     def fetch(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
-        """Return whether a request has to wait for blocks of another engine, after asking for them if that pays. The
-        first `matched` blocks of the request are cached.
+        """Return whether a request has to wait for blocks of another engine, after asking for them if that saves time.
+        The first `matched` blocks of the request are cached.
 
         watermark: blocks that must stay available.
         """
@@ -190,8 +191,8 @@ class KVFetching:
         return tokens >= self._min_tokens and engine != self.peer and engine.engine_id not in self._quarantined()
 
     def _pays(self, request: Request, holder: KVHolder, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
-        """Return whether fetching the blocks is expected to be faster than computing these tokens. A rate that is still
-        unknown counts in favour of fetching."""
+        """Return whether fetching the blocks is expected to be faster than computing these tokens. While a rate is
+        unknown, returns True."""
         missing = [
             self._bytes[group]
             for group, hashes in enumerate(needed)
@@ -251,7 +252,7 @@ class KVFetching:
                 self._handoffs.actions.append(CancelHandoff(fetch.handoff_id))
 
     def _end(self, event: Received | Failed, now: float) -> list[Request]:
-        """Enter what has come into the prefix cache. Returns the requests that stop waiting."""
+        """Enter the blocks that have arrived into the prefix cache. Returns the requests that stop waiting."""
         fetch = self._fetches.pop(event.handoff_id)
         upto = event.first.cached if isinstance(event, Received) else event.verified
         came = 0 if fetch.is_void else self._count(fetch, upto)
@@ -277,7 +278,7 @@ class KVFetching:
         return [request for request in fetch.requests if request.state is State.LOADING_KV]
 
     def _count(self, fetch: PendingFetch, upto: int) -> int:
-        """Return how many leading blocks of a fetch are complete, if the KV of `upto` tokens has come."""
+        """Return how many leading blocks of a fetch are complete once the KV of the first `upto` tokens has arrived."""
         if upto == fetch.upto:
             return len(fetch.blocks)
         size = self._kv_cache.pool.block_size
@@ -323,7 +324,7 @@ class KVFetching:
 
     def _find(self, asked: BlocksAsked) -> tuple[list[tuple[int, int]], str]:
         """Return (group, block) of the blocks that another engine has asked for, and the reason why they cannot be
-        fetched, or an empty string. Only a model with one group that keeps all tokens can use a part of them."""
+        fetched, or an empty string. Only a model with one group that keeps all tokens can use just some of them."""
         theirs, groups = asked.remote_request.fingerprint, self._kv_cache.groups
         if theirs != self._handoffs.fingerprint:
             return [], f"fingerprint {theirs} is not that of this engine ({self._handoffs.fingerprint})"
@@ -363,7 +364,7 @@ class KVFetching:
         return []
 
     def clear(self) -> None:
-        """Keep nothing of what is coming, since the cache is emptied."""
+        """Discard the blocks that are still to arrive, since the cache is emptied."""
         for fetch in self._fetches.values():
             fetch.is_void = True
 

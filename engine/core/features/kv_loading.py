@@ -50,7 +50,7 @@ class KVLoading:
         self._wait(self._fetching.handle(event, now))
 
     def clear(self) -> None:
-        """Empty the tiers, and keep nothing of what is coming."""
+        """Empty the tiers, and discard the KV that is still to arrive."""
         self._offloading.clear()
         self._fetching.clear()
 

@@ -115,10 +115,10 @@ class Load:
 class KVOffloading:
     """Decides which blocks are copied to the tiers, and which requests wait for blocks from the tiers.
 
-    Blocks are stored when their request ends. Only then is it known that all their numbers were finite, and the next
-    turn of a conversation contains the answer too. The tail of a sequence is stored before its head, since tails are
-    evicted first on the device and in the tiers. The store, which may be slow, is written by commands of its own, so
-    that it delays no disk.
+    Blocks are stored when their request ends: only then is it known that all their numbers are finite, and the next
+    turn of a conversation needs the blocks of the answer too. The tail of a sequence is stored before its head, since
+    tails are evicted first on the device and in the tiers. The store has separate commands, so that a slow store does
+    not delay the disk.
 
     A request whose next blocks lie in a tier waits while they are loaded, and holds no blocks meanwhile. The loaded
     blocks become ordinary cached blocks even if the request ends meanwhile. The request is then admitted as if they had
@@ -231,7 +231,7 @@ class KVOffloading:
 
     def bring(self, hashes: Sequence[Sequence[bytes]], timeout_s: float, then: Callable[[], None], now: float) -> bool:
         """Load the blocks that the device lacks and a tier has, up to the first gap of each group, because another
-        engine has asked for them. Calls `then` once they are there, or could not be loaded. Returns False, and does
+        engine has asked for them. Calls `then` once they are loaded, or loading has failed. Returns False, and does
         nothing, if there are none.
 
         hashes: of blocks of each KV cache group. timeout_s: seconds that the other engine waits, at most.
@@ -274,8 +274,8 @@ class KVOffloading:
         return any(tier.has(group, name) for tier in self._tiers) or (group, block_hash) in self._coming
 
     def _pays(self, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
-        """Return whether loading the blocks is expected to be faster than computing these tokens. A rate that is still
-        unknown counts in favour of loading."""
+        """Return whether loading the blocks is expected to be faster than computing these tokens. While a rate is
+        unknown, returns True."""
         sizes: Counter[str] = Counter()
         for group, hashes in enumerate(needed):
             missing = [each for each in hashes if not self._kv_cache.groups[group].pool.has(each)]
@@ -289,7 +289,7 @@ class KVOffloading:
         return pays
 
     def _promised(self, needed: Sequence[Sequence[bytes]]) -> bool:
-        """Return whether a hold keeps any of the blocks that the device lacks: then they are loaded at any cost."""
+        """Return whether a hold keeps any blocks that the device lacks: then they are loaded even if that is slower."""
         missing = [
             (group, self._name_of(group, each))
             for group, hashes in enumerate(needed)
@@ -327,15 +327,15 @@ class KVOffloading:
         return TierBlock(group, block, name, slot, tier.name == "disk", tier.name == "store")
 
     def _fastest(self, group: int, name: bytes) -> Tier:
-        """Return the tier from which to load a block."""
+        """Return the fastest tier that has a block."""
         return next(tier for tier in self._tiers if tier.has(group, name))
 
     def _tier(self, block: TierBlock) -> Tier:
-        """Return the tier from which a block is loaded."""
+        """Return the tier from which a command loads a block."""
         return next(tier for tier in self._tiers if tier.takes(block))
 
     def _end_load(self, number: int, failed: set[int], is_unreachable: bool, now: float) -> None:
-        """Record which blocks a load has brought up. is_unreachable: whether the store failed, and not the blocks."""
+        """Record which blocks have been loaded. is_unreachable: whether the store itself failed, not single blocks."""
         load = self._loads.pop(number)
         if is_unreachable and not load.is_stopped:
             self._named("store").failed("read", len(failed), now)
@@ -466,8 +466,8 @@ class KVOffloading:
             writer.written(answer.number, set(answer.failed), now)
 
     def _listed(self, listing: StoreListing, now: float) -> None:
-        """Enter what other engines have written to the store, and forget what they have deleted. Blocks that this
-        engine is reading stay until the read has failed."""
+        """Enter the blocks that other engines have written to the store, and forget those that they have deleted,
+        except for blocks that this engine is reading."""
         store = self._named("store")
         (index,) = store.indexes
         self.saved.listed(listing)

@@ -11,8 +11,8 @@ LEAST_CHUNK = 256
 class MicroBatches:
     """Token limit of an engine with pipeline stages.
 
-    A request whose next token a step under way samples waits for that token. A step computes at most 1 / stages of the
-    running requests, so that the others fill the steps that follow, and every stage has a step. A prompt is cut into
+    A request waits while a step in flight samples its next token. A step computes at most 1 / stages of the running
+    requests, so that the others fill the steps that follow, and every stage has a step. A prompt is cut into
     2 * stages chunks, unless they would be small, so that stages compute its chunks at the same time.
     """
 

@@ -1,8 +1,8 @@
 """Requests that stop here so that another engine continues them. Pure Python.
 
-A move is a handoff whose prompt is computed already (kv_transfer/protocol/protocol.py). The newest token is not sent to
-the client here: it travels with the KV, as the first token of a prompt does in any handoff. The next engine continues
-as after any handoff. If it does not get the KV, it computes prompt and output again, with the same tokens.
+A move is a handoff whose prompt is computed already (kv_transfer/protocol/protocol.py). This engine does not send the
+newest token to the client: it goes with the KV, as the first token does in any handoff. The next engine continues as
+after any handoff. If it does not get the KV, it computes prompt and output again, with the same tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Moves:
         """Return up to `count` requests that have no KV here, and so can leave at once. If they are fewer, mark running
         requests, beginning with the newest, to stop after their next token.
 
-        others: live requests that wait outside the queue. One whose KV is on its way here waits for it, and leaves when
-        it runs.
+        others: live requests that wait outside the queue. One that has blocks for KV on its way here does not leave
+        before it runs.
         """
         waiting = [*reversed(queue.waiting), *queue.waiting_for_grammar, *others]
         at_once = [r for r in waiting if not (r.asked_by or r.tables or r.state is State.FINISHED)][:count]

@@ -123,8 +123,8 @@ class Speculator:
         return limit > 0 and len(drafts.drafter.propose(limit + 1)) > 1
 
     def draft(self, request: Request, count: int, capacity: int) -> list[int]:
-        """Return up to `capacity` drafts to follow the `count` tokens of a request that a step computes; none unless
-        those end with its newest token."""
+        """Return up to `capacity` drafts for a step that computes `count` tokens of a request; none unless the step
+        computes just its newest token."""
         if not count == 1 == request.pending or request.in_flight:
             return []
         grammar = request.grammar
@@ -194,7 +194,7 @@ class Speculator:
         return drafts
 
     def _pays(self, drafts: SequenceDrafts, length: int) -> bool:
-        """Return whether one drafted token is worth its time in a sequence of this length."""
+        """Return whether drafting one token is expected to save time in a sequence of this length."""
         if length < drafts.resume_at:
             return False
         if drafts.acceptance(length) > self._step.least_acceptance:

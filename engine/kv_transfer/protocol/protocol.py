@@ -46,7 +46,7 @@ prefill's queue (CancelHandoff).
 **No engine is mistaken for another.** A handoff_id is never reused, an engine is identified by the epoch of its start,
 and a handoff is bound to the first engine that answers and to the lease that it names. If that engine accepts the
 request again after the first lease has ended, it counts as another engine. Another engine that got the same request
-receives a Cancel. So does an engine that continues a handoff which has ended in this engine. Any other stale message is
+receives a Cancel. So does an engine that sends Progress of a handoff that has ended here. Any other stale message is
 dropped and counted.
 """
 

@@ -20,7 +20,7 @@ class ReceiveState:
 
     def __init__(self, remote_request: RemoteRequest, groups: list[list[int]], block_size: int, named: bool = False):
         """groups: local blocks of each KV cache group, as in OpenHandoff. named: whether the blocks are asked for by
-        name. Then the sender may have only the first of them, and sends no prompt's hash."""
+        name. If so, the sender may have only the first of them, and sends no hash of a prompt."""
         self.local = [block for blocks in groups for block in blocks]
         self.remote: list[int] = []
         self.started = 0  #: leading blocks whose read has started
@@ -96,7 +96,7 @@ class ReceiveState:
         return len(self._ends) == 1 and len(self.local) == -(-missing // self._block_size)
 
     def _shrink(self, num_tokens: int) -> None:
-        """Ask for no more than the first tokens, whose end is the end of a block."""
+        """Ask only for the first `num_tokens` tokens, which end with a whole block."""
         self._num_tokens = num_tokens
         del self.local[(num_tokens - self._remote_request.skip) // self._block_size :]
         self._ends = [len(self.local)]

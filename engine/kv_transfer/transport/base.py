@@ -98,7 +98,7 @@ class KVTransport(Protocol):
 
 
 class Progress:
-    """Deadline of a read. Every received byte moves it."""
+    """Deadline of a read. Every received byte postpones it."""
 
     def __init__(self, stop: threading.Event, limit_s: float):
         self._stop, self._limit_s = stop, limit_s
@@ -119,7 +119,7 @@ class Progress:
 def runs(blocks: list[int], *others: list[int]) -> Iterator[tuple[int, int]]:
     """Yield (first index, count) of each run of indices in which the values of every list rise in steps of one.
 
-    Blocks of a run are adjacent in memory on both sides, and can travel as one piece.
+    Blocks of a run are adjacent in memory on both sides, and can be read as one piece.
     """
     first = 0
     for i in range(1, len(blocks) + 1):

@@ -3,8 +3,8 @@
 Transfers write to the transport's own buffers, which are then copied into the cache. A running transfer cannot be
 cancelled reliably: if its peer hangs, it may still write later. Such a transfer keeps its buffer, while the blocks of
 the cache are free at once. All reads share MAX_BUFFERS buffers, and the size of the cache leaves memory for them. Each
-read may have one more buffer, and transfers that hang or fail keep theirs in addition. The copy takes 0.4 of the time
-of the transfer itself (CPU, 16 MB, two processes of one machine).
+read may have one more buffer, and transfers that hang or fail keep theirs in addition. The copy takes 0.4 times as long
+as the transfer itself (CPU, 16 MB, two processes of one machine).
 
 NIXL has no checksums of its own; the links that it uses do.
 

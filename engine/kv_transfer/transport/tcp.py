@@ -1,8 +1,8 @@
 """TCP transport with a checksum on every frame. It has no special requirements, and works between any two hosts.
 
 A connection carries one read at a time. The reader asks for blocks and heads; the source answers in frames of about
-FRAME_BYTES, whose borders both sides compute alike. Whole blocks go from cache to cache without an intermediate copy:
-sendmsg gathers them at the source, recvmsg_into scatters them at the reader.
+FRAME_BYTES, whose borders both sides compute in the same way. Whole blocks go from cache to cache without an
+intermediate copy: sendmsg gathers them at the source, recvmsg_into scatters them at the reader.
 
 When a connection opens, each side proves by a challenge (HMAC, RFC 2104) that it has a secret derived from the
 cluster's key and the source process's key. So no stranger can read KV or pose as a source, and a new process at an old
@@ -322,7 +322,7 @@ def refuse(connection: socket.socket, reason: str, progress: Progress) -> None:
 
 
 def ask(connection: socket.socket, reads: BlockReads, progress: Progress) -> int:
-    """Send a read request. Returns the seed of its answer's checksums, so that no other answer passes."""
+    """Send a read request. Returns the seed of the answer's checksums, with which other answers fail."""
     ids = np.array(reads.remote, np.uint32).tobytes()
     header = REQUEST.pack(MAGIC, len(reads.remote), reads.part.remote_start, reads.part.count, 0)[:-8]
     seed = digest([header, ids], 0)

@@ -113,8 +113,7 @@ class EncoderCacheManager:
         return count
 
     def whole_prefix(self, request: Request, matched: int, block_size: int) -> int:
-        """Return how many of the `matched` leading blocks can be used without cutting through an image that must be
-        whole."""
+        """Return how many of the `matched` leading blocks can be used without splitting an image that must be whole."""
         if self.whole_images:
             for image in reversed(request.images):
                 span = image.mm_position
@@ -161,7 +160,7 @@ class EncoderCacheManager:
                 self.handoffs.awaits(image, note, ahead=True)
 
     def share_pixels(self, images: list[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
-        """Return the images, sharing pixels that another live request already brought, so that they are kept once."""
+        """Return the images, sharing the pixels that another live request has too, so that they are kept once."""
         found = []
         for image in images:
             data = dict(image.data)
@@ -172,7 +171,7 @@ class EncoderCacheManager:
 
     def queued_embeds(self, requests: Iterable[Request]) -> int:
         """Return how many embeddings this engine still has to make for images that these requests have yet to compute.
-        An image in several requests counts once."""
+        Counts an image only once if several requests have it."""
         missing = {
             image.mm_hash: image.num_embeds
             for request in requests

@@ -82,8 +82,8 @@ class ImageHandoffs:
     def awaits(self, image: MultiModalFeatureSpec, note: Note, *, ahead: bool = False) -> bool:
         """Return whether an encode engine is working on an image, after asking one if possible.
 
-        ahead: the image is for a later step. Then it evicts no image that has arrived, and leaves half of the blocks to
-        images that other requests need at once.
+        ahead: the image is for a later step. For such an image, no image that has arrived is evicted, and half of the
+        blocks are left to images that other requests need at once.
         """
         key = image.mm_hash
         if key in self._awaited:

@@ -62,8 +62,8 @@ class StateCacheManager(KVCacheManager):
         return hashes[-1:]
 
     def pin(self, needed: Sequence[bytes], watermark: int) -> tuple[list[int], list[int]] | None:
-        """Pin as the other groups do, but never a snapshot from which the step being planned restores. Such snapshots
-        are already released and could be overwritten; they are among the most recently released."""
+        """Pin as other groups do, but leave as many snapshots as the step being planned restores from. Those are
+        already released, but so recently that all others are overwritten first."""
         return super().pin(needed, len(self._restored))
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:

@@ -49,7 +49,7 @@ class WindowedKVCacheManager(KVCacheManager):
         return hashes[self._first(len(hashes)) :]
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:
-        """Return the hashes of the windows before the ends of prompt and answer, where later prompts diverge."""
+        """Return the hashes of the windows that end with the prompt and the answer, where later prompts diverge."""
         size = self.pool.block_size
         known = min(request.computed, len(request.tokens)) // size
         ends = min(known, request.num_prompt // size), known
@@ -69,7 +69,7 @@ class WindowedKVCacheManager(KVCacheManager):
 
     @property
     def _most(self) -> int:
-        """Blocks that a request holds at most."""
+        """The most blocks that a request holds."""
         assert self._spec.window is not None
         return self.pool.blocks_for(self._spec.window - 1 + self._step_tokens) + 1  # a window begins inside a block
 

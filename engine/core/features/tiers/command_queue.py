@@ -16,7 +16,7 @@ class CommandQueue:
         self._number = 0
 
     def new_number(self) -> int:
-        """Return a number for a command that is answered."""
+        """Return a number for a command that expects an answer."""
         self._number += 1
         return self._number
 
@@ -24,7 +24,7 @@ class CommandQueue:
         self._commands.append(command)
 
     def drop(self, tier: Tier, names: Sequence[bytes]) -> None:
-        """Delete the files of blocks that have left a tier. A slot in host memory is simply used again."""
+        """Delete the files of blocks that have left a tier. Host memory has no files: its slots are reused."""
         if names and tier.name != "host":
             self.add(DropBlocks(list(names), in_store=tier.name == "store"))
 

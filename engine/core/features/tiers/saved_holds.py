@@ -1,4 +1,4 @@
-"""Holds that outlive their engine: what is written about them beside their blocks. Pure Python."""
+"""Holds that outlive their engine: the records written beside their blocks. Pure Python."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FoundHold:
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """A hold in the store, whose blocks no engine may evict from there, whichever engine has granted it."""
+    """A hold in the store. No engine may evict its blocks from the store, whichever engine has granted it."""
 
     hold: SavedHold
     kept: set[bytes]
@@ -88,18 +88,18 @@ class SavedHolds:
     # -- holds of this engine ------------------------------------------------------------------------------
 
     def lasting(self, tiers: Sequence[Tier]) -> list[Tier]:
-        """Return those of these tiers in which holds survive a restart."""
+        """Return the tiers, out of these, in which holds survive a restart."""
         return [tier for tier in tiers if tier.name != "host"]
 
     def save(self, hold: SavedHold, tiers: Sequence[Tier], now: float) -> None:
-        """Write a hold, or its new end. `ends_at` of the hold is a time like `now`."""
+        """Write a hold, or its new end. `ends_at` of the hold is on the same clock as `now`."""
         saved = SavedHold(hold.client, hold.name, hold.response_id, hold.hashes, hold.needed, hold.ttl_s,
                           hold.ends_at + self._epoch_s)  # fmt: skip
         for tier in tiers:
             self._submit(SaveHold(self._name(hold.client, hold.hashes[-1]), saved, tier.name == "store"))
 
     def drop(self, client: str, end: bytes, tiers: Sequence[Tier]) -> None:
-        """Delete what is written about the hold of a client whose last block has the hash `end`."""
+        """Delete the record of a client's hold. end: hash of the hold's last block."""
         for tier in tiers:
             self._drop(self._name(client, end), tier.name == "store")
 
@@ -131,8 +131,8 @@ class SavedHolds:
         return dropped
 
     def listed(self, listing: StoreListing) -> None:
-        """Record which holds have come and gone in the store. Call it before the blocks of the listing are entered, of
-        which none may then be evicted for another."""
+        """Record which holds the store has gained and lost. Call it before the blocks of the listing are entered, so
+        that none of them is evicted to make room for another."""
         store = self._named("store")
         for lease in listing.dropped_holds:
             if lease in self._in_store:
@@ -150,7 +150,7 @@ class SavedHolds:
         self._listed = True
 
     def entered(self, listing: StoreListing) -> None:
-        """Record that the blocks of a listing have been entered, as far as there was room."""
+        """Record that those blocks of a listing have been entered for which there was room."""
         index = self._named("store").index(0)
         lacking = {block.name for block in listing.added if not index.knows(block.name)}
         for kept in self._in_store.values() if lacking else ():

@@ -51,7 +51,7 @@ class Tier:
         return any(index.held for index in self.indexes)
 
     def fits(self, counts: Sequence[int], share: float) -> bool:
-        """Return whether so many blocks of each KV cache group take at most this share of the tier."""
+        """Return whether `counts` blocks of the KV cache groups take at most this share of the tier."""
         needed: Counter[int] = Counter()
         for group, count in enumerate(counts):
             needed[group if len(self.indexes) > 1 else 0] += count * self.sizes[group]
@@ -133,5 +133,5 @@ class TierHashes:
 
 
 def tiers_of(tiers: Sequence[Tier], blocks: Sequence[TierBlock]) -> list[Tier]:
-    """Return those of the tiers that a command with these blocks writes or reads, the slowest last."""
+    """Return the tiers that a command with these blocks writes or reads, the slowest last."""
     return [tier for tier in tiers if any(tier.takes(block) for block in blocks)]

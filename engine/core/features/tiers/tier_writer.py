@@ -63,8 +63,8 @@ class TierWriter:
         return not (self._waiting or self._stores) or all(tier.rests for tier in self._tiers)
 
     def add(self, keys: Iterable[tuple[int, bytes]]) -> None:
-        """Copy blocks, given by group and hash, to the tiers that lack them, after all others. If there are more than
-        the KV cache can have, the oldest are left out."""
+        """Copy blocks, given by group and hash, to the tiers that lack them, after all others. If more blocks wait than
+        the KV cache has, drops the oldest."""
         for key in keys:
             self._waiting.pop(key, None)
             self._waiting[key] = None
@@ -73,7 +73,7 @@ class TierWriter:
             self.not_stored += 1
 
     def add_held(self, keys: Iterable[tuple[int, bytes]]) -> None:
-        """Copy blocks that stay on the device, unless they wait to be copied already."""
+        """Copy blocks that stay on the device. Those that already wait to be copied keep their turn."""
         for key in keys:
             self._waiting.setdefault(key)
 
@@ -124,7 +124,7 @@ class TierWriter:
         return TierBlock(group, block, name, slot, on_disk, in_store)
 
     def owns(self, number: int) -> bool:
-        """Return whether a command is one of this writer, and under way."""
+        """Return whether a command comes from this writer and is still under way."""
         return number in self._stores
 
     def copied(self, number: int) -> None:
@@ -151,14 +151,14 @@ class TierWriter:
             tiers_of(self._tiers, [store.blocks[i] for i in failed])[-1].failed("write", len(failed), now)
 
     def check_deadlines(self, now: float) -> None:
-        """Let a tier rest that takes too long to write."""
+        """Stop using a tier for REST_S if writing to it takes too long."""
         for store in self._stores.values():
             if now >= store.started_at + WRITE_S and not store.is_late:
                 store.is_late = True  # it is still waited for: until then, no more of its blocks are in memory
                 tiers_of(self._tiers, store.blocks)[-1].failed("deadline", len(store.blocks), now)
 
     def clear(self) -> None:
-        """Write nothing that waits, and discard what is being written."""
+        """Discard the blocks that wait or are being written."""
         self._waiting.clear()
         for store in self._stores.values():
             store.is_void = True
