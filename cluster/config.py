@@ -35,8 +35,8 @@ class Section(BaseModel):
 
 
 def _section_of(config: type, without: set[str], **types: Any) -> type[Section]:
-    """Return a section with one key per field of the dataclass, so that the two cannot drift apart. types: keys whose
-    type differs from that of their field."""
+    """Return a section with one key per field of the dataclass, so that the two always agree. types: keys whose type
+    differs from that of their field."""
     hints = get_type_hints(config) | types
     keys: dict[str, Any] = {f.name: (hints[f.name], f.default) for f in fields(config) if f.name not in without}
     return create_model(config.__name__.replace("Config", "Section"), __base__=Section, **keys)
@@ -271,7 +271,7 @@ class ModelSection(Section):
 
     @property
     def deployments(self) -> dict[str, Role]:
-        """The model's Serve deployments, by name: the role of their replicas, or `decode` if these change roles."""
+        """The role of the replicas of each Serve deployment of the model, by name; `decode` if they change roles."""
         if self.switches_roles:
             return {f"pd-{self.name}": "decode", **{f"{r}-{self.name}": r for r in self.pools if r == "encode"}}
         return {f"{role}-{self.name}": role for role in self.pools}
@@ -330,7 +330,7 @@ class ModelSection(Section):
         return same and plain and not any(map(self.on_gpu, self.pools))
 
     def _check_roles(self, path: str) -> None:
-        """Raise ConfigError if a replica of one pool could not take the place of one of the other."""
+        """Raise ConfigError unless both pools have equal settings, except ROLE_KEYS, as their replicas change pools."""
         if self.prefill is None:
             raise ConfigError(f"{path}.prefill", None, "given, because `handoff.switch_roles` needs two pools")
         ours, theirs = (pool.model_dump(exclude=ROLE_KEYS) for pool in (self.decode, self.prefill))

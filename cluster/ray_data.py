@@ -35,7 +35,7 @@ MAX_CONCURRENT_BATCHES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorConfig:
-    """Options of a processor. Those named as in `ray.data.llm.vLLMEngineProcessorConfig` have the same meaning."""
+    """Options of a processor. Those that `ray.data.llm.vLLMEngineProcessorConfig` also has mean the same there."""
 
     model_source: str = "pocket"  #: a Hugging Face model folder or a Hub id
     engine_kwargs: Mapping[str, Any] = field(
@@ -196,8 +196,8 @@ class _Generate(_Engine):
         return self
 
     def __next__(self) -> tuple[RequestOutput, SamplingParams]:
-        """Return the next request. StopIteration means only that there is none at the moment: running requests
-        continue, and more may follow."""
+        """Return the next request. StopIteration means only that no request is waiting now: running requests continue,
+        and others may follow."""
         while True:
             try:
                 row, done = self._inbox.get_nowait()

@@ -1,7 +1,7 @@
 """Converts files of Ray Serve LLM: `args` of its builders to `args` of ours (docs/ray_serve_llm.md).
 
-Keys that describe a model, its engine or its replicas are translated. A key without a counterpart that would change
-answers or capacity is an error; other such keys are left out with a log line.
+Keys that describe a model, its engine or its replicas are translated. A key without a counterpart is an error if it
+would change answers or capacity; otherwise it is left out with a log line.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def serving_args(args: Mapping[str, Any], variables: dict[str, str] | None = Non
     """Convert `args` of `build_openai_app` (llm_configs) or `build_pd_openai_app` to ours. `args` may also contain our
     own keys at the level of `models`.
 
-    variables: dict to which the models' environment variables are added. Without it they must already be set, because
-    only the application that has these `args` could set them. Raises StartupError.
+    variables: dict to which the models' environment variables are added. Without it, they must already be set, by the
+    application's runtime_env or in the environment of `ray start`. Raises StartupError.
     """
     _check_keys(args, ("llm_configs", "prefill_config", "decode_config", "ingress_cls_config",
                        "ingress_deployment_config", *ABOVE_MODELS), "")  # fmt: skip

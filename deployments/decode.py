@@ -39,8 +39,8 @@ class Decode(EngineDeployment):
             self._tasks = [*self._tasks, *map(asyncio.create_task, (self._depart(slots), self._rebalance(slots)))]
 
     async def generate(self, requests: list[EncodedRequest], context: RoutingContext) -> None:
-        """Run GenerateRequests in the engine, and return when they have ended. Of the context, only what this
-        deployment's router has added arrives. Raises OtherModel, and the errors of EngineReplica.run_requests."""
+        """Run GenerateRequests in the engine, and return when they have ended. The context has only what this
+        deployment's router has added. Raises OtherModel, and the errors of EngineReplica.run_requests."""
         for request in requests:
             if request.model not in (None, self._model):
                 raise OtherModel(request.request_id, self._model.weights, self._model.vocabulary)

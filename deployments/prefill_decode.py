@@ -21,7 +21,7 @@ from placement.spec import GroupSpec
 
 
 class PrefillDecode(Decode):
-    """Its replicas send prompts to those of them whose role is `prefill`. Roles come from the autoscaling policy, by a
+    """Its replicas send prompts to the replicas whose role is `prefill`. Roles come from the autoscaling policy, by a
     table in Ray's GCS."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it

@@ -85,11 +85,11 @@ class HttpEndpoint:
 def end_serve_run(reason: str) -> None:
     """Print why the application cannot start, and end the `serve run` or `manta serve` that deploys it.
 
-    Returns if there is no such process on this node. Also returns if some model has been up, since a running
-    application must keep running, and a failed change can be reverted. Ray 2.60 builds an application of a YAML file in
-    a worker process; when that fails, `serve run` prints a traceback and then sleeps forever. On SIGTERM it ends, with
-    all its Ray processes and a nonzero status. `serve deploy` and KubeRay have no such process; they show the error in
-    the application's status.
+    Does nothing if there is no such process on this node, or if any model has been up: a running application must keep
+    running, and a failed change can be reverted. Ray 2.60 builds an application of a YAML file in a worker process;
+    when that fails, `serve run` prints a traceback and then sleeps forever. A SIGTERM ends it and all its Ray
+    processes, with a nonzero status. `serve deploy` and KubeRay have no such process; they show the error in the
+    application's status.
     """
     pid = _serve_run_pid()
     if pid is None or _a_model_was_up():

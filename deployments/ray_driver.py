@@ -1,6 +1,6 @@
 """Runs Ray for `manta serve`: starts Ray, deploys the application, and ends both on Ctrl-C.
 
-Like ray_compat.py, this module uses private names of Ray. Those of Serve are imported in functions, since this process
+Like ray_compat.py, this module uses private names of Ray. Serve's are imported inside functions, because this process
 has time for that while Ray starts.
 """
 
@@ -153,11 +153,11 @@ def _start_ray(address: str | None, *, configure_logging: bool) -> None:
 def _changed_start(agent_ports: Mapping[str, int]) -> Iterator[Callable[[], None]]:
     """Change how `ray.init` starts a node, inside the block.
 
-    It leaves out the monitor of Ray's autoscaler and Ray's dashboard, which would otherwise start before the processes
-    that models need. It gives Ray's agents fixed ports, and announces the ports where the raylet looks for them;
-    otherwise the raylet would end after 15 s. It waits for the node as long as the load requires instead of half a
-    minute, but not for a node that has ended. Yields a function that later starts what was left out; it does nothing if
-    Ray was already running.
+    `ray.init` then leaves out the monitor of Ray's autoscaler and Ray's dashboard, which would otherwise start before
+    the processes that models need. It gives Ray's agents fixed ports, and announces the ports where the raylet looks
+    for them; otherwise the raylet would end after 15 s. It waits for the node as long as the load requires instead of
+    half a minute, but not for a node that has ended. Yields a function that later starts what was left out; it does
+    nothing if Ray was already running.
     """
     left_out: list[Callable[[], None]] = []
     nodes: list[Node] = []

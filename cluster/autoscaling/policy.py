@@ -125,8 +125,8 @@ class RoleSwitch:
         return decision.replicas
 
     def _members(self, reports: Any) -> dict[str, Member]:
-        """Return the replicas that have reported, by the id of their engines. The role is the one that they were given;
-        after a restart of the controller, the one that they report."""
+        """Return the replicas that have reported, by the id of their engines. A replica's role is the one that this
+        policy gave it; if it gave none since the controller's start, the one that the replica reports."""
         members = {}
         for replica, points in reports.get("running", {}).items():
             if points:

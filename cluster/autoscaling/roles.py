@@ -2,7 +2,7 @@
 time, in seconds.
 
 A replica changes its role in about a second, and a new replica takes much longer to start. So replicas change roles as
-soon as one role needs more of them than it has, and new ones are requested only for what all of them together lack.
+soon as one role lacks some, and new replicas are requested only if there are too few for both roles.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RoleScaler:
         return min(max(min(stable, max(target, MAX_GROWTH * running, 1)), low), high)
 
     def _split(self, replicas: int) -> int:
-        """Return how many of so many replicas compute prompts."""
+        """Return how many of this number of replicas should compute prompts."""
         assert self._prefill is not None
         for needs in (self._kept, self._needs):
             decode, prefill = needs.of["decode"], needs.of["prefill"]
@@ -123,8 +123,8 @@ class RoleScaler:
 
 
 def _assign(members: Mapping[str, Member], prefill: int) -> dict[str, Role]:
-    """Return the role of each replica, so that `prefill` of them compute prompts, and as few as possible change. Those
-    change that have the least to do."""
+    """Return the role of each replica, such that `prefill` of them compute prompts and as few as possible change roles.
+    The replicas with the least work change."""
     roles: dict[str, Role] = {name: member.role for name, member in members.items()}
 
     def work(name: str) -> tuple[int, int, str]:

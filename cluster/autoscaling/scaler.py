@@ -108,7 +108,7 @@ class ModelScaler:
         return decisions
 
     def pressure(self, role: Role, replicas: int) -> float:
-        """Return the largest ratio of a pool's last load to a limit if it had so many replicas."""
+        """Return the highest ratio of load to limit, over all limits, for a pool's last load on this many replicas."""
         return self._scalers[role].pressure(replicas)
 
     def _spilled_prefill_share(self, pools: dict[Role, PoolLoad]) -> float:
@@ -160,8 +160,8 @@ class PoolScaler:
         return self._sizing.pressure(self._last, replicas)
 
     def _size(self, demand: Demand, current: int) -> Size:
-        """Return the required size. It grows only if the current sequences need more, and shrinks only if the tokens
-        per second allow less."""
+        """Return the required size. It grows only if the current sequences need more replicas, and shrinks only if the
+        current tokens per second need fewer."""
         max_replicas = self._limits.max_replicas
         size, if_fewer = self._sizing.now(demand, max_replicas), self._sizing.if_fewer(demand, max_replicas)
         if size.replicas >= min(if_fewer.replicas, current):

@@ -48,15 +48,14 @@ class Sizing:
     def if_fewer(self, demand: Demand, max_replicas: int) -> Size:
         """Return the size for the current tokens per second.
 
-        Fewer replicas make slower steps, so the same stream of requests keeps more of them in flight (Little's law).
-        After a replica is removed, `now` may therefore ask for that replica again; this method would not have removed
-        it.
+        On fewer replicas, steps are slower, so the same stream has more requests in flight (Little's law). Sizing by
+        `now` could therefore remove a replica and then ask for it again; this method counts those additional requests.
         """
         return self._fewest(demand, max_replicas, None, SCALE_DOWN_MARGIN)
 
     def pressure(self, demand: Demand, replicas: int) -> float:
-        """Return the largest ratio of the current load to a limit if there are so many replicas; above 1, `now` asks
-        for more."""
+        """Return the highest ratio of load to limit, over all limits, for this many replicas; above 1, `now` asks for
+        more."""
         if not replicas:
             return float("inf")
         ratios = [demand.kv_replicas / replicas / MAX_KV_FRACTION]

@@ -35,7 +35,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSettings:
-    """What the policy needs to know besides, of a pool whose replicas change roles."""
+    """Further settings that the policy needs for a pool whose replicas change roles."""
 
     prefill: Limits  #: limits of the role `prefill`; PoolSettings has those of `decode`
     min_total: int  #: bounds of the number of replicas of both roles
@@ -72,7 +72,7 @@ def autoscaling_config(low: int, high: int, full: int, pool: PoolSettings | None
 
     low, high: bounds of the number of replicas.
     full: number of requests that fill a replica. Serve displays it; our policy ignores it.
-    pool: settings that our policy reads from policy_kwargs. Serve passes those only to deployments' own policies.
+    pool: settings that our policy reads from policy_kwargs; Serve passes those only to a deployment's own policy.
     """
     return {
         "min_replicas": low,

@@ -25,7 +25,7 @@ from placement.console_log import PACKAGES, JsonFormatter
 
 @dataclass(slots=True)
 class Phase:
-    """A part of the start, which begins and ends with log lines that have given prefixes."""
+    """A phase of the start. Log lines with the prefixes `begins` and `ends` mark its limits."""
 
     name: str
     begins: str

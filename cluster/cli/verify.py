@@ -65,7 +65,7 @@ class Verdict:
 
 
 class Answer(msgspec.Struct):
-    """The fields of an answer that its comparison depends on."""
+    """The fields of an answer on which the comparison depends."""
 
     class Usage(msgspec.Struct):
         prompt_tokens: int

@@ -31,8 +31,8 @@ class LayerKind(NamedTuple):
     kv: float  #: fraction of the model's `kv_bytes`
 
     def seen(self, start: int, count: int) -> tuple[int, int]:
-        """Return, for `count` tokens of a sequence from `start` on, the sum of the tokens that each attends to, and the
-        number of tokens whose KV they read."""
+        """Return two numbers for the `count` tokens of a sequence from `start` on: the tokens that each attends to,
+        summed up, and the tokens whose KV is read."""
         end, window = start + count, self.window
         if window is None or end <= window:
             return count * start + count * (count + 1) // 2, end
@@ -67,7 +67,7 @@ class Layers:
         return not self.state and len(self.kinds) == 1 and self.kinds[0].window is None
 
     def seen(self, start: int, count: int) -> tuple[float, float]:
-        """Return `pairs` and `context` of `count` tokens of a sequence from `start` on."""
+        """Return `pairs` and `context` (see Work) of the `count` tokens of a sequence from `start` on."""
         pairs, context = 0.0, self.state
         for kind in self.kinds:
             own_pairs, own_context = kind.seen(start, count)

@@ -67,7 +67,7 @@ class Planner:
         return Plan(shared, split, list(self._tried.values()))
 
     def _split(self) -> Candidate | None:
-        """Double the pool that improves the result more until both pools suffice, then shrink each pool as far as
+        """Until both pools suffice, double whichever pool improves the result more; then shrink each pool as far as
         possible."""
         best = self._try(1, 1)
         while not self._suffices(best):

@@ -120,8 +120,8 @@ class Replica:
             self._record(steps)
 
     def subscribe(self, now: float, *, resync: bool = False) -> None:
-        """Collect updates for the router. Call it again within SUBSCRIPTION_S. resync: whether the router is another
-        one, which knows nothing of this replica yet."""
+        """Collect updates for the router. Call it again within SUBSCRIPTION_S. resync: whether the router is a new one
+        that knows nothing of this replica yet."""
         self._kv_events.subscribe(Subscribe("router", resync), now)
 
     def updates(self, now: float) -> list[EngineUpdate]:
@@ -183,7 +183,7 @@ class Replica:
         return ends
 
     def _seen(self, lengths: list[int], steps: int) -> tuple[float, float]:
-        """Return `pairs` and `context` of the step that decodes sequences of these lengths after `steps` steps."""
+        """Return `pairs` and `context` of a decode step. lengths: lengths of its sequences `steps` steps earlier."""
         pairs = context = 0.0
         for length in lengths:
             own_pairs, own_context = self._layers.seen(length + steps - 1, 1)

@@ -114,7 +114,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveUse:
-    """Requests that have left replicas which the autoscaler ended."""
+    """Requests that moved away from replicas that the autoscaler ended."""
 
     count: int
     gigabytes: float  #: KV that moved with them

@@ -109,7 +109,7 @@ class RoleScaling(Scaling):
         loop: EventLoop,
         drained: Callable[[Replica], None],
     ):
-        """limits: of each pool; max_replicas of both pools together. drained: as for Scaling."""
+        """limits: limits of each pool, but max_replicas limits both pools together. drained: as for Scaling."""
         super().__init__(spec, limits, pools, queue, loop, drained)
         self._total = sum(spec.sizes.values())
         own = replace(limits, max_replicas=limits.max_replicas - 1)

@@ -126,7 +126,7 @@ def _take_negated(command: Command, name: str) -> None:
 
 
 def _rename(command: Command, row: Row, value: str | None, rest: list[str]) -> None:
-    """Add the equivalent of a flag that has another name: a flag, a key of an object, or a key of the configuration."""
+    """Add our equivalent of a flag: a flag with another name, a key of an object, or a key of the configuration."""
     if row.note.endswith("={}"):
         command.args += ["--set", row.note.format(value)]
     elif "." in row.note:
@@ -137,7 +137,7 @@ def _rename(command: Command, row: Row, value: str | None, rest: list[str]) -> N
 
 
 def _translate_value(command: Command, flag: str, value: str | None, rest: list[str]) -> None:
-    """Replace the newest word of the command, a flag in VALUES, by the flag with our name for its value."""
+    """Translate the value of a flag in VALUES, the command's newest word; without an equivalent, drop the flag."""
     command.args.pop()
     value = rest.pop(0) if value is None and rest else value
     ours = VALUES[flag].get(value or "", value)
@@ -187,7 +187,7 @@ def _add_object(command: Command, flag: str, content: dict[str, Any]) -> None:
 
 
 def _add_images(command: Command, limits: dict[str, Any]) -> None:
-    """Add the flag for the image limit among limits of media per prompt; other media are not supported."""
+    """Add the flag for the limit on images. limits: limits per prompt by kind of media; other kinds are ignored."""
     images = limits.get("image")
     images = images.get("count") if isinstance(images, dict) else images
     if images == 0:

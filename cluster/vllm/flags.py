@@ -1,8 +1,8 @@
 """Table of all flags of `vllm serve` that are not Manta's, with their treatment. The command line, the `engine_kwargs`
 of Ray Serve LLM and docs/vllm.md all follow it.
 
-`--flag` is a switch, `--flag=` takes a value, `--flag=*` several; `--flag=a|b` means only those values, while others
-are in another row. A switch also exists as `--no-flag`, which asks for the default.
+`--flag` is a switch, `--flag=` takes a value, `--flag=*` several; `--flag=a|b` means only these values; other values
+have another row. A switch also exists as `--no-flag`, which asks for the default.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _Found = tuple[float, Version, Adapter]  # with when its version was looked at
 
 
 class DynamicFolder:
-    """Finds adapters by the names that clients send. So no name may lead out of the folder.
+    """Finds adapters by the names that clients send. A name that leads out of the folder counts as unknown.
 
     The files of a sub-folder are checked for changes with each request, or in a bucket every few seconds. Changed
     weights count as another adapter.

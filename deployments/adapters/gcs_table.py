@@ -22,11 +22,11 @@ TIMEOUT_S = 5.0  # of each call; the GCS may be away for a while
 class GcsTable:
     """Stores a value for each loaded adapter, a mark for each configured adapter that was unloaded, and a version. The
     version changes with every change. While it is the same, nothing else is read. A loaded adapter overrides the mark
-    of the same name, so if two ingresses load that name again, the store lets only one of them win."""
+    of the same name, so loading that name again only adds a value, which just one of two ingresses can do."""
 
     def __init__(self, scope: str, tell_others: Callable[[], Awaitable[object]]):
         """scope: identifies the model and its weights, which the adapters must fit. tell_others: function called after
-        each change. It tells the other ingresses, which count the change in `num_heard`."""
+        each change, to tell the other ingresses, which count changes in `num_heard`."""
         self.num_heard = 0
         self._entries, self._unloaded = f"adapters/{scope}/entry/", f"adapters/{scope}/unloaded/"
         self._version = f"adapters/{scope}/version"

@@ -103,8 +103,8 @@ class AdapterRegistry:
         await self._folder.read()
 
     async def _load_in_engine(self, lora: LoRARequest) -> None:
-        """Make an engine read an adapter. If the engine is lost, ask another one: the router sends no call to an engine
-        that has just lost one, if there are others. Raises ReportedError, EngineUnavailable."""
+        """Make an engine read an adapter. If the engine is lost, ask another one: the router avoids an engine that has
+        just lost a call, if there are others. Raises ReportedError, EngineUnavailable."""
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 for attempt in range(1, LOAD_ATTEMPTS):

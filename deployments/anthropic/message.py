@@ -77,8 +77,8 @@ class MessageResponse:
         return message
 
     async def events(self) -> AsyncGenerator[Event]:
-        """Yield the events of a stream. The first comes with the first token, when the number of cached tokens is
-        known."""
+        """Yield the events of a stream. The first event waits for the first token, which brings the number of cached
+        tokens."""
         async with aclosing(self.output.chunks()) as chunks:
             started = False
             async for chunk in chunks:

@@ -17,7 +17,7 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class CacheCreation(msgspec.Struct):
-    """Tokens that were computed and are held, by the time of their hold."""
+    """Tokens that were computed and are now held, by the duration of the hold."""
 
     ephemeral_5m_input_tokens: int
     """For up to five minutes."""

@@ -118,7 +118,7 @@ class Admission:
             self._watch = asyncio.create_task(self._watch_engines())
 
     async def _watch_engines(self) -> None:
-        """Adjust the window to the engines' reports, as long as the engines work for this ingress.
+        """Adjust the window to the engines' reports, as long as this ingress has sequences in the engines.
 
         While all engines are down, keeps polling even without running requests, unless the engines are scaled to zero.
         """
@@ -158,7 +158,7 @@ def window(statuses: Sequence[EngineStatus], limits: AdmissionLimits) -> int:
     """Return how many sequences one ingress may have in the engines.
 
     Each engine contributes the maximum that it can run, plus a few to start next. An engine whose requests wait for KV
-    blocks contributes only the sequences that it actually runs, plus the same few.
+    blocks contributes only the sequences that it currently runs, plus the same few to start next.
     """
     headroom, total = _headroom(limits), 0
     for stats in (status.stats for status in statuses):

@@ -50,8 +50,8 @@ class ApiKeys:
     """
 
     def __init__(self, path: Path | None, lines: Iterable[str] = ()):
-        """lines: further keys, each as a line of the file would state it. Raises ConfigError if the file cannot be
-        read, if a line is wrong, or if there is no key."""
+        """lines: further keys, each in the form of a line of the file. Raises ConfigError if the file cannot be read,
+        if a line is wrong, or if there is no key."""
         self._path = path
         self._fixed = _keys("ingress.api_keys", lines)
         self._polled_at = time.monotonic()

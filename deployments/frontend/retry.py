@@ -74,9 +74,8 @@ class RetryState:
         return None if self._deadline_at is None else max(0.0, self._deadline_at - now)
 
     def attempt(self, now: float) -> GenerateRequest:
-        """Return the engine request of the current attempt. Its prompt ends with the output so far, which counts as
-        output. The engine derives a missing seed from the request id, so later attempts carry the first attempt's seed.
-        """
+        """Return the engine request of the current attempt. Its prompt includes the output so far, marked as output.
+        The engine derives a missing seed from the request id, so later attempts carry the first attempt's seed."""
         left_s = self.left_s(now)
         timeout_s = None if left_s is None else max(left_s, MIN_TIMEOUT_S)
         request = msgspec.structs.replace(self.request, timeout_s=timeout_s, model=self._model, kv_source=self.source)
@@ -116,9 +115,9 @@ class RetryState:
     def replay(self, error: BaseException, source: KVSource | None = None, engine: str = "") -> str | None:
         """Begin another attempt after this error. Returns the reason, or None if another attempt would be useless.
 
-        A full queue ends a new request, but not a request that was already running. If the request moves, no engine has
-        failed, so such attempts are not limited. source: engine that holds the KV of a request that moves; None if no
-        engine does. engine: engine of the previous attempt, if it is known.
+        A full queue ends a request at its first attempt, but not at later ones. The number of moves is not limited,
+        because no engine has failed. source: engine that holds the KV of a request that moves; None if no engine does.
+        engine: engine of the previous attempt, if it is known.
         """
         reason = error.code if isinstance(error, ServingError) else ""
         self.source, self.avoid = source, [engine] if reason == "moved" else []

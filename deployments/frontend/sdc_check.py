@@ -2,8 +2,8 @@
 
 If answers have the same bits in any batch, the other replica generates the answer again, and both must be equal.
 Otherwise the other replica computes the log-probability of each token of the answer, given the tokens before it, and
-the log-probabilities must be about equal. A second generation would not do here: where two tokens are almost equally
-likely, another choice changes all later tokens.
+the log-probabilities must be about equal. Comparing a second generation would fail here: where two tokens are almost
+equally likely, another choice changes all later tokens.
 """
 
 from __future__ import annotations

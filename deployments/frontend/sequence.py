@@ -63,8 +63,8 @@ class PromptHolds:
     outcomes: list[HoldOutcome]
 
     def written(self, above_s: float, up_to_s: float) -> int:
-        """Return how many tokens that were not cached are held now, for a time in this range. Where holds overlap, the
-        shorter one counts."""
+        """Return how many tokens were not cached and are now held, for a time in this range. A token in several holds
+        counts for the hold with the fewest tokens."""
         tokens, start = 0, self.cached
         for outcome in sorted(self.outcomes, key=lambda outcome: outcome.tokens):
             if outcome.refusal is None and outcome.tokens > start:
@@ -89,7 +89,7 @@ class Usage:
     """What became of the holds that the request asks for, by the index of the sequence."""
 
     def count_holds(self, index: int, delta: TokenDelta) -> None:
-        """Record the engine's answer in a sequence's first delta, or in its first delta from another engine."""
+        """Record the outcomes of holds, which a sequence's first delta from each engine reports."""
         if delta.holds:
             before = self.holds.get(index)
             self.holds[index] = PromptHolds(delta.num_cached_tokens if before is None else before.cached, delta.holds)
@@ -99,7 +99,7 @@ class Usage:
         return [outcome for holds in self.holds.values() for outcome in holds.outcomes]
 
     def held_tokens(self, above_s: float = 0.0, up_to_s: float = math.inf) -> int:
-        """Return how many prompt tokens were computed and are held now, for a time in this range."""
+        """Return how many prompt tokens were computed and are now held, for a time in this range."""
         return sum(holds.written(above_s, up_to_s) for holds in self.holds.values())
 
     def count_prediction(self, prediction_tokens: tuple[int, int], num_tokens: int) -> None:
@@ -141,7 +141,7 @@ AttemptError = (ReportedError, Aborted, TokensLost)
 
 class Attempt:
     """One attempt to run a sequence in an engine. Its end is reported twice: by the final delta on the token channel,
-    and by the return of the call. The sequence ends with whichever is first:
+    and by the return of the call. Whichever comes first decides:
 
     - The final delta comes first: the sequence is finished, and the outcome of the call is ignored.
     - The call fails first: the attempt has failed, and no more deltas are awaited.

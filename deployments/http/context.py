@@ -94,9 +94,8 @@ def allowed_models(request: Request) -> frozenset[str] | None:
 
 def _client(request: Request, body: EngineBody) -> str:
     """Return the client for which fairness counts: the API key's name or, on a server without keys, the user in the
-    body or else the client's address. With keys, the user in the body is not trusted, since one client could use the
-    shares of many.
-    """
+    body or else the client's address. With keys, the user in the body is ignored: a client could name many users, and
+    get the share of each."""
     if (background := getattr(request.state, BACKGROUND_CLIENT, None)) is not None:
         return str(background)
     if (client := key_client(request)) is not None:

@@ -114,7 +114,7 @@ class IdempotentRoutes:
 
 
 def _first_request(request: Request, record: JobRecord, source: JobSource) -> Request:
-    """Return a request with route, body and fixed headers of the first request, on this request's connection."""
+    """Return this request with the route, body and fixed headers of the job's first request."""
     others = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in FIXED_HEADERS]
     scope = {
         **request.scope,

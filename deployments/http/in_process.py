@@ -1,5 +1,5 @@
-"""Requests that the server sends to itself, or that other deployments send by a handle. They pass all checks, but no
-socket."""
+"""Requests that the server sends to itself, or that other deployments send by a handle. They undergo all checks, but
+use no socket."""
 
 from __future__ import annotations
 

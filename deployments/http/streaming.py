@@ -71,8 +71,8 @@ async def stream(
     event_format: EventFormat = OPENAI_EVENTS,
     ids: NoEventIds = NO_IDS,
 ) -> EventStream:
-    """Return a stream, once the first event that the client does not have yet is known. So a refused request gets its
-    own HTTP status. A request that resumes a stream from a position that never existed does too."""
+    """Return a stream once the first event that the client lacks is known. So the HTTP status says whether a request is
+    refused, for instance because it resumes a stream from a position that never existed."""
     events = _encoded(chunks, event_format, ids)
     try:
         first = await anext(events, b"")

@@ -52,7 +52,7 @@ class ChoicePosition:
 
     @property
     def is_possible(self) -> bool:
-        """Whether some sequence of tokens has this position."""
+        """Whether any sequence of tokens leads to this position."""
         return self.tokens > 0 or self.checksum == 0
 
 
@@ -122,8 +122,8 @@ class EventIds(NoEventIds):
         self._new: list[TextChunk] = []  # chunks new to the client, held back while it catches up
 
     def ordered(self, chunk: TextChunk) -> Iterator[TextChunk]:
-        """Yield chunks of one token, or an end; chunks that the client already has come first. The client may not have
-        all events of the last of these chunks. The next events are made of the yielded chunk.
+        """Yield chunks, each one token or an end; chunks that the client already has come first. The client may lack
+        some events of the last of these. The caller makes the next events from the yielded chunk.
 
         Raises AnswerDiverged if the client has other tokens.
         """

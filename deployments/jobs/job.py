@@ -90,7 +90,7 @@ class Job:
             self._task.cancel()
 
     async def _add(self, fingerprint: str | None, adapter: Adapter | None) -> bool:
-        """Store the record, which promises this answer. Returns whether this ingress got the lease."""
+        """Store the record, so that any ingress can compute the answer. Returns whether this ingress got the lease."""
         self.record.fingerprint, self.record.adapter = fingerprint, adapter
         await self._store.settled()
         added, leased = await asyncio.gather(

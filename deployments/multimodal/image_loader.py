@@ -1,4 +1,4 @@
-"""Loads and processes the images of requests. The number at a time is limited by a memory limit."""
+"""Loads and processes the images of requests, within a memory limit."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ class MediaConnector:
 
     async def _fetch(self, given: str, field: str, refused: list[str]) -> bytes:
         def new_socket(address: tuple[Any, ...]) -> socket.socket:
-            """Return a socket for this address, the one actually connected to, even if its name later resolves to
-            another."""
+            """Return a socket for this address if it is public. The connection goes to this address, however its name
+            resolves later."""
             family, kind, protocol, _, (host, *_) = address
             if not self._may_connect(host):
                 refused.append(host)

@@ -12,8 +12,8 @@ from engine.multimodal.processor import ProcessedImage
 
 
 class PixelMemory:
-    """Counts the bytes of processed images from before they are made until nothing refers to them. That is when their
-    answers have ended, because a request that loses its engine is sent again with its images."""
+    """Counts the bytes of processed images, from before they are made until nothing refers to them. An image is kept
+    until its answer has ended, because a request that loses its engine is sent again with its images."""
 
     def __init__(self, size: int):
         """size: limit in bytes. A request that needs more is admitted alone."""

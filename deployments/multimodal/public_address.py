@@ -63,7 +63,7 @@ def reached_address(host: str) -> IPv4Address | IPv6Address:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Return whether `address` is on the public internet. Addresses that lead into a tunnel are not."""
+    """Return whether `address` is on the public internet; False for addresses of tunnels."""
     if isinstance(address, IPv4Address):
         return not any(address in network for network in SPECIAL_IPV4)
     if int(address) >> 32 & 0xFFFFFFFF in ISATAP or address not in GLOBAL_UNICAST:

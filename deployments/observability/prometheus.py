@@ -165,8 +165,8 @@ class _Snapshot(Collector):
         yield from collect(ROUTES, ROUTE_LABELS, routes)
 
     def _routing(self) -> Iterator[Metric]:
-        """Yield the routing counters. Labels differ, since routers to decode engines run in ingresses and others in
-        replicas."""
+        """Yield the routing counters. Labels differ, since routers to decode engines run in ingresses, and all other
+        routers in replicas."""
         text = "Sequences and prefill requests by the reason for the choice of their engine."
         routed = Counter("manta_routed_requests", text)
         adapters = Counter(
@@ -184,8 +184,8 @@ class _Snapshot(Collector):
         yield from (routed, adapters, *tokens.values(), self._broken_holds())
 
     def _broken_holds(self) -> Metric:
-        """Return the number of broken holds of each model. Every ingress counts the holds that it knew of, so the
-        highest count of any ingress has each of them once."""
+        """Return the number of broken holds of each model: the highest count of any ingress, not the sum, because every
+        ingress counts all broken holds that it knew of."""
         broken = Counter("manta_holds_broken", "Holds whose replica stopped before they ended.")
         for model in dict.fromkeys(model for (model, _), _ in self._models):
             counts = [stats.routing.holds_broken for (name, _), stats in self._models if name == model]

@@ -166,6 +166,6 @@ class MetricsMiddleware:
 
 
 def _content_length(scope: Scope) -> int:
-    """Return the announced bytes of the body; 0 without a valid announcement."""
+    """Return the body's Content-Length; 0 if it is missing or invalid."""
     given = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
     return int(given) if given.isdigit() and len(given) < 16 else 0

@@ -68,7 +68,7 @@ class TotalsLog:
         )
 
     async def _poll(self) -> tuple[Totals, list[EngineStats]]:
-        """Return the totals of the decode engines, and the statistics that they sum up."""
+        """Return the totals of the decode engines, and the statistics from which they were computed."""
         stats = [status.stats for model in await ModelReplicas.of_all(self._pools) for status in model.answering]
         totals = Totals(
             prompt_tokens=sum(s.prompt_tokens for s in stats),

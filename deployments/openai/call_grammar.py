@@ -47,7 +47,7 @@ class Lark:
         return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in self._parts(text))
 
     def until(self, *ends: str) -> str:
-        """Return a rule for any text up to and including the first of `ends`."""
+        """Return a rule for any text up to and including whichever of `ends` comes first."""
         rule, parts = f"until_{len(self.lines)}", [self._parts(end) for end in ends]
         if all(any(isinstance(part, int) for part in end) for end in parts):
             self.lines.append(f"{rule}: {' | '.join(map(self._until_token, parts))}")
@@ -119,7 +119,7 @@ class CallGrammar:
     def _parameters(self, schema: dict[str, Any], field: str | None) -> str:
         """Return the rule for arguments between tags, in the order of the schema.
 
-        field: path of a schema that must be enforced strictly; None for others. Raises InvalidParameter.
+        field: path of the schema if it must be enforced strictly, else None. Raises InvalidParameter.
         """
         rules = []
         root: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

@@ -131,7 +131,7 @@ def _extend(message: ChatMessage, events: Iterable[OutputEvent]) -> None:
 
 
 def _delta(events: Iterable[OutputEvent], num_tool_calls: int) -> ChatDelta:
-    """Return the delta of these events. num_tool_calls: tool calls of the choice before them."""
+    """Return the delta of these events. num_tool_calls: number of tool calls in the choice before these events."""
     delta, calls = ChatDelta(), []
     for event in events:
         match event:

@@ -111,7 +111,7 @@ class ChatBody(GenerationBody, TemplateBody):
 
     @property
     def cache_marks(self) -> list[CacheMark]:
-        """Marks of the request, from the first on: those of tools, those of parts, and that of the whole request."""
+        """Marks of the request, in the order of the prompt: on tools, on parts, and on the whole request."""
         options, tools = self.prompt_cache_options, self.offered_tools
         marks = [
             CacheMark(SECONDS[tool.cache_control.ttl], part=i) for i, tool in enumerate(tools) if tool.cache_control

@@ -15,7 +15,7 @@ def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], count: int) -> PromptLogprobs:
-    """Return the `count` most likely tokens at each position of the prompt, besides the prompt's own token."""
+    """Return the prompt's token at each position, and the `count` most likely tokens there."""
     text, result = tokenizer.token_text, PromptLogprobs()
     for entry in entries:
         if entry is None:

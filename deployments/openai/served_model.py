@@ -457,7 +457,7 @@ class ServedModel:
         prediction: list[int] | None = None,
         mm_features: list[MultiModalFeatureSpec] | None = None,
     ) -> list[list[GenerateRequest]]:
-        """marks: of each prompt, what the client wants to stay cached."""
+        """marks: for each prompt, the parts that the client wants to stay cached."""
         for prompt in prompts:
             if not prompt:
                 raise InvalidParameter("prompt", "", "a text of at least one token")

@@ -20,7 +20,7 @@ class ServedModels(Mapping[str, ServedModel]):
     """Models by the name under which they are served. If there is only one model, it also answers requests that name
     none.
 
-    Requests name adapters as models too, but those are not values of this mapping: there may be any number of them.
+    A request may also name an adapter as its model. Adapters are not in this mapping, since their number is unlimited.
     """
 
     def __init__(

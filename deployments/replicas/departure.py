@@ -27,9 +27,9 @@ async def depart(
 ) -> None:
     """Move the engine's requests to other replicas as far as these have room, a few at a time, until none is left.
 
-    Without another replica that can go on with the requests, they continue here. statuses: function that returns the
-    statuses of the pool's replicas. slots: sequences that one replica runs at a time. goes_on: function that returns
-    whether the requests are still to leave.
+    If no other replica can continue the requests, they continue here. statuses: function that returns the statuses of
+    the pool's replicas. slots: sequences that one replica runs at a time. goes_on: function that returns whether the
+    requests should still leave.
     """
     began = engine.num_answers
     group = max(GROUP, began // MOST_GROUPS)
@@ -53,7 +53,7 @@ async def depart(
 
 
 async def _until_left(engine: EngineReplica, calls: int) -> None:
-    """Wait until the engine has at most so many requests, or for ROUND_S."""
+    """Wait until the engine has at most `calls` requests, but at most for ROUND_S."""
     deadline = asyncio.get_running_loop().time() + ROUND_S
     while engine.num_answers > calls and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(LEFT_POLL_S)

@@ -172,7 +172,7 @@ class EngineReplica:
 
     @property
     def num_answers(self) -> int:
-        """Number of requests to answer that have not ended in the engine. Prompts of other engines do not count."""
+        """Number of unfinished requests that the engine answers; prompts for other engines do not count."""
         return self._num_answers
 
     def move_requests(self, count: int) -> None:
@@ -220,7 +220,7 @@ class EngineReplica:
             raise EngineUnavailable(f"work is queued, but no step ended for {self._status.last_step_age_s:.0f} s")
 
     async def until_unhealthy(self) -> str:
-        """Wait until `check_health` keeps raising. Returns what is wrong."""
+        """Wait until `check_health` has raised MAX_FAILED_POLLS times in a row. Returns what is wrong."""
         failures = 0
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)

@@ -100,7 +100,7 @@ class ModelReplicas(msgspec.Struct, frozen=True):
 
     @property
     def answering(self) -> list[ReplicaStatus]:
-        """Replicas that answer requests, and those whose role may change: they have answered some, or will."""
+        """Replicas that answer requests, and those whose role can change, because these may have answered some."""
         return [*self.decode, *(status for status in self.prefill if status.role is not None)]
 
     @classmethod

@@ -14,8 +14,8 @@ from engine.wire.messages import EngineStats
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0  # as often as engines report
-IDLE_USAGE = 0.5  # most of its KV blocks that an idle replica uses
-FILLED_USAGE = 0.75  # most that it uses after requests have moved there; so none of them soon moves back
+IDLE_USAGE = 0.5  # highest share of KV blocks in use at which a replica counts as idle
+FILLED_USAGE = 0.75  # highest share after requests have moved there, so that none soon moves back
 
 
 async def rebalance(engine: EngineReplica, statuses: Statuses, slots: int) -> None:
@@ -43,8 +43,8 @@ async def rebalance(engine: EngineReplica, statuses: Statuses, slots: int) -> No
 
 
 def requests_to_move(preempted: int, own: EngineStats, others: Sequence[EngineStats], slots: int) -> int:
-    """Return how many requests should leave an engine: as many as it has preempted since it was last asked, at most
-    GROUP, and at most as many as idle engines have blocks and slots for.
+    """Return how many requests should leave an engine: as many as it has just preempted, but at most GROUP, and no more
+    than fit into the free blocks and slots of idle engines.
 
     others: engines that can take its requests. slots: sequences that one of them runs at a time.
     """

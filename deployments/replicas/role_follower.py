@@ -33,7 +33,7 @@ class RoleFollower:
         self._departing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Follow until cancelled. If the role cannot be read, it stays."""
+        """Follow until cancelled. If the role cannot be read, the engine keeps its role."""
         try:
             while True:
                 try:

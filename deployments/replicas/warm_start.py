@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.05
 MAX_PREFIXES = 16
-MAX_CACHE_SHARE = 2  # at most one of so many of the engine's blocks is filled
+MAX_CACHE_SHARE = 2  # prefixes fill at most the engine's KV blocks divided by this number
 
 AskPeers = Callable[[], Awaitable[Sequence[HotPrefixes]]]
 
@@ -34,10 +34,10 @@ async def warm_start(
 ) -> None:
     """Fetch the KV of prefixes until all chosen ones are there, or for `timeout_s`.
 
-    Each prefix becomes an ordinary request for one token, with the peer as the engine that has it cached. So the engine
-    computes what a peer has lost, or what is faster to compute. ask: function that returns the prefixes of all other
-    replicas. max_bytes: bound of the KV of all prefixes. host: address at which the engine reaches this machine. key:
-    cluster key. A peer that fails costs nothing but time.
+    Each prefix becomes an ordinary request for one token, which names the peer as the engine that has it cached. So the
+    engine computes what a peer has lost, or what is faster to compute than to fetch. ask: function that returns the
+    prefixes of all other replicas. max_bytes: bound of the KV of all prefixes. host: address at which the engine
+    reaches this machine. key: cluster key. A peer that fails costs nothing but time.
     """
     began, chosen, done = time.monotonic(), [], 0
     context = zmq.asyncio.Context()
@@ -69,8 +69,8 @@ async def _stats(engine: EngineReplica) -> EngineStats:
 
 
 def choose(found: Sequence[HotPrefixes], max_bytes: int, max_tokens: int) -> list[tuple[HotPrefix, Peer]]:
-    """Return the most used prefixes that fit into both bounds together, each with an engine that has it. What two of
-    them share counts once."""
+    """Return the most used prefixes that fit into both bounds together, each with an engine that has it. Tokens that
+    two prefixes share count once."""
     uses: dict[tuple[str, tuple[int, ...]], int] = {}
     holders: dict[tuple[str, tuple[int, ...]], tuple[HotPrefix, Peer]] = {}
     for of_peer in found:
@@ -92,7 +92,7 @@ def choose(found: Sequence[HotPrefixes], max_bytes: int, max_tokens: int) -> lis
 
 
 def _common(one: HotPrefix, other: HotPrefix) -> int:
-    """Return with how many equal tokens two prefixes begin."""
+    """Return how many tokens at the beginning of two prefixes are equal."""
     if one.cache_salt != other.cache_salt:
         return 0
     pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))

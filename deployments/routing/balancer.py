@@ -79,8 +79,8 @@ class Balancer:
         )
 
     def _holder(self, prompt: PromptDigest, chosen: EngineCandidate) -> KVHolder | None:
-        """Return the engine with the longest prefix of a prompt, if it is longer than that of the chosen engine, which
-        may fetch it there. An engine without free capacity counts too."""
+        """Return the engine with the longest prefix of a prompt, from which the chosen engine can fetch it; None if the
+        chosen one has as much. Engines without free capacity are considered too."""
         if self.placements.engine(chosen.engine).peer is None:
             return None
         holder, most = None, chosen.cached
@@ -162,7 +162,7 @@ class Balancer:
         return ranked, "session_moved" if moved else reason
 
     def _home(self, prompt: PromptDigest, engines: Sequence[str]) -> str | None:
-        """Return the engine on which the prompt's client, or another one, holds the longest part of it."""
+        """Return the engine on which any client holds the longest part of the prompt."""
         holding = [(e, held) for e in engines if (held := self.placements.engine(e).held)]
         if holding:
             for key in reversed(prompt.keys):
@@ -172,8 +172,8 @@ class Balancer:
         return None
 
     def _lost_hold(self, prompt: PromptDigest) -> bool:
-        """Return whether a part of the prompt was held on an engine that is gone, and no more of it is held since then.
-        True once for each hold."""
+        """Return whether a part of the prompt was held on an engine that is gone, and no engine holds a longer part
+        now. True only once for each hold."""
         lost = {key for key in prompt.keys if key in self._lost_holds} if self._lost_holds else set()
         for key in lost:
             del self._lost_holds[key]

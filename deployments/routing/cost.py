@@ -51,7 +51,7 @@ class RoutingCost:
         return prompt.num_tokens - self.cached_tokens(prompt, candidate)
 
     def uncached_embeds(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:
-        """Return the number of embeddings of images that do not end in cached blocks. The encoder cache may still have
+        """Return the number of embeddings of images whose ends are not cached. The encoder cache may still have
         them."""
         if not prompt.images:
             return 0

@@ -67,8 +67,8 @@ EMPTY = PromptDigest("", 0, ())
 class RoutingContext:
     """Context of one call. The router runs in the caller's process, but possibly in another thread.
 
-    Of the context, the replica gets only `holder`. The caller closes the context when the call has ended. Serve may
-    learn of that later: over gRPC, Serve learns that a replica has accepted a call only when the call ends.
+    The replica gets only `holder` from the context. The caller closes the context when the call has ended; Serve may
+    learn of that later: over gRPC, it learns that a replica has accepted a call only when the call ends.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ RoutingReason = Literal[
 
 
 class RoutingStats(msgspec.Struct):
-    """Routing totals. Tokens are those of requests for which an engine has reported how many were cached."""
+    """Routing totals. Token totals cover only requests whose cached tokens an engine has reported."""
 
     policy: PolicyName = "prefix_aware"
     routed: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(get_args(RoutingReason), 0))

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Summary of measurements. Percentiles interpolate linearly, as numpy's do and those of vLLM's bench."""
+    """Summary of measurements. Percentiles interpolate linearly, as in numpy and vLLM's bench."""
 
     mean: float
     median: float

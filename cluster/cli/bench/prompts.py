@@ -67,7 +67,7 @@ def with_prefixes(
     """Return prompts of `input_len` tokens after a prefix of `prefix_len` tokens that all prompts of a group share.
 
     Groups alternate: prompt i begins with prefix i modulo `prefix_groups`. text: whether to return words instead of
-    token ids, whose lengths are then approximate.
+    token ids; prompt lengths are then approximate.
     """
     rng = random.Random(seed)
     if text:

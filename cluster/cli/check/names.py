@@ -16,8 +16,8 @@ OUTERMOST = ("manta",) if BELOW else ("manta", "engine", "placement", "deploymen
 
 
 def check_folder(folder: Path) -> Iterator[Finding]:
-    """Check for files that hide our packages from Ray's workers, which search the folder in which their driver was
-    started first."""
+    """Check for files that hide our packages from Ray's workers, whose import path begins with the folder in which
+    their driver was started."""
     ours = ROOT.parent if BELOW else ROOT
     for name in OUTERMOST:
         found = PathFinder.find_spec(name, [str(folder)])

@@ -34,7 +34,7 @@ def deployments_of(config: AppConfig, overrides: Sequence[Mapping[str, Any]] = (
 
 
 def _bounds(override: Mapping[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return the minimum and maximum number of replicas. An override may exceed those of `args`."""
+    """Return the minimum and maximum number of replicas: those of `override`, where it has them, else `bounds`."""
     if isinstance(count := override.get("num_replicas"), int):
         return count, count
     scaling = override.get("autoscaling_config") or {}

@@ -32,7 +32,7 @@ def proxies(service: Service) -> Iterator[Violation]:
 
 
 def deadlines(service: Service) -> Iterator[Violation]:
-    """Check that everything that stops does so only after the requests that it has accepted."""
+    """Check that all deadlines for stopping are long enough for accepted requests to end."""
     drains_s = {f"{m.name}.{role}": p.drain_s for _, c in service.apps for m in c.models for role, p in m.pools.items()}
     drains_s |= {"ingress": max(config.ingress.drain_s for _, config in service.apps)}
     request_s, drain_s = max(config.ingress.request_timeout_s for _, config in service.apps), max(drains_s.values())

@@ -81,8 +81,8 @@ class InputFile:
     async def check(self, endpoint: str, models: Container[str]) -> tuple[int, list[BatchError]]:
         """Return the number of requests, and the errors of their lines. Raises InputUnreadable.
 
-        Some errors in a body can be detected only by its route. They become the answer to that line. models: names of
-        the models served here.
+        Some errors in a body are found only by its route; they become the answer to that line. models: names of the
+        models served here.
         """
         check = _LineCheck(endpoint, models, await self.model(), self.max_line_bytes)
         lines, count = self._lines(), 0

@@ -123,7 +123,7 @@ class BatchStore:
         return None if value is None else int(value)
 
     async def _with_cancel(self, batch: Batch) -> Batch:
-        """Return the batch with a pending request to cancel it reflected in its status."""
+        """Return the batch; if a client has asked to cancel it, its status says so."""
         if batch.status in ("validating", "in_progress"):
             batch.cancelling_at = await self.cancelled_at(batch.id)
             batch.status = batch.status if batch.cancelling_at is None else "cancelling"

@@ -108,7 +108,7 @@ class BatchWorker:
 
     def _is_ours(self, record: BatchRecord) -> bool:
         """Return whether this ingress can run a batch now: its owner is below the limit, and this ingress has its model
-        and folder. A batch whose window is over needs neither of these two."""
+        and folder. A batch whose window is over needs neither model nor folder."""
         batch = record.object
         if self._num_running[record.owner] >= MAX_RUNNING:
             return False

@@ -19,11 +19,11 @@ class MarkedText:
         return f"{self._word}:{number:03}"
 
     def offsets(self, text: str, numbers: Sequence[int], render: Callable[[Sequence[int]], str]) -> dict[int, int]:
-        """Return by number where some marks are in `text`, the rendered prompt without words.
+        """Return the offsets of marks in `text`, the prompt rendered without words, by the numbers of the marks.
 
-        render: function that renders the prompt with the words of some marks. A template may treat the end of a text in
-        some special way, such as trimming it. Then the prompt is rendered for each mark alone, and the mark is where
-        the two texts begin to differ. If the template leaves the word out, the mark is where the one before it is.
+        render: function that renders the prompt with the words of given marks. If the template treats the ends of texts
+        specially, for instance trims them, the prompt is rendered for each mark alone, and the mark is where that
+        prompt begins to differ from `text`. A mark whose word the template leaves out is where the previous mark is.
         """
         places, rest, marked = {}, "", render(numbers)
         for number in numbers:
@@ -54,7 +54,7 @@ def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
 
 def hold_marks(places: Sequence[tuple[int, float]]) -> list[HoldMark]:
     """Return marks in ascending order from (tokens, seconds), without those before the first token. Of marks at the
-    same place, the longest counts."""
+    same place, the one with the longest time counts."""
     longest: dict[int, float] = {}
     for tokens, ttl_s in places:
         longest[tokens] = max(ttl_s, longest.get(tokens, 0.0))

@@ -41,8 +41,8 @@ class OutputParser(ABC):
     """Turns text into events. The events add up to the same however the text is split into calls of `add`.
 
     A parser consists of states. A state takes from `_buffer` as much as it can decide on, appends events to its first
-    argument, and returns the next state, or None if it needs more text. Its second argument says whether the text is
-    complete.
+    argument, and returns the next state, or None if it needs more text. A state's second argument says whether the text
+    is complete.
     """
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ class BackgroundResponses:
         return self._running.get((owner, response_id))
 
     async def is_abandoned(self, stored: StoredResponse) -> bool:
-        """Return whether no ingress computes a response that has not ended. Raises StoreUnavailable."""
+        """Return whether a response has not ended and no ingress computes it. Raises StoreUnavailable."""
         return stored.response.status in LIVE and not await self._jobs.is_computed(stored.job_id)
 
     async def cancel(self, owner: str, response_id: str, *, delete: bool = False) -> Response:

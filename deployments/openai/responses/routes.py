@@ -129,7 +129,7 @@ class ResponsesRoutes:
     async def _recorded(
         self, builder: ResponseBuilder, owner: str, stored: StoredResponse
     ) -> AsyncGenerator[StreamEvent]:
-        """Yield the events. The response is stored before the last one; if that fails, its `store` becomes false."""
+        """Yield the events. The response is stored before the last event; if that fails, its `store` becomes false."""
         async with aclosing(builder.events()) as events:
             async for event in events:
                 if isinstance(event, ResponseEnd) and builder.response.store:
