@@ -107,8 +107,8 @@ class Batch:
         )
 
     def of_group(self, group: int, causal: bool = False) -> Batch:
-        """Return this batch with the KV of one KV cache group. causal: True if even the
-        tokens of an image see only earlier tokens."""
+        """Return this batch with the KV of one KV cache group. causal: True if even the tokens of an image see only
+        earlier tokens."""
         causal = causal and self.image_ends is not None
         if group == 0 and not causal:
             return self
@@ -137,8 +137,8 @@ def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
 def split_rows(
     counts: ArrayLike, kv_lens: ArrayLike, *, all_chunks: bool = False
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return `single`, and the fields of each chunk, [n, 4]. all_chunks: sequences with one token also
-    become chunks."""
+    """Return `single`, and the fields of each chunk, [n, 4]. all_chunks: sequences with one token also become
+    chunks."""
     counts = np.asarray(counts)
     alone = (counts == 1) & (not all_chunks)
     if alone.all():

@@ -119,7 +119,7 @@ class ModelConfig:
     ) -> ModelConfig:
         """Read the configuration of a model.
 
-        quantization: the method by which weights are rounded as they are loaded, or in which they are stored already.
+        quantization: the method that rounds weights as they are loaded, or the one with which they are already stored.
         max_model_len: the longest sequence, on which the frequencies of `longrope` depend; None for the model's
         context. language_model_only: leave out the vision encoder.
 
@@ -161,8 +161,8 @@ class ModelConfig:
 
     @property
     def supported_tasks(self) -> SupportedTasks:
-        """The tasks that requests may ask for. A generative model can also make embeddings. It can also
-        give scores, from the logits of its tokens for yes and no, unless its files name modules that only embed."""
+        """The tasks that requests may ask for. A generative model can also make embeddings. It can also give scores,
+        from the logits of its tokens for yes and no, unless its files name modules that only embed."""
         pooling = self.pooling
         is_reranker = pooling.score_token_ids is not None or not pooling.is_embedding
         names: dict[Head, tuple[Task, ...]] = {

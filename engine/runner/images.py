@@ -27,7 +27,7 @@ AXES = 3  # time, height and width
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRows:
-    """Rows of a step whose token embeddings are replaced by those of images."""
+    """Rows of a step whose token embeddings are replaced by embeddings of images."""
 
     rows: Tensor  #: [n] int64
     parts: list[tuple[bytes, int, int]]  #: hash of an image, and the range [first, stop) of its embeddings
@@ -192,8 +192,8 @@ class EncoderCache:
     def embed(
         self, ids: Tensor, batch: Batch, needed: EmbeddingRows | None, rotary: Tensor | None
     ) -> tuple[Tensor | None, Batch]:
-        """Return the embeddings [tokens, hidden] of a step's tokens, with those of images in their rows, and the step's
-        batch with rotary positions for images. None instead of embeddings if the model may embed the tokens itself.
+        """Return the embeddings [tokens, hidden] of a step's tokens, image tokens included, and the step's batch with
+        rotary positions for images. The embeddings are None if the model can embed the tokens itself.
 
         ids: [tokens] int64. rotary: see StepInputs.rotary_positions.
         """

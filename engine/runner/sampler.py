@@ -3,7 +3,7 @@
 Randomness is a function of (seed, position) alone: one number from a counter-based generator (Philox, Salmon et
 al. 2011) picks the token by inverting the cumulative distribution, so equal logits give equal tokens. A request thus
 gets the same tokens in any batch, after preemption, and when it is run again elsewhere, provided that its logits have
-the same bits there: docs/http_api.md lists the dtypes and devices for which they do.
+the same bits there: docs/http_api.md lists the dtypes and devices where this holds.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ class SuffixDrafter:
         return found
 
     def choose(self, rests: list[list[int]], limit: int) -> list[int]:
-        """Return the draft that follows the most frequent token of these continuations at each place. It ends where too
-        few of all continuations agree with it."""
+        """Return a draft that takes, at each place, the most frequent token of the continuations that agree with it so
+        far. It ends where too few of them all do."""
         drafts: list[int] = []
         least = self._least * len(rests)
         while rests and len(drafts) < limit:

@@ -45,7 +45,7 @@ class PoolingConfig:
     """How one model pools. The defaults are vLLM's for a generative model whose folder names no modules."""
 
     type: PoolingType = "last"
-    """Which hidden states count: the first token's, the last token's, or the mean of all."""
+    """What is pooled: the first token's hidden state, the last token's, or the mean of all."""
     normalize: bool = True
     """Whether embeddings are scaled to length 1."""
     dense: tuple[DenseConfig, ...] = ()

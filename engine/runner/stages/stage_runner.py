@@ -162,8 +162,8 @@ class StageRunner(ModelRunner):
 
 
 def check_handoffs(config: EngineConfig, model: ModelConfig, group: StageGroup) -> None:
-    """Raise ConfigError if the engine hands over KV or states, and this stage has no layer of one of their kinds.
-    model: of the stage."""
+    """Raise ConfigError for an engine with handoffs if this stage has no layers of a KV cache group, or no recurrent
+    layers in a model that has some. model: of the stage."""
     empty = any(not kv.layers for kv in model.kv_groups) or (model.recurrent is not None and not model.recurrent.layers)
     if config.handoff is not None and empty:
         limit = f"left out, or with other pipeline_layers: stage {group.stage} has no layer of one kind"
@@ -190,7 +190,7 @@ def divide_layers(config: EngineConfig, model: ModelConfig) -> list[int]:
 
 
 def layer_bytes(model: ModelConfig) -> tuple[list[float], float]:
-    """Return the bytes of weights of each layer, and those of the head, in all ranks together. Loads nothing."""
+    """Return the bytes of weights of each layer, and of the head, over all ranks together. Loads nothing."""
     built = build_model(model, TPGroup.single(), getattr(torch, model.dtype), "meta")
     layers, head = [0.0] * model.num_layers, 0.0
     for name, parts in checkpoint_shards(built).items():

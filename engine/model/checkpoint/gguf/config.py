@@ -102,7 +102,7 @@ def num_layers(metadata: Metadata) -> int:
 
 
 def head_counts(metadata: Metadata) -> dict[str, int]:
-    """Return the number of heads of each projection whose rows may be stored in pairs."""
+    """Return the numbers of heads of the projections whose rows some families store in pairs."""
     keys = Keys(metadata)
     heads = int(keys["attention.head_count"])
     return {"q_proj": heads, "k_proj": int(keys.get("attention.head_count_kv", heads))}

@@ -95,8 +95,8 @@ def _placed(path: str, suffix: str, entry: Entry, stacked_experts: bool) -> dict
 
 
 def _alternating(found: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors with experts as gpt-oss stores them: alternating rows of gate and up, inputs before
-    outputs."""
+    """Return the tensors with experts stored as in gpt-oss: rows of gate and up alternate, and the dimension of inputs
+    comes before that of outputs."""
     arranged: dict[str, Entry] = {}
     for name, entry in found.items():
         path, _, projection = name.partition(".experts.")

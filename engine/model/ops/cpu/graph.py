@@ -1,7 +1,7 @@
 """Records kernels once and replays them as one parallel region.
 
-A decode step of a few sequences is a hundred short kernels. Each launch costs time in Python and torch, and a parallel
-region in which threads wake up and wait for each other. In a replay, each thread goes through the whole list and takes
+A decode step of a few sequences is a hundred short kernels. Each launch costs time in Python and torch, and time in
+which threads wake up and wait for each other. In a replay, each thread goes through the whole list and takes
 work from every kernel. At a kernel's end it waits only for work that other threads have taken and not finished, and
 not even for that if the next kernel may run beside this one. So a thread that is not awake yet, or has lost its core to
 another process, delays the others only by the work that it has taken.

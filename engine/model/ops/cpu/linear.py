@@ -255,8 +255,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> 
 
 
 def multiply_heads(x: Tensor, weight: Tensor, width: int) -> Tensor:
-    """Multiply each head by its own weight: [tokens, heads, inputs] -> [tokens, heads, width], of which the products
-    are the first values and the rest is uninitialised. x: each head's values contiguous. weight: packed, the weights
+    """Multiply each head by its own weight: [tokens, heads, inputs] -> [tokens, heads, width]. A head's products
+    are its first values; the others are uninitialised. x: each head's values contiguous. weight: packed, the weights
     of all heads stacked along the outputs; each has a multiple of COLUMN."""
     (tokens, heads, inputs), outputs = x.shape, weight.shape[0] * COLUMN
     out = empty((tokens, heads, width), x.dtype)

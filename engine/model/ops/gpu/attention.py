@@ -61,7 +61,7 @@ def load_tiles(
     tile, count, tiles, single, query_start, kv_len, image_ends,
     DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IMAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return each tile's sequence, first row, number of rows, keys [start, end), and end of its keys without images."""
+    """Return each tile's sequence, first row, row count, keys [start, end), and `stop`: their end without images."""
     here = tile < count
     if DECODE:
         seq = tl.load(single + tile, mask=here, other=-1)

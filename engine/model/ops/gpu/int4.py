@@ -17,8 +17,8 @@ from engine.model.ops.gpu import dependent_launch
 from engine.model.ops.gpu.attention import shared_bytes
 from engine.model.quantization.weight import QuantizedWeight
 
-MOST = 512  # rows; for the more rows of a prompt, dequantizing the weight first is faster
-TILES = ((16, 32), (64, 32), (128, 64))  # rows and outputs; the first that holds all rows, or the last
+MOST = 512  # rows; with more, as in prompts, it should be faster to dequantize the weight first
+TILES = ((16, 32), (64, 32), (128, 64))  # rows and outputs; used is the first that holds all rows, else the last
 BLOCK_K = 128
 MOST_STAGES = 4
 
@@ -86,8 +86,8 @@ def pack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
 def num_stages(block_m: int, block_n: int, block_k: int, shared: int) -> int:
     """Return the stages of the kernel's pipeline that fit into `shared` bytes of shared memory, at least 2.
 
-    A stage holds a tile of rows, in 16 bits, and one of packed weights. A pipeline of n stages
-    needs shared memory for n - 1 of them. GPUs with 227 KiB need it for all n, but there MOST_STAGES fit anyway.
+    A stage holds a tile of rows, in 16 bits, and one of packed weights. A pipeline of n stages needs shared memory for
+    n - 1 of them. GPUs with 227 KiB need it for all n, but there MOST_STAGES fit anyway.
     """
     stage = block_m * block_k * 2 + block_n * block_k // 2
     return max(2, min(MOST_STAGES, 1 + shared // stage))

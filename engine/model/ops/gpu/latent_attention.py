@@ -16,7 +16,7 @@ from engine.model.batch import Batch
 from engine.model.ops.gpu import attention, dependent_launch
 from engine.model.ops.gpu.attention import LOG2_E, MIN_SPLIT_TOKENS, keep_split
 
-GROUP = 16  # heads of a program, at most: tl.dot wants as many rows
+GROUP = 16  # most heads of a program; tl.dot needs this many rows
 CHUNK_ROWS = 2  # rows of a tile: a row and a head take 512 sums
 BLOCK_N = 32
 

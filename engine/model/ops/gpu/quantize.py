@@ -14,8 +14,8 @@ from engine.model.quantization.rows import QuantizedRows, RowFormat
 from engine.model.quantization.weight import FP8, FP8_MAX, INT8_MAX
 
 SCALED_COLUMNS = 1024
-MOST = 512  # rows; for the more rows of a prompt, cuBLAS and a pass over its int32 sums are faster
-TILES = ((16, 64), (64, 64), (128, 128))  # rows and outputs; the first that holds all rows, or the last
+MOST = 512  # rows; with more, as in prompts, cuBLAS and a pass over its int32 sums should be faster
+TILES = ((16, 64), (64, 64), (128, 128))  # rows and outputs; used is the first that holds all rows, else the last
 BLOCK_K = 64
 ROUNDS = 12582912.0  # 1.5 * 2^23: floats of this size are integers, so adding it rounds to the nearest, ties to even
 

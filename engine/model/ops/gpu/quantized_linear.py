@@ -74,7 +74,7 @@ def quantized(x: Tensor | QuantizedRows, format: RowFormat) -> QuantizedRows:
 
 
 class RowFP8:
-    """A product float8 x float8, with a scale per output and, computed in every call, per row of the input."""
+    """A product float8 x float8, with a scale per output, and one per input row, which each call computes."""
 
     format = RowFormat(FP8)
 
@@ -111,7 +111,7 @@ class BlockFP8:
 
 
 class Int8:
-    """A product int8 x int8, with a scale per output and, computed in every call, per row of the input."""
+    """A product int8 x int8, with a scale per output, and one per input row, which each call computes."""
 
     format = RowFormat(torch.int8)
 

@@ -76,8 +76,8 @@ def find_key(
     logits, vocab, width, pitch, temperature, best, min_p, low, goal,
     COUNT: tl.constexpr, STRICT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest key above `low` at which the tokens at or above it together reach the goal (with STRICT:
-    exceed it); `low` if there is none. Each pass over the row tries three keys and leaves a quarter of the range."""
+    """Return the largest key above `low` for which tokens with this or a larger key reach the goal (STRICT: exceed the
+    goal); `low` if there is none. Each pass over the row tries three keys and leaves a quarter of the range."""
     below = tl.cast(low, tl.int64)  # a key at which the goal is reached
     above = tl.cast(sort_key(best), tl.int64) + 1  # a key at which it is not, since no token has it
     while above - below > 1:
@@ -311,7 +311,7 @@ def sample_rows(logits: Tensor, random: list[RandomRows]) -> Tensor:
 
 
 def sample(logits: Tensor, group: RandomRows | None, tokens: Tensor) -> None:
-    """Sample a token for each row of a group; rows with a top_k of 1 are greedy. Without a group, all rows are."""
+    """Sample a token for each row of a group; rows with a top_k of 1 are greedy. None: all rows are greedy."""
     count, vocab = len(logits) if group is None else len(group.rows), logits.shape[1]
     segments = triton.cdiv(vocab, SEGMENT)
 

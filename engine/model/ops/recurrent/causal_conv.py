@@ -108,8 +108,8 @@ def causal_conv_plain(
 
 
 def save(x: Tensor, ring: Tensor, seq: StateRows, kernel: int) -> None:
-    """Write the inputs before a border that this step reaches to a snapshot's slot. They come from x, or from the ring
-    if they are older."""
+    """Write to a snapshot's slot the inputs before a border that this step reaches. They come from x, or, if they are
+    older, from the ring."""
     for position in range(seq.save_at - kernel + 1, seq.save_at):
         row = seq.first + position - seq.start
         ring[seq.save_slot, position % RING] = x[row] if position >= seq.start else ring[seq.slot, position % RING]

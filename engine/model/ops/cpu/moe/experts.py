@@ -1,4 +1,4 @@
-"""The products of experts on a CPU. One kernel computes those of all experts of a layer.
+"""The products of experts on a CPU. One kernel computes all experts of a layer.
 
 Pairs of a token and one of its experts are sorted by expert. The rows of an expert are then adjacent, and a thread
 multiplies them by one column of its weight, as in linear.py. A token's sums do not depend on other tokens.

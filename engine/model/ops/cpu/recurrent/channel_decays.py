@@ -1,6 +1,6 @@
 """Linear attention whose decays differ between the channels of a key, on a CPU: Kimi Delta Attention.
 
-Names are those of ops/recurrent/linear_attention.py. Sums are those of linear_attention.py in this folder, which
+Names are those of ops/recurrent/linear_attention.py. Sums run as in linear_attention.py in this folder, which
 computes heads with one decay; here the products of rows with keys also contain the decays. A tile of up to ROWS rows
 begins at a multiple of ROWS in its chunk, and sees earlier rows through the decays at its start. With B the sum of
 decays before the tile,

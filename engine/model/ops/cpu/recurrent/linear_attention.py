@@ -312,7 +312,7 @@ def widen_head(as_x: Any, x: int, first: int, out: int, size: int, scale: float,
 
 @device_function
 def widen_rows(as_x: Any, args: Any) -> None:
-    """Write q, k and v as float32, dense. args: all three, the same three of the result, `scale` of q and `eps`,
+    """Write q, k and v as float32, dense. args: q, k, v, the results for these, `scale` of q and `eps`,
     tokens, three strides from token to token, k_heads, d_k, heads * d_v; v may be 0 for none."""
     numbers, tokens, key_heads, key_dim, width = as_f32(args[7]), args[8], args[12], args[13], args[14]
     while True:

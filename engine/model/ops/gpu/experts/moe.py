@@ -3,7 +3,7 @@
 As in vLLM's fused_moe, pairs of a token and one of its experts are sorted by expert and divided into tiles, each with
 pairs of one expert (routing.py). Only the device knows the number of tiles. So the grid has the largest possible number
 of programs, and programs without a tile end at once. Nothing waits for the device, so the kernels can be part of a CUDA
-graph. Quantized weights are read as stored. If a checkpoint wants rows in float8 too, rows and weights are multiplied
+graph. Quantized weights are read as stored. If a checkpoint needs rows in float8 too, rows and weights are multiplied
 in float8, on GPUs that can (from Ada on). Other weights are dequantized tile by tile (weights.py, mxfp4.py). This has
 run under Triton's interpreter only, not on a GPU yet.
 """

@@ -88,7 +88,7 @@ def linear_attention_kernel(
             is_new = (m >= row) & (m < stop)
             mine = is_new[:, None] & d_inside
             tile_k = load_rows(keys, new_k, k_stride, m, c, row, stop, eps, KEY_DIM, UNIT)
-            # rows before `row` are of no meaning
+            # rows before `row` are meaningless
             tile_q = load_rows(keys, new_q, q_stride, m, c, row, stop, eps, KEY_DIM, UNIT)
             steps = load_rows(decays, new_decay, HEADS * DECAY_DIM, m, g, row, stop, eps, DECAY_DIM, False)
             within, at_base = tl.cumsum(steps, 0), tl.sum(tl.where((j == base - 1)[:, None], sums, 0.0), 0)[None, :]
@@ -152,8 +152,8 @@ def keep_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, UNIT: tl.constexpr,
     CHUNK: tl.constexpr, KEY_PAD: tl.constexpr, DECAY_PAD: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (seqs, HEADS). Writes the keys and decays since the last border of sequences that have reached it in this
-    step."""
+    """Grid (seqs, HEADS). For each sequence that passed a border in this step, writes the keys and decays after the
+    last one."""
     dependent_launch.begin(DEPENDENT)
     seq, head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(query_start + seq), tl.load(kv_len + seq)
