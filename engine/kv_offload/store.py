@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 UNFINISHED_S = 600.0  # age at which parts of a block without its other parts, and temporary files, are deleted
 DEAD_S = 7 * 86_400.0  # without a new block, after which a temporary key counts as lost
+SCOPE = re.compile(rf"({TEMPORARY_KEY}[0-9a-f]+-)?[0-9a-f]{{16}}")  # name of a folder of blocks
+FILE = re.compile(rf"(([0-9a-f]{{2}})/\2|{HOLDS}/)[0-9a-f]+(\.[0-9]+)?(\.[0-9a-f]+{re.escape(TEMPORARY)})?")  # name inside
 TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")  # of a file, by file system
 T = TypeVar("T")
 
@@ -88,7 +91,7 @@ class StoreFolder:
         """Return which whole blocks and which holds have come and gone since the last call. Deletes parts of blocks
         that nobody has completed. Raises Unreachable."""
         before, holds_before, now = set(self._known), set(self._holds), time.time()
-        found: dict[bytes, list[dict[str, Any]]] = {}
+        found: dict[bytes, list[tuple[int, float, str]]] = {}  # size, age and path of each part
         holds: dict[bytes, object] = {}
         unfinished: list[str] = []
         for path, info in self._find(f"{self._root}/{self._scope}").items():
@@ -99,20 +102,23 @@ class StoreFolder:
                 if folder == HOLDS and not rank:
                     holds[name] = (_written_at(info, now), info["size"], info.get("ETag"))
                 elif rank.isdigit():
-                    found.setdefault(name, []).append({**info, "name": path})
+                    found.setdefault(name, []).append((info["size"], _age_s(info, now), path))
                 elif path.endswith(TEMPORARY) and _age_s(info, now) > UNFINISHED_S:
                     unfinished.append(path)
         whole: list[FoundBlock] = []
+        growing: set[bytes] = set()  # not all ranks have written their part yet
         for name, parts in found.items():
-            age_s = min(_age_s(part, now) for part in parts)
+            age_s = min(age_s for _, age_s, _ in parts)
             if len(parts) == self._ranks:
-                whole.append(FoundBlock(name, max(part["size"] for part in parts), age_s))
+                whole.append(FoundBlock(name, max(size for size, _, _ in parts), age_s))
             elif age_s > UNFINISHED_S:
-                unfinished += [part["name"] for part in parts]
+                unfinished += [path for _, _, path in parts]
+            else:
+                growing.add(name)
         self._remove(unfinished)
         names = {block.name for block in whole}
         added = sorted((block for block in whole if block.name not in before), key=lambda block: -block.age_s)
-        removed = [name for name in before if name not in names]
+        removed = [name for name in before if name not in names and name not in growing]
         self._known.update(dict.fromkeys(names))
         for name in removed:
             self._known.pop(name, None)
@@ -132,7 +138,8 @@ class StoreFolder:
 
     def delete_stale(self, ttl_s: float | None, key: str) -> None:
         """Delete what nobody will read: blocks of other models and setups that are older than `ttl_s`, and all blocks
-        of a temporary key with which nobody has written for a week. Raises Unreachable.
+        of a temporary key with which nobody has written for a week. Other files in the store are left alone. Raises
+        Unreachable.
 
         key: prefix of the scopes of this engine's key, if that is a temporary one.
         """
@@ -143,10 +150,16 @@ class StoreFolder:
         for folder in folders:
             path = folder["name"].rstrip("/")
             scope = path.rpartition("/")[2]
-            if folder["type"] != "directory" or scope == self._scope:
-                continue
-            ages = {file: _age_s(info, now) for file, info in self._find(path).items()}
             is_of_lost_key = scope.startswith(TEMPORARY_KEY) and not (key and scope.startswith(key))
+            if folder["type"] != "directory" or scope == self._scope or not SCOPE.fullmatch(scope):
+                continue
+            if ttl_s is None and not is_of_lost_key:
+                continue
+            ages = {
+                file: _age_s(info, now)
+                for file, info in self._find(path).items()
+                if FILE.fullmatch("/".join(file.split("/")[-2:]))
+            }
             if is_of_lost_key and min(ages.values(), default=0.0) > DEAD_S:
                 self._remove(ages)
             elif ttl_s is not None:

@@ -111,6 +111,8 @@ def test_a_block_counts_once_all_ranks_have_written_their_part(url, monkeypatch)
     second.write(NAMES[0], memoryview(TEXT))
     second.write(NAMES[1], memoryview(TEXT))
     assert names_of(reader.list()) == ({NAMES[0]}, set())
+    first.write(NAMES[2], memoryview(TEXT))
+    assert names_of(first.list()) == (set(), set()), "what another rank is writing is not gone"
     assert second.read(NAMES[0]) == TEXT
     aged(reader, monkeypatch, UNFINISHED_S + 60)
     reader.list()
@@ -122,22 +124,47 @@ def test_a_block_counts_once_all_ranks_have_written_their_part(url, monkeypatch)
 
 
 def test_what_nobody_will_read_is_deleted(url, monkeypatch):
-    own = opened(url, f"{TEMPORARY_KEY}a-1")
-    scopes = {name: opened(url, name) for name in (f"{TEMPORARY_KEY}a-2", f"{TEMPORARY_KEY}b-1", "with a key file")}
+    lost, keyed, kin = f"{TEMPORARY_KEY}bb-{1:016x}", f"{2:016x}", f"{TEMPORARY_KEY}aa-{3:016x}"
+    own = opened(url, f"{TEMPORARY_KEY}aa-{4:016x}")
+    scopes = {name: opened(url, name) for name in (lost, keyed, kin)}
     for store in (own, *scopes.values()):
         store.write(NAMES[0], memoryview(TEXT))
 
     def left() -> set[str]:
         return {name for name in scopes if names_of(opened(url, name).list())[0]}
 
-    own.delete_stale(None, f"{TEMPORARY_KEY}a-")
+    own.delete_stale(None, f"{TEMPORARY_KEY}aa-")
     assert left() == set(scopes)
     aged(own, monkeypatch, DEAD_S + 60)
-    own.delete_stale(None, f"{TEMPORARY_KEY}a-")
-    assert left() == {f"{TEMPORARY_KEY}a-2", "with a key file"}
-    own.delete_stale(60.0, f"{TEMPORARY_KEY}a-")
+    own.delete_stale(None, f"{TEMPORARY_KEY}aa-")
+    assert left() == {kin, keyed}
+    own.delete_stale(60.0, f"{TEMPORARY_KEY}aa-")
     assert left() == set()
     assert own.read(NAMES[0]) == TEXT
+
+
+def test_old_files_that_are_no_blocks_stay_in_the_store(tmp_path, monkeypatch):
+    store, other = opened(str(tmp_path)), f"{5:016x}"
+    opened(str(tmp_path), other).write(NAMES[0], memoryview(TEXT))
+    opened(str(tmp_path), other).save_hold(NAMES[0], HOLD)
+    files = ["thesis/draft.tex", f"thesis/00/{NAMES[0].hex()}.0", f"{TEMPORARY_KEY}notes/a", f"{other}/notes.txt"]
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("not a block")
+    aged(store, monkeypatch, DEAD_S + 60)
+    store.delete_stale(60.0, "")
+    assert {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()} == set(files)
+
+
+def test_folders_of_which_nothing_can_be_stale_are_not_listed(tmp_path, monkeypatch):
+    store = opened(str(tmp_path))
+    opened(str(tmp_path), f"{5:016x}").write(NAMES[0], memoryview(TEXT))
+    listed: list[str] = []
+    monkeypatch.setattr(store._files, "find", lambda path, **kwargs: listed.append(path) or {})
+    store.delete_stale(None, "")
+    assert listed == []
+    store.delete_stale(60.0, "")
+    assert len(listed) == 1
 
 
 def test_a_damaged_object_does_not_open(tmp_path):
