@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import ConfigError, StartupError
+from engine.errors import ConfigError, StartupError, without_credentials
 from engine.kv_offload.disk import HOLDS, TEMPORARY, TEMPORARY_KEY, open_hold, seal_hold, write_private
 from engine.kv_offload.sealing import Sealer, Unsealable
 from engine.wire.kv_offload import FoundBlock, SavedHold, StoreListing
@@ -48,12 +48,14 @@ class StoreFolder:
         import fsspec  # slow to import
         from fsspec.implementations.local import LocalFileSystem
 
-        self.url, self.rank = url, rank
+        self.url, self.rank = without_credentials(url), rank
         self._sealer, self._ranks, self._scope = sealer, ranks, scope
         try:
             self._files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise ConfigError("kv_offloading_store", url, f"a URL that fsspec can open ({error})") from error
+        except Exception as error:  # of a file system that connects at once
+            raise StartupError(f"kv_offloading_store: {self.url} cannot be opened: {error!r}") from error
         self._root = root.rstrip("/")
         self._is_local = isinstance(self._files, LocalFileSystem)
         if self._is_local:

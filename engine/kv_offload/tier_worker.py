@@ -288,13 +288,12 @@ class TierWorker:
     def _load(self, load: RankLoad, index: int) -> None:
         if index not in load.left:
             return  # it was stopped
-        block = load.command.blocks[index]
+        block, is_unreachable = load.command.blocks[index], False
         try:
             source = self._read(block)
         except (OSError, Unsealable, Unreachable) as error:
             logger.warning("a block could not be read: %s", error)
-            source = None
-            load.is_unreachable |= isinstance(error, Unreachable)
+            source, is_unreachable = None, isinstance(error, Unreachable)
         except Exception:
             logger.exception("a block could not be read")
             source = None
@@ -303,6 +302,7 @@ class TierWorker:
                 return
             if source is None:
                 load.failed.append(index)
+                load.is_unreachable |= is_unreachable
             else:
                 self._device.write(block.group, block.block, source)
             load.left.remove(index)

@@ -427,7 +427,10 @@ class KVOffloading:
             writer.add_held(keys)
 
     def delete(self, keys: Sequence[tuple[int, bytes]]) -> None:
-        """Delete blocks from all tiers, unless they are being moved or held."""
+        """Delete blocks from all tiers, unless they are being read or held. Blocks that wait to be written, or are being
+        written, will not be there either."""
+        for writer in self._writers:
+            writer.discard(keys)
         for tier in self._tiers:
             names = [(group, self._name_of(group, block_hash)) for group, block_hash in keys]
             self._commands.drop(tier, [name for group, name in names if tier.index(group).drop(name)])

@@ -210,6 +210,12 @@ def test_a_store_that_does_not_answer_is_told_apart_from_a_block_that_is_not_the
 def test_a_store_that_cannot_be_opened_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="a URL that fsspec can open"):
         opened("no-such-scheme://bucket")
+    with pytest.raises(StartupError, match=r"ftp://\*\*\*@localhost:1/kv cannot be opened"):
+        opened("ftp://me:hunter2@localhost:1/kv")
     Path(tmp_path, "file").touch()
     with pytest.raises(StartupError, match="cannot be written"):
         opened(str(tmp_path / "file" / "folder"))
+
+
+def test_messages_name_a_store_without_its_password():
+    assert opened("memory://me:hunter2@store").url == "memory://***@store"

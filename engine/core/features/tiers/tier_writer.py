@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from engine.core.features.tiers.command_queue import CommandQueue
@@ -26,6 +26,8 @@ class Store:
     is_copied: bool = False
     is_void: bool = False
     """Whether the blocks that it writes have to be discarded."""
+    discarded: set[bytes] = field(default_factory=set)
+    """Names of those that have to be discarded in any case, unless a hold keeps them by then."""
     is_late: bool = False
 
 
@@ -76,6 +78,14 @@ class TierWriter:
         """Copy blocks that stay on the device. Those that already wait to be copied keep their turn."""
         for key in keys:
             self._waiting.setdefault(key)
+
+    def discard(self, keys: Sequence[tuple[int, bytes]]) -> None:
+        """Write none of these blocks that waits, and discard those that are being written."""
+        for key in keys:
+            self._waiting.pop(key, None)
+        names = {self._name_of(*key) for key in keys} if self._stores else set()
+        for store in self._stores.values():
+            store.discarded |= names.intersection(block.name for block in store.blocks)
 
     def start(self, now: float) -> None:
         """Start to copy waiting blocks, unless two commands are still writing."""
@@ -140,7 +150,8 @@ class TierWriter:
         for tier in self._tiers:
             blocks = [(i, block) for i, block in enumerate(store.blocks) if tier.takes(block)]
             for i, block in blocks:
-                if store.is_void or i in failed:
+                is_unwanted = block.name in store.discarded and block.name not in tier.index(block.group).held
+                if store.is_void or is_unwanted or i in failed:
                     tier.index(block.group).remove(block.name)
                     self._commands.drop(tier, [block.name])
                 else:

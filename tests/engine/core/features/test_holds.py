@@ -575,6 +575,20 @@ def test_another_engine_evicts_nothing_from_the_store_that_is_held():
     other.run()
 
 
+@PLACES
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_hold_that_is_deleted_before_its_blocks_are_written_leaves_none(options, is_under_way):
+    harness = TierHarness(**options)
+    assert held(harness, "held", hold_name="talk").refusal is None
+    if is_under_way:
+        harness.submit()
+        assert harness.moving
+    harness.scheduler.holds.release("talk", None)
+    harness.drain()
+    assert not names_in(harness)
+    harness.run()
+
+
 def test_hold_of_another_engine_in_the_store_is_ended_by_its_name():
     harness = saved(STORE, hold_name="talk", client="alice")
     other = other_engine(harness)
