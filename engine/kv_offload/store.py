@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 UNFINISHED_S = 600.0  # age at which parts of a block without its other parts, and temporary files, are deleted
 DEAD_S = 7 * 86_400.0  # without a new block, after which a temporary key counts as lost
 SCOPE = re.compile(rf"({TEMPORARY_KEY}[0-9a-f]+-)?[0-9a-f]{{16}}")  # name of a folder of blocks
-FILE = re.compile(rf"(([0-9a-f]{{2}})/\2|{HOLDS}/)[0-9a-f]+(\.[0-9]+)?(\.[0-9a-f]+{re.escape(TEMPORARY)})?")  # name inside
+FILE = re.compile(
+    rf"(([0-9a-f]{{2}})/\2|{HOLDS}/)[0-9a-f]+(\.[0-9]+)?(\.[0-9a-f]+{re.escape(TEMPORARY)})?"
+)  # name inside
 TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")  # of a file, by file system
 T = TypeVar("T")
 

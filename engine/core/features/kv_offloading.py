@@ -427,8 +427,7 @@ class KVOffloading:
             writer.add_held(keys)
 
     def delete(self, keys: Sequence[tuple[int, bytes]]) -> None:
-        """Delete blocks from all tiers, unless they are being read or held. Blocks that wait to be written, or are being
-        written, will not be there either."""
+        """Delete blocks from all tiers, unless they are being read or held, also those that are not written yet."""
         for writer in self._writers:
             writer.discard(keys)
         for tier in self._tiers:
