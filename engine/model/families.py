@@ -440,7 +440,7 @@ ONE_RANK = frozenset({
 
 
 def find_family(architecture: str) -> Family | None:
-    """Return the family of an architecture, which may also be a family's base model or its variant with a score head;
+    """Return the family of an architecture, which can also be a family's base model or its variant with a score head;
     None if only transformers' own code can compute it. Raises UnsupportedArchitecture."""
     base = architecture.removesuffix(next(filter(architecture.endswith, HEADS), ""))
     for family in (FAMILIES.get(architecture), ENCODERS.get(f"{base}Model")):

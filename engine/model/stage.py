@@ -1,8 +1,8 @@
 """The part of a model that one pipeline stage holds.
 
-A stage's model is the whole model without the parts of other stages: their layers return their inputs, the embedding is
-on the first stage (and on the last one too if the head is tied to it), the last norm and the head are on the last. So
-the code of a family is the same with and without stages. Imports no torch.
+A stage's model is the whole model without the parts of other stages. Layers of other stages return their inputs. The
+first stage has the embedding (so has the last one if the head is tied to it), and the last has the last norm and the
+head. So the code of a family is the same with and without stages. Imports no torch.
 """
 
 from __future__ import annotations

@@ -169,6 +169,6 @@ class StateCache:
 
 
 def max_drafts(position: int, kernel: int) -> int:
-    """Return how many drafts may follow the token at `position` in a step. They must neither reach the next border nor
+    """Return how many drafts can follow the token at `position` in a step. They must neither reach the next border nor
     overwrite inputs that a convolution over `kernel` tokens still reads."""
     return min((CHUNK - 2 - position) % CHUNK, RING - kernel)

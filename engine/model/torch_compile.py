@@ -92,7 +92,7 @@ class OpaqueAttention(nn.Module):
 
 
 class OpaqueSums(TPGroup):
-    """A group whose `all_reduce` may be called in compiled layers."""
+    """A group whose `all_reduce` can be called in compiled layers."""
 
     def __init__(self, tp: TPGroup):
         super().__init__(tp.rank, tp.size)

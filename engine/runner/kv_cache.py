@@ -163,7 +163,7 @@ def most(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def divide(budget: int, needs: list[GroupNeed], longest: int, max_num_seqs: int) -> list[int]:
-    """Return how many blocks of each group `budget` bytes pay for, at most as many as `max_num_seqs` sequences can use.
+    """Return how many blocks of each group fit into `budget` bytes, but no more than `max_num_seqs` sequences can use.
 
     The right proportion between groups depends on the length of sequences, which is unknown. So each group first gets
     the blocks of one sequence of `longest` tokens, or of the longest that fits. The rest is divided in proportion to

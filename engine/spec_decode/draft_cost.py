@@ -43,7 +43,7 @@ class VerifyingCost:
     """Cost of a step that only decodes, by its number of tokens, drafts included.
 
     Steps of similar size form a group; there are four groups between a size and its double. A group keeps its cost
-    until one of its steps is measured again. The first step of a group does not count, since it may record a CUDA
+    until one of its steps is measured again. The first step of a group is ignored, since it may record a CUDA
     graph.
     """
 
@@ -91,8 +91,8 @@ class ProposalCost:
         self._busy: dict[int, StepMean] = {}
 
     def observe_step(self, sequences: int, tokens: int, seconds: float) -> None:
-        """Record a step. tokens: number proposed for each sequence. The first step of a size that proposes tokens does
-        not count, because the drafter may first have to catch up with the sequences."""
+        """Record a step. tokens: number proposed for each sequence. The first step of a size that proposes tokens is
+        ignored, because the drafter may first have to catch up with the sequences."""
         means, size = self._busy if tokens else self._idle, sequences.bit_length()
         if tokens and size not in means:
             means[size] = StepMean()

@@ -56,7 +56,7 @@ class SequenceDrafts:
         return self._retries or not self._tried
 
     def record(self, drafted: int, accepted: int, length: int) -> None:
-        """Record how many of the drafted tokens were accepted. Tokens after the first rejected one do not count."""
+        """Record how many of the drafted tokens were accepted. Tokens after the first rejected one are not recorded."""
         self.num_drafted += drafted
         self.num_accepted += accepted
         tried = accepted + (accepted < drafted)

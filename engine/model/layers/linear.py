@@ -107,8 +107,8 @@ class ColumnParallelLinear(Linear):
 
 
 class PaddedLinear(ColumnParallelLinear):
-    """A column-parallel layer whose outputs are padded, since our CPU kernel may not support their number. Returns the
-    outputs without padding, as a view in which each token's values are contiguous."""
+    """A column-parallel layer whose outputs are padded, in case our CPU kernel does not support their number. Returns
+    the outputs without padding, as a view in which each token's values are contiguous."""
 
     def __init__(self, inputs: int, outputs: dict[str, Shard], bias: bool = False, format: WeightFormat | None = None):
         super().__init__(inputs, outputs, bias, format)

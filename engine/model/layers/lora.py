@@ -124,7 +124,7 @@ NO_ADAPTERS = NoAdapters()
 
 
 class Adapted(Sharded):
-    """A layer whose product adapters may change.
+    """A layer with a product that adapters can change.
 
     weights: this rank's shards by name in the checkpoint, stacked along the outputs.
     """

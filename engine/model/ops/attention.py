@@ -79,7 +79,7 @@ def select_rotate_and_write_latent(dtype: torch.dtype, device: torch.device) -> 
 
 
 def tile_rows(longest: int, heads: int, spec: KVCacheSpec, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the most rows that a tile of `Batch.tiles` may have in layers with KV of this `spec`, for chunks of up to
+    """Return the most rows that a tile of `Batch.tiles` can have in layers with KV of this `spec`, for chunks of up to
     `longest` rows."""
     if not dispatch.gpu_kernels(dtype, device):
         return longest  # tiles are not used

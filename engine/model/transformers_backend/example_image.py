@@ -17,7 +17,7 @@ MOST_TILES = 13  # of InternVL's image processor by default: 12, and one of the 
 
 def example_image(cfg: VisionConfig, num_embeds: int) -> MultiModalFeatureSpec:
     """Return an image with about `num_embeds` embeddings, but at least one tile, and no more embeddings than one image
-    may have. The image begins at the first token of its prompt."""
+    can have. The image begins at the first token of its prompt."""
     raw = json.loads(cfg.transformers)
     vision, patch = raw["vision_config"], raw["vision_config"]["patch_size"]
     height = max(1, math.isqrt(num_embeds))

@@ -269,7 +269,7 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: Checkpoint
 
 
 def ours_for_embedding(embedding: nn.Module, tp: TPGroup) -> VocabEmbedding | None:
-    """Return our embedding for a module; None unless it is a plain table, whose rows may be scaled by one number."""
+    """Return our embedding for a module; None unless it is a plain table, possibly scaled by one number."""
     if not isinstance(embedding, nn.Embedding):
         return None
     scale: Any = getattr(embedding, "embed_scale", None)

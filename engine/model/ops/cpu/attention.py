@@ -115,8 +115,8 @@ def find_keys(
     space: Space, side: int, start: int, first: int, last: int, table: Any, block_size: int, head_dim: int,
     block_stride: int, base: int, kv_size: int, size: int,
 ) -> None:  # fmt: skip
-    """Set the addresses of a tile's keys and values, for one head. Tokens before `first` or after `last` may have no
-    KV. For them, the KV of `first` or `last` is read, whichever is nearer."""
+    """Set the addresses of a tile's keys and values, for one head. Tokens before `first` or after `last` need not
+    have KV. For them, the KV of `first` or `last` is read, whichever is nearer."""
     key_at, value_at = as_i64(space.key_at + 8 * TILE_TOKENS * side), as_i64(space.value_at + 8 * TILE_TOKENS * side)
     low, high = max(first - start, 0), min(last - start, TILE_TOKENS - 1)
     block, offset = (start + low) // block_size, (start + low) % block_size

@@ -151,8 +151,8 @@ class Graph:
     """A recording of the kernels that this thread launches inside a `with` block. The kernels also run while they are
     recorded.
 
-    A replay runs the kernels and nothing else. The tensors that they use must keep their addresses. The number of
-    tokens may differ, up to `max_tokens`. tokens: their number in the recording.
+    A replay runs the kernels and nothing else. The tensors that they use must keep their addresses. A replay
+    can have another number of tokens, up to `max_tokens`. tokens: their number in the recording.
     """
 
     def __init__(self, tokens: int, max_tokens: int) -> None:

@@ -109,7 +109,7 @@ def multiply_panel(bits: int, rows: int) -> Any:
 
         x: [rows, n * size] int8. x_scale, x_sum: [rows, n] float32 and int32, scale and sum of each group.
         panel: [inputs / (4 * quads), 64, 4 * quads], values plus 8 (4 bits) or plus MIDDLE (8 bits).
-        scale, zero: [n, 64] float32; with 4 bits, zero points plus 8. `zero` is a null pointer if there are none.
+        scale, zero: [n, 64] float32; zero: zero points, plus 8 for 4 bits; a null pointer if there are none.
         """
 
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:

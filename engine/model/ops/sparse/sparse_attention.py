@@ -8,7 +8,7 @@ GPU. A CPU has kernels for scores and attention.
 index_scores(q, weights, keys, places, lengths) -> [rows, max_len] float32
     q: [rows, heads, dim]; weights: [rows, heads] float32; keys: [vectors, dim], a view; places: [rows, max_len] int32;
     lengths: [rows] int32, the tokens that each row sees. A score is the sum over heads of weight * relu(q @ key); the
-    scores of tokens that a row does not see may be anything.
+    scores of tokens that a row does not see are undefined.
 attend_selected(q, vectors, places, counts, scale, rank) -> [rows, heads, rank]
     q: [rows, heads, width]; vectors: [vectors, width], a view, whose first `rank` values are the value; counts: [rows]
     int32. Row i sees its first counts[i] places; a row that sees none gets 0.

@@ -2,7 +2,7 @@
 ops/recurrent/linear_attention.py, whose names are used here.
 
 A program computes some channels of one head's values for one sequence, chunk by chunk. It takes a chunk's rows in tiles
-that begin at multiples of ROWS. A prompt may compute all rows of a tile, and a decoded token only one, but the products
+that begin at multiples of ROWS. A prompt can compute all rows of a tile, and a decoded token only one, but the products
 have the same shapes, so a row's sums have the same order in any batch. In a tile the triangular system is solved row by
 row. Exponents are never positive: for a tile's rows, decays are summed from the tile's beginning; for earlier keys, up
 to it.

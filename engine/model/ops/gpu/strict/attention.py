@@ -3,8 +3,8 @@
 Keys are divided at multiples of SPLIT_TOKENS of the sequence's positions, and each split is summed in tiles that begin
 at multiples of BLOCK_N. The results of the splits are merged in ascending order. A tile of rows may be computed by one
 program, split after split, or by one program per split, of which the last one merges. Both ways give the same bits, so
-the plan may choose between them by the batch. A split in which a row sees no key changes nothing in that row, so a row
-may share its tile with rows that see more. Every tile has BLOCK_M rows, even to decode, since a GPU's instructions for
+the plan can choose either for each batch. A split in which a row sees no key changes nothing in that row, so a row
+can share its tile with rows that see more. Every tile has BLOCK_M rows, even to decode, since a GPU's instructions for
 fewer rows may sum in another order.
 
 The rest is as in ops/gpu/attention.py. Tile sizes are estimates. Has run under Triton's interpreter only, not on a GPU
