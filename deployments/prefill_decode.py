@@ -46,8 +46,9 @@ class PrefillDecode(Decode):
         deployment's router."""
         await self._engine.run_request(request)
 
-    async def _read_role(self) -> Role:
+    async def _read_role(self) -> Role | None:
+        """Return the role that the policy has chosen; None if it has chosen none, or if the table is lost."""
         own = serve.get_replica_context()
         table = await asyncio.to_thread(ray_compat.shared, ray_compat.roles_of(own.app_name, own.deployment))
         roles = {} if table is None else msgspec.msgpack.decode(table, type=dict[str, Role])
-        return roles.get(ray_compat.engine_id_of(own.replica_id), "decode")
+        return roles.get(ray_compat.engine_id_of(own.replica_id))

@@ -118,8 +118,8 @@ class RoleSwitch:
         target, running = load.target_replicas, load.running_replicas
         decision = self._scaler.decide(members, load.waiting, load.waiting_tokens, target, running, now)
         if decision.roles != self._roles:
-            self._roles = decision.roles
-            ray_compat.share(self._table, msgspec.msgpack.encode(self._roles))
+            ray_compat.share(self._table, msgspec.msgpack.encode(decision.roles))
+            self._roles = decision.roles  # not before: if the GCS does not answer, the next decision tries again
         for role, of_role in decision.decisions.items():
             self._metrics.record(self._pools[role], of_role.replicas, of_role)
         return decision.replicas

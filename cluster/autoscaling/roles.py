@@ -17,6 +17,7 @@ from deployments.routing.config import Role
 KEEP_S = 10.0  # time for which a role keeps a replica that it no longer needs
 YIELD_S = 2.0  # the same if the other role needs the replica
 MEMORY_S = 3.0  # time over which rates are averaged; shorter than for new replicas, since a wrong role costs little
+REPORT_S = 5.0  # time for which roles stay as they are while a replica that is up has not reported
 WORTH = 0.8  # factor by which the pressure must fall for a change while both roles lack replicas
 ROLES: tuple[Role, ...] = ("decode", "prefill")
 
@@ -60,7 +61,8 @@ class RoleScaler:
         self._settings, self._scaler = settings, ModelScaler(slo, self._limits, MEMORY_S)
         self._kept, self._needs = (Needs(self._limits, seconds) for seconds in (KEEP_S, YIELD_S))
         self._total = Stabilizer(decode.upscale_delay_s, decode.downscale_delay_s)
-        self._prefill: int | None = None  # replicas for prompts, as far as no need says otherwise; None at first
+        self._prefill = settings.initial_prefill  # replicas for prompts, as far as no need says otherwise
+        self._new, self._complete_at = True, -1.0  # the latter: when all replicas had reported
 
     def decide(
         self, members: Mapping[str, Member], waiting: int, waiting_tokens: int, target: int, running: int, now: float
@@ -68,15 +70,16 @@ class RoleScaler:
         """members: replicas that have reported, by id. waiting, waiting_tokens: sequences in ingresses, and the tokens
         of their prompts. target, running: number of replicas that are desired, and of those that are up."""
         loads = {role: self._load(role, members) for role in ROLES}
-        if self._prefill is None:  # replicas that have roles already got them from an earlier controller
-            self._prefill = loads["prefill"].running_replicas or self._settings.initial_prefill
+        waits = self._waits_for_reports(len(members), running, now)
+        if self._new:  # replicas that have roles already got them from an earlier controller
+            self._prefill, self._new = loads["prefill"].running_replicas or self._settings.initial_prefill, waits
         loads["decode"] = replace(loads["decode"], waiting=waiting, waiting_tokens=waiting_tokens)
         wishes = self._scaler.decide(loads, now)
         for needs in (self._kept, self._needs):
             needs.update(wishes, now)
         total = self._size(wishes, target, running, now)
         prefill = self._split(len(members))
-        if len(members) >= total:
+        if len(members) >= total and not waits:
             self._prefill = prefill
         of_all = self._split(total)
         counts: dict[Role, int] = {"prefill": of_all, "decode": total - of_all}
@@ -84,7 +87,14 @@ class RoleScaler:
         for role, wish in decisions.items():
             if counts[role] < min(self._needs.of[role], loads[role].target_replicas):
                 decisions[role] = replace(wish, reason="roles")
-        return RoleDecision(total, _assign(members, prefill), decisions)
+        roles = {name: member.role for name, member in members.items()} if waits else _assign(members, prefill)
+        return RoleDecision(total, roles, decisions)
+
+    def _waits_for_reports(self, reported: int, running: int, now: float) -> bool:
+        """Return whether a replica that is up may still report its role, so that none should change before."""
+        if reported >= running or self._complete_at < 0:
+            self._complete_at = now
+        return reported < running and now - self._complete_at < REPORT_S
 
     def _load(self, role: Role, members: Mapping[str, Member]) -> PoolLoad:
         loads = [member.load for member in members.values() if member.role == role]
@@ -105,9 +115,8 @@ class RoleScaler:
 
     def _split(self, replicas: int) -> int:
         """Return how many of this number of replicas should compute prompts."""
-        assert self._prefill is not None
         for needs in (self._kept, self._needs):
-            decode, prefill = needs.of["decode"], needs.of["prefill"]
+            decode, prefill = max(1, needs.of["decode"]), needs.of["prefill"]  # one always answers
             if replicas >= decode + prefill:
                 return min(max(self._prefill, prefill), replicas - decode)
         most = max(0, replicas - max(1, self._limits["decode"].min_replicas))

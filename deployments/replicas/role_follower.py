@@ -22,12 +22,13 @@ class RoleFollower:
     def __init__(
         self,
         engine: EngineReplica,
-        read: Callable[[], Awaitable[Role]],
+        read: Callable[[], Awaitable[Role | None]],
         slots: int,
         statuses: Statuses | None = None,
     ):
-        """read: function that returns the chosen role. statuses: function that returns the statuses of the pool's
-        replicas; None if requests do not move. slots: sequences that one replica runs at a time."""
+        """read: function that returns the chosen role; None if none is known, so that the role stays. statuses:
+        function that returns the statuses of the pool's replicas; None if requests do not move. slots: sequences that
+        one replica runs at a time."""
         self.role: Role = "decode"
         self._engine, self._read, self._slots, self._statuses = engine, read, slots, statuses
         self._departing: asyncio.Task[None] | None = None
@@ -37,7 +38,7 @@ class RoleFollower:
         try:
             while True:
                 try:
-                    role = await self._read()
+                    role = await self._read() or self.role
                 except Exception as error:  # noqa: BLE001 - of Ray, while its head node restarts
                     logger.warning("the role of this replica cannot be read: %r", error)
                     role = self.role

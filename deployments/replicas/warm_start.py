@@ -54,6 +54,8 @@ async def warm_start(
                     done += 1
     except TimeoutError:
         pass  # the replica takes requests with what it has
+    except Exception as error:  # noqa: BLE001 - of Serve or Ray; a replica needs no warm start
+        logger.warning("the other replicas cannot be asked for prefixes: %r", error)
     finally:
         receiving.cancel()
         context.destroy(linger=0)

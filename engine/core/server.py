@@ -286,7 +286,7 @@ class EngineServer:
     def _refuse_stuck(self, now: float) -> None:
         """Refuse prompts of other engines for which there may never be blocks."""
         scheduler = self._core.scheduler
-        for request in scheduler.handoffs.stuck(scheduler.queue.waiting, now):
+        for request in scheduler.handoffs.stuck(scheduler.queue, now):
             scheduler.abort(request.request_id, now, Overloaded(STUCK))
 
     def _send_status(self, now: float) -> None:

@@ -14,6 +14,7 @@ from engine.core.features.remote_prefill_policy import (
     RemotePrefillPolicy,
 )
 from engine.core.request import Request
+from engine.core.request_queue import RequestQueue
 from engine.errors import EngineUnavailable, InvalidParameter
 from engine.wire.handoff import (
     BlocksAsked,
@@ -35,7 +36,7 @@ from engine.wire.messages import CancelDispatch, DispatchRemote, FinishReason, P
 from engine.wire.remote_request import NOBODY, KVSource, Peer, RemoteRequest
 
 RESUMED = "resumed"  # the prompt was already computed once, so it stays here
-STUCK_S = 5.0  # that a prompt of another engine waits for blocks while this engine waits for prompts of its own
+STUCK_S = 5.0  # without progress of other engines' prompts, while this engine waits for prompts of its own
 STUCK = "the prompt waits for blocks, while this engine waits for prompts of its own"
 ASKED = "asked"  # the request says where its prompt is computed
 HandoffOutput = HandoffAction | DispatchRemote | CancelDispatch  # the first for the channel, the others for control
@@ -69,6 +70,7 @@ class HandoffManager:
         #: A label that routers obey, since the engine can do both. None if its pool says what it does.
         self.role = role
         self.role_changes = 0
+        self._next_prompt: tuple[Request | None, float] = None, 0.0  # of another engine, and since when it is the next
         self._opened_at: dict[str, float] = {}
         self._count = 0
 
@@ -242,16 +244,19 @@ class HandoffManager:
         self.role, self.role_changes = role, self.role_changes + 1
         self.set_prefill_replicas([])
 
-    def stuck(self, waiting: list[Request], now: float) -> list[Request]:
-        """Return the prompts of other engines that this engine must refuse, because they have waited for STUCK_S while
-        it waits for prompts itself.
+    def stuck(self, queue: RequestQueue, now: float) -> list[Request]:
+        """Return the prompts of other engines that this engine must refuse. They have waited for STUCK_S, in which this
+        engine has computed no prompt of others, but has waited for prompts itself. To be called at least once a second.
 
         Engines that change roles at the same time could otherwise wait for each other: each has given its blocks to
         requests whose prompts wait for blocks of the other engine.
         """
-        if self.role is None or not self.receiving:
+        asked = [request for request in queue.waiting if request.asked_by and not request.tables and self.role]
+        first = next(iter(asked), None)
+        if first is not self._next_prompt[0] or not self.receiving or any(r.asked_by for r in queue.running):
+            self._next_prompt = first, now
+        if now - self._next_prompt[1] < STUCK_S:
             return []
-        asked = [request for request in waiting if request.asked_by and not request.tables]
         return [request for request in asked if now - request.clock.arrived_at >= STUCK_S]
 
     # -- the prompt of another engine, computed here -------------------------------------------------------

@@ -229,6 +229,17 @@ def test_a_new_controller_goes_on_with_the_roles_that_replicas_report(policy, ta
     assert tables.pop()[1] == {"pd-m-0": "decode", "pd-m-1": "prefill", "pd-m-2": "decode"}
 
 
+def test_a_table_that_could_not_be_written_is_written_by_the_next_decision(policy, tables, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("the GCS restarts")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_compat, "share", fail)
+        assert policy(switched({}, {}, {}))[0] == {PD: 3, INGRESS: 1}
+    policy(switched({}, {}, {}))
+    assert sorted(tables.pop()[1].values()) == ["decode", "decode", "prefill"]
+
+
 def test_a_role_that_a_replica_has_not_read_yet_is_not_given_to_another(policy, tables):
     policy(switched({}, {}, {}))
     policy(switched({}, {}, {}))

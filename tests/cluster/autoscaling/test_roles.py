@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.autoscaling.roles import KEEP_S, YIELD_S, Member, RoleDecision, RoleScaler
+from cluster.autoscaling.roles import KEEP_S, REPORT_S, YIELD_S, Member, RoleDecision, RoleScaler
 from cluster.autoscaling.scaler import EngineCosts, ReplicaLoad
 from cluster.autoscaling.slo import Limits, RoleSettings, Slo
 from deployments.routing.config import Role
@@ -143,6 +143,32 @@ def test_a_new_controller_leaves_roles_as_they_are():
         world.members[name] = Member("prefill", IDLE)
     world.run(30)
     assert world.count("prefill") == 3
+
+
+def test_a_new_controller_changes_no_role_before_all_replicas_have_reported():
+    world = World(4, initial_prefill=1)
+    roles: dict[str, Role] = {"e0": "prefill", "e1": "prefill", "e2": "decode", "e3": "prefill"}
+    for number in range(5):
+        members = {name: Member(roles[name], IDLE) for name in list(roles)[:number]}
+        decision = world.scaler.decide(members, 0, 0, 4, 4, float(number))
+        assert decision.roles == {name: roles[name] for name in members} and decision.replicas == 4
+
+
+def test_roles_wait_for_a_silent_replica_for_a_few_seconds():
+    world = World(4, initial_prefill=2)
+    world.run(20)
+    silent = next(name for name, member in world.members.items() if member.role == "prefill")
+    del world.members[silent]
+    began, before = world.now, {name: member.role for name, member in world.members.items()}
+    while world.scaler.decide(world.members, 0, 0, 4, 4, world.now).roles == before:
+        world.now += 1
+    assert world.now == began + REPORT_S
+
+
+def test_one_of_the_last_replicas_answers_although_none_has_to():
+    world = World(3, max_total=4, initial_prefill=2, min_replicas=0, scale_to_zero_delay_s=5.0)
+    world.run(30, prefill=queued(3000))
+    assert world.count("decode") == 1
 
 
 def test_a_dead_prefill_replica_is_replaced_at_once_by_one_that_answered():

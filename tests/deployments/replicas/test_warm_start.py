@@ -101,6 +101,17 @@ def test_a_peer_that_fails_costs_no_other_prefix():
     assert len(engine.requests) == 2
 
 
+def test_a_replica_starts_although_the_others_cannot_be_asked():
+    async def ask() -> list[HotPrefixes]:
+        raise RuntimeError("the controller restarts")
+
+    engine = Engine()
+    asyncio.run(
+        warm_start(engine, ask, timeout_s=60, max_bytes=PLENTY, host="127.0.0.1", key=None)  # type: ignore[arg-type]
+    )
+    assert not engine.requests
+
+
 def test_it_ends_at_its_deadline():
     engine, began = Engine(hangs=True), time.monotonic()
     warm(engine, [told(A, prefix(1, 64, 2))], timeout_s=0.05)

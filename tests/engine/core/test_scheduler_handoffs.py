@@ -1,10 +1,12 @@
 """Prompts that another engine computes (decode), and prompts that are computed for another engine (prefill)."""
 
+import msgspec
 import pytest
 
 from engine.core.engine_stats import stats_of
-from engine.core.features.handoffs import HandoffManager
-from engine.core.request import State
+from engine.core.features.handoffs import STUCK_S, HandoffManager
+from engine.core.request import Request, State
+from engine.core.request_queue import RequestQueue
 from engine.errors import InvalidParameter, Overloaded, PromptTooLong, RequestTimeout
 from engine.wire.remote_request import KVSource, Peer
 from engine.wire.sampling_params import SamplingParams
@@ -461,3 +463,49 @@ def test_an_engine_without_handoffs_decides_nothing():
     h.add("a", ids(6))
     h.run()
     assert stats_of(h.scheduler).prefill_decisions == {}
+
+
+# -- an engine whose role changes --------------------------------------------------------------------------
+
+
+def queue_of_prompts(count: int) -> tuple[DecodeHarness, RequestQueue]:
+    """An engine that waits for a prompt of its own, and a queue of prompts of others, all of the time 0."""
+    h = DecodeHarness(num_blocks=16, max_model_len=64)
+    h.scheduler.handoffs.role = "decode"
+    h.add("own", ids(12))
+    h.step()
+    remote, queue = h.open[only_open(h)].remote_request, RequestQueue(max_num_seqs=1)
+    for number in range(count):
+        asked = msgspec.structs.replace(remote, handoff_id=f"{number}", decode=Peer("other", "", 1))
+        queue.add(Request.for_other_engine(asked, (0, number), now=0.0))
+    return h, queue
+
+
+def test_prompts_of_a_queue_that_moves_are_not_refused_however_long_they_wait():
+    h, queue = queue_of_prompts(30)
+    for now in range(20):
+        queue.run(queue.waiting[0])
+        assert not h.scheduler.handoffs.stuck(queue, float(now))
+        queue.remove(queue.running[0])
+
+
+def test_a_long_prompt_that_is_computed_for_others_keeps_the_next_ones_waiting():
+    h, queue = queue_of_prompts(3)
+    queue.run(queue.waiting[0])
+    assert not any(h.scheduler.handoffs.stuck(queue, float(now)) for now in range(20))
+
+
+def test_prompts_of_others_are_refused_if_none_of_them_starts_while_this_engine_waits_for_its_own():
+    h, queue = queue_of_prompts(3)
+    refused = [len(h.scheduler.handoffs.stuck(queue, float(now))) for now in range(int(STUCK_S) + 1)]
+    assert refused == [0] * int(STUCK_S) + [3]
+
+
+@pytest.mark.parametrize("why", ["its role is fixed", "it waits for no prompt"])
+def test_an_engine_refuses_no_prompt_if(why):
+    h, queue = queue_of_prompts(3)
+    if why == "its role is fixed":
+        h.scheduler.handoffs.role = None
+    else:
+        h.receive(only_open(h))
+    assert not any(h.scheduler.handoffs.stuck(queue, float(now)) for now in range(20))
