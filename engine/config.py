@@ -19,7 +19,7 @@ MAX_LORA_RANK = 256
 T = TypeVar("T")
 
 
-MAX_SPECULATIVE_TOKENS = 32  # per sequence and step; more never pay
+MAX_SPECULATIVE_TOKENS = 32  # per sequence and step; more never save time
 
 
 def check_choices(config: Any, section: str = "") -> None:
@@ -41,7 +41,7 @@ def option(default: T, help: str, **flag: Any) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffConfig:
-    """Options of an engine in one of several pools. Some of the pools compute prompts or images for others
+    """Options of an engine in a cluster with several pools, some of which compute prompts or images for others
     (docs/handoff.md)."""
 
     role: Literal["prefill", "decode", "encode", "replica"] = field(

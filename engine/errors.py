@@ -79,7 +79,7 @@ class InvalidParameter(RequestError):
 
     def __init__(self, field: str, value: object, limit: str):
         if isinstance(value, str) and not isinstance(value, Described):
-            value = _head(value)  # it may be millions of characters long, and an error travels and is printed
+            value = _head(value)  # it may be millions of characters long, and errors are sent and printed
         try:
             shown = repr(value if isinstance(value, Described) else _head(value))
         except ValueError:  # Python refuses to print integers of thousands of digits

@@ -28,7 +28,7 @@ def cluster_nodes() -> list[Node]:
 
 
 def can_grow(nodes: Sequence[Node]) -> bool:
-    """Return whether nodes may still be added: by an autoscaler, or by KubeRay, which starts pods one after the
+    """Return whether nodes can still be added: by an autoscaler, or by KubeRay, which starts pods one after the
     other."""
     return any(node.labels.get(NODE_GROUP) for node in nodes)
 

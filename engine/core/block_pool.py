@@ -207,7 +207,7 @@ class BlockPool:
 
     def release(self, blocks: list[int]) -> None:
         """Drop one reference to each block. A block that has a hash stays cached."""
-        # tail first, so that eviction eats a chain from its end and keeps shared prefixes
+        # tail first, so that eviction shortens a chain from its end and keeps shared prefixes
         for block in reversed(blocks):
             assert self._ref_counts[block] > 0, f"block {block} released more often than allocated"
             self._ref_counts[block] -= 1

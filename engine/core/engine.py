@@ -110,7 +110,7 @@ class EngineCore:
         self._broken: str | None = None
         self._in_flight: deque[StepInFlight] = deque()
         self._num_launched = 0
-        #: What schedulings have asked of other engines, each with the number of steps that have to end first.
+        #: Actions for other engines, by the step that planned them, with the number of steps that must end first.
         self._reserved: deque[tuple[int, list[HandoffOutput]]] = deque()
         # A thread for overlap on devices whose calls block. With other ranks it is needed even without overlap, to
         # notice a rank that hangs while a step waits for it.
@@ -146,8 +146,8 @@ class EngineCore:
         return True
 
     def check(self, message: GenerateRequest) -> None:
-        """Raise RequestError if `add` would refuse this request even without load, or if its grammar fails to
-        compile."""
+        """Raise RequestError if `add` would refuse this request even if there were no others, or if its grammar fails
+        to compile."""
         self._check_task(message)
         self.scheduler.check_request(message)
         if message.lora is not None:
@@ -312,7 +312,7 @@ class EngineCore:
         while self._reserved and self._reserved[0][0] <= ended:
             self._submit(self.handoff_channel, self._reserved.popleft()[1])
         actions = self.scheduler.handoffs.actions
-        if actions and not self._reserved:  # else these would overtake
+        if actions and not self._reserved:  # else these would overtake the reserved ones
             self._submit(self.handoff_channel, actions)
         if actions := self.image_handoffs.actions:
             self._submit(self.image_handoffs.channel, actions)

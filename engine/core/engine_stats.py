@@ -10,7 +10,7 @@ from engine.wire.messages import EngineLoad, EngineStats
 def load_of(scheduler: Scheduler) -> EngineLoad:
     """Return the load by which routers choose an engine."""
     queue, pool = scheduler.queue, scheduler.kv_cache.pool
-    # Blocks that are only held cost no step anything, and new requests cannot have them: as if there were fewer.
+    # Blocks kept by holds alone are left out, as if absent: no step reads them, and new requests cannot have them.
     held = pool.num_only_held
     used = max((other.num_used - other.num_only_held) / other.num_blocks for other in scheduler.kv_cache.pools)
     as_full_as_the_fullest = round(used * pool.num_blocks)

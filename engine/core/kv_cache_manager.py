@@ -191,8 +191,8 @@ class KVCacheManager:
         return True
 
     def extra(self, request: Request, tokens: int, wanted: int) -> int:
-        """Return for how many tokens beyond the first `tokens` a running request has blocks, after trying to allocate
-        blocks for `wanted` of them."""
+        """Try to give a running request blocks for `wanted` tokens beyond the first `tokens`. Returns for how many of
+        these it has blocks now."""
         self.grow(request, tokens + wanted)
         return request.capacity - tokens
 

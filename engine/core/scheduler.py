@@ -369,7 +369,7 @@ class Scheduler:
 
     def _let_go(self, request: Request, last: TokenDelta, now: float) -> Event:
         """End a request here, so that another engine continues it. last: the request's last delta from this engine."""
-        self.totals.generation_tokens -= 1  # the other engine counts the token that the client has not got
+        self.totals.generation_tokens -= 1  # the other engine counts the token that this one has not sent
         error = Moved(request.request_id)
         if last.kv_source is None:
             return self._finish(request, "error", now, last, error=error)

@@ -284,7 +284,7 @@ class EngineServer:
             self._send_status(now)
 
     def _refuse_stuck(self, now: float) -> None:
-        """Refuse prompts of other engines for which there may never be blocks."""
+        """Refuse prompts of other engines that could wait for blocks forever."""
         scheduler = self._core.scheduler
         for request in scheduler.handoffs.stuck(scheduler.queue, now):
             scheduler.abort(request.request_id, now, Overloaded(STUCK))

@@ -73,8 +73,8 @@ class StepCost(LinearCost):
 class DecodeCost:
     """Cost of a step in which every sequence decodes one token, by the number of sequences.
 
-    Sizes of 1, 2 to 3, 4 to 7 and so on are kept separately, each until it is observed again: hours of constant load
-    must not erase what was learned about other sizes.
+    The costs of 1, 2 to 3, 4 to 7 sequences and so on are kept separately, each until it is observed again: hours of
+    constant load must not erase what was learned about other sizes.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Keeps all ranks synchronized: rank 0 broadcasts every plan once, and the other ranks execute it without replying.
 
 All ranks get the same logits and draw the same random numbers, so each rank finds the sampled tokens by itself. A later
-plan carries a checksum of the tokens that rank 0 sampled, and a rank that sampled others stops. For the cost see
-docs/measurements/performance.md.
+plan carries a checksum of the tokens that rank 0 sampled, and a rank that sampled different tokens stops. For the cost
+see docs/measurements/performance.md.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class PlanBroadcaster:
             raise
 
     def send(self, plan: StepPlan | None) -> None:
-        """Send a plan without waiting; None ends the other ranks. Does not notice lost ranks; `check` does."""
+        """Send a plan without waiting; None ends the other ranks. Lost ranks are not noticed here but by `check`."""
         self._number += 1
         message = PlanMessage(self._number, plan, self._checked, self._checksum, None, self._sampled)
         self._sampled = []

@@ -10,7 +10,7 @@ microseconds, by `python -m benchmarks.ranks collectives`:
                    bfloat16    8     10     18     85    332
 
 So gloo is not used within a machine, except on systems other than Linux, which lack memfd, pidfd and /proc. The memory
-has no name (memfd), so none of it remains, however a rank ends.
+has no name (memfd), so it is freed however a rank ends.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class StageGroup(TPGroup):
 class StageLink:
     """Sends hidden states to the next stage, and receives those of the previous stage. Used by one thread.
 
-    Each rank sends its share of every row to the rank of the same number, whose stage gathers the rows. On a CPU,
-    `send` returns before the next stage has received. This has not run with NCCL yet.
+    Each rank sends its share of every row to the rank of the same number in the next stage, which gathers the rows. On
+    a CPU, `send` returns before the next stage has received. This has not run with NCCL yet.
     """
 
     def __init__(self, peers: Any, group: StageGroup):

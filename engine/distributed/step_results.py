@@ -48,7 +48,7 @@ class ResultReceiver:
 
 
 class ResultSender:
-    """The end of the other ranks, of which only one in the last stage sends. Used by one thread."""
+    """The end of all ranks but rank 0. Only one, in the last stage, sends. Used by one thread."""
 
     def __init__(self, group: StageGroup):
         self._context = zmq.Context()

@@ -163,7 +163,7 @@ class ConnectedGroup(TPGroup):
         key: ClusterKey | None = None,
         parent: ConnectedGroup | None = None,
     ):
-        """parent: the group of which this is a part; a failure to join counts as the parent's."""
+        """parent: the group of which this is a part; a failure to join also ends the parent's start."""
         super().__init__(rank, size, key)
         self.host, self.address = host, address
         self._store: dist.Store | None = store

@@ -41,8 +41,8 @@ class GroupTiers:
             self._worker.submit(command)
 
     def answers(self) -> list[TierAnswer | StoreListing]:
-        """Return what has come since the last call: one combined answer for each command that all ranks have answered,
-        and listings of the store."""
+        """Return what has arrived since the last call: one combined answer for each command that all ranks have
+        answered, and listings of the store."""
         done: list[TierAnswer | StoreListing] = [*self._worker.listings()]
         for answer in [*self._worker.answers(), *self._broadcaster.take_answers(TierAnswer)]:
             key = answer.number, answer.copied

@@ -37,7 +37,7 @@ class StoreFolder:
     """A folder of objects `<url>/<scope>/<2 hex digits>/<name>.<rank>`, each with one rank's part of a sealed block.
 
     fsspec opens the store: a path is a folder, which several machines may have mounted, `s3://bucket/path` a bucket.
-    All engines with the same scope and key read what any of them has written. Nobody locks anything: an object never
+    All engines with the same scope and key read what any of them has written. There are no locks: an object never
     changes, since its name stands for its content, and an engine that misses an object computes the block. Objects in
     `<scope>/holds` are sealed holds, which do change.
 
@@ -92,8 +92,8 @@ class StoreFolder:
         self._remove([self._hold(name)])
 
     def list(self) -> StoreListing:
-        """Return which whole blocks and which holds have come and gone since the last call. Deletes parts of blocks
-        that nobody has completed. Raises Unreachable."""
+        """Return which complete blocks and which holds were added and removed since the last call. Deletes parts of
+        blocks that nobody has completed. Raises Unreachable."""
         before, holds_before, now = set(self._known), set(self._holds), time.time()
         found: dict[bytes, list[tuple[int, float, str]]] = {}  # size, age and path of each part
         holds: dict[bytes, object] = {}
@@ -142,7 +142,7 @@ class StoreFolder:
 
     def delete_stale(self, ttl_s: float | None, key: str) -> None:
         """Delete what nobody will read: blocks of other models and setups that are older than `ttl_s`, and all blocks
-        of a temporary key with which nobody has written for a week. Other files in the store are left alone. Raises
+        of temporary keys that have not been used to write for a week. Other files in the store are left alone. Raises
         Unreachable.
 
         key: prefix of the scopes of this engine's key, if that is a temporary one.

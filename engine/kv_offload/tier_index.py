@@ -93,7 +93,7 @@ class TierIndex:
         return self._entries[name].readers > 0
 
     def touch(self, names: Iterable[bytes]) -> None:
-        """Mark blocks as used. The last name counts as used most recently."""
+        """Mark blocks as used. The last name is the most recently used."""
         for name in names:
             if name in self._entries:
                 self._entries.move_to_end(name)

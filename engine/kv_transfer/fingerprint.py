@@ -29,9 +29,9 @@ def fingerprint(
 ) -> str:
     """Return a text that is equal for engines with the same KV in the same layout, and else shows what differs.
 
-    dtype: type of activations. `config` already says how weights are quantized; the scales of an FP8 cache are weights.
-    tensor_parallel: number of ranks. It is part of the text only for models with recurrent layers, since each rank
-    reads the states of the other engine's rank of the same number.
+    dtype: type of activations. `config` contains how weights are quantized, and the weights contain the scales of an
+    FP8 cache. tensor_parallel: number of ranks. It is part of the text only for models with recurrent layers, since
+    each rank reads the states of the other engine's rank of the same number.
 
     The text identifies weights by the names, sizes and headers of their files and a sample of their pages. This takes
     milliseconds and distinguishes models and versions, but does not detect deliberate changes of a few bytes. Raises

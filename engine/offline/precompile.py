@@ -57,7 +57,7 @@ def first_steps(config: EngineConfig, context: int, *, images: bool = False) -> 
 
 
 def compute(model: WeightlessModel, step: Step) -> None:
-    """Compute a step and draw its tokens, in each way that has kernels of its own."""
+    """Compute a step and sample its tokens in every way that uses different kernels."""
     model.compute(*step)
     size = model.config.vocab_size
     with torch.inference_mode(), as_on_a_gpu(model.capability):

@@ -211,7 +211,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id)
 
     def bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
-        """Tokenize each word as at the start of a text, and as after a space where that differs."""
+        """Tokenize each word as at the start of a text, and also as after a space if that differs."""
         texts = [text for word in words for text in (word, " " + word.lstrip())]
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [list(token_ids) for token_ids in dict.fromkeys(tuple(encoding.ids) for encoding in encodings)]

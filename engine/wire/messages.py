@@ -321,7 +321,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_usage(self) -> float:
         """Used fraction of the KV blocks, in the group where it is largest. Snapshots of recurrent states do not count,
-        since nearly all of them may be evicted at any time."""
+        since nearly all of them can be evicted at any time."""
         groups = [blocks for name, blocks in self.group_blocks.items() if name != "states"]
         used = [blocks["used"] / max(1, sum(blocks.values())) for blocks in groups]
         return max([self.blocks_used / self.blocks_total, *used])

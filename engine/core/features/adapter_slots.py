@@ -75,7 +75,7 @@ class AdapterSlot:
 class AdapterSlots:
     """Gives each adapter of running requests a slot. A new adapter replaces the least recently used one.
 
-    A request whose adapter is not in a slot is passed over, so that others start meanwhile. If running sequences use
+    A request whose adapter is not in a slot is skipped, so that later ones start meanwhile. If running sequences use
     all slots, the request marks the slot with the fewest sequences. Later requests for the adapter in that slot then
     wait behind it, so a popular adapter cannot keep another adapter out for ever.
     """
@@ -147,8 +147,8 @@ class AdapterSlots:
         return loads
 
     def loaded(self, number: int, failed: bool) -> LoRARequest | None:
-        """Record that a load command has succeeded on all ranks or failed on one. Returns the adapter if it was to fill
-        a slot and failed, else None."""
+        """Record that a load command has succeeded on all ranks or failed on one. Returns the adapter if loading it
+        into a slot has failed, else None."""
         slot = next((slot for slot in self.slots if slot.load == number), None)
         if slot is None:
             return None

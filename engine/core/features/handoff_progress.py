@@ -82,8 +82,8 @@ class HandoffProgress:
         return Ended(request, "error", error) if error else None
 
     def _keep(self, request: Request, verified: int) -> bool:
-        """Cache the blocks that have come for a request, up to `verified` tokens, and let the request wait for its
-        turn. Returns False if the request has ended meanwhile; its blocks are then released."""
+        """Cache the blocks that have arrived for a request, up to `verified` tokens, and queue the request. Returns
+        False if the request has ended meanwhile; its blocks are then released."""
         self._kv_cache.cache_blocks(request, verified)
         if request.state is State.FINISHED:
             self._kv_cache.release(request)

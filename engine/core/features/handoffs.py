@@ -78,7 +78,7 @@ class HandoffManager:
 
     @property
     def decides(self) -> bool:
-        """Whether this engine may let other engines compute prompts."""
+        """Whether this engine can have prompts computed by other engines."""
         return self._policy is not None
 
     def may_receive(self, request: Request) -> bool:
@@ -103,7 +103,7 @@ class HandoffManager:
         return self._policy.decide(PendingPrompt(len(request.tokens), cached, local_only), load)
 
     def final_error(self, request: Request, event: Failed) -> EngineUnavailable | None:
-        """Return the error that ends a request after a failed handoff; None if its prompt may still be computed, here
+        """Return the error that ends a request after a failed handoff; None if its prompt can still be computed, here
         or by another engine."""
         if request.remote.where != "remote" or not self._local_only(request):
             return None

@@ -109,7 +109,7 @@ class Holds:
     the maximum length: with all other requests preempted, the first in order still gets its blocks.
 
     With tiers, the share is that of a tier. The device keeps the blocks only until their request has ended and a tier
-    has a copy of all of them. Should all tiers lose a block, for instance because a file is damaged, the hold ends.
+    has a copy of all of them. If each tier has lost a block, for instance because a file is damaged, the hold ends.
 
     On disk and in the store the hold itself is written too (SavedHolds), so that the next start restores it with its
     remaining time, if the blocks are still there.

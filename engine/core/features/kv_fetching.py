@@ -2,8 +2,8 @@
 
 A fetch is a handoff of blocks by name (kv_transfer/protocol/protocol.py). The router names the engine that has a longer
 prefix of a prompt than this one. If fetching the blocks is expected to be faster than computing them, the request waits
-for them, and holds no blocks meanwhile. Fetched blocks become ordinary cached blocks, whatever becomes of the request,
-and the request is admitted as if they had always been there. If they do not come, the request is computed.
+for them, and holds no blocks meanwhile. Fetched blocks become ordinary cached blocks, even if the request ends, and the
+request is admitted as if they had always been there. If they do not arrive, they are computed here.
 
 An engine that is asked for blocks which only its tiers have loads them first. It does not send blocks that it cannot
 load in time.
@@ -258,7 +258,7 @@ class KVFetching:
         came = 0 if fetch.is_void else self._count(fetch, upto)
         for manager in self._kv_cache.groups:
             manager.pool.describe(fetch.wanted_by, 0, len(fetch.wanted_by.tokens) // manager.pool.block_size)
-        for i in reversed(range(len(fetch.blocks))):  # tail first, so that eviction eats a chain from its end
+        for i in reversed(range(len(fetch.blocks))):  # tail first, so that eviction shortens a chain from its end
             group, block, block_hash = fetch.blocks[i]
             del self._coming[group, block_hash]
             pool = self._kv_cache.groups[group].pool

@@ -42,7 +42,7 @@ class KVLoading:
         self._wait(self._offloading.take_loaded())
 
     def owns(self, event: HandoffEvent) -> bool:
-        """Return whether an event is one of a fetch, which `handle` takes."""
+        """Return whether an event belongs to a fetch, so that `handle` takes it."""
         return self._fetching.owns(event)
 
     def handle(self, event: HandoffEvent, now: float) -> None:

@@ -343,7 +343,7 @@ class KVOffloading:
         if (request := load.wanted_by) is not None:
             for pool in (manager.pool for manager in self._kv_cache.groups):
                 pool.describe(request, 0, len(request.tokens) // pool.block_size)
-        for i in reversed(range(len(load.blocks))):  # tail first, so that eviction eats a chain from its end
+        for i in reversed(range(len(load.blocks))):  # tail first, so that eviction shortens a chain from its end
             block, block_hash = load.blocks[i], load.hashes[i]
             tier, index = self._tier(block), self._tier(block).index(block.group)
             del self._coming[block.group, block_hash]

@@ -22,7 +22,7 @@ class _Entry:
 
 
 class PrefixCounter:
-    """Counts the cached prefixes of an engine, without those of images and adapters."""
+    """Counts the cached prefixes that requests without images and adapters use."""
 
     def __init__(self, kv_cache: KVCacheManager, ranks: int = 1):
         self._kv_cache, self._ranks = kv_cache, ranks

@@ -102,7 +102,7 @@ class Speculator:
         return self._num_proposed
 
     def start_step(self, sequences: int) -> None:
-        """Begin to plan a step. sequences: number of running ones."""
+        """Begin to plan a step. sequences: number of running sequences."""
         cost = sequences, *self._step_cost(sequences)
         if cost != self._cost:
             self._cost, self._undrafted = cost, StepDrafts(*cost)
@@ -148,7 +148,7 @@ class Speculator:
                 drafts.rest(length)
         if not proposed:
             return []
-        # one draft tests a text as well as five, and five for each of many new requests would make a heavy step
+        # one draft is enough to try a new request; five for each of many would make a step slow
         known = takewhile(lambda token: 0 <= token < self._vocab_size, proposed[: 1 if drafts.untried else limit])
         return list(islice(known, self._step.length(drafts.acceptance(length), limit)))
 

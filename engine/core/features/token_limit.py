@@ -11,7 +11,7 @@ class TokenLimit(Protocol):
     """Lowers how many tokens a request computes in one step. It must let the first request in order make progress."""
 
     def start_step(self, sequences: int) -> None:
-        """Begin to plan a step. sequences: number of running ones."""
+        """Begin to plan a step. sequences: number of running sequences."""
 
     def up_to(self, request: Request, count: int) -> int:
         """Return how many of the next `count` tokens of a request may be computed in this step."""

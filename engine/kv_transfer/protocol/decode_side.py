@@ -216,7 +216,7 @@ class DecodeHandoff:
             self._out.commands.append(StopRead(self.reading.read_id))
 
     def deadline_s(self, now: float) -> float:
-        """Return the seconds until this side gives up if no message arrives."""
+        """Return after how many seconds without a message this side gives up."""
         return self.due - now + self._config.heartbeat_s * (self._patience() - self._missed)
 
     def _patience(self) -> int:

@@ -12,7 +12,7 @@ from engine.wire.remote_request import Peer
 
 @dataclass(slots=True)
 class Effects:
-    """Effects that the channel has yet to carry out, and counters that only grow."""
+    """Effects that the channel must still carry out, and counters that only grow."""
 
     messages: list[tuple[Peer, Message]] = field(default_factory=list)  #: to other engines
     commands: list[KVWorkerCommand] = field(default_factory=list)  #: to the KV workers of all this engine's ranks

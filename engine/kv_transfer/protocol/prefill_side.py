@@ -1,4 +1,4 @@
-"""The side of one handoff that has the KV: prefill's, or a cache's. Pure: no clock, socket or thread; see protocol.py.
+"""The side of one handoff that has the KV, computed or cached. Pure: no clock, socket or thread; see protocol.py.
 
 Only Closed ends prefill's claim on the blocks.
 """

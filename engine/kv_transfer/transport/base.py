@@ -85,8 +85,8 @@ class KVTransport(Protocol):
     def read(self, source: bytes, reads: BlockReads, stop: threading.Event) -> int:
         """Read blocks from the rank with the description `source`. Returns the number of bytes.
 
-        Raises TransportError if `stop` is set, if nothing arrives for the transport's `progress_s`, or if the peer has
-        gone, been replaced, or answers wrongly. In any case nothing is written after this call has returned.
+        Raises TransportError if `stop` is set, if nothing arrives for the transport's `progress_s`, or if the peer is
+        gone, is another one, or answers wrongly. In any case nothing is written after this call has returned.
         """
         ...
 

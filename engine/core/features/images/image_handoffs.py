@@ -58,7 +58,7 @@ class NoImageHandoffs:
 
 class ImageHandoffs:
     """Handoffs of images. To an encode engine an image is a prompt of placeholders, and its embeddings are that
-    prompt's KV. They arrive in blocks of their own, from which a step copies them into the encoder cache."""
+    prompt's KV. The embeddings arrive in separate blocks, from which a step copies them into the encoder cache."""
 
     def __init__(
         self, channel: HandoffChannel, fingerprint: str, image_token_id: int, num_blocks: int, block_size: int

@@ -14,9 +14,9 @@ from engine.wire.plan import BlockChange
 class WindowedKVCacheManager(KVCacheManager):
     """Manages the blocks of a KV cache group with a sliding window.
 
-    A block is released once the newest committed token no longer sees it: then every step that reads it has ended. A
-    request starts with blocks for its window and one step, takes more as its prompt is computed, and never holds more
-    than its window and the steps in flight need.
+    A block is released once the newest committed token no longer attends to it: then every step that reads it has
+    ended. A request starts with blocks for its window and one step, takes more as its prompt is computed, and never
+    holds more than its window and the steps in flight need.
 
     Released blocks stay in the prefix cache, and the table has the null block in their place. A prefix hit needs only
     the blocks of the window before its end.
