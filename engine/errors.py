@@ -9,16 +9,16 @@ ServingError
 │   ├── UnsupportedTask       400  the model cannot do what is asked of it, such as generate or embed
 │   ├── PromptTooLong         400  prompt does not fit the model's context (code: context_length_exceeded)
 │   ├── ModelNotFound         404  no model of that name is served
-│   ├── RequestNotFound       404  the request that was asked about is not known, or no longer
+│   ├── RequestNotFound       404  the request that was asked about is unknown, or already forgotten
 │   ├── InvalidApiKey         401  no key, or one that is not known
-│   ├── NotPermitted          403  the API key may not do this
+│   ├── NotPermitted          403  the API key does not permit this
 │   ├── BodyTooLarge          413  the HTTP body exceeds this server's limit
-│   ├── BodyTimeout           408  the HTTP body does not come to its end
-│   └── UnsupportedMediaType  415  the Content-Type is not JSON, or for an upload no form; or the body is compressed
+│   ├── BodyTimeout           408  the HTTP body does not arrive in time
+│   └── UnsupportedMediaType  415  the Content-Type is not JSON (for uploads: a form), or the body is compressed
 ├── Overloaded                429  queues are full; nothing was started
 ├── RequestTimeout            408  the request's own deadline passed
 ├── EngineError               500  computing this request failed; the engine continues
-├── EngineUnavailable         503  the replica died or makes no progress; retry elsewhere can help
+├── EngineUnavailable         503  the replica died or makes no progress; a retry elsewhere can help
 ├── Moved                     503  the replica lets another one go on with the request
 ├── OtherModel                503  the replica runs another model than this request is for
 └── StartupError              (exit code 1) the engine cannot start as configured

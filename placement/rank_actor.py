@@ -93,7 +93,7 @@ class RankActor:
         return None
 
     def run(self) -> None:
-        """Serve until the process ends. While this call is open, the rank group knows that the rank is alive.
+        """Serve until the process ends. Until this call returns, the rank group knows that the rank is alive.
 
         Raises EngineUnavailable when another rank dies.
         """

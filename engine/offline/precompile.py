@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 def first_steps(config: EngineConfig, context: int, *, images: bool = False) -> list[Step]:
     """Return the steps that an engine computes before its first request. context: tokens of its longest sequence.
-    images: whether a model has images whose tokens see each other."""
+    images: whether a model has images whose tokens attend to each other."""
     most, seqs, shorter = config.max_num_batched_tokens, config.max_num_seqs, [min(c, context) for c in CONTEXTS]
     steps = [Step(1, 1, length) for length in shorter]
     steps += [Step(1 + chunk, 2, length) for chunk in CHUNKS for length in shorter]

@@ -119,7 +119,7 @@ class WeightlessModel:
 
         The step computes `tokens` tokens of `seqs` sequences, each with at most `context` tokens. It is a decode step
         if `tokens` equals `seqs`. verified: most tokens per sequence if the step verifies drafts, else 0. images:
-        whether the step contains tokens of images, which see each other.
+        whether the step contains tokens of images, which attend to each other.
         """
         config, groups = self.config, self.config.kv_groups
         with as_on_a_gpu(self.capability):

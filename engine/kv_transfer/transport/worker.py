@@ -78,7 +78,7 @@ class KVTransferWorker:
         """caches: one per KV cache group, [num_blocks, layers, parts, kv_heads, block_size, head_dim], as allocated by
         engine/runner/kv_cache.py.
         shards: the heads in each cache.
-        stage: number of the rank's pipeline stage, and how many stages there are; both engines have equal stages.
+        stage: number of the rank's pipeline stage, and how many stages there are, as in the other engine.
         host: IP address at which others reach this rank.
         transport: `auto` offers nixl, if available, and tcp; any other value offers only that transport.
         progress_s: seconds without received bytes after which a read fails.

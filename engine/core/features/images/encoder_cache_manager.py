@@ -68,7 +68,7 @@ class EncoderCacheManager:
 
     def __init__(self, size: int, budget: int, image_token_id: int, mm_tokens_per_image: int = 0):
         """size: capacity in embeddings.
-        budget: embeddings that one step may make; a single image may exceed it.
+        budget: embeddings that one step is allowed to make; a single image can exceed it.
         mm_tokens_per_image: as in VisionConfig."""
         self._size, self._budget, self._image_token_id = size, budget, image_token_id
         self._mm_tokens_per_image = mm_tokens_per_image
