@@ -152,7 +152,7 @@ def prepare_sampling(
                 index=rows,
             )
         )
-    counters = logits_processors.COUNTERS if sorts else sys.maxsize  # a GPU's kernel has none
+    counters = logits_processors.COUNTERS if sorts else sys.maxsize  # a GPU's kernel needs none
     edits = logits_processors.prepare(edited, vocab_size, to_device, counters)
     counts = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
     logprobs = LogprobRows(to_device(np.array(list(counts), dtype=np.int64)), counts) if counts else None

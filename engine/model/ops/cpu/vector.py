@@ -130,7 +130,7 @@ def weigh(
 
     tops[r], a power of 2, is raised to the row's highest score * factor; shrinks[r] = 2 ** (its old value - the new
     one). out[r, i] = 2 ** (scores[r, i] * factor - tops[r]). The 16 elements of totals[r] are multiplied by shrinks[r],
-    and weight i is added to element i % 16. A score of LOWEST weighs 0 and changes no bit of a sum.
+    and weight i is added to element i % 16. A score of LOWEST (attention_tile.py) weighs 0 and changes no bit of a sum.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:

@@ -267,7 +267,7 @@ def expand_rows(cast: Any, item_bytes: int, args: Any) -> None:
                     else:
                         expand_1(out, stride, shrunk, shrunk_stride, table, first, factor, rank * LANES, used, later)
                     done += wide
-                while done < size:  # what is left is narrow
+                while done < size:  # less than `wide` is left
                     out, skipped = cast(args[1] + item_bytes * (start + done)), item_bytes * done * rank
                     for i in range(first, first + count):
                         factor, later = cast(b + skipped), ahead + skipped

@@ -37,7 +37,7 @@ def top_k_softmax_kernel(
     scores = scores / tl.sum(scores, 0)
     best, chosen = tl.zeros([K_PAD], tl.float32), tl.zeros([K_PAD], tl.int32)
     for i in tl.static_range(K):
-        index = tl.minimum(tl.argmax(scores, 0), NUM - 1)  # among NaN it may be none
+        index = tl.minimum(tl.argmax(scores, 0), NUM - 1)  # with NaN, it may be no expert
         best = tl.where(choice == i, tl.max(scores, 0), best)
         chosen = tl.where(choice == i, index, chosen)
         scores = tl.where(expert == index, -1.0, scores)
@@ -98,7 +98,7 @@ def top_k_of_groups_kernel(
     best, chosen = tl.zeros([K_PAD], tl.float32), tl.zeros([K_PAD], tl.int32)
     for i in tl.static_range(K):
         taken = position == tl.argmax(choice, 0)
-        index = tl.minimum(tl.sum(tl.where(taken, expert, 0), 0), SIZE * GROUPS - 1)  # among NaN it may be none
+        index = tl.minimum(tl.sum(tl.where(taken, expert, 0), 0), SIZE * GROUPS - 1)  # with NaN, it may be no expert
         best = tl.where(rank == i, tl.sum(tl.where(taken, scores, 0.0), 0), best)
         chosen = tl.where(rank == i, index, chosen)
         choice = tl.where(taken, float("-inf"), choice)
