@@ -148,7 +148,7 @@ class IngressSection(Section):
     """Folder for the contents of files and batches, shared by all ingresses; on several machines, `store` must be a
     Redis, too; null for none (docs/batches.md)."""
     images: ImageSection = ImageSection()  # type: ignore[valid-type]  #: limits on request images (docs/images.md)
-    batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of one batch at a time while no other has to wait
+    batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of a batch at a time while no others wait
 
     def auth(self) -> AuthConfig:
         """Return the limits of the HTTP edge. Raises ConfigError for invalid keys."""

@@ -34,10 +34,10 @@ FRONT = {  # on every node
 CORES_PER_PROXY_THREAD, MAX_PROXY_THREADS = 4, 4
 ENVIRONMENT = {
     **FRONT,
-    # A stopping ingress takes connections for as long as HAProxy may need to notice. Ray's 30 s are for load
-    # balancers that are slower; one machine ends when its user wants it to.
+    # A stopping ingress takes connections for as long as HAProxy may need to notice that it stops. Ray's 30 s are for
+    # slower load balancers, and would delay Ctrl-C.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
-    # After Ray's 5 s a proxy that is still starting is replaced, which makes a busy machine only busier.
+    # After Ray's 5 s a proxy that is still starting is replaced, which only makes a busy machine busier.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     # Ray's 15 would leave an engine a thirtieth of a core if any other program wants it.
     "RAY_worker_niceness": "0",
@@ -45,7 +45,7 @@ ENVIRONMENT = {
     # When the ingress changes, a new HAProxy process takes over; the old one may live as long as a request may take.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "660",
 }
-# Ray then gives its node the address 127.0.0.1, as it does on macOS, and so it and all of ours listen there only.
+# Ray then gives its node the address 127.0.0.1, as on macOS, so that its processes and ours listen only there.
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_VARIABLES = {TOKEN, "RAY_AUTH_TOKEN_PATH"}

@@ -17,8 +17,8 @@ FILES = {
     "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
     "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "/server-state",
 }
-# A shell that has no parent, because it must outlive a SIGKILL of this process, which ends its `read`. Commands in its
-# background have no standard input.
+# A shell that has no parent, because it must outlive a SIGKILL of this process, whose end also ends its `read`. This
+# reads from 3, a copy of its standard input, because background commands have none.
 REMOVE = """
 exec 3<&0
 (trap "" INT TERM HUP; read -r _ <&3; until rm -rf -- "$FOLDER"; do sleep 1; done) &

@@ -61,7 +61,7 @@ class RoleScaler:
         self._settings, self._scaler = settings, ModelScaler(slo, self._limits, MEMORY_S)
         self._kept, self._needs = (Needs(self._limits, seconds) for seconds in (KEEP_S, YIELD_S))
         self._total = Stabilizer(decode.upscale_delay_s, decode.downscale_delay_s)
-        self._prefill = settings.initial_prefill  # replicas for prompts, as far as no need says otherwise
+        self._prefill = settings.initial_prefill  # replicas for prompts unless needs require another number
         self._new, self._complete_at = True, -1.0  # the latter: when all replicas had reported
 
     def decide(

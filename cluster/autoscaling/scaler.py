@@ -12,7 +12,7 @@ from cluster.autoscaling.slo import Limits, Slo
 from deployments.routing.config import Role
 
 MEMORY_S = 10.0  # time over which rates are averaged, because prompts come in bursts
-MAX_GROWTH = 2  # factor on the running replicas per step: once those are up, it shows whether more are needed
+MAX_GROWTH = 2  # largest growth at a time, times running replicas; once they are up, it shows whether more are needed
 MIN_MISS_FRACTION = 0.1  # at least this fraction of queued prompt tokens is assumed to be uncached
 WAKE_FRACTION = 0.05  # of an engine's time: prompts that take less in other engines do not justify a new one
 

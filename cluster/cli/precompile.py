@@ -21,7 +21,7 @@ from engine.offline.precompile import compile_all, needed
 from engine.runner.rank_setup import read_model
 
 NOT_COMPUTED = (ServingError, RuntimeError, ValueError, TypeError, AttributeError)
-"""Raised for a folder without configuration, or a layer that needs values: no reason to build no image."""
+"""Raised for a folder without configuration, or a layer that needs values. The image is built nevertheless."""
 GPUS = {"sm_80": (8, 0), "sm_89": (8, 9), "sm_90": (9, 0), "sm_100": (10, 0)}
 
 

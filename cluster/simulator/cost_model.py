@@ -16,7 +16,7 @@ from engine.wire.plan import StepPlan
 COMPUTE_FRACTION = 0.6  # of the dense peak that large matrix products reach
 ATTENTION_FRACTION = 0.4  # of the dense peak that attention over long prompts reaches
 MEMORY_FRACTION = 0.8  # of the memory bandwidth that a decode step reaches
-TP_FRACTION = 0.9  # of the speed that is left at every doubling of ranks: all-reduces take the rest
+TP_FRACTION = 0.9  # of the speed per rank remains with each doubling of ranks, because of all-reduces
 STEP_S = 0.002  # per step besides the model: planning, launching, sampling
 SEQUENCE_S = 5e-6
 USABLE = 0.9  # of the memory, like `gpu_memory_utilization`; activations take a fraction of it

@@ -52,11 +52,11 @@ class ClusterSpec:
     num_blocks: int  #: KV blocks of one replica
     kv_layers: KVLayers | None = None  #: None if all layers keep all tokens
     host_blocks: int = 0  #: KV blocks that one replica keeps in host memory
-    host_bytes_per_s: float = 25e9  #: rate of one replica's copies to host memory, and also of those from it
+    host_bytes_per_s: float = 25e9  #: rate of one replica's copies in each direction
     replica_gpus: int = 1
     router: RouterName = "prefix_aware"  #: policy of the router before each pool
     handoff: HandoffPolicy = "always"  #: where prompts are computed if there are two pools (HandoffConfig.policy)
-    layers: Layers = ALIKE  #: what of a sequence a step reads
+    layers: Layers = ALIKE  #: parts of a sequence that a step reads
     kv_bytes: float = 0.0  #: bytes of one token's KV in all layers
     max_model_len: int = 131_072
     max_waiting: int = NO_LIMIT  #: sequences that the ingress queues before it refuses more

@@ -34,7 +34,7 @@ class GcsTable:
         self._read: tuple[bytes | None, Changes] = (None, {})
 
     async def changes(self) -> Changes:
-        version = await _call(ray_compat.shared, self._version)  # before the entries: a change meanwhile comes again
+        version = await _call(ray_compat.shared, self._version)  # read first: a change after it is seen next time
         if version != self._read[0]:
             self._read = version, await _call(self._read_all)
         return self._read[1]

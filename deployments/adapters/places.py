@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 BUCKET_S = 5.0
 """Seconds for which data that was read from a bucket counts as current."""
-PATTERNS = frozenset("*?[]#")  # which libraries of buckets read as more than a name
+PATTERNS = frozenset("*?[]#")  # which bucket libraries treat as patterns, not as a name
 
 Version = tuple[str, ...]
 """A value that changes whenever an adapter's files change."""

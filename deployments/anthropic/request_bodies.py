@@ -114,7 +114,7 @@ class OutputConfig(StrictModel):
 
 class Metadata(Block):
     user_id: str | None = Field(default=None, max_length=1024)
-    """User to whose fair share of the server the request counts, if the server has no API keys."""
+    """User whose fair share of the server the request uses, if the server has no API keys."""
 
 
 class CountTokensBody(RequestBody):

@@ -29,7 +29,7 @@ from engine.wire.remote_request import KVSource
 logger = logging.getLogger(__name__)
 
 FINAL_DELTA_S = 2.0
-"""Seconds after a call's end in which the final delta may still arrive, since tokens do not travel through the call."""
+"""Seconds after a call's end in which the final delta may still arrive, since tokens do not pass through the call."""
 
 LEFT: set[asyncio.Task[None]] = set()
 """Calls of requests that have moved on, until they end."""

@@ -89,7 +89,7 @@ class EngineBody(RequestBody):
     """Fields of all requests that engines serve."""
 
     user: str | None = Field(default=None, max_length=1024)
-    """User to whose fair share of the server the request counts, if the server has no API keys."""
+    """User whose fair share of the server the request uses, if the server has no API keys."""
     safety_identifier: str | None = Field(default=None, max_length=1024)
     """Used like `user`, if that is not given."""
     request_id: str | None = None

@@ -35,7 +35,7 @@ class RequestContext:
     created: int
     """Seconds since 1970."""
     client: str
-    """Client to whose fair share the request counts."""
+    """Client whose fair share the request uses."""
     timeout_s: float | None = None
     """Time limit that the client asks for, in seconds; None for the server's."""
     session_id: str = ""

@@ -139,7 +139,7 @@ class CompletionResponse:
             completion.system_fingerprint, completion.service_tier = self.fingerprint, self.service_tier
         if with_usage:
             completion.usage = UsageBody.of(self.generation.usage)
-            if self.body.echo_only:  # a token had to be computed, but is not sequence_chunk of the response
+            if self.body.echo_only:  # a token had to be computed, but is not part of the response
                 completion.usage.completion_tokens = 0
                 completion.usage.total_tokens = completion.usage.prompt_tokens
         return completion

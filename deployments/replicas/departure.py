@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
 ROUND_S = 0.5  # longest wait for a group of requests to leave, and between two looks at the room elsewhere
 LEFT_POLL_S = 0.02
-GROUP = 4  # requests that leave at the same time: more would wait for each other, with their clients
+GROUP = 4  # requests that leave at the same time: more would delay each other
 MOST_GROUPS = 16  # so that a replica with many requests still ends in time
 
 Statuses = Callable[[], Awaitable[Sequence[EngineStatus]]]

@@ -14,7 +14,7 @@ from engine.wire.remote_request import RemoteRequest
 
 logger = logging.getLogger(__name__)
 
-# deploying: replicas of the newest configuration are still to come; up: a replica is running
+# deploying: replicas of the newest configuration are still missing; up: a replica is running
 PoolState = Literal["deploying", "up", "down"]
 
 POLL_INTERVAL_S = 1.0  # between polls of the prefill engines' statuses

@@ -23,13 +23,13 @@ class RoutingConfig:
         "`prefix_aware` picks the replica where a request costs least, `power_of_two` the less busy of two random "
         "replicas, `round_robin` each in turn.",
     )
-    # 2: the request that computes a block waits for it once, and those queued behind it wait once more
+    # 2: computing a block delays the request itself once, and the requests queued behind it once more
     prefix_weight: float = option(
         2.0,
         "Cost of computing a block of the prompt, relative to a block that is queued before it. Larger values favour "
         "cached prefixes; 0 considers load only.",
     )
-    # twice what loading one takes: another one has to make place, and is missed by a later request
+    # twice the cost of loading one: it evicts another adapter, which a later request has to load again
     adapter_weight: float = option(
         32.0,
         "Cost of loading a LoRA adapter that an engine lacks, in blocks of prompt; 0 ignores adapters.",

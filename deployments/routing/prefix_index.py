@@ -34,7 +34,7 @@ class PrefixIndex:
     engine's own cache and queue, so nothing is ever dropped to save memory.
     """
 
-    # a choice reads the indexes of all engines, so every cache line counts
+    # slots save cache lines: a choice reads the indexes of all engines
     __slots__ = ("_expected", "_window_blocks", "stored")
 
     def __init__(self) -> None:

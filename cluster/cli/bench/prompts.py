@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.errors import InvalidParameter
 
-WARM_UP = 1000  # number of the first repetition that does not count
+WARM_UP = 1000  # number of the first warm-up repetition
 FIRST_ID = 10  # ids below are special tokens in many vocabularies
 PRESET_IDS = 31000  # presets draw ids from [FIRST_ID, PRESET_IDS)
 PRESETS = ("W1", "W2")
