@@ -62,7 +62,7 @@ class RoleScaler:
         self._kept, self._needs = (Needs(self._limits, seconds) for seconds in (KEEP_S, YIELD_S))
         self._total = Stabilizer(decode.upscale_delay_s, decode.downscale_delay_s)
         self._prefill = settings.initial_prefill  # replicas for prompts unless needs require another number
-        self._new, self._complete_at = True, -1.0  # the latter: when all replicas had reported
+        self._new, self._complete_at = True, -1.0  # _complete_at: when all replicas had last reported
 
     def decide(
         self, members: Mapping[str, Member], waiting: int, waiting_tokens: int, target: int, running: int, now: float
@@ -91,7 +91,7 @@ class RoleScaler:
         return RoleDecision(total, roles, decisions)
 
     def _waits_for_reports(self, reported: int, running: int, now: float) -> bool:
-        """Return whether a replica that is up may still report its role, so that none should change before."""
+        """Return whether to change no role yet, because a replica that is up has still to report its own."""
         if reported >= running or self._complete_at < 0:
             self._complete_at = now
         return reported < running and now - self._complete_at < REPORT_S
