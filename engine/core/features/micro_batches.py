@@ -11,19 +11,25 @@ LEAST_CHUNK = 256
 class MicroBatches:
     """Token limit of an engine with pipeline stages.
 
-    A request waits while a step in flight samples its next token. A step computes at most 1 / stages of the running
+    A request waits while a step in flight samples its next token. A step samples for at most 1 / stages of the running
     requests, so that the others fill the steps that follow, and every stage has a step. A prompt is cut into
-    2 * stages chunks, unless they would be small, so that stages compute its chunks at the same time.
+    2 * stages chunks, unless they would be small, so that stages compute its chunks at the same time. Chunks that
+    sample nothing do not count: otherwise those of a long prompt would keep out all requests behind it.
     """
 
     def __init__(self, stages: int):
-        self._stages, self._left = stages, 1
+        self._stages, self._left = stages, 1  # requests for which this step may still sample
 
     def start_step(self, sequences: int) -> None:
         self._left = max(1, -(-sequences // self._stages))
 
     def up_to(self, request: Request, count: int) -> int:
-        if request.in_flight or count <= 0 or not self._left:
+        if request.in_flight or count <= 0:
+            return 0
+        chunk = min(count, max(LEAST_CHUNK, -(-len(request.tokens) // (2 * self._stages))))
+        if chunk < request.pending:
+            return chunk
+        if not self._left:
             return 0
         self._left -= 1
-        return min(count, max(LEAST_CHUNK, -(-len(request.tokens) // (2 * self._stages))))
+        return chunk

@@ -122,7 +122,7 @@ class StageRunner(ModelRunner):
                 if place < len(tokens[entry]) and unknown.slots[entry] not in unknown.replaced:
                     rows.append(row)
                     ids.append(max(0, tokens[entry][place]))
-            index, values = torch.tensor([rows, ids]).to(history.device)
+            index, values = torch.tensor([rows, ids], dtype=torch.int64).to(history.device)  # int64 even if empty
             history[unknown.written[index]] = values.int()
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:

@@ -323,3 +323,17 @@ def test_with_stages_a_prompt_is_cut_into_chunks_of_which_none_waits_for_another
     assert counts[:4] == [500] * 4
     longer = [plan.step for plan in h.plans if 500 in plan.counts]
     assert longer == [1, 2, 3, 4]
+
+
+def test_with_stages_a_long_prompt_takes_no_turn_from_requests_behind_it():
+    h = Harness(
+        num_blocks=1200, max_model_len=4200, depth=3, stages=2, max_num_batched_tokens=600, scheduling_policy="priority"
+    )
+    h.add("decodes", ids(4), max_tokens=20, priority=1)
+    while not h.outputs["decodes"]:
+        h.step()
+    h.add("long", ids(4000, 9), max_tokens=2, priority=0)
+    while not h.outputs["long"]:
+        h.step()
+    assert len(h.outputs["decodes"]) > 2
+    h.run()

@@ -122,6 +122,19 @@ def test_a_hybrid_models_cached_state_is_found_in_every_stage(pool, folder_of, s
     assert outcomes[1].tokens["first"] == outcomes[1].tokens["again"]
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_first_stage_drops_the_token_of_a_request_that_ended_while_its_step_was_under_way(pool, folder_of, ranks):
+    prompt = {"next": ([3, 4, 5], {})}
+    with pool.engine(staged(folder_of("llama"), 1, ranks)) as core:
+        expected = run(core, prompt, Outcome())
+    with pool.engine(staged(folder_of("llama"), 2, ranks)) as core:
+        core.add(GenerateRequest(request_id="ended", prompt=[7, 8], params=SamplingParams(max_tokens=40)))
+        core.step()
+        assert core.scheduler.planned
+        core.abort("ended")
+        assert run(core, prompt, Outcome()).bits() == expected.bits()
+
+
 def kill_in_the_middle(pool: RankPool, config: EngineConfig, victim: int) -> None:
     with pool.engine(config) as core:
         for i in range(4):
