@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.errors import AdapterError, Described
 from engine.lora.adapter_files import ALL_EXPERTS, REFUSED, WEIGHTS_FILE, AdapterFiles, TensorEntry
 from engine.lora.expert_factors import ExpertSizes, of_each_expert
-from engine.model.config_parts.stage import Stage
+from engine.model.config_parts.stage import ALL_LAYERS, Stage
 from engine.model.layers.latent_attention import HeadProjections
 from engine.model.layers.lora import Adapted, GroupedAdapters, LinearAdapters
 from engine.model.layers.moe import Experts
@@ -69,11 +69,11 @@ class ModelAdapters:
         device: torch.device,
         *,
         for_gpu: bool = False,
-        stage: Stage | None = None,
+        stage: Stage = ALL_LAYERS,
     ):
         """Give each linear layer of the model its slots. rank: the highest rank that an adapter may have. for_gpu:
-        whether a model without weights counts as one on a GPU. stage: the layers that the model has, if it is a
-        pipeline stage; what an adapter changes in other layers is left to their stages."""
+        whether a model without weights counts as one on a GPU. stage: the layers that the model has; what an
+        adapter changes in other layers is left to their stages."""
         self._model, self._max_rank, self._stage = model, rank, stage
         self.rows = AdapterRows(max_tokens, device)
         self._layers: list[LinearAdapters | GroupedAdapters] = []
@@ -172,7 +172,7 @@ class ModelAdapters:
     def _changes(self, files: AdapterFiles) -> Iterator[Change]:
         """Yield what an adapter adds to each layer, one expert and one head at a time."""
         for module, pair in files.modules.items():
-            if self._stage is not None and self._stage.is_elsewhere(canonical_name(f"{module}.weight")):
+            if self._stage.is_elsewhere(canonical_name(f"{module}.weight")):
                 continue
             a, b, name = tensor_of(pair.a), tensor_of(pair.b), self._name(module)
             match = ALL_EXPERTS.fullmatch(module)

@@ -21,7 +21,7 @@ from engine.model.config_parts.multipliers import Multipliers
 from engine.model.config_parts.pooling import PoolingConfig, PoolingType
 from engine.model.config_parts.recurrent import RecurrentConfig, block_types, recurrent_names
 from engine.model.config_parts.rope import RopeConfig, check_factors, max_positions, read_ropes
-from engine.model.config_parts.stage import Stage
+from engine.model.config_parts.stage import ALL_LAYERS, Stage
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.families import Family, Head, find_family, head_of, text_part
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, all_kept, group_layers, place_of
@@ -106,8 +106,8 @@ class ModelConfig:
     """What each layer keeps (kv_groups.py). Empty if it follows from `window`, `num_kv_heads` and `head_dim`."""
     keeps_all_kv: bool = False
     """Whether layers with a window keep the KV of all tokens."""
-    stage: Stage | None = None
-    """The layers of one pipeline stage (stage.py); None for all layers."""
+    stage: Stage = ALL_LAYERS
+    """The layers that this pipeline stage has (stage.py)."""
 
     @classmethod
     def from_folder(
@@ -254,8 +254,7 @@ class ModelConfig:
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
         """The KV cache groups, those without a window first; one group without layers if the model keeps no KV."""
         none = KVCacheGroup(KVCacheSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim), ())
-        groups = group_layers(self.kv_specs) or (none,)
-        return groups if self.stage is None else tuple(group.part(self.stage.layers) for group in groups)
+        return tuple(group.part(self.stage.layers) for group in group_layers(self.kv_specs) or (none,))
 
     def kv_place(self, layer: int) -> tuple[int, int]:
         """Return the KV cache group of a layer, and its index in that group's tensor."""

@@ -25,7 +25,7 @@ def can_capture(setup: RankSetup) -> bool:
     config, model, asynchronous, why = setup.config, setup.model, setup.device.asynchronous, None
     if config.enforce_eager:
         why = "enforce_eager"
-    elif asynchronous and model.stage is not None:
+    elif asynchronous and not model.stage.is_whole:
         why = "pipeline stages have no CUDA graphs yet"
     elif not asynchronous and (config.torch_compile or model.transformers):
         why = "some of its kernels are not Manta's"

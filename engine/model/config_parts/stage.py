@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -32,6 +33,11 @@ class Stage:
         return self.stop == self.num_layers
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this one stage has all layers."""
+        return self.is_first and self.is_last
+
+    @property
     def has_embedding(self) -> bool:
         return self.is_first or (self.is_last and self.tied)
 
@@ -45,3 +51,7 @@ class Stage:
         if layer := LAYER.match(name):
             return int(layer[1]) in self.layers
         return self.has_embedding if name in EMBEDDINGS else self.is_last
+
+
+ALL_LAYERS = Stage(0, sys.maxsize, sys.maxsize, tied=False)
+"""The only stage of a model without pipeline stages, whatever the number of its layers."""

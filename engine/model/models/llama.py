@@ -98,11 +98,10 @@ class LlamaForCausalLM(NativeNames, nn.Module):
         self.vision: VisionEncoder | None = None
         """The vision encoder; None in a model that takes no images."""
         self.stage = cfg.stage
-        here = cfg.stage is None or cfg.stage.has_embedding
+        own, here = cfg.stage.layers, cfg.stage.has_embedding
         self.embed_tokens = (
             VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp) if here else NoEmbedding(cfg.hidden_size)
         )
-        own = range(cfg.num_layers) if cfg.stage is None else cfg.stage.layers
         layers = (self.layer_type(cfg, tp, i) if i in own else OtherLayer() for i in range(cfg.num_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
@@ -143,7 +142,7 @@ class LlamaForCausalLM(NativeNames, nn.Module):
     def canonical_name(self, name: str) -> str | None:
         if self.vision is None or is_of_text(name):
             own = super().canonical_name(name)
-            return own if own is None or self.stage is None or self.stage.holds(own) else None
+            return own if own is not None and self.stage.holds(own) else None
         return self.vision.canonical_name(name)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -41,11 +41,11 @@ def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch
 
     Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks.
     """
-    cls, stage = model_class(cfg.architecture), cfg.stage
+    cls = model_class(cfg.architecture)
 
     def make() -> Model:
         model = cls(cfg, tp)
-        if stage is not None and not stage.is_last:
+        if not cfg.stage.is_last:
             model.norm = StageOutput(cfg.hidden_size)
         return model
 

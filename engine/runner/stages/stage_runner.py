@@ -161,7 +161,7 @@ class StageRunner(ModelRunner):
         """Do nothing: a stage alone cannot compute a step. A GPU's kernels are compiled in the first real steps."""
 
 
-def check_handoffs(config: EngineConfig, model: ModelConfig, group: StageGroup) -> None:
+def check_handoffs(config: EngineConfig, model: ModelConfig, group: TPGroup) -> None:
     """Raise ConfigError for an engine with handoffs if this stage has no layers of a KV cache group, or no recurrent
     layers in a model that has some. model: of the stage."""
     empty = any(not kv.layers for kv in model.kv_groups) or (model.recurrent is not None and not model.recurrent.layers)
