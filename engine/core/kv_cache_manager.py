@@ -12,7 +12,7 @@ from engine.wire.handoff import HeldBlocks
 from engine.wire.plan import BlockChange, StateRestore, StateSave
 
 Shorten = Callable[[Request, int, int], int]
-"""(request, blocks in a prefix hit, block size) -> leading blocks of the hit that may be used"""
+"""(request, blocks in a prefix hit, block size) -> leading blocks of the hit that can be used"""
 Below = Callable[[int, bytes], bool]
 """(KV cache group, hash) -> whether a tier below has the block"""
 

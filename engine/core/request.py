@@ -45,7 +45,7 @@ class BlockTable:
     keeps_all: bool = True
     """Whether all blocks are kept until the request ends."""
     next_full: int = 0
-    """Number of computed tokens from which the next block may enter the prefix cache."""
+    """Number of computed tokens from which the next block can enter the prefix cache."""
 
     @property
     def held(self) -> list[int]:
@@ -159,7 +159,7 @@ class RemotePrompt:
     source: KVSource | None = None
     """Engine that holds the KV of its tokens, from which it moves here."""
     holder: KVHolder | None = None
-    """Engine from whose prefix cache its first tokens may be fetched; None once that is decided."""
+    """Engine from whose prefix cache its first tokens can be fetched; None once that is decided."""
     handoff_id: str = ""
     """Id of its newest handoff."""
     num_attempts: int = 0

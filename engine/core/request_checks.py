@@ -20,7 +20,7 @@ class ModelLimits:
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
     chunked_prefill: bool = True
-    """Whether a prompt may be computed in several steps."""
+    """Whether a prompt can be computed in several steps."""
     pools_all_tokens: bool = False
     """Whether pooling needs the hidden states of all prompt tokens."""
 

@@ -69,7 +69,7 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
     command: AdapterLoad | TierCommand | None = None
     """A command that is sent instead of a plan."""
     sampled: list[SampledStep] = []
-    """Tokens for ranks of pipeline stages that do not sample, which this or a later plan needs."""
+    """Sampled tokens that this or a later plan needs, for ranks in pipeline stages that do not sample."""
 
 
 class PlanBroadcaster:

@@ -28,7 +28,7 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 NO_TOKEN = -1
-"""Stands for the token after KV that was fetched, which the engine that fetches computes itself."""
+"""Placeholder for the token after fetched KV: the engine that fetches computes this token itself."""
 
 
 # -- actions of decode -----------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class TierAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failed: list[int] = []
     """Indices of the blocks that were not written."""
     is_unreachable: bool = False
-    """Whether they failed because the store could not be reached, so that it may have them nevertheless."""
+    """Whether they failed because the store could not be reached, so that it may still have them."""
 
 
 class FoundBlock(NamedTuple):

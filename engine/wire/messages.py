@@ -230,7 +230,7 @@ class HoldStats(msgspec.Struct, frozen=True, kw_only=True):
     device_blocks: int = 0
     """Of these, blocks on the device."""
     max_blocks: int | None = None
-    """Blocks of this group that may be kept; None with tiers, whose share counts instead."""
+    """Limit of blocks of this group that holds keep; None with tiers, of which a share is the limit."""
     granted: int = 0
     restored: int = 0
     """Holds of an earlier start that were found on disk or in the store."""
@@ -349,7 +349,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     refused: dict[str, dict[str, int]] = {}
     """Numbers of messages that its ranks' sockets refused, by socket and reason (engine/distributed/refusals.py)."""
     role: Role | None = None
-    """Role of an engine whose role may change; None if its pool says what it does."""
+    """Role of an engine whose role can change; None if its pool says what it does."""
     role_changes: int = 0
     """Changes of the role since its start."""
 
@@ -395,7 +395,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """Admitted requests whose prompt is computed or that ended, each with its number of cached prompt tokens, or -1 if
     it never ran."""
     peer: Peer | None = None
-    """This engine, from which others may fetch blocks; None if they may not."""
+    """This engine, if others can fetch blocks from it; else None."""
     held: bytes | None = None
     """Hashes of the last blocks of all holds; None if they are those of the update before."""
     draining: bool = False

@@ -43,7 +43,7 @@ class SupportedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     names: tuple[Task, ...] = ("generate",)
     embedding_size: int = 0
     matryoshka_dimensions: tuple[int, ...] = ()
-    """Sizes to which embeddings may be cut; empty for any."""
+    """Sizes to which embeddings can be cut; empty for any."""
     score_token_ids: tuple[int, int] | None = None
     """Tokens by which a generative reranker answers yes and no, if its files name them."""
     prompts: dict[str, str] = {}

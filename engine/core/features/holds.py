@@ -81,7 +81,7 @@ class Hold:
     ready_at: float | None = None
     """Time from which the blocks may move to the tiers."""
     stored_at: float | None = None
-    """Time of the last order to copy the blocks to the tiers."""
+    """Time of the last command to copy the blocks to the tiers."""
     saved_at: float = float("-inf")
     """Time of the last write of the hold to lasting tiers."""
     is_live: bool = True

@@ -81,11 +81,11 @@ class PendingFetch:
     blocks: list[tuple[int, int, bytes]]
     """(group, block, hash) of the blocks that it fills, in the order of the handoff."""
     pinned: list[tuple[int, int]]
-    """(group, block) of the others."""
+    """(group, block) of the blocks of the prefix that this engine had already."""
     skip: int
     """Leading tokens that it leaves out, as this engine has them."""
     upto: int
-    """Leading tokens after it, if all blocks come."""
+    """Leading tokens that this engine has after it, if all blocks arrive."""
     started_at: float
     deadline_at: float
     requests: list[Request] = field(default_factory=list)

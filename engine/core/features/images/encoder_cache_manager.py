@@ -22,7 +22,7 @@ class ImageChanges(NamedTuple):
 
     encoded: list[MultiModalFeatureSpec]
     forgotten: list[bytes]
-    """Hashes of the images whose embeddings are dropped first."""
+    """Hashes of images whose embeddings are evicted before others are added."""
     received: list[ReceivedImage]
     """Images whose embeddings encode engines have sent."""
 

@@ -27,7 +27,7 @@ class Store:
     is_void: bool = False
     """Whether the blocks that it writes have to be discarded."""
     discarded: set[bytes] = field(default_factory=set)
-    """Names of those that have to be discarded in any case, unless a hold keeps them by then."""
+    """Names of single blocks that have to be discarded, unless a hold keeps them by then."""
     is_late: bool = False
 
 
@@ -80,7 +80,7 @@ class TierWriter:
             self._waiting.setdefault(key)
 
     def discard(self, keys: Sequence[tuple[int, bytes]]) -> None:
-        """Write none of these blocks that waits, and discard those that are being written."""
+        """Discard these blocks, whether they still wait or are being written."""
         for key in keys:
             self._waiting.pop(key, None)
         names = {self._name_of(*key) for key in keys} if self._stores else set()
