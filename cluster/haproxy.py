@@ -39,8 +39,8 @@ def stop_with_parent() -> None:
 
 
 def configured(text: str, memory: Path) -> str:
-    """Return Ray's configuration with our changes. memory: file with the ingresses of the previous configuration, which
-    may be missing and is rewritten."""
+    """Return Ray's configuration with our changes. memory: file with the ingresses of the previous configuration. It
+    need not exist, and is rewritten."""
     text, ingresses = without_fallback(text, json.loads(memory.read_text()) if memory.exists() else {})
     memory.write_text(json.dumps(ingresses))
     text = limited(closed_to_others(rewritten(text)), connections())

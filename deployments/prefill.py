@@ -18,7 +18,7 @@ class Prefill(EngineDeployment):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
-        """peers: deployments that may encode images for this one."""
+        """peers: deployments that can encode images for this one."""
         pools = {kind: ServeRemotePool(peer, config.shared_block_size, kind) for kind, peer in peers.items()}
         async with self._starting():
             await self._start_engine(config, spec, pools)

@@ -27,7 +27,7 @@ class PrefillDecode(Decode):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
-        """peers: deployments that may encode images for this one."""
+        """peers: deployments that can encode images for this one."""
         own = serve.get_replica_context()
         handles = {**peers, "prefill": serve.get_deployment_handle(own.deployment, own.app_name)}
         pools = {kind: ServeRemotePool(peer, config.shared_block_size, kind) for kind, peer in handles.items()}

@@ -52,8 +52,8 @@ class FastForward:
         return steps
 
     def advance(self, ends: Sequence[float]) -> list[Event]:
-        """Run as many steps as there are `ends`, the times at which they end. Returns the events of requests that have
-        finished, or may leave for another replica."""
+        """Run a step for each of `ends`, the times at which steps end. Returns the events of requests that have
+        finished, or can now leave for another replica."""
         steps, stopping = len(ends), []
         for request in self._queue.running:
             tokens = request.tokens

@@ -92,7 +92,7 @@ class MoveTraffic:
             self._after(replica)
 
     def _next_round(self, replica: Replica, rounds: int) -> None:
-        """Go on with the next group unless the last one has left meanwhile."""
+        """Start the next group, unless it started earlier because the one before had left."""
         if replica in self._departing and self._departing[replica].rounds == rounds:
             self._next_group(replica)
 

@@ -83,7 +83,7 @@ class ClusterSpec:
 
     @property
     def moves_requests(self) -> bool:
-        """Whether requests move: with one pool that the autoscaler may shrink."""
+        """Whether requests move: with one pool that the autoscaler can shrink."""
         return self.move_requests and self.limits is not None and not self.prefill_replicas
 
     @property

@@ -1,4 +1,4 @@
-"""Valid API keys, from the configuration and from a file that may change at any time."""
+"""Valid API keys, from the configuration and from a file that can change at any time."""
 
 from __future__ import annotations
 

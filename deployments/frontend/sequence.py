@@ -56,7 +56,7 @@ class SequenceContext:
 
 @dataclass(frozen=True, slots=True)
 class PromptHolds:
-    """What became of the holds of one prompt."""
+    """Outcomes of the holds of one prompt."""
 
     cached: int
     """Tokens of the prompt that were cached already."""
@@ -86,7 +86,7 @@ class Usage:
     rejected_prediction_tokens: int = 0
 
     holds: dict[int, PromptHolds] = field(default_factory=dict)
-    """What became of the holds that the request asks for, by the index of the sequence."""
+    """Outcomes of the holds that the request asks for, by the index of the sequence."""
 
     def count_holds(self, index: int, delta: TokenDelta) -> None:
         """Record the outcomes of holds, which a sequence's first delta from each engine reports."""
@@ -152,7 +152,7 @@ class Attempt:
         """Start the call. wake: function called when `error` is set."""
         self.request_id = request_id
         self.error: BaseException | None = None
-        """Reason why the final delta will not arrive; None while it may arrive."""
+        """Reason why the final delta will not arrive; None while it can still arrive."""
         self._wake = wake
         self._closed = False
         self._call = asyncio.create_task(call)
@@ -266,7 +266,7 @@ class Sequence:
 
     @property
     def lost(self) -> BaseException | None:
-        """Reason why the current attempt will not get its final delta; None while it still may."""
+        """Reason why the current attempt will not get its final delta; None while it can still arrive."""
         return None if self._attempt is None else self._attempt.error
 
     def go_on(self, error: BaseException, inbox: Inbox) -> None:

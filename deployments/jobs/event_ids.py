@@ -1,7 +1,7 @@
 """Event ids, which encode a client's position in a stream.
 
 A job's stream has one token per group of events, so its events are a function of the tokens. When a stream is computed
-again, the tokens of different choices may interleave differently. So a position holds, for each choice, the number of
+again, the tokens of different choices can interleave differently. So a position holds, for each choice, the number of
 its tokens and their checksum, and it says to which group its event belongs.
 """
 

@@ -79,7 +79,7 @@ class Job:
         return LoggedGeneration(frontend, prompts, self._log, ids)
 
     async def close(self) -> None:
-        """Stop computing, so that another ingress may continue. A complete answer is stored first."""
+        """Stop computing, so that another ingress can continue. A complete answer is stored first."""
         self.cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -154,7 +154,7 @@ class Job:
             await self._lease.release()
 
     async def _fail(self, error: Exception) -> None:
-        """End the log with an error, and release the lease so that other ingresses may continue. An answer that fails
+        """End the log with an error, and release the lease so that other ingresses can continue. An answer that fails
         before its first token is deleted, so that its key is free."""
         if self._log.ended:
             logger.warning("job not stored job_id=%s error=%s", self.job_id, error)

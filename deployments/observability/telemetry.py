@@ -52,7 +52,7 @@ class HttpRequest:
     operation: str = "text_completion"  #: gen_ai.operation.name
 
     def ns_since_1970(self, at: float) -> int:
-        """Convert a time on the monotonic clock. (The system clock may be set meanwhile, and spans would overlap.)"""
+        """Convert a time on the monotonic clock. (The system clock can be set in between; spans would then overlap.)"""
         return self.started_ns + round((at - self.started_at) * 1e9)
 
 

@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class HoldBody(msgspec.Struct, omit_defaults=True):
-    """What became of a part of the prompt that the client wanted to stay cached."""
+    """Outcome of a hold of a part of the prompt, which the client wanted to stay cached."""
 
     status: Literal["held", "refused"]
     tokens: int

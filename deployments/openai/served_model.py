@@ -292,7 +292,7 @@ class ServedModel:
         return DetokenizedText(await self.in_thread(self._detokenize, body.tokens))
 
     def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Tokens:
-        """Return the tokens of a text. A text may exceed the context, but is refused if it is many times longer."""
+        """Return the tokens of a text. The text can be longer than the context, but not many times."""
         self.tokenizer.check_length(text, self.info.max_model_len)
         token_ids = self.tokenizer.encode(text, add_special_tokens)
         strings = [self.tokenizer.token(i) or "" for i in token_ids] if with_strings else None
@@ -307,7 +307,7 @@ class ServedModel:
     def _prepare_completion(
         self, body: CompletionBody, context: RequestContext
     ) -> tuple[list[list[GenerateRequest]], list[str]]:
-        """Return the requests of each prompt, and the texts for `echo`. Run it in a thread, since it may take long."""
+        """Return the requests of each prompt, and the texts for `echo`. Run it in a thread, since it can take long."""
         params = self._params(body)
         prompts, texts = self._tokenize_prompts(body)
         marks = [[] if body.hold_ttl_s is None else [HoldMark(len(prompt), body.hold_ttl_s)] for prompt in prompts]
@@ -399,7 +399,7 @@ class ServedModel:
         return prompts, texts
 
     def _encode(self, text: str, body: ChatBody | CompletionBody) -> list[int]:
-        """Return the token ids of a prompt. Raises PromptTooLong unless it may be cut."""
+        """Return the token ids of a prompt. Raises PromptTooLong, unless the body allows truncation."""
         if (kept := self._kept(body)) is None:
             return self.tokenizer.encode_prompt(text, self.info.max_model_len, body.add_special_tokens)
         kept = min(kept, self.info.max_model_len)

@@ -33,6 +33,6 @@ class EncodedRequest:
         return cls(name, request.timeout_s, request.model, encode(Add(request)), encode(Abort(name)))
 
     def with_holder(self, holder: KVHolder) -> EncodedRequest:
-        """Return this GenerateRequest with an engine from which KV may be fetched."""
+        """Return this GenerateRequest with an engine from which KV can be fetched."""
         request = msgspec.msgpack.decode(self.start, type=Add).request
         return self.of(msgspec.structs.replace(request, kv_holder=holder))

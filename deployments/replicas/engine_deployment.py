@@ -70,7 +70,7 @@ class EngineDeployment:
     ) -> RankReady:
         """Start the engine, and return once the model is loaded. Raises StartupError or EngineUnavailable.
 
-        peers: pools that may compute prompts or encode images for this engine.
+        peers: pools that can compute prompts or encode images for this engine.
         """
         engine_id = ray_compat.engine_id_of(serve.get_replica_context().replica_id)
         log_to_console(engine_id, spec.log)

@@ -63,7 +63,7 @@ class EngineReplica:
         node: str = "",
     ):
         """host: address of this machine at which the engine reaches `status_to`. stall_timeout_s: seconds without a
-        step while work is queued, or without any status, after which the engine counts as hung. peers: pools that may
+        step while work is queued, or without any status, after which the engine counts as hung. peers: pools that can
         compute prompts or encode images for the engine. key: cluster key of the engine's sockets. node: as in
         ReplicaStatus."""
         self._stall_timeout_s, self._node = stall_timeout_s, node

@@ -47,7 +47,7 @@ class ServePool:
     ):
         """peers: handles of the deployments that compute for this pool.
         block_size: tokens per KV block of the replicas; None if they share no prefixes.
-        may_sleep: whether the pool may have no replicas while none is needed.
+        may_sleep: whether the pool can have no replicas while none is needed.
         note: function called from any thread, with each request id and a sentence that says to which replica the
         request is sent."""
         self._may_sleep = may_sleep

@@ -42,7 +42,7 @@ class Balancer:
             block_size, config.prefix_weight, config.running_weight_of(role), config.adapter_weight
         )
         self._policy = make_policy(config.policy, self._cost, rng or random.Random())
-        #: Roles of the engines whose roles may change.
+        #: Roles of the engines whose roles can change.
         self.roles: dict[str, Role] = {}
         self._unhealthy: set[str] = set()
         self._lost_holds: dict[int, None] = {}  # keys of the last blocks of holds whose engines are gone, oldest first

@@ -59,7 +59,7 @@ class RoutingCost:
         return sum(embeds for end, embeds in prompt.images if end > cached)
 
     def cached_tokens(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:
-        """Return how many tokens need not be computed: at most all but one, since the last token always is."""
+        """Return how many tokens need not be computed. The last one is always computed."""
         return min(candidate.cached, (prompt.num_tokens - 1) // self.block_size) * self.block_size
 
     def new_blocks(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:

@@ -29,7 +29,7 @@ def eligible_replicas(
     remain.
 
     If no replica serves that model, all are eligible, and will refuse the call. If none has the role, the others
-    answer instead. roles: roles of engines whose roles may change.
+    answer instead. roles: roles of engines whose roles can change.
     """
     fitting = [r for r in candidates if call.model in (None, _model_of(r))] or candidates
     fitting = [r for r in fitting if roles.get(engine_id_of(r.replica_id), call.role) == call.role] or fitting

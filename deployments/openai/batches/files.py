@@ -58,7 +58,7 @@ class Files:
             raise
 
     async def adopt(self, content: Path, file_id: str, owner: str | None, filename: str, expires_after_s: int) -> None:
-        """Turn content that a batch has written and synced into a file. If interrupted, this may be repeated."""
+        """Turn content that a batch has written and synced into a file. If interrupted, it can be repeated."""
         with suppress(FileExistsError):
             os.link(content, self._path(file_id))
         await self._add(file_id, owner, filename, "batch_output", expires_after_s)

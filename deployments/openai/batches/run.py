@@ -208,7 +208,7 @@ class BatchRun:
         await self._save(answers)
 
     async def _publish(self, batch: Batch, work: Path) -> None:
-        """Turn the answers into files. If interrupted, this may be repeated."""
+        """Turn the answers into files. If interrupted, it can be repeated."""
         adopt, owner, attempt = self.store.files.adopt, self.claim.record.owner, self.claim.record.attempt
         seconds = int(batch.output_expires_after["seconds"])
         if batch.output_file_id is not None:

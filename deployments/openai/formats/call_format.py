@@ -50,7 +50,7 @@ class CallFormat:
 
     @property
     def markers(self) -> list[str]:
-        """Texts that may be single tokens."""
+        """Texts that can be single tokens."""
         return [*(self.markup.markers if self.markup else ()), *self.more_markers]
 
     def parser(self, tools: ToolSchemas, *, streaming: bool) -> OutputParser | None:

@@ -165,7 +165,7 @@ class ChatFormat:
 
     def thinking_budget(self, body: ChatBody, thinking: Thinking, tokens: VisibleMarkers) -> ThinkingBudget | None:
         """Return the reasoning budget for the engine; None if it cannot be enforced, because a tag is not a single
-        token or the reasoning may end without its closing tag."""
+        token or the reasoning can end without its closing tag."""
         tags, calls = self.reasoning_tags, self._calls
         if body.thinking_token_budget is None or tags is None:
             return None

@@ -38,7 +38,7 @@ class CallMarkup:
 
     @property
     def markers(self) -> list[str]:
-        """Markers that may be single tokens, without single characters, which also occur inside other tokens."""
+        """Markers that can be single tokens, without single characters, which also occur inside other tokens."""
         return [marker for marker in (*self.opens, self.call, *self.inner, *self.closes) if len(marker) > 1]
 
 
