@@ -183,7 +183,7 @@ class InvalidApiKey(RequestError):
 
 
 class NotPermitted(RequestError):
-    """The request's API key may not do what it asks for."""
+    """The API key does not permit what the request asks for."""
 
     status, type = 403, "permission_error"
 
@@ -209,7 +209,7 @@ class BodyTimeout(RequestError):
 
 
 class UnsupportedMediaType(RequestError):
-    """The Content-Type is not JSON, or the body is compressed: a few compressed bytes may expand to any size. Requiring
+    """The Content-Type is not JSON, or the body is compressed: a few compressed bytes can expand to any size. Requiring
     JSON also keeps web pages of other origins from sending requests."""
 
     status = 415

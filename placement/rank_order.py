@@ -48,5 +48,5 @@ def meeting_host(hosts: Sequence[str]) -> str:
 
 
 def _number(device: str) -> tuple[float, str]:
-    """Return a sort key that puts device 10 after device 9. Devices may also be UUIDs."""
+    """Return a sort key that puts device 10 after device 9. Devices can also be UUIDs."""
     return (int(device) if device.isdigit() else float("inf")), device

@@ -220,7 +220,7 @@ class BlockPool:
     def cache_block(self, block: int, block_hash: bytes) -> int:
         """Enter a full, computed block into the prefix cache, and return the block to use from now on.
 
-        Two sequences may compute one prefix at the same time. If the cache already has a block of this hash, the
+        Two sequences can compute one prefix at the same time. If the cache already has a block of this hash, the
         caller's reference moves to that block, and the caller's copy is freed.
         """
         if not self.enable_prefix_caching:
@@ -260,7 +260,7 @@ class BlockPool:
             observer.cleared()
 
     def invalidate(self, blocks: list[int]) -> None:
-        """Remove the blocks that only the caller holds from the prefix cache: they may hold non-finite numbers.
+        """Remove from the prefix cache the blocks that only the caller holds: their numbers may be non-finite.
         `take_invalid` reports them to their next owner, who must clear them."""
         for block in blocks:
             if self._ref_counts[block] == 1:

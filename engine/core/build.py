@@ -358,7 +358,7 @@ def make_images(loaded: Loaded, open_channel: OpenChannel, ranks: list[KVWorkerI
 
 
 def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if an image whose tokens must share one step could wait forever."""
+    """Raise ConfigError if an image could wait forever because all of its tokens must be in one step."""
     size = 0 if model.vision is None else model.vision.mm_tokens_per_image
     needed = size + config.max_num_seqs - 1
     if size and config.max_num_batched_tokens < needed:

@@ -55,7 +55,7 @@ class Scheduler:
     budget for every request behind it, so a long prompt never stops the decoding of others. When blocks run out, only
     requests later in the order are preempted: the first in order always makes progress, so every request finishes.
 
-    Another engine may compute the KV of a prompt (`handoffs`). Meanwhile the request holds all blocks that the prompt
+    Another engine can compute the KV of a prompt (`handoffs`). Meanwhile the request holds all blocks that the prompt
     needs. It gets a slot only once the KV has arrived, and continues as if its prompt had been cached.
 
     Optional features are separate parts (`features/`) that the scheduler calls where they affect its decisions.
@@ -178,8 +178,8 @@ class Scheduler:
         return self._finish(request, "error" if error else reason, now, error=error)
 
     def move(self, count: int, now: float) -> list[Event]:
-        """Let other engines go on with up to `count` requests. Waiting requests leave at once. If `count` is not
-        reached, running requests leave after their next token, with their KV."""
+        """Let other engines continue up to `count` requests. Waiting requests leave at once. If `count` is not reached,
+        running requests leave after their next token, with their KV."""
         others = [*self.handoffs.receiving.values(), *self.loading.requests]
         at_once = self.moves.choose(self.queue, others, count)
         return [self._finish(request, "error", now, error=Moved(request.request_id)) for request in at_once]

@@ -6,7 +6,7 @@ The ranks of one model form a group like this:
                  group.join(timeout_s)
     rank 1, ...  group = TPGroup.connect(rank, size, address, timeout_s)
 
-Groups share no state, not even torch's default group, so a process may have several.
+Groups share no state, not even torch's default group, so a process can have several.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class BlockNames:
 
 
 def read_key_file(path: str) -> bytes:
-    """Return the content of a key file. Raises ConfigError unless only its owner may read it."""
+    """Return the content of a key file. Raises ConfigError unless only its owner can read it."""
     file = Path(path)
     try:
         found, secret = file.stat(), file.read_bytes()

@@ -27,7 +27,7 @@ class TierEntry:
 class TierIndex:
     """The blocks of one tier by name, least recently used first. Their sizes never add up to more than `capacity`.
 
-    A block that is being written or read stays, and so does one that a hold keeps; all others may be evicted.
+    A block that is being written or read stays, and so does one that a hold keeps; all others can be evicted.
     """
 
     def __init__(self, capacity: int, ttl_s: float | None = None, slots: bool = False):

@@ -173,7 +173,7 @@ class TierWorker:
         return [self._answers.get() for _ in range(self._answers.qsize())]
 
     def listings(self) -> list[StoreListing]:
-        """Return what has come and gone in the store since the last call; only on rank 0."""
+        """Return what the store has gained and lost since the last call; only on rank 0."""
         return [self._listings.get() for _ in range(self._listings.qsize())]
 
     def close(self) -> None:

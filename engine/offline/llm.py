@@ -173,7 +173,7 @@ class LLM:
         """Answer one conversation (a list of messages), or several, using the model's chat template.
 
         A message's content may contain images: parts of the form `{"type": "image", "image": <PIL.Image>}`.
-        Without sampling_params, an answer may be as long as the context allows.
+        Without sampling_params, an answer can be as long as the context allows.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [self._chat_prompt(list(c), template_arguments) for c in conversations]

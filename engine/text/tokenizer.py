@@ -116,7 +116,7 @@ class Tokenizer:
         return [encoding.ids for encoding in whole]
 
     def encode_parts(self, texts: Sequence[str], max_tokens: int | None = None) -> list[list[int]]:
-        """Tokenize texts for `join_pair`. max_tokens: limit of a pair; longer texts may already be shortened here."""
+        """Tokenize texts for `join_pair`. max_tokens: limit of a pair; much longer texts are already cut here."""
         cut = list(texts) if max_tokens is None else [self._cut(text, max_tokens) for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch_fast(cut, add_special_tokens=False)]
 

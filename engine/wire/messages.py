@@ -415,7 +415,7 @@ class DispatchRemote(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelDispatch(msgspec.Struct, frozen=True, tag=True):
-    """Tells the control actor that it may cancel the call that a DispatchRemote started."""
+    """Tells the control actor that it can cancel the call that a DispatchRemote started."""
 
     handoff_id: str
 
@@ -503,7 +503,7 @@ class CancelPrefill(msgspec.Struct, frozen=True, tag=True):
 
 
 class RemoteRequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """Says that no prefill engine has accepted a prefill request. retry: whether another attempt may succeed."""
+    """Says that no prefill engine has accepted a prefill request. retry: whether another attempt can succeed."""
 
     handoff_id: str
     reason: str

@@ -82,7 +82,7 @@ class HandoffManager:
         return self._policy is not None
 
     def may_receive(self, request: Request) -> bool:
-        """Return whether the KV of a request may come from another engine."""
+        """Return whether this engine can get the KV of a request from another engine."""
         return self._policy is not None or self._moves_here(request)
 
     def decide(self, request: Request, cached: int, running: list[Request]) -> PrefillDecision:
@@ -233,7 +233,7 @@ class HandoffManager:
         return request
 
     def set_prefill_replicas(self, replicas: list[PrefillReplica]) -> None:
-        """Set the engines that may compute prompts for this one: none if the role of this one is `prefill`."""
+        """Set the engines that can compute prompts for this one: none if the role of this one is `prefill`."""
         if self._policy is not None:
             self._policy.replicas = [] if self.role == "prefill" else replicas
 
@@ -308,7 +308,7 @@ class HandoffManager:
     def hold(
         self, request: Request, groups: list[HeldBlocks], token: int, logprob: TokenLogprob | None, block_size: int
     ) -> KVSource:
-        """Hold the KV of a stopped request for the engine that will go on with it. token: the request's next token."""
+        """Hold the KV of a stopped request for the engine that will continue it. token: the request's next token."""
         assert self._peer is not None
         request.asked_by = self._request(request, self._new_id(request), NOBODY)
         self.actions.append(HoldRequest(request.asked_by, groups, self._first(request, token, logprob, block_size)))

@@ -36,7 +36,7 @@ class KVLoading:
         return True
 
     def answered(self, answers: Iterable[TierAnswer | StoreListing], now: float) -> None:
-        """Record answers of the tiers. Requests whose KV has come, or will not come, wait for their turn again."""
+        """Record answers of the tiers. Requests whose KV has arrived, or will not arrive, are queued again."""
         for answer in answers:
             self._offloading.answered(answer, now)
         self._wait(self._offloading.take_loaded())
@@ -46,7 +46,7 @@ class KVLoading:
         return self._fetching.owns(event)
 
     def handle(self, event: HandoffEvent, now: float) -> None:
-        """Record the progress of a fetch. Requests whose KV has come, or will not come, wait for their turn again."""
+        """Record the progress of a fetch. Requests whose KV has arrived, or will not arrive, are queued again."""
         self._wait(self._fetching.handle(event, now))
 
     def clear(self) -> None:

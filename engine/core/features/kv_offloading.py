@@ -187,7 +187,7 @@ class KVOffloading:
 
     @property
     def moving(self) -> bool:
-        """Whether any blocks are pinned that a waiting request may need."""
+        """Whether any blocks are pinned that a waiting request could use."""
         return bool(self._loads) or bool(self._copying)
 
     @property
@@ -200,8 +200,8 @@ class KVOffloading:
     # -- up ------------------------------------------------------------------------------------------------
 
     def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
-        """Return whether a request has to wait for blocks from a tier, after starting to load them if that pays. The
-        first `matched` blocks of the request are cached.
+        """Return whether a request has to wait for blocks from a tier, after starting to load them if that saves time.
+        The first `matched` blocks of the request are cached.
 
         watermark: blocks that must stay available.
         """
@@ -481,8 +481,8 @@ class KVOffloading:
         self.saved.entered(listing)
 
     def take_commands(self, now: float) -> list[TierCommand]:
-        """Return the commands queued since the last call. Nothing else may still be writing to the blocks that these
-        commands write."""
+        """Return the commands queued since the last call. Send them only once nothing else writes to the blocks that
+        they write."""
         for number, load in self._loads.items():
             if now >= load.deadline_at and not load.is_stopped:
                 load.is_stopped = True

@@ -29,8 +29,8 @@ class Moves:
         self._kv_cache, self._handoffs = kv_cache, handoffs
 
     def choose(self, queue: RequestQueue, others: list[Request], count: int) -> list[Request]:
-        """Return up to `count` requests that have no KV here, and so can leave at once. If they are fewer, mark running
-        requests, beginning with the newest, to stop after their next token.
+        """Return up to `count` requests that have no KV here, and so can leave at once. If fewer than `count` can, mark
+        running requests, beginning with the newest, to stop after their next token.
 
         others: live requests that wait outside the queue. One that has blocks for KV on its way here does not leave
         before it runs.

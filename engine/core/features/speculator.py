@@ -205,6 +205,6 @@ class Speculator:
 
     def _left(self, request: Request, limit: int) -> int:
         """Return how many drafts, up to `limit`, may follow the newest token of a request, whether that token is known
-        or in flight. The last token that a request may generate is never a draft."""
+        or in flight. The last token that a request can generate is never a draft."""
         left = request.max_tokens - request.num_output - request.in_flight - 1
         return max(0, min(limit, left, self._max_drafts(len(request.tokens) + request.in_flight - 1)))

@@ -1,6 +1,6 @@
 """Maps KV heads to the ranks of two engines: which heads each rank holds, and where another engine has them. Pure.
 
-The engines may have different numbers of ranks. Heads are distributed as in QKVLinear (engine/model/layers/linear.py):
+The engines can have different numbers of ranks. Heads are distributed as in QKVLinear (engine/model/layers/linear.py):
 each rank holds a run of adjacent heads; with more ranks than heads, adjacent ranks hold copies of the same head.
 """
 

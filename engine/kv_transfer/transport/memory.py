@@ -56,7 +56,7 @@ class BlockMemory:
     def apart(self) -> Iterator[None]:
         """Run this thread's GPU work on the memory's own stream.
 
-        Code outside torch may write to tensors made inside as soon as they exist. A shared stream would make the
+        Code outside torch can write to tensors made inside as soon as they exist. A shared stream would make the
         model's steps wait for a peer, and copies wait for steps.
         """
         if self._stream is None:

@@ -2,9 +2,9 @@
 
 Transfers write to the transport's own buffers, which are then copied into the cache. A running transfer cannot be
 cancelled reliably: if its peer hangs, it may still write later. Such a transfer keeps its buffer, while the blocks of
-the cache are free at once. All reads share MAX_BUFFERS buffers, and the size of the cache leaves memory for them. Each
-read may have one more buffer, and transfers that hang or fail keep theirs in addition. The copy takes 0.4 times as long
-as the transfer itself (CPU, 16 MB, two processes of one machine).
+the cache are free at once. All reads share MAX_BUFFERS buffers, and the size of the cache leaves memory for them. A
+read without one gets one even beyond that number, and transfers that hang or fail keep theirs in addition. The copy
+takes 0.4 times as long as the transfer itself (CPU, 16 MB, two processes of one machine).
 
 NIXL has no checksums of its own; the links that it uses do.
 
@@ -153,7 +153,7 @@ class NixlTransport:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Hold the lock in a thread that may call NIXL. Raises NIXL's errors as TransportError."""
+        """Hold the lock, in a thread that is able to call NIXL. Raises NIXL's errors as TransportError."""
         self._memory.enter_thread()
         with nixl_errors(), self._lock:
             yield
@@ -250,7 +250,7 @@ def buffer_bytes(block_bytes: int) -> int:
 
 
 def warn_if_memory_cannot_be_pinned() -> None:
-    """Log a warning if this machine has RDMA but UCX may not use it: UCX then silently falls back to TCP."""
+    """Log a warning if this machine has RDMA but UCX may be unable to use it: UCX then falls back to TCP."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir()):
         logger.warning("RDMA needs RLIMIT_MEMLOCK unlimited, got %d KiB: KV may go over TCP", limit // 1024)

@@ -24,7 +24,7 @@ class StateCacheManager(KVCacheManager):
     the newest border of generated text. The last kind serves preempted sequences and the next turn of a conversation;
     each such snapshot replaces the one before.
 
-    A request holds a snapshot only while it is written, read or handed over; all others may be evicted. If the pool has
+    A request holds a snapshot only while it is written, read or handed over; all others can be evicted. If the pool has
     no room for a snapshot, it is not saved.
     """
 

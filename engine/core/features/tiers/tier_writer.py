@@ -138,7 +138,7 @@ class TierWriter:
         return number in self._stores
 
     def copied(self, number: int) -> None:
-        """Record that the blocks of a command have been copied, so that they may be evicted."""
+        """Record that the blocks of a command have been copied, so that they can be evicted."""
         store = self._stores[number]
         store.is_copied = True
         for block in reversed(store.blocks):
