@@ -35,7 +35,7 @@ MAX_CONCURRENT_BATCHES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorConfig:
-    """Options of a processor. Those that `ray.data.llm.vLLMEngineProcessorConfig` also has mean the same there."""
+    """Options of a processor. Names shared with `ray.data.llm.vLLMEngineProcessorConfig` have the same meaning."""
 
     model_source: str = "pocket"  #: a Hugging Face model folder or a Hub id
     engine_kwargs: Mapping[str, Any] = field(
@@ -84,13 +84,13 @@ class Processor:
 def build_processor(
     config: ProcessorConfig, preprocess: MapRow | None = None, postprocess: MapRow | None = None
 ) -> Processor:
-    """Return a processor; call it with a dataset. It keeps all columns.
+    """Return a processor; call it with a dataset. The result keeps all columns.
 
     preprocess: maps a row to one with `messages` of a chat, or a text `prompt`, or its token ids as `tokenized_prompt`.
     `sampling_params` in the same row is a dict of fields of SamplingParams. postprocess: maps that row, with
     `generated_text`, `generated_tokens`, `num_input_tokens`, `num_generated_tokens` and `finish_reason`, or with
-    `embeddings`, to the row of the result. Both run in the engine's process. Raises StartupError if Ray Data is not
-    installed or an option is not available.
+    `embeddings`, to the row of the result. Both functions run in the engine's process. Raises StartupError if Ray Data
+    is not installed or an option is not available.
     """
     try:
         import ray.data  # noqa: F401
@@ -160,7 +160,7 @@ class _Embed(_Engine):
 
 
 class _Generate(_Engine):
-    """Actor that generates. Its batches share one engine concurrently, so that the engine stays busy while a batch
+    """Actor that generates. Several batches use its engine concurrently, so that the engine stays busy while a batch
     ends."""
 
     def __init__(self, config: ProcessorConfig, preprocess: MapRow, postprocess: MapRow):

@@ -78,7 +78,7 @@ def serve(
 ) -> None:
     """Serve a model behind an OpenAI-compatible API, until Ctrl-C.
 
-    --print-config prints the serve_config.yaml that equals the flags, for `manta serve FILE`, `serve deploy` and
+    --print-config prints the serve_config.yaml equivalent to the flags, for `manta serve FILE`, `serve deploy` and
     KubeRay.
 
     Examples:

@@ -24,7 +24,7 @@ CLOCK = "%H:%M:%S"
 
 
 def top(url: str, api_key: str | None, *, once: bool) -> None:
-    """Show the cluster until Ctrl-C. once: whether to print the view only once. Its rates come from the difference
+    """Show the cluster until Ctrl-C. once: whether to print the view only once. Rates are computed from the difference
     between two polls."""
     console = Console(highlight=False)
     try:

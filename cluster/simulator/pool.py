@@ -82,7 +82,7 @@ class Pool:
         return replica
 
     def adopt(self, replica: Replica, other: Pool, now: float) -> None:
-        """Take over a replica of another pool, which changes its role. It finishes what it has there."""
+        """Take over a replica that leaves another pool for this one. It finishes its requests of that pool."""
         other.replicas.remove(replica)
         self.replicas.append(replica)
         self._since[replica] = other._since.pop(replica)

@@ -68,7 +68,7 @@ class JobRecord(msgspec.Struct):
 
 
 def job_id_of(owner: str, key: str) -> str:
-    """Return the job id for an owner's idempotency key, the same in every ingress. It cannot be guessed without the
+    """Return the job id for an owner's idempotency key, the same in every ingress. The id cannot be guessed without the
     key."""
     return hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()[:32]
 

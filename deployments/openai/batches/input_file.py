@@ -188,7 +188,7 @@ class _LineCheck:
 
 
 async def _is_too_large(text: bytes | None) -> bool:
-    """Return whether a line has more values than a body may have. They are counted before any is decoded."""
+    """Return whether a line has more values than a body may have. The values are counted before any is decoded."""
     if text is None or len(text) <= SMALL_BYTES:
         return False
     try:

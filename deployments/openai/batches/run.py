@@ -59,8 +59,8 @@ class BatchRun:
     _polled_at: float = 0.0
 
     async def run(self) -> None:
-        """Run the batch. It can be resumed later if this fails or is cancelled. Raises OSError if the disk is full or
-        fails, StoreUnavailable, and LeaseLost if another ingress has taken the batch over."""
+        """Run the batch. The batch can be resumed later if this run fails or is cancelled. Raises OSError if the disk
+        is full or fails, StoreUnavailable, and LeaseLost if another ingress has taken the batch over."""
         try:
             await self._run(self.claim.record.object)
         except (Exception, asyncio.CancelledError):
