@@ -352,7 +352,7 @@ class EngineCore:
     # -- grammars ------------------------------------------------------------------------------------------
 
     def _take_compiled(self, now: float) -> list[Event]:
-        """Release requests whose grammar has compiled, and end those whose grammar failed to."""
+        """Let requests start whose grammar has compiled, and end those whose grammar has failed to compile."""
         events = []
         for request, compilation in list(self._compiling.items()):
             if request.state is not State.WAITING_FOR_GRAMMAR:

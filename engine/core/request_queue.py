@@ -8,7 +8,7 @@ from engine.core.request import Request, State
 
 
 class RequestQueue:
-    """Keeps every live request in the collection for its state, and gives each running request a slot.
+    """Keeps live requests in one collection per state, and gives each running request a slot.
 
     The scheduler decides which request moves; the queue only moves it. Live requests also include those whose KV
     another engine computes or reads, which the HandoffManager keeps, and those whose KV is on its way into the cache,

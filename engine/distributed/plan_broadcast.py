@@ -125,7 +125,7 @@ class PlanBroadcaster:
             self._sampled.append(SampledStep(result.step, result.tokens))
 
     def check(self) -> None:
-        """Raise EngineUnavailable if a rank has gone."""
+        """Raise EngineUnavailable if a rank is gone."""
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             word, rank = self._receive()
             if word == GONE and rank is not None and self._gone is None:  # later ones end because of the first

@@ -116,7 +116,7 @@ class HandoffProgress:
         self.lease(request)
 
     def cancel(self, request: Request, reason: str) -> None:
-        """Refuse to compute a prompt any further for the engine that asked for it."""
+        """Refuse a prompt to the engine that asked for it, even if a part is already computed."""
         if request.state is not State.LEASED:
             self.lease(request)
         self._handoffs.refuse(request, reason)

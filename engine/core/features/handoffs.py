@@ -271,7 +271,7 @@ class HandoffManager:
             raise InvalidParameter("decode", remote_request.decode.engine_id, "another engine")
 
     def report(self, request: Request, computed: int, block_size: int) -> None:
-        """Report that the KV of `computed` tokens is complete. The full blocks must be cached by then.
+        """Report that the KV of `computed` tokens is complete. Their full blocks must already be cached.
 
         A partly filled block is reported only at the end of the prompt. Before that, the prefix cache may replace it by
         another block of the same content.

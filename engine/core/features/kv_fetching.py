@@ -1,4 +1,4 @@
-"""Fetches the first KV of prompts from other engines, and lets other engines fetch. Pure Python.
+"""Fetches KV of the first tokens of prompts from other engines, and lets other engines fetch. Pure Python.
 
 A fetch is a handoff of blocks by name (kv_transfer/protocol/protocol.py). The router names the engine that has a longer
 prefix of a prompt than this one. If fetching the blocks is expected to be faster than computing them, the request waits
@@ -242,7 +242,7 @@ class KVFetching:
 
     def update(self, now: float) -> None:
         """Answer other engines once the tiers have loaded what they asked for. Cancel the fetches whose deadline has
-        passed; their requests go on once nothing writes into the blocks."""
+        passed; their requests continue once nothing writes into the blocks."""
         brought, self._brought = self._brought, []
         for asked, deadline_at in brought:
             self._hold(asked, now, deadline_at)

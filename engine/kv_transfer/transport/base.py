@@ -1,7 +1,7 @@
 """Interface of a transport, which reads KV blocks from another engine's rank into this rank's cache.
 
 Only the reader starts transfers. No engine writes into another's memory, so a late or dead peer cannot damage blocks
-that meanwhile belong to another request.
+that have since passed to another request.
 """
 
 from __future__ import annotations
