@@ -50,8 +50,7 @@ DATABASE = "batches.db"  # in the folder, if ingresses have no other shared stor
 
 
 class BatchRoutes:
-    """Routes of files and batches. Each API key sees only its own files and batches; without keys, all clients see
-    all."""
+    """Routes of files and batches. Each API key sees only its own files and batches; without keys, all see all."""
 
     def __init__(
         self, app: FastAPI, models: ServedModels, config: BatchConfig, auth: AuthConfig, values: KeyValueStore | None
