@@ -28,7 +28,7 @@ class KVEventSockets:
     A message has three frames: topic, sequence number (8 bytes, big endian, from 0), msgpack. The engine never waits: a
     subscriber that is too slow loses messages, and sees a gap in the numbers. It sends [empty, number] to the ROUTER,
     and gets [empty, topic, number, msgpack] for each message kept from that number on, then one with number -1, without
-    topic and events. An engine whose ports are taken uses the next pair that is free. Protocol after vLLM's
+    a topic or events. An engine whose ports are taken uses the next pair that is free. Protocol after vLLM's
     ZmqEventPublisher.
     """
 

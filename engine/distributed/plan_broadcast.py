@@ -100,7 +100,7 @@ class PlanBroadcaster:
             raise
 
     def send(self, plan: StepPlan | None) -> None:
-        """Send a plan without waiting; None ends the other ranks. Lost ranks are not noticed here but by `check`."""
+        """Send a plan without waiting; None ends the other ranks. Lost ranks are noticed only by `check`."""
         self._number += 1
         message = PlanMessage(self._number, plan, self._checked, self._checksum, None, self._sampled)
         self._sampled = []

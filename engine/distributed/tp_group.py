@@ -259,7 +259,7 @@ class ConnectedGroup(TPGroup):
         return group
 
     def peers(self, timeout_s: float) -> Any:
-        """Return a process group of torch.distributed with which each of these ranks can send to each other."""
+        """Return a process group of torch.distributed through which these ranks can send to each other."""
         store = dist.PrefixStore("peers", self._open_store())
         try:
             connect = nccl if self._cuda else gloo

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class HeadShard:
     """KV heads that rank `rank` of `size` ranks holds, out of the model's `num_kv_heads`.
 
-    Raises ValueError if neither number divides the other, like ModelConfig.kv_heads_per_rank its ConfigError.
+    Raises ValueError if neither number divides the other; ModelConfig.kv_heads_per_rank raises ConfigError then.
     """
 
     num_kv_heads: int
