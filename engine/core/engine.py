@@ -414,9 +414,13 @@ class EngineCore:
         return time.monotonic() - self.last_step_at if self.has_work and not self.idle else 0.0
 
     def close(self) -> None:
-        """Wait for the step that is computing, stop the thread, and let the other ranks end."""
+        """Wait for the steps in flight, stop the thread, and let the other ranks end."""
         with suppress(EngineUnavailable):  # a rank may be gone
             self._flush_tiers()
+            while self._broken is None and self._in_flight:  # other ranks may still wait for what this one sends
+                launched = self._in_flight.popleft().launched
+                if isinstance(launched, Future):
+                    self._broadcaster.result(launched)
         self._kv_events.close()
         self._grammars.close()
         self._adapter_loader.close()

@@ -135,6 +135,15 @@ def test_the_first_stage_drops_the_token_of_a_request_that_ended_while_its_step_
         assert run(core, prompt, Outcome()).bits() == expected.bits()
 
 
+def test_an_engine_that_closes_with_steps_under_way_ends_its_ranks_without_an_error(pool, folder_of):
+    with pool.engine(staged(folder_of("llama"), 2)) as core:
+        for name in "abcd":
+            core.add(GenerateRequest(request_id=name, prompt=[3, 4, 5], params=SamplingParams(max_tokens=40)))
+        core.step()
+        core.step()
+        assert len(core.scheduler.planned) == 2
+
+
 def kill_in_the_middle(pool: RankPool, config: EngineConfig, victim: int) -> None:
     with pool.engine(config) as core:
         for i in range(4):
