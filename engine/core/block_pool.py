@@ -83,6 +83,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._invalid: set[int] = set()
+        self._doubtful: set[int] = set()
         #: References of blocks that are copied to or from a tier below.
         self.pinned: Counter[int] = Counter()
         #: References of blocks that holds keep in the prefix cache.
@@ -230,6 +231,7 @@ class BlockPool:
             self._by_hash[block_hash] = block
             self._hash[block] = block_hash
             self._invalid.discard(block)
+            self._doubtful.discard(block)
             for observer in self.observers:
                 observer.stored(block_hash)
             return block
@@ -268,10 +270,17 @@ class BlockPool:
                 if self._hash[block] is not None:
                     self._forget(block)
 
+    def doubt(self, blocks: Iterable[int]) -> None:
+        """Record that nobody knows yet whether the numbers in these blocks are finite. They can still be matched, since
+        whoever matches them finds out, but `take_invalid` reports them too."""
+        self._doubtful.update(blocks)
+
     def take_invalid(self, blocks: list[int]) -> list[int]:
-        """Return which of `blocks` are invalid, and mark them valid: the caller, their new owner, clears them."""
-        found = [block for block in blocks if block in self._invalid] if self._invalid else []
+        """Return which of `blocks` may hold non-finite numbers, and mark them valid: the caller, their new owner,
+        clears those that it writes."""
+        found = [block for block in blocks if block in self._invalid or block in self._doubtful]
         self._invalid.difference_update(found)
+        self._doubtful.difference_update(found)
         return found
 
     def discard(self, block_hash: bytes) -> None:

@@ -237,7 +237,13 @@ class KVCacheManager:
         if request.tables:
             self.give_back(request)
         request.tables = []
-        request.computed = request.capacity = 0
+        request.computed = request.capacity = request.finite = 0
+
+    def doubt(self, request: Request) -> None:
+        """Mark the blocks of a request that stops before it is known whether all its numbers are finite. Other requests
+        clear those blocks before they write there."""
+        for manager, table in zip(self.groups, request.tables, strict=False):  # none for recurrent states
+            manager.pool.doubt(table.blocks[max(table.num_released, request.finite // self.pool.block_size) :])
 
     def give_back(self, request: Request) -> None:
         self.pool.release(request.tables[self._group].held)
@@ -275,5 +281,6 @@ class KVCacheManager:
         """Send the block table of a request, from block `index` on, to the runner."""
         table, size = request.tables[self._group], self.pool.block_size
         invalid = self.pool.take_invalid(table.blocks[max(index, table.num_released) :])
-        cleared = [(block, max(0, request.computed - table.place(block) * size)) for block in invalid]
+        starts = [(block, max(0, request.computed - table.place(block) * size)) for block in invalid]
+        cleared = [(block, start) for block, start in starts if start < size]
         self._changes.append(BlockChange(request.slot, index, table.blocks[index:], cleared, self._group))

@@ -200,6 +200,8 @@ class Request:
     computed: int = 0
     """Tokens whose KV exists once all planned steps have run. With overlap a step is planned before the previous one
     ends, so this is at most one step ahead of the model."""
+    finite: int = 0
+    """Leading tokens whose KV in its blocks is known to be finite, since the logits computed from it were."""
     in_flight: int = 0
     """Output tokens that planned steps will sample but that are not known yet."""
     tables: list[BlockTable] = field(default_factory=list)

@@ -349,6 +349,8 @@ class Scheduler:
         if first := request.clock.first_token_at is None:
             request.clock.first_token_at = now
             request.note("first token")
+        if request.tables:  # else it was preempted meanwhile
+            request.finite = len(request.tokens)
         position, reason = request.num_output, None
         for count, token in enumerate(tokens, 1):
             request.tokens.append(token)
@@ -409,6 +411,8 @@ class Scheduler:
         if request.state is State.WAITING_FOR_REMOTE_KV:
             self.handoffs.cancel(request)
         else:
+            if reason in ("abort", "error"):
+                self.kv_cache.doubt(request)
             self.kv_cache.release(request)
         if request.asked_by:
             self.handoffs.leased.pop(request.asked_by.handoff_id, None)

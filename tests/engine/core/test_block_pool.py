@@ -183,6 +183,19 @@ def test_blocks_that_are_not_trusted_are_not_matched_and_are_named_once_to_whoev
     pool.check()
 
 
+def test_blocks_in_doubt_are_matched_and_are_named_once_to_whoever_gets_them():
+    pool = BlockPool(3, 2)
+    hashes = chain([1, 2], [3, 4])
+    blocks = pool.reserve(cache(pool, hashes), 0)
+    pool.doubt(blocks)
+    pool.check()
+    assert pool.match(hashes) == blocks
+    pool.release(blocks)
+    assert sorted(pool.take_invalid(pool.allocate(3))) == sorted(blocks)
+    assert pool.take_invalid(blocks) == []
+    pool.check()
+
+
 def test_a_block_that_was_filled_again_is_trusted():
     pool = BlockPool(2, 2)
     blocks = pool.allocate(1)

@@ -266,6 +266,30 @@ def test_a_request_that_is_preempted_before_its_logits_are_found_not_finite_ends
     h.scheduler.check()
 
 
+def test_blocks_of_a_prompt_that_is_aborted_before_its_logits_are_known_are_cleared_for_the_next():
+    h = Harness(num_blocks=8, max_model_len=32, max_num_batched_tokens=8)
+    h.add("gone", ids(16, 9))
+    h.step()
+    blocks = set(h.scheduler.queue.live["gone"].tables[0].blocks)
+    h.abort("gone")
+    h.add("next", ids(28), max_tokens=5)
+    h.run()
+    assert {block for plan in h.plans for change in plan.blocks for block, _ in change.cleared} == blocks != set()
+
+
+def test_blocks_of_a_request_that_is_preempted_before_its_logits_are_known_are_cleared_for_the_next():
+    h = Harness(num_blocks=8, max_model_len=32, depth=2)
+    h.add("first", ids(8), max_tokens=20)
+    h.add("preempted", ids(8, 9), max_tokens=20)
+    preempted, blocks = h.scheduler.queue.live["preempted"], []
+    while not preempted.num_preemptions:
+        blocks = [block for table in preempted.tables for block in table.blocks[preempted.finite // 4 :]]
+        h.step()
+    h.run()
+    cleared = {block for plan in h.plans for change in plan.blocks for block, _ in change.cleared}
+    assert cleared == set(blocks) != set() and len(blocks) <= 2, "and none of those that are known to be finite"
+
+
 def test_times_are_given_with_the_last_delta():
     h = Harness(num_blocks=8, max_model_len=32)
     h.add("a", ids(4), max_tokens=1)

@@ -81,6 +81,7 @@ class WindowedKVCacheManager(KVCacheManager):
             released = min(released, table.num_cached)
         if released > table.num_released:
             first, table.num_released = table.num_released, released
+            self.pool.doubt(table.blocks[max(first, request.finite // self.pool.block_size) : released])
             self.pool.release(table.blocks[first:released])
             table.blocks[first:released] = nulls = [0] * (released - first)
             if request.slot >= 0:
