@@ -139,7 +139,7 @@ def choose_num_snapshots(
     `num_blocks` is configured, they get 1 / (SHARE - 1) of the memory of these blocks in addition. dtype: the KV
     cache's dtype. Raises OutOfMemory as `kv_budget` does.
     """
-    if model.recurrent is None or not (config.enable_prefix_caching or config.handoff):
+    if not (specs or model.recurrent) or not (config.enable_prefix_caching or config.handoff):
         return 0
     useful = config.max_num_seqs * (1 + model.longest_sequence(config.max_model_len) // snapshot_border(block_size))
     if not specs:

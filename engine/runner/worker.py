@@ -24,7 +24,7 @@ from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.model.checkpoint.overlay import engine_folder
 from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
 from engine.runner.rank_setup import read_model, without_idle_moves
-from engine.runner.stages.stage_runner import open_runner
+from engine.runner.stages.open_runner import open_runner
 from engine.wire.lora import AdapterLoad
 
 logger = logging.getLogger(__name__)

@@ -200,11 +200,3 @@ def layer_bytes(model: ModelConfig) -> tuple[list[float], float]:
         elif name.startswith(HEADS) or (name in EMBEDDINGS and model.tie_word_embeddings):
             head += size
     return layers, head
-
-
-def open_runner(config: EngineConfig, model_config: ModelConfig, folder: Path, group: TPGroup) -> ModelRunner:
-    """Load this rank's part of the model. group: all ranks of the engine. Raises StartupError."""
-    if config.pipeline_parallel == 1:
-        return ModelRunner(config, model_config, folder, group)
-    assert isinstance(group, ConnectedGroup)
-    return StageRunner(config, model_config, folder, group)

@@ -1,0 +1,20 @@
+"""Chooses the runner of a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.distributed.tp_group import ConnectedGroup, TPGroup
+from engine.model.config import ModelConfig
+from engine.runner.model_runner import ModelRunner
+
+
+def open_runner(config: EngineConfig, model_config: ModelConfig, folder: Path, group: TPGroup) -> ModelRunner:
+    """Load this rank's part of the model. group: all ranks of the engine. Raises StartupError."""
+    if config.pipeline_parallel == 1:
+        return ModelRunner(config, model_config, folder, group)
+    from engine.runner.stages.stage_runner import StageRunner  # it needs pyzmq
+
+    assert isinstance(group, ConnectedGroup)
+    return StageRunner(config, model_config, folder, group)
