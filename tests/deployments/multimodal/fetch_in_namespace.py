@@ -13,6 +13,7 @@ import json
 import socket
 import subprocess
 import sys
+from urllib.parse import urlsplit
 
 from deployments.multimodal.config import ImageConfig
 from deployments.multimodal.media_connector import MediaConnector
@@ -36,6 +37,19 @@ def is_routed(address: str) -> bool:
         return probe.connect_ex((address, 9)) == 0
 
 
+async def until_reached(address: str, port: int | None) -> None:
+    """Wait until a server accepts connections. On a busy machine an address of IPv6 can refuse the first ones."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(address, port)
+            except OSError:
+                await asyncio.sleep(0.05)
+            else:
+                writer.close()
+                return
+
+
 async def main(public: str, others: list[str]) -> None:
     for command in ("link set lo up", *(f"addr add {address} dev lo nodad" for address in (public, *others))):
         subprocess.run(["ip", *command.split()], check=True)
@@ -43,6 +57,7 @@ async def main(public: str, others: list[str]) -> None:
     async with image_server(public) as server:
         for address in (public, *others):
             async with image_server(address) as other:
+                await until_reached(address, urlsplit(other.url).port)
                 direct, redirect = f"{other.url}/image.png", f"{server.url}/redirect?to={other.url}/image.png"
                 asked = [("direct", direct, ()), ("redirect", redirect, ()), ("allowed", redirect, (address,))]
                 for how, url, allowed in asked:
