@@ -223,6 +223,19 @@ def is_gpu(name: str) -> bool:
     return name == "cuda" or (name == "auto" and torch.cuda.is_available())
 
 
+def kind_of(torch_device: torch.device) -> str:
+    """Return the model of a GPU, or the CPU's model with the instructions that kernels use. Kernels may round otherwise
+    on another kind."""
+    if torch_device.type == "cuda":
+        return torch.cuda.get_device_name(torch_device)
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if not numba_found():
+        return instructions
+    from llvmlite.binding import get_host_cpu_name
+
+    return f"{get_host_cpu_name()} {instructions}"
+
+
 def open_device(name: str) -> Device:
     """Return the device named `auto`, `cpu` or `cuda`."""
     if is_gpu(name):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.device import kind_of
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder, delete_stale, sealed_size
@@ -65,7 +66,7 @@ def open_tiers(
     names = BlockNames(secret)
     key = f"{TEMPORARY_KEY}{names.folder('')}-" if config.kv_offloading_key_file is None else ""
     # numbers differ between devices and numbers of ranks, and a rank's file has its heads only
-    shared = f"{scope} object={LAYOUT_VERSION} device={caches[0].device.type} ranks={tp.size}"
+    shared = f"{scope} object={LAYOUT_VERSION} device={kind_of(caches[0].device)!r} ranks={tp.size}"
     own = f"{shared} rank={tp.rank}"
     if disk_bytes:
         root = user_folder(config.kv_offloading_dir)

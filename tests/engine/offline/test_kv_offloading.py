@@ -164,7 +164,7 @@ def test_what_one_engine_has_written_to_the_store_another_reads(folder_of, plain
         assert stats is not None and stats.tiers["store"].errors == {} and stats.hit_tokens == cached
 
 
-def test_engines_of_other_salts_keys_and_numbers_of_ranks_find_nothing_in_the_store(folder_of, plainly, shared):
+def test_engines_of_other_salts_keys_and_cpus_find_nothing_in_the_store(folder_of, plainly, shared, monkeypatch):
     folder, first = folder_of("llama"), plainly("llama")[0]
     with engine(folder, **shared) as core:
         answer(core, PROMPT)
@@ -177,8 +177,11 @@ def test_engines_of_other_salts_keys_and_numbers_of_ranks_find_nothing_in_the_st
     other_key.chmod(0o600)
     with engine(folder, **{**shared, "kv_offloading_key_file": str(other_key)}) as core:
         assert answer(core, PROMPT) == (first, 0)
+    monkeypatch.setattr("engine.kv_offload.rank_tiers.kind_of", lambda device: "another CPU")
+    with engine(folder, **shared) as core:
+        assert answer(core, PROMPT) == (first, 0)
     scopes = [scope.name for scope in Path(shared["kv_offloading_store"]).iterdir()]
-    assert len(scopes) == 2
+    assert len(scopes) == 3
 
 
 def test_damaged_objects_and_a_store_that_is_away_cost_time_only(folder_of, plainly, shared, monkeypatch):
