@@ -159,7 +159,8 @@ OTHER_MODELS = """
     model/low_rank.py core/features/adapter_slots.py
     core/features/kv_offloading.py wire/kv_offload.py
     core/features/tiers/tier.py core/features/tiers/tier_writer.py core/features/tiers/command_queue.py
-    core/features/kv_fetching.py core/features/kv_loading.py core/features/micro_batches.py
+    core/features/kv_fetching.py core/features/kv_loading.py core/features/prefix_pins.py
+    core/features/micro_batches.py
     core/features/holds.py core/features/tiers/saved_holds.py
     core/features/block_events.py wire/kv_events.py distributed/kv_event_publisher.py
     model/auto_config.py model/torch_compile.py model/fused_rows.py distributed/symmetric_memory.py

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
+from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
 from engine.core.step_cost import LinearCost, StepTimes
@@ -163,12 +164,12 @@ class KVFetching:
         tokens = (hit - matched) * size
         if not self._may_ask(holder, tokens) or not self._pays(request, holder, needed, tokens):
             return False
-        pinned = self._pin(needed, watermark)
+        pinned = pin_prefix(self._kv_cache, needed, watermark)
         if pinned is None:
             return False
         there, blocks = pinned
         if not blocks:
-            self._unpin(there)
+            unpin(self._kv_cache, there)
             return False
         handoff_id = self._open(request, holder, blocks, matched * size, hit * size)
         fetch = self._fetches[handoff_id] = PendingFetch(
@@ -211,24 +212,6 @@ class KVFetching:
         )
         return pays
 
-    def _pin(
-        self, needed: Sequence[Sequence[bytes]], watermark: int
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int, bytes]]] | None:
-        """Pin blocks of a prefix, and take new ones for those that are missing. Returns (group, block) of those that
-        are there, and (group, block, hash) of the new ones; or None, and takes nothing, if too few blocks are
-        available."""
-        there: list[tuple[int, int]] = []
-        blocks: list[tuple[int, int, bytes]] = []
-        for group, (manager, hashes) in enumerate(zip(self._kv_cache.groups, needed, strict=True)):
-            missing = [each for each in hashes if not manager.pool.has(each)]
-            found = manager.pin(hashes, watermark)
-            if found is None:
-                self._unpin([*there, *((group, block) for group, block, _ in blocks)])
-                return None
-            there += [(group, block) for block in found[0]]
-            blocks += [(group, block, each) for block, each in zip(found[1], missing, strict=True)]
-        return there, blocks
-
     def _open(
         self, request: Request, holder: KVHolder, blocks: Sequence[tuple[int, int, bytes]], skip: int, tokens: int
     ) -> str:
@@ -265,7 +248,7 @@ class KVFetching:
             if i >= came:
                 pool.invalidate([block])  # parts of numbers may have come
             pool.unpin(block, block_hash if i < came else None)
-        self._unpin(fetch.pinned)
+        unpin(self._kv_cache, fetch.pinned)
         self.fetches["received" if isinstance(event, Received) else "failed"] += 1
         if came:
             self.fetched_tokens += upto - fetch.skip
@@ -358,7 +341,7 @@ class KVFetching:
                 timeout_s = event.remote_request.timeout_s
                 self._hold(event, now, now + BRING_SHARE * (self._timeout_s if timeout_s is None else timeout_s))
             case Closed():
-                self._unpin(self._held.pop(event.handoff_id))
+                unpin(self._kv_cache, self._held.pop(event.handoff_id))
             case Received() | Failed():
                 return self._end(event, now)
         return []
@@ -367,10 +350,6 @@ class KVFetching:
         """Discard the blocks that are still to arrive, since the cache is emptied."""
         for fetch in self._fetches.values():
             fetch.is_void = True
-
-    def _unpin(self, pinned: list[tuple[int, int]]) -> None:
-        for group, block in reversed(pinned):
-            self._kv_cache.groups[group].pool.unpin(block)
 
 
 def split_names(names: bytes) -> list[bytes]:

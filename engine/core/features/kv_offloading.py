@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.features.tiers.command_queue import CommandQueue
 from engine.core.features.tiers.saved_holds import NoSavedHolds, SavedHolds
 from engine.core.features.tiers.tier import NoHashes, Tier, TierHashes, tiers_of
@@ -303,18 +304,12 @@ class KVOffloading:
     ) -> Load | None:
         """Take the blocks that a load writes, and pin those that must not be evicted meanwhile. Returns None, and takes
         nothing, if too few blocks are available."""
-        load = Load(request, [], [], [], now, now + timeout_s)
-        for group, (manager, hashes) in enumerate(zip(self._kv_cache.groups, needed, strict=True)):
-            missing = [each for each in hashes if not manager.pool.has(each)]
-            found = manager.pin(hashes, watermark)
-            if found is None:
-                self._unpin([*load.pinned, *((block.group, block.block) for block in load.blocks)])
-                return None
-            there, new = found
-            load.pinned += [(group, block) for block in there]
-            for block, block_hash in zip(new, missing, strict=True):
-                load.blocks.append(self._source(group, block, block_hash))
-                load.hashes.append(block_hash)
+        found = pin_prefix(self._kv_cache, needed, watermark)
+        if found is None:
+            return None
+        there, new = found
+        sources = [self._source(*each) for each in new]
+        load = Load(request, sources, [block_hash for _, _, block_hash in new], there, now, now + timeout_s)
         for source, block_hash in zip(load.blocks, load.hashes, strict=True):
             self._coming[source.group, block_hash] = load
             self._tier(source).index(source.group).begin_read(source.name)
@@ -361,7 +356,7 @@ class KVOffloading:
                 tier.errors.update([] if load.is_void else ["read"])
                 index.remove(block.name)
                 self._commands.drop(tier, [block.name])
-        self._unpin(load.pinned)
+        unpin(self._kv_cache, load.pinned)
         self._measure(moved, now - load.started_at, complete=not failed)
         self._hit_tokens += 0 if failed or load.is_void else load.tokens
         for request in load.requests:
@@ -410,10 +405,6 @@ class KVOffloading:
         size = self._kv_cache.pool.block_size
         hashes = request.hashes(min(request.computed, len(request.tokens)) // size, size)
         self.delete([(group, each) for group in range(len(self._kv_cache.groups)) for each in hashes])
-
-    def _unpin(self, pinned: list[tuple[int, int]]) -> None:
-        for group, block in reversed(pinned):
-            self._kv_cache.groups[group].pool.unpin(block)
 
     # -- holds ---------------------------------------------------------------------------------------------
 
