@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -47,9 +48,9 @@ def prompt(name: str, length: int = LENGTH) -> list[int]:
     return random.Random(name).choices(range(3, 4096), k=length)
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Callable[[Asked], list[int]]]:
-    """What one engine answers."""
+@contextmanager
+def one_engine() -> Iterator[Callable[[Asked], list[int]]]:
+    """A function that returns what one engine answers."""
     before = torch.get_num_threads()
     core = build_engine(make_config(None))
 
@@ -60,9 +61,17 @@ def alone() -> Iterator[Callable[[Asked], list[int]]]:
             tokens += [token for event in core.step() for token in event.delta.token_ids]
         return tokens
 
-    yield answer
-    core.close()
-    torch.set_num_threads(before)
+    try:
+        yield answer
+    finally:
+        core.close()
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Callable[[Asked], list[int]]]:
+    with one_engine() as answer:
+        yield answer
 
 
 def make_pair() -> FaultyPair:

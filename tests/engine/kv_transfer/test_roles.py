@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from engine.config import EngineConfig, HandoffConfig
-from engine.core.build import build_engine
 from engine.core.features import handoffs
 from engine.wire.handoff_stats import Role
 from engine.wire.messages import (
@@ -29,7 +27,7 @@ from engine.wire.messages import (
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.faulty_pair import Asked, FaultyPair
 from tests.engine.kv_transfer.pair import Engine, Pair
-from tests.engine.kv_transfer.test_faults import CHUNK, Case, each_state, ends_well, make_config, prompt
+from tests.engine.kv_transfer.test_faults import CHUNK, Case, each_state, ends_well, make_config, one_engine, prompt
 from tests.engine_sockets import Ingress
 
 NUM_TOKENS = 24
@@ -45,20 +43,8 @@ def switched(patient: bool = True, **options: int) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Callable[[Asked], list[int]]]:
-    """What one engine answers."""
-    before = torch.get_num_threads()
-    core = build_engine(make_config(None))
-
-    def answer(asked: Asked) -> list[int]:
-        core.add(asked.request)
-        tokens = []
-        while core.has_work:
-            tokens += [token for event in core.step() for token in event.delta.token_ids]
-        return tokens
-
-    yield answer
-    core.close()
-    torch.set_num_threads(before)
+    with one_engine() as answer:
+        yield answer
 
 
 # -- without faults ----------------------------------------------------------------------------------------
