@@ -85,6 +85,12 @@ class ServeRun:
                 return line
         raise AssertionError(f"serve run ended without {part!r}:\n" + "".join(self.log))
 
+    def worker_lines(self) -> list[str]:
+        """Whole lines in the log files of Ray's workers. Ray may tear a line in two when it copies it into `log`."""
+        files = Path(self._ray_folder.name).glob("ray/session_latest/logs/worker-*")
+        lines = [line for file in files for line in file.read_text(errors="replace").splitlines(keepends=True)]
+        return [line for line in lines if line.endswith("\n")]
+
     def wait_until_healthy(self, replicas: int = 1) -> None:
         """replicas: of all models together, so many must have started."""
         for _ in range(replicas):
