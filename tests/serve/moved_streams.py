@@ -66,6 +66,12 @@ def _phase(what: str) -> str | None:
     return next((begins for begins in PHASES if what.startswith(begins) or f": {begins}" in what), None)
 
 
+def is_replayed(url: str, stream: Stream) -> bool:
+    """Whether another engine has computed the stream's tokens again."""
+    timeline = httpx.get(f"{url}/debug/requests/{stream.name}", timeout=30).json()
+    return bool(timeline["sequences"][-1]["replays"])
+
+
 def percentiles(seconds: list[float]) -> str:
     """Return P50 and P99 in milliseconds."""
     if not seconds:

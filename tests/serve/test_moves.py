@@ -18,8 +18,8 @@ import pytest
 from tests.models import make_model
 from tests.serve.chaos_load import run_load
 from tests.serve.chaos_streams import run_streams
-from tests.serve.moved_streams import moves_of, table
-from tests.serve.serve_run import ServeRun, wait_until
+from tests.serve.moved_streams import is_replayed, moves_of, percentiles, table
+from tests.serve.serve_run import ServeRun, kill_all, wait_until
 
 TERM_S = float(os.environ.get("MANTA_TERM_S", "240"))  # of the load beside which replicas get a SIGTERM
 TERM_PERIOD_S = 30.0
@@ -40,8 +40,7 @@ def serving(tmp_path: Path, num_replicas: int) -> Iterator[ServeRun]:
     folder = make_model(tmp_path, "llama", tokenizer=True, max_position_embeddings=4096)
     engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 3500, "max_num_seqs": 32}
     decode = {"num_replicas": num_replicas, "num_cpus": 0.2, "drain_s": 120.0}
-    model = {"name": "tiny", "model": str(folder), "engine": engine, "decode": decode,
-             "handoff": {"move_requests": True}}  # fmt: skip
+    model = {"name": "tiny", "model": str(folder), "engine": engine, "decode": decode}
     server = ServeRun(tmp_path, {"models": [model]})
     try:
         server.wait_until_healthy(num_replicas)
@@ -74,14 +73,20 @@ def computed_twice(log: list[str]) -> list[str]:
 
 
 def test_streams_move_when_their_replica_gets_a_sigterm_or_is_scaled_away(tmp_path):
+    """Half of 32 streams run on the replica. Those of a replica that is killed are replayed, for comparison."""
     with serving(tmp_path, 2) as server:
         expected = run_streams(server.url, BODIES)
         assert not expected.problems
 
+        def kill() -> None:
+            victim = replicas(server)[0]
+            kill_all([*victim.children(recursive=True), victim])
+
         def scale_down() -> None:
             server.scale("decode-tiny", 1)
 
-        for what, change in (("SIGTERM", lambda: end_by_sigterm(replicas(server)[0])), ("scale-down", scale_down)):
+        changes = {"SIGKILL": kill, "SIGTERM": lambda: end_by_sigterm(replicas(server)[0]), "scale-down": scale_down}
+        for what, change in changes.items():
             begin = len(server.log)
             found = run_streams(server.url, BODIES, change)
             assert not found.problems
@@ -89,11 +94,15 @@ def test_streams_move_when_their_replica_gets_a_sigterm_or_is_scaled_away(tmp_pa
             log = server.log[begin:]
             moved = [line for line in log if "request moved" in line]
             twice = computed_twice(log)
-            print(
-                f"\n{what}: {len(moved)} moved, computed twice: {twice}\n{table(moves_of(server.url, found.streams))}"
-            )
-            assert moved and not twice
-            if what == "SIGTERM":
+            if what == "SIGKILL":
+                pauses_s = [s.pause_s(found.at) for s in found.streams if is_replayed(server.url, s)]
+                print(f"\n{what}: {len(pauses_s)} replayed\n  pause of the client: {percentiles(pauses_s)}")
+                assert pauses_s
+            else:
+                moves = moves_of(server.url, found.streams)
+                print(f"\n{what}: {len(moved)} moved, computed twice: {twice}\n{table(moves)}")
+                assert moved and not twice
+            if what != "scale-down":
                 server.wait_for_line("replica ready")  # the one in its place
 
 
