@@ -131,7 +131,7 @@ def serving(layout: Layout, model: str) -> Iterator[ServeRun]:
 
 def is_up(server: ServeRun, layout: Layout) -> bool:
     try:
-        metrics = Scrape(httpx.get(f"{server.url}/metrics", timeout=30).text)
+        metrics = Scrape(httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text)
     except httpx.HTTPError:
         return False
     computing = metrics.select("manta_engine_role", [("role", "=", "prefill")])
