@@ -50,8 +50,8 @@ from engine.model.state import max_drafts, state_specs
 from engine.runner.kv_cache import window_step_tokens
 from engine.runner.memory import snapshot_border, snapshot_interval
 from engine.runner.model_runner import ModelRunner
-from engine.runner.rank_setup import read_model, without_idle_moves
-from engine.runner.stages.open_runner import open_runner
+from engine.runner.rank_setup import read_model
+from engine.runner.stages.open_runner import open_runner, without_idle_moves
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter
 from engine.spec_decode.suffix import SuffixDrafter

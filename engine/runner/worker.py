@@ -23,8 +23,8 @@ from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.model.checkpoint.overlay import engine_folder
 from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
-from engine.runner.rank_setup import read_model, without_idle_moves
-from engine.runner.stages.open_runner import open_runner
+from engine.runner.rank_setup import read_model
+from engine.runner.stages.open_runner import open_runner, without_idle_moves
 from engine.wire.lora import AdapterLoad
 
 logger = logging.getLogger(__name__)
