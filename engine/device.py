@@ -224,8 +224,8 @@ def is_gpu(name: str) -> bool:
 
 
 def kind_of(torch_device: torch.device) -> str:
-    """Return the model of a GPU, or the CPU's model with the instructions that kernels use. Kernels may round otherwise
-    on another kind."""
+    """Return the model of a GPU, or the CPU's model with the instructions that kernels use. On another kind, kernels
+    may round differently."""
     if torch_device.type == "cuda":
         return torch.cuda.get_device_name(torch_device)
     instructions = torch.backends.cpu.get_cpu_capability()
@@ -246,7 +246,7 @@ def open_device(name: str) -> Device:
 
 def keep_freed_memory() -> None:
     """Make glibc keep the memory freed by one step for the next. By default glibc returns the memory to the system.
-    Getting it back page by page took a tenth of the time of a prompt."""
+    Getting it back page by page took a tenth of the time to compute a prompt."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for option, size in MALLOPTS.items():
             mallopt(option, size)

@@ -50,7 +50,7 @@ class LiveGeneration:
     async def chunks(self) -> AsyncGenerator[TextChunk]:
         """Generate. Closing the generator early aborts the sequences that are still running.
 
-        Raises the first error of any sequence, and drops the others. Time spent waiting for admission counts.
+        Raises the first error of any sequence, and drops the others. The deadline includes the wait for admission.
         """
         first, size = next(iter(self._sequences)), len(self._sequences)
         left: Reason = "abort"  # reason recorded for sequences that did not finish

@@ -1,7 +1,7 @@
 """State that lets a sequence continue in another engine when its present engine is lost. Uses no socket and no clock.
 
 Each attempt has its own request id: `<id>`, then `<id>.1`, `<id>.2`. The ingress accepts only deltas of the newest
-attempt. So it drops late tokens of an engine that it wrongly took for dead.
+attempt. So it drops late tokens of an engine that it wrongly considered dead.
 """
 
 from __future__ import annotations

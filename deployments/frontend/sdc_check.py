@@ -100,7 +100,7 @@ class SampledAnswer:
 
 def first_difference(answer: SampledAnswer, again: SampledAnswer) -> tuple[int, Found, Found] | None:
     """Return the first position at which two answers differ, with both tokens and their log-probabilities; None if they
-    are equal. again: the answer to the request `SampledAnswer.again`."""
+    are equal. again: the answer to the request that `answer.again` returned."""
     pairs = enumerate(zip_longest(answer.tokens, again.tokens, fillvalue=(None, None)))
     return next(((i, first, second) for i, (first, second) in pairs if first != second), None)
 
@@ -108,8 +108,8 @@ def first_difference(answer: SampledAnswer, again: SampledAnswer) -> tuple[int, 
 def far_difference(answer: SampledAnswer, given: SampledAnswer) -> tuple[int, Found, Found] | None:
     """Return the position of the largest difference, as in `first_difference`; None if all are small.
 
-    given: the answer to the request `SampledAnswer.given`. A token that was the most likely one in `answer` must be
-    almost the most likely one in `given`.
+    given: the answer to the request that `answer.given` returned. A token that was the most likely one in `answer` must
+    be almost the most likely one in `given`.
     """
     found, there = [], []
     entries = given.prompt_logprobs[len(answer.request.prompt) :]

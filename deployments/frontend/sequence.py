@@ -63,7 +63,7 @@ class PromptHolds:
     outcomes: list[HoldOutcome]
 
     def written(self, above_s: float, up_to_s: float) -> int:
-        """Return how many tokens were not cached and are now held, for a time in this range. A token in several holds
+        """Return how many tokens were not cached and are now held for a time in this range. A token in several holds
         counts for the hold with the fewest tokens."""
         tokens, start = 0, self.cached
         for outcome in sorted(self.outcomes, key=lambda outcome: outcome.tokens):
@@ -99,7 +99,7 @@ class Usage:
         return [outcome for holds in self.holds.values() for outcome in holds.outcomes]
 
     def held_tokens(self, above_s: float = 0.0, up_to_s: float = math.inf) -> int:
-        """Return how many prompt tokens were computed and are now held, for a time in this range."""
+        """Return how many prompt tokens were computed and are now held for a time in this range."""
         return sum(holds.written(above_s, up_to_s) for holds in self.holds.values())
 
     def count_prediction(self, prediction_tokens: tuple[int, int], num_tokens: int) -> None:

@@ -23,8 +23,8 @@ MAX_UNMERGED = 32
 
 
 class Inbox:
-    """Deltas for one Generation, filled by the token channel. An entry None is not from an engine: it only wakes the
-    reader."""
+    """Deltas for one Generation, filled by the token channel. A None among them is not from an engine: it only wakes
+    the reader."""
 
     def __init__(self) -> None:
         self._waiting: list[TokenDelta | None] = []
@@ -40,10 +40,10 @@ class Inbox:
 
     async def take(self) -> list[TokenDelta | None]:
         """Wait for a delta, and return all that have arrived. If there are many, the deltas of each sequence are merged
-        into one.
+        into one, and None is moved to the end.
 
-        So a slow client gets fewer and larger chunks, and falls no further behind than necessary. An entry None is
-        returned last. A delta that reports an error is not merged.
+        So a slow client gets fewer and larger chunks, and falls no further behind than necessary. A delta that reports
+        an error is not merged.
         """
         if not self._waiting:
             self._reader = asyncio.get_running_loop().create_future()

@@ -85,8 +85,8 @@ class KVCacheManager:
         return count
 
     def longest_prefix(self, hashes: Sequence[bytes], below: Below = nowhere) -> int:
-        """Return after how many leading hashes all KV cache groups have what a sequence needs to continue. below: tiers
-        whose blocks count too."""
+        """Return the length of the longest prefix for which all KV cache groups have the blocks that a sequence needs
+        to continue. below: tiers whose blocks count too."""
         count = len(hashes)
         while True:
             longest = count

@@ -123,8 +123,8 @@ class KVEventPublisher:
         )
 
     def _snapshot(self, load: EngineLoad, held: bytes) -> EngineUpdate:
-        """Return the current state. The next update repeats changes since the update of this number, which does no
-        harm."""
+        """Return the current state, with the number of the last update. The next update repeats the changes since that
+        one, which does no harm."""
         return EngineUpdate(
             engine_id=self._engine_id,
             number=self._number,

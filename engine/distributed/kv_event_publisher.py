@@ -26,10 +26,10 @@ class KVEventSockets:
     """A PUB socket for batches of events, and a ROUTER socket that sends recent ones again.
 
     A message has three frames: topic, sequence number (8 bytes, big endian, from 0), msgpack. The engine never waits: a
-    subscriber that is too slow loses messages, and sees a gap in the numbers. It sends [empty, number] to the ROUTER,
-    and gets [empty, topic, number, msgpack] for each message kept from that number on, then one with number -1, without
-    a topic or events. An engine whose ports are taken uses the next pair that is free. Protocol after vLLM's
-    ZmqEventPublisher.
+    subscriber that is too slow loses messages, and sees a gap in the numbers. The subscriber sends [empty, number] to
+    the ROUTER, and gets [empty, topic, number, msgpack] for each message kept from that number on, then one with number
+    -1, without a topic or events. An engine whose ports are taken uses the next pair that is free. Protocol after
+    vLLM's ZmqEventPublisher.
     """
 
     def __init__(self, config: KVEventsConfig):

@@ -110,7 +110,7 @@ class StageLink:
         return self._group.all_gather(share)
 
     def abort(self, reason: str) -> None:
-        """Make present and future waits raise. The call may block in NCCL, so it gets a thread."""
+        """Make present and future waits raise. NCCL may block this call, so it runs in a thread."""
         threading.Thread(target=self._peers.abort, name="abort stages", daemon=True).start()
 
     @contextmanager

@@ -34,7 +34,7 @@ class SymmetricMemory:
 
     def __init__(self, plain: Collectives, buffer: Tensor, name: Any, multicast: bool, ops: Any):
         """buffer: [bytes] uint8, mapped by all ranks of the process group `name`.
-        multicast: whether NVLink's switch can add.
+        multicast: whether NVLink's switch can sum the ranks' tensors.
         ops: torch.ops.symm_mem, or a substitute."""
         self._plain, self._buffer, self._name, self._ops = plain, buffer, name, ops
         self._in_parts = ops.multimem_all_reduce_ if multicast else ops.two_shot_all_reduce_

@@ -59,7 +59,7 @@ class TPGroup:
     stage, stages = 0, 1  #: number of this pipeline stage, and how many there are
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
-        """key: cluster key of its sockets and those of other engines; None admits all peers."""
+        """key: cluster key of this engine's sockets, which other engines must have; None admits all peers."""
         self.rank, self.size, self.key = rank, size, key
 
     @staticmethod

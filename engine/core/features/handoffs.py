@@ -233,7 +233,7 @@ class HandoffManager:
         return request
 
     def set_prefill_replicas(self, replicas: list[PrefillReplica]) -> None:
-        """Set the engines that can compute prompts for this one: none if the role of this one is `prefill`."""
+        """Set the engines that can compute prompts for this one; there are none if its role is `prefill`."""
         if self._policy is not None:
             self._policy.replicas = [] if self.role == "prefill" else replicas
 
@@ -245,11 +245,11 @@ class HandoffManager:
         self.set_prefill_replicas([])
 
     def stuck(self, queue: RequestQueue, now: float) -> list[Request]:
-        """Return the prompts of other engines that this engine must refuse. They have waited for STUCK_S, in which this
-        engine has computed no prompt of others, but has waited for prompts itself. To be called at least once a second.
+        """Return the prompts of other engines that this engine must refuse: they have waited for STUCK_S, while this
+        engine computed no prompt for others and its own requests waited for KV. To be called at least once a second.
 
-        Engines that change roles at the same time could otherwise wait for each other: each has given its blocks to
-        requests whose prompts wait for blocks of the other engine.
+        Engines that change roles at the same time could otherwise wait for each other: each would have given its blocks
+        to requests whose prompts wait for blocks of the other engine.
         """
         asked = [request for request in queue.waiting if request.asked_by and not request.tables and self.role]
         first = next(iter(asked), None)

@@ -108,8 +108,9 @@ class Holds:
     In each KV cache group, holds never pin more than a share of the blocks, and always leave enough for one request of
     the maximum length: with all other requests preempted, the first in order still gets its blocks.
 
-    With tiers, the share is of a tier's size. The device keeps the blocks only until their request has ended and a tier
-    has a copy of all of them. If each tier has lost a block, for instance because a file is damaged, the hold ends.
+    With tiers, it is a share of each tier's size. The device keeps the blocks only until their request has ended and a
+    tier has a copy of all of them. If each tier has lost a block, for instance because a file is damaged, the hold
+    ends.
 
     On disk and in the store the hold itself is written too (SavedHolds), so that the next start restores it with its
     remaining time, if the blocks are still there.
@@ -246,7 +247,7 @@ class Holds:
         return None
 
     def _limits(self, share: float) -> list[int]:
-        """Return the limit that this share sets to the blocks of each group on the device."""
+        """Return how many blocks of each group on the device this share allows holds to keep."""
         share = min(share, self._share)
         return [
             min(room, int(share * group.pool.num_blocks))
@@ -356,7 +357,7 @@ class Holds:
             self._save(hold, now)
 
     def _move(self, hold: Hold, now: float) -> None:
-        """Move a hold to the tiers that have its blocks, and room. Waits for tiers that survive a restart."""
+        """Move a hold to the tiers with its blocks and room. Waits LASTING_S for those that survive restarts."""
         hold.ready_at = now if hold.ready_at is None else hold.ready_at
         counts = [len(kept) for kept in self._kept]
         tiers = [tier for tier in self._below.tiers if tier.fits(counts, self._share)]
@@ -465,7 +466,7 @@ class Holds:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless every hold has its blocks, and no limit is exceeded."""
+        """Raise AssertionError if a hold lacks blocks, or if a limit is exceeded."""
         holds = list(self._by_end.values())
         for group, manager in enumerate(self._kv_cache.groups):
             pool = manager.pool

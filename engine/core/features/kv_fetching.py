@@ -5,8 +5,8 @@ prefix of a prompt than this one. If fetching the blocks is expected to be faste
 for them, and holds no blocks meanwhile. Fetched blocks become ordinary cached blocks, even if the request ends, and the
 request is admitted as if they had always been there. If they do not arrive, they are computed here.
 
-An engine that is asked for blocks which only its tiers have loads them first. It does not send blocks that it cannot
-load in time.
+If the other engine has some of the blocks only in its tiers, it loads them first. It does not send blocks that it
+cannot load in time.
 """
 
 from __future__ import annotations

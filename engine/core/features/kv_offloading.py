@@ -188,7 +188,7 @@ class KVOffloading:
 
     @property
     def moving(self) -> bool:
-        """Whether any blocks are pinned that a waiting request could use."""
+        """Whether copies under way pin blocks. When they end, waiting requests can use these blocks."""
         return bool(self._loads) or bool(self._copying)
 
     @property

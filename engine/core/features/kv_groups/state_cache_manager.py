@@ -62,8 +62,8 @@ class StateCacheManager(KVCacheManager):
         return hashes[-1:]
 
     def pin(self, needed: Sequence[bytes], watermark: int) -> tuple[list[int], list[int]] | None:
-        """Pin as other groups do, but leave as many snapshots as the step being planned restores from. Those are
-        already released, but so recently that all others are overwritten first."""
+        """Pin as other groups do, but spare the snapshots from which the step being planned restores. They were
+        released last, so they are overwritten last: leaving that many snapshots is enough."""
         return super().pin(needed, len(self._restored))
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:

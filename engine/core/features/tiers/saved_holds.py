@@ -150,7 +150,7 @@ class SavedHolds:
         self._listed = True
 
     def entered(self, listing: StoreListing) -> None:
-        """Record that those blocks of a listing have been entered for which there was room."""
+        """Record that the blocks of a listing have been entered, as far as there was room."""
         index = self._named("store").index(0)
         lacking = {block.name for block in listing.added if not index.knows(block.name)}
         for kept in self._in_store.values() if lacking else ():

@@ -65,8 +65,8 @@ class TierWriter:
         return not (self._waiting or self._stores) or all(tier.rests for tier in self._tiers)
 
     def add(self, keys: Iterable[tuple[int, bytes]]) -> None:
-        """Copy blocks, given by group and hash, to the tiers that lack them, after all others. If more blocks wait than
-        the KV cache has, drops the oldest."""
+        """Queue blocks, given by group and hash, to be copied to the tiers that lack them. If more blocks wait than the
+        KV cache has, drops the oldest."""
         for key in keys:
             self._waiting.pop(key, None)
             self._waiting[key] = None
