@@ -108,7 +108,7 @@ class Holds:
     In each KV cache group, holds never pin more than a share of the blocks, and always leave enough for one request of
     the maximum length: with all other requests preempted, the first in order still gets its blocks.
 
-    With tiers, it is a share of each tier's size. The device keeps the blocks only until their request has ended and a
+    With tiers, holds get this share of each tier. The device keeps the blocks only until their request has ended and a
     tier has a copy of all of them. If each tier has lost a block, for instance because a file is damaged, the hold
     ends.
 
