@@ -36,7 +36,7 @@ __all__ = [
 
 
 def _find_neighbours(folder: Path) -> None:
-    """Raise ImportError if some other package hides one of those next to this one. folder: of this package."""
+    """Raise ImportError if another package hides one of ours next to this one. folder: of this package."""
     for name in ("engine", "placement", "deployments", "cluster"):
         if (folder / name).is_dir():  # an installed wheel
             continue

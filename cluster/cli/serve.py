@@ -108,8 +108,8 @@ def serve(
 
 
 def written_configuration(file: Path, server: ServerFlags, *, flags: bool) -> dict[str, Any]:
-    """Return the Serve configuration in a file. Raises InvalidParameter if there are flags too, in `server` or
-    otherwise."""
+    """Return the Serve configuration in a file. Raises InvalidParameter if there are flags too: some in `server`, or
+    others (`flags`)."""
     if server.api_key:
         raise InvalidParameter("--api-key", "a key", "left out, as must MANTA_API_KEY: put keys into the file")
     if flags or http_options(server):

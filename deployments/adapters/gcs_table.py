@@ -22,7 +22,7 @@ TIMEOUT_S = 5.0  # of each call; the GCS may be away for a while
 class GcsTable:
     """Stores a value for each loaded adapter, a mark for each configured adapter that was unloaded, and a version. The
     version changes with every change. While it is the same, nothing else is read. A loaded adapter overrides the mark
-    of the same name, so loading that name again only adds a value, which just one of two ingresses can do."""
+    of the same name, so loading that name again only adds a value. If two ingresses do so at once, one fails."""
 
     def __init__(self, scope: str, tell_others: Callable[[], Awaitable[object]]):
         """scope: identifies the model and its weights, which the adapters must fit. tell_others: function called after

@@ -157,7 +157,7 @@ def _part(block: TextBlock | ImageBlock, path: str) -> ContentPart:
 
 def chat_messages(system: Text, turns: list[Turn]) -> list[Message]:
     """Return the conversation with one message per tool result, and with consecutive turns of one role merged:
-    Anthropic's API treats them as one, and some templates refuse two.
+    Anthropic's API treats them as one, and some templates refuse two in a row.
 
     Many templates also refuse a system message after other messages, but Claude Code sends such messages. They become
     user text, in the tags that Claude Code itself uses for models that do not accept them.

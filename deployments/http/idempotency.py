@@ -71,7 +71,7 @@ class IdempotentRoutes:
         return await self._respond(request, secrets.token_hex(16), owner, None, new, None)
 
     async def resume(self, request: Request, job_id: str, known: Position | None = None) -> Response:
-        """Handle the request of a job again for the sender of this request. Raises StreamNotFound."""
+        """Answer this request with the stream of an existing job. Raises StreamNotFound."""
         return await self._respond(request, job_id, key_name(request) or "", known, None, None)
 
     def routes(self) -> list[Route]:

@@ -292,7 +292,7 @@ class ServedModel:
         return DetokenizedText(await self.in_thread(self._detokenize, body.tokens))
 
     def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Tokens:
-        """Return the tokens of a text. The text can be longer than the context, but not many times."""
+        """Return the tokens of a text. The text can be longer than the context, but not many times longer."""
         self.tokenizer.check_length(text, self.info.max_model_len)
         token_ids = self.tokenizer.encode(text, add_special_tokens)
         strings = [self.tokenizer.token(i) or "" for i in token_ids] if with_strings else None

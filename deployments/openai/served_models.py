@@ -45,8 +45,8 @@ class ServedModels(Mapping[str, ServedModel]):
         return len(self._models)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether requests may use this name of a model, an alias, or an adapter known since the last `read`.
-        May look into a folder."""
+        """Return whether this is the name or alias of a model, or of an adapter known since the last `read`. May look
+        into a folder."""
         known = name in self._models or name in self._aliases
         return known or any(name in registry for registry in self.registries.values())
 

@@ -1,4 +1,4 @@
-"""Moves requests of a replica that is out of KV blocks to replicas that have many. Independent of Ray."""
+"""Moves requests of a replica that is out of KV blocks to replicas that have many free. Independent of Ray."""
 
 from __future__ import annotations
 

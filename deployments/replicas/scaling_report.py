@@ -1,7 +1,7 @@
 """Reports of replicas and ingresses to the autoscaling policy. They are numbers by name, because Serve transports only
 this form.
 
-Serve collects them once a second, and keeps those of the last seconds. The policy reads the reports in Serve's
+Serve collects them once a second, and keeps those of the last few seconds. The policy reads the reports in Serve's
 controller, which should not load an engine's modules: this file imports those for type checking only.
 """
 

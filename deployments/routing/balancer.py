@@ -162,7 +162,7 @@ class Balancer:
         return ranked, "session_moved" if moved else reason
 
     def _home(self, prompt: PromptDigest, engines: Sequence[str]) -> str | None:
-        """Return the engine on which any client holds the longest part of the prompt."""
+        """Return the engine that holds the longest part of the prompt, for whichever client."""
         holding = [(e, held) for e in engines if (held := self.placements.engine(e).held)]
         if holding:
             for key in reversed(prompt.keys):

@@ -81,8 +81,8 @@ class RoutingCost:
         """Return whether the request is better served by one of `others`. For this comparison, the whole prompt counts
         as cached in this engine, and neither the prompt nor its adapter counts as present in the other.
 
-        This is the case if the request would have to wait in this engine but not in another one, or if this engine has
-        more work queued than another would have with the whole prompt added.
+        It is better served elsewhere if it would have to wait in this engine but not in another one, or if this engine
+        has more work queued than another would have with the whole prompt added.
         """
         with_capacity = [other for other in others if not self.would_wait(prompt, other)]
         if self.would_wait(prompt, candidate) and with_capacity:

@@ -23,7 +23,7 @@ class MarkedText:
 
         render: function that renders the prompt with the words of given marks. If the template treats the ends of texts
         specially, for instance trims them, the prompt is rendered for each mark alone, and the mark is where that
-        prompt begins to differ from `text`. A mark whose word the template leaves out is where the previous mark is.
+        prompt begins to differ from `text`. A mark whose word the template leaves out is put at the previous mark.
         """
         places, rest, marked = {}, "", render(numbers)
         for number in numbers:

@@ -127,7 +127,7 @@ def to_messages(items: list[Item], instructions: str | None, first: int) -> list
 
 
 def _turn(messages: list[dict[str, Any]], *closed_by: str) -> dict[str, Any]:
-    """Return the assistant message to extend: the last message, or a new one if that has any of the keys
+    """Return the assistant message to extend: the last message, or a new one if the last has any of the keys
     `closed_by`."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(key in last for key in closed_by):

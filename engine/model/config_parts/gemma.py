@@ -92,8 +92,8 @@ def gemma_specs(raw: Fields, windows: tuple[int | None, ...]) -> LayerSpecs:
 
 
 def layer_sizes(raw: Fields, layer: int, window: int | None) -> tuple[int, int]:
-    """Return a layer's number of KV heads and their size. A config.json by transformers lists each layer that differs;
-    one by Google has common sizes for all layers without a window."""
+    """Return a layer's number of KV heads and their size. A config.json written by transformers lists each layer that
+    differs; one from Google has common sizes for all layers without a window."""
     heads, head_dim = raw["num_key_value_heads"], raw["head_dim"]
     if own := raw.get("per_layer_config"):
         sizes = own.get(str(layer), {})

@@ -177,7 +177,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, metadata: Metadata) -> None:
 
 
 def _frame(tokenizer: tokenizers.Tokenizer, metadata: Metadata, add_bos: bool) -> None:
-    """Make the tokenizer add the special tokens before and after a text that the file asks for."""
+    """Make the tokenizer add the special tokens that the file asks for, before and after a text."""
     names, ends = special_tokens(metadata), []
     for name, default in (("bos", add_bos), ("eos", False)):
         token = names.get(f"{name}_token")

@@ -152,7 +152,7 @@ class Graph:
     recorded.
 
     A replay runs the kernels and nothing else. The tensors that they use must keep their addresses. A replay
-    can have another number of tokens, up to `max_tokens`. tokens: their number in the recording.
+    can have another number of tokens, up to `max_tokens`. tokens: number of tokens in the recording.
     """
 
     def __init__(self, tokens: int, max_tokens: int) -> None:

@@ -227,7 +227,7 @@ def shrink_f32(args: Any) -> None:
 @device_function
 def expand_rows(cast: Any, item_bytes: int, args: Any) -> None:
     """Add B to the outputs. An item is a block of outputs of one tile, and its factor begins where the previous block's
-    factor ends. A thread takes several items at a time, since one is short."""
+    factor ends. A thread takes several items at a time, since each is short."""
     ranks, table, blocks = as_i32(args[4]), as_i32(args[5]), as_i32(args[6])
     num_blocks, stride, rank, outputs, shrunk_stride = args[7], args[8], args[9], args[10], args[11]
     tiles = table[0]

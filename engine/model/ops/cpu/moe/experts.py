@@ -155,7 +155,7 @@ def combine_f32(args: Any) -> None:
 
 @device_function
 def add_shared_rows(cast: Any, args: Any) -> None:
-    """Add the output of a shared expert, or the output times the sigmoid of a gate. args: x, y, gate or 0, out, tokens,
+    """Add y, the output of a shared expert, to x; or y times the sigmoid of a gate. args: x, y, gate or 0, out, tokens,
     size, the strides of x, y and gate."""
     x, y, gate, out, tokens, size = cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4]), args[5], args[6]
     one = np.float32(1.0)
