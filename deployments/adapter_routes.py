@@ -41,7 +41,7 @@ class UnloadAdapterBody(RequestBody):
 
 class AdapterRoutes:
     def __init__(self, models: ServedModels, admin_keys: Sequence[str], unknown_fields: UnknownFields):
-        """admin_keys: names of the API keys that may use the routes; none for all."""
+        """admin_keys: names of the API keys that may use the routes; empty for all keys."""
         self._models, self._admin_keys, self._unknown_fields = models, admin_keys, unknown_fields
 
     def routes(self) -> list[Route]:

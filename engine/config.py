@@ -52,7 +52,7 @@ class HandoffConfig:
         }
     )
     transport: Literal["auto", "tcp", "nixl"] = option(
-        "auto", "How KV blocks travel. `auto` uses the fastest transport that both sides have."
+        "auto", "How KV blocks are transferred. `auto` uses the fastest transport that both sides have."
     )
     policy: Literal["auto", "always", "never"] = option(
         "auto", "Whether a decode engine lets prefill engines compute prompts; `auto` compares the costs."
@@ -179,7 +179,7 @@ class KVEventsConfig:
         "taken, an engine binds the next one.",
     )
     replay_endpoint: str | None = option(
-        None, "ZMQ address to bind for subscribers that request batches again which they missed."
+        None, "ZMQ address to bind for subscribers that request the batches that they missed."
     )
     buffer_steps: int = option(10_000, "Number of newest batches that are kept for such requests.")
     hwm: int = option(

@@ -46,7 +46,7 @@ class AuthConfig:
     body_timeout_s: float = 60.0
     """Seconds from the first byte of a request to the last byte of its body."""
     max_upload_bytes: int = 200 * 2**20
-    """Limit for bodies at UPLOAD_PATH. They have proportionally more time than others."""
+    """Limit for bodies at UPLOAD_PATH. Their time limit is proportionally longer."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may send requests from a browser; `*` for all."""
     unknown_fields: UnknownFields = "ignore"

@@ -249,8 +249,8 @@ class TierWorker:
             logger.warning("%d blocks could not be deleted in %s: %s", len(names), store.url, error)
 
     def _change_hold(self, command: SaveHold | DropHold) -> None:
-        """Write or delete a hold. If this fails, the next start does not find it, or its blocks are kept until its time
-        is over."""
+        """Write or delete a hold. If writing fails, the next start does not find it; if deleting fails, its blocks are
+        kept until its time is over."""
         folder = self._store if command.in_store else self._disk
         assert folder is not None
         try:

@@ -59,7 +59,7 @@ def divide(costs: list[float], stages: int, last: float = 0.0) -> list[int]:
 
 
 def parse_layers(config: EngineConfig, num_layers: int) -> list[int] | None:
-    """Return the configured number of layers of each stage; None if there is none. Raises ConfigError."""
+    """Return the configured number of layers of each stage; None if none is configured. Raises ConfigError."""
     text, stages = config.pipeline_layers, config.pipeline_parallel
     if text is None:
         if stages > num_layers:

@@ -172,7 +172,7 @@ class ModelRunner:
         logger.info("warmed up seconds=%.1f", time.perf_counter() - started)
 
     def _capture_drafter(self, graphs: CudaGraphs) -> None:
-        """Capture the passes of a drafter, in the memory that the model's graphs have left."""
+        """Capture the passes of a drafter, in the graph memory that the model's graphs do not use."""
         if self.drafter is None or self.config.speculative is None or not graphs.captured:
             return
         first = self.drafter.first_pass(max(shape.tokens for shape in graphs.captured))

@@ -88,7 +88,7 @@ class SuffixDrafter:
 
     def choose(self, rests: list[list[int]], limit: int) -> list[int]:
         """Return a draft that takes, at each place, the most frequent token of the continuations that agree with it so
-        far. It ends where too few of them all do."""
+        far. It ends where too small a share of all continuations agrees."""
         drafts: list[int] = []
         least = self._least * len(rests)
         while rests and len(drafts) < limit:

@@ -22,7 +22,7 @@ def accepted_tokens(sampled: list[int], drafts: list[int]) -> list[int]:
 def last_rows(sampled_rows: Tensor, tokens: Tensor, drafts: list[list[int]]) -> Tensor:
     """Return, for each sequence, the row of the token before its newest one. Does not wait for the device.
 
-    sampled_rows, tokens: [n]; each sequence has one more than it has drafts. drafts: draft tokens by sequence.
+    sampled_rows, tokens: [n]; each sequence has one row more than it has drafts. drafts: draft tokens by sequence.
     """
     counts = np.array([len(some) for some in drafts])
     lasts = np.cumsum(counts + 1) - 1

@@ -3,14 +3,14 @@
 Transfers write to the transport's own buffers, which are then copied into the cache. A running transfer cannot be
 cancelled reliably: if its peer hangs, it may still write later. Such a transfer keeps its buffer, while the blocks of
 the cache are free at once. All reads share MAX_BUFFERS buffers, and the size of the cache leaves memory for them. A
-read without one gets one even beyond that number, and transfers that hang or fail keep theirs in addition. The copy
+read that has none gets one even if all are in use, and transfers that hang or fail keep theirs in addition. The copy
 takes 0.4 times as long as the transfer itself (CPU, 16 MB, two processes of one machine).
 
 NIXL has no checksums of its own; the links that it uses do.
 
 If the cache is on a GPU, every call of NIXL must come from a thread with a CUDA context: without one, UCX leaves out
 NVLink (vLLM #36475) or crashes. NIXL's own progress thread has none (nixl #2102), so a thread of this module replaces
-it. Neither has run on a GPU yet.
+it. This has not run on a GPU yet.
 """
 
 from __future__ import annotations

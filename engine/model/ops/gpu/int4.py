@@ -87,7 +87,7 @@ def num_stages(block_m: int, block_n: int, block_k: int, shared: int) -> int:
     """Return the stages of the kernel's pipeline that fit into `shared` bytes of shared memory, at least 2.
 
     A stage holds a tile of rows, in 16 bits, and one of packed weights. A pipeline of n stages needs shared memory for
-    n - 1 of them. GPUs with 227 KiB need it for all n, but there MOST_STAGES fit anyway.
+    n - 1 of them. GPUs with 227 KiB need memory for all n, but there MOST_STAGES fit anyway.
     """
     stage = block_m * block_k * 2 + block_n * block_k // 2
     return max(2, min(MOST_STAGES, 1 + shared // stage))

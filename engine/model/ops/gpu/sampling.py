@@ -311,7 +311,7 @@ def sample_rows(logits: Tensor, random: list[RandomRows]) -> Tensor:
 
 
 def sample(logits: Tensor, group: RandomRows | None, tokens: Tensor) -> None:
-    """Sample a token for each row of a group; rows with a top_k of 1 are greedy. None: all rows are greedy."""
+    """Sample a token for each row of a group; rows with a top_k of 1 are greedy. group: None for all rows, greedily."""
     count, vocab = len(logits) if group is None else len(group.rows), logits.shape[1]
     segments = triton.cdiv(vocab, SEGMENT)
 
