@@ -131,9 +131,9 @@ class IngressSection(Section):
     """Show prompts and outputs of requests on the console's page and in `manta explain`, to everyone who has a key."""
     root_path: str = Field(default="", pattern=r"^(/[^/\s]+)*$")  #: prefix of all paths at a proxy in front: `/llm`
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)  #: limit for other request bodies
-    max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: limit for a file; its time limit is proportionally longer
+    max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: limit for a file; its time is proportionally longer
     body_timeout_s: float = Field(default=60.0, gt=0)  #: time for a request's body to arrive; else 408
-    admin_keys: list[str] = Field(default=[])  #: names of the keys that may load and unload LoRA adapters; empty for all
+    admin_keys: list[str] = Field(default=[])  #: names of keys that may load and unload LoRA adapters; empty for all
     allow_runtime_lora_updating: bool = False  #: requests may load and unload LoRA adapters (docs/lora.md)
     cors_origins: list[str] = Field(default=[])  #: origins of web pages that may send requests; `*` for all
     unknown_fields: UnknownFields = "ignore"  #: `ignore` or `refuse` request fields that no API here has
