@@ -30,8 +30,8 @@ class HoldRoutes:
         return [Route("DELETE", "/v1/holds/{name:path}", self.release, what, result=ReleasedHolds)]
 
     async def release(self, request: Request, name: str) -> Response:
-        """End the holds of this name on all replicas: those of the request's API key, or on a server without keys those
-        of all clients."""
+        """End the holds of this name on all replicas, for the request's API key, or for all clients on a server without
+        keys."""
         if not 0 < len(name) <= 4 * MAX_SESSION_ID:
             raise InvalidParameter("name", name, f"between 1 and {4 * MAX_SESSION_ID} characters")
         client = key_client(request)

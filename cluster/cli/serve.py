@@ -176,7 +176,7 @@ def starts_ray(address: str | None) -> bool:
 
 
 def set_environment(serve_config: Mapping[str, Any], address: str | None) -> None:
-    """Set the variables that Ray reads when it is imported, unless the user has set them, and remove API keys."""
+    """Remove API keys, and set the variables that Ray reads when it is imported, unless the user has set them."""
     http_options = serve_config.get("http_options") or {}
     environment = ray_environment.environment() | ray_environment.tls_environment(http_options)
     if starts_ray(address):

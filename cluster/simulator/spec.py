@@ -95,8 +95,8 @@ class ClusterSpec:
         return self.prefill_engine or self.engine if role == "prefill" else self.engine
 
     def with_request(self, request_s: float) -> ClusterSpec:
-        """Return the spec with measured latencies. request_s: time to the first token without that of steps; half of it
-        is for the call to a replica, half for the token to the client."""
+        """Return the spec with measured latencies. request_s: time to the first token, less the time of steps; half of
+        it is for the call to a replica, half for sending the token to the client."""
         return replace(self, call_s=request_s / 2, token_s=request_s / 2)
 
 

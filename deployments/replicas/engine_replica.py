@@ -194,8 +194,8 @@ class EngineReplica:
         self._send(ResetPrefixCache())
 
     def release_holds(self, name: str, client: str | None) -> None:
-        """End the holds of this name; client: None for those of all clients. Raises EngineUnavailable if the engine is
-        unhealthy."""
+        """End the holds of this name. client: whose holds end; None for all clients. Raises EngineUnavailable if the
+        engine is unhealthy."""
         self.check_health()
         self._send(ReleaseHolds(name, client))
 

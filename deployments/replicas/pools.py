@@ -54,7 +54,7 @@ class EnginePool(Protocol):
 
     async def release_holds(self, name: str, client: str | None) -> None:
         """End the holds that have this name, or are of the response with this id, on all replicas. client: client whose
-        holds end; None for those of all clients. Raises EngineUnavailable if a replica does not answer."""
+        holds end; None for all clients. Raises EngineUnavailable if a replica does not answer."""
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         """Return one status per healthy replica that computes prompts or images for this pool, by pool of the

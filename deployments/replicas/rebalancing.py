@@ -19,7 +19,8 @@ FILLED_USAGE = 0.75  # highest share after requests have moved there, so that no
 
 
 async def rebalance(engine: EngineReplica, statuses: Statuses, slots: int) -> None:
-    """Until cancelled, let requests move from this replica whenever it has preempted some while another is idle.
+    """Until cancelled, let requests move from this replica whenever it has preempted requests and another replica is
+    idle.
 
     statuses, slots: as for `depart`.
     """

@@ -80,7 +80,7 @@ class Balancer:
 
     def _holder(self, prompt: PromptDigest, chosen: EngineCandidate) -> KVHolder | None:
         """Return the engine with the longest prefix of a prompt, from which the chosen engine can fetch it; None if the
-        chosen one has as much. Engines without free capacity are considered too."""
+        chosen one's prefix is as long. Engines without free capacity are considered too."""
         if self.placements.engine(chosen.engine).peer is None:
             return None
         holder, most = None, chosen.cached

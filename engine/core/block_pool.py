@@ -305,7 +305,7 @@ class BlockPool:
             observer.removed(block_hash)
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is free, cached or used, exactly once."""
+        """Raise AssertionError unless every block is in exactly one state: free, cached or used."""
         free, cached = set(self._free), set(self._cached)
         used = {block for block, count in enumerate(self._ref_counts) if count > 0}
         assert len(free) == len(self._free), "a block is free twice"

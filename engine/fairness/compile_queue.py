@@ -31,7 +31,7 @@ class _Job(Generic[T]):
 
 class CompileQueue(Generic[T]):
     def __init__(self, num_threads: int):
-        """num_threads: number of threads for short texts. Half as many more serve long ones."""
+        """num_threads: number of threads for short texts. For long texts there are half as many in addition."""
         num_long = max(1, num_threads // 2)
         self._short, self._long = (FairQueue(n, MAX_WAITING, MAX_WAITING_CHARS) for n in (num_threads, num_long))
         self._threads = ThreadPoolExecutor(num_threads + num_long, thread_name_prefix="grammar")

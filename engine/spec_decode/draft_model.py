@@ -55,7 +55,7 @@ class DraftModel:
             self._computed[slot] = min(self._computed.get(slot, 0), first)
 
     def first_pass(self, max_tokens: int) -> None:
-        """Return None: its rows are not those of the target's step."""
+        """Return None: the rows of a pass are not the rows of the target's step."""
 
     def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
         self._cache.capture(device, self._forward, sizes, max_blocks, num_drafts, budget)

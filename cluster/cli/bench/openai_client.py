@@ -1,6 +1,6 @@
 """Client of OpenAI-compatible servers: streamed answers, with the arrival times of their tokens.
 
-Uses aiohttp rather than httpx, because it takes a fraction of the CPU time per chunk, and the load generator often
+Uses aiohttp rather than httpx, because aiohttp takes a fraction of the CPU time per chunk, and the load generator often
 shares the machine with the server that it measures.
 """
 

@@ -126,8 +126,8 @@ class Holds:
         max_share_per_client: float,
         max_ttl_s: float,
     ):
-        """max_share: fraction of each group's blocks, or of a tier, for all holds; max_share_per_client: for those of
-        one client. max_ttl_s: longest time of a hold, in seconds."""
+        """max_share: fraction of each group's blocks, or of a tier, for all holds; max_share_per_client: for the holds
+        of one client. max_ttl_s: longest time of a hold, in seconds."""
         self._kv_cache, self._below, self._max_ttl_s = kv_cache, offloading or NoOffloading(), max_ttl_s
         self._block_size = kv_cache.pool.block_size
         self._share, self._share_per_client = max_share, max_share_per_client

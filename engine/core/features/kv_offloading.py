@@ -418,7 +418,7 @@ class KVOffloading:
             writer.add_held(keys)
 
     def delete(self, keys: Sequence[tuple[int, bytes]]) -> None:
-        """Delete blocks from all tiers, unless they are being read or held, also those that are not written yet."""
+        """Delete blocks from all tiers, even blocks that are not written yet, unless they are being read or held."""
         for writer in self._writers:
             writer.discard(keys)
         for tier in self._tiers:

@@ -210,7 +210,7 @@ class NixlTransport:
         return buffer
 
     def _reclaim(self) -> None:
-        """Take back the buffers of given-up transfers that have completed."""
+        """Take back the buffers of abandoned transfers that have completed."""
         left, self._left = self._left, []
         for transfer in left:
             state = "ERR"

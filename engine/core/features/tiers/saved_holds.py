@@ -88,7 +88,7 @@ class SavedHolds:
     # -- holds of this engine ------------------------------------------------------------------------------
 
     def lasting(self, tiers: Sequence[Tier]) -> list[Tier]:
-        """Return the tiers, out of these, in which holds survive a restart."""
+        """Return those of these tiers in which holds survive a restart."""
         return [tier for tier in tiers if tier.name != "host"]
 
     def save(self, hold: SavedHold, tiers: Sequence[Tier], now: float) -> None:

@@ -1,5 +1,5 @@
 """Makes a `tokenizers` tokenizer, and finds its special tokens, from the metadata of a GGUF file. An unknown kind of
-vocabulary, or an unknown way to split texts, is refused by name."""
+vocabulary, or an unknown way to split texts, is refused, and the error names it."""
 
 from __future__ import annotations
 

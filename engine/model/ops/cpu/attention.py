@@ -244,8 +244,8 @@ def paged_attention(
 
 
 def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
-    """Attend: q [tokens, heads, head_dim] -> [tokens, heads, rank]. Uses the plain version as `paged_attention` does.
-    All heads read the same vectors, so a tile has all heads of a few rows."""
+    """Attend: q [tokens, heads, head_dim] -> [tokens, heads, rank]. Like `paged_attention`, uses the plain version for
+    a cache in float8. All heads read the same vectors, so a tile has all heads of a few rows."""
     if batch.kv_scales is not None:
         return attention_plain.latent_attention(q, batch, layer, scale, rank)
     if batch.latent_tiles is None:

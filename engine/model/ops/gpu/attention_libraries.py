@@ -5,11 +5,11 @@ step. Our Triton kernels (attention.py) compute the rest: all steps if there is 
 float8, float32, a softcap, sinks, chunks, and images whose tokens see each other.
 
 A library is used only after a trial with the model's shapes, as the engine starts: it must agree with the oracle, be
-captured in a CUDA graph, and follow other lengths on replay. For steps that only decode, our kernel and the libraries
-that pass are then timed, and the candidate with the best worst case is used. FlashInfer's kernels on Hopper split all
-sequences of a batch into the same number of parts, whatever their length; our kernel splits by length. None of this has
-run on a GPU yet. FlashAttention 2 is not used, because its blocks are multiples of 256 tokens. torch's varlen attention
-is not used either, because its split path leaves out rows (pytorch #194167).
+captured in a CUDA graph, and be right for other lengths on replay. For steps that only decode, our kernel and the
+libraries that pass are then timed, and the candidate with the best worst case is used. FlashInfer's kernels on Hopper
+split all sequences of a batch into the same number of parts, whatever their length; our kernel splits by length. None
+of this has run on a GPU yet. FlashAttention 2 is not used, because its blocks are multiples of 256 tokens. torch's
+varlen attention is not used either, because its split path leaves out rows (pytorch #194167).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def norm_quantize_kernel(
     SIZE: tl.constexpr, ADD: tl.constexpr, SHIFTED: tl.constexpr, SIZE_PAD: tl.constexpr, GROUP: tl.constexpr,
     INTEGER: tl.constexpr, ROUNDS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Normalise and quantize a row; with ADD, that of x + y, and write the sum to `total`. Grid (rows). Rows from
+    """Normalise and quantize a row of x, or with ADD of x + y, which is also written to `total`. Grid (rows). Rows from
     `rows` on are filled with zeros."""
     dependent_launch.begin(DEPENDENT)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE_PAD)

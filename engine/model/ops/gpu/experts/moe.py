@@ -48,8 +48,8 @@ def grouped_kernel(
 
     scales, offsets, groups, FORMAT, GROUP: for quantized weights, see `load_tile`; FORMAT is `dense` for others, and
     `rounded` if rows and weights are float8. Then row_scales, row_stride and group_stride give the scale of each row,
-    or of each GROUP of its columns, and `scales` those of weights. Tiles of one expert are adjacent, so that its weight
-    is read from memory once. Arguments that change with the number of tokens are not specialized.
+    or of each GROUP of its columns, and `scales` the scales of the weights. Tiles of one expert are adjacent, so that
+    its weight is read from memory once. Arguments that change with the number of tokens are not specialized.
     """
     dependent_launch.begin(DEPENDENT)
     tile = tl.program_id(0)
