@@ -41,7 +41,7 @@ class BlockAllocator:
 
     def grow(self, request: Request, tokens: int) -> bool:
         """Give a running request blocks for `tokens` tokens in all. Returns False if the request itself was preempted,
-        or has to wait for blocks because another engine reads those that it has."""
+        or has to wait because another engine is reading its blocks."""
         while not self._kv_cache.grow(request, tokens):
             victim = self._victim(request)
             if victim.asked_by:

@@ -272,7 +272,7 @@ class BlockPool:
 
     def doubt(self, blocks: Iterable[int]) -> None:
         """Record that nobody knows yet whether the numbers in these blocks are finite. They can still be matched, since
-        whoever matches them finds out, but `take_invalid` reports them too."""
+        a request that reads non-finite numbers fails, but `take_invalid` reports them too."""
         self._doubtful.update(blocks)
 
     def take_invalid(self, blocks: list[int]) -> list[int]:

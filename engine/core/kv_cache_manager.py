@@ -191,8 +191,8 @@ class KVCacheManager:
         return True
 
     def extra(self, request: Request, tokens: int, wanted: int) -> int:
-        """Try to give a running request blocks for `wanted` tokens beyond the first `tokens`. Returns for how many of
-        these it has blocks now."""
+        """Try to give a running request blocks for `wanted` tokens beyond the first `tokens`. Returns how many of these
+        fit into its blocks now."""
         self.grow(request, tokens + wanted)
         return request.capacity - tokens
 

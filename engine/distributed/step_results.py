@@ -19,7 +19,7 @@ class ResultReceiver:
     """Rank 0's end. Used by one thread."""
 
     def __init__(self, group: StageGroup):
-        """Every rank has to create its end at the same time."""
+        """Every rank has to create its end of the connection at the same time."""
         self._context = zmq.Context()
         self._socket: PullSocket[StepResult] = PullSocket(
             self._context, group.host, StepResult, name=NAME, key=group.key

@@ -36,7 +36,7 @@ class Unreachable(Exception):
 class StoreFolder:
     """A folder of objects `<url>/<scope>/<2 hex digits>/<name>.<rank>`, each with one rank's part of a sealed block.
 
-    fsspec opens the store: a path is a folder, which several machines can have mounted, `s3://bucket/path` a bucket.
+    fsspec opens the store: a path is a folder, which several machines can have mounted; `s3://bucket/path` is a bucket.
     All engines with the same scope and key read what any of them has written. There are no locks: an object never
     changes, since its name stands for its content, and an engine that misses an object computes the block. Objects in
     `<scope>/holds` are sealed holds, which do change.

@@ -72,7 +72,7 @@ class ModelAdapters:
         stage: Stage = ALL_LAYERS,
     ):
         """Give each linear layer of the model its slots. rank: the highest rank that an adapter may have. for_gpu:
-        whether a model without weights counts as one on a GPU. stage: the layers that the model has; what an
+        whether to treat a model without weights as one on a GPU. stage: the layers that the model has; what an
         adapter changes in other layers is left to their stages."""
         self._model, self._max_rank, self._stage = model, rank, stage
         self.rows = AdapterRows(max_tokens, device)
@@ -101,8 +101,8 @@ class ModelAdapters:
 
     def factors(self, files: AdapterFiles) -> dict[int, Factors]:
         """Return this rank's part of an adapter, by layer number. Raises AdapterError if the adapter does not fit the
-        model, in particular if it changes a layer that the model lacks. To ignore that layer would make it another
-        adapter."""
+        model, in particular if it changes a layer that the model lacks. Ignoring that layer would change what the
+        adapter computes."""
         changes = list(self._changes(files))
         check_places(files, changes)  # first: the rank of a layer without a place may be that of all experts together
         rank = max((len(change.a) for change in changes), default=0)  # 0: it changes layers of other stages only

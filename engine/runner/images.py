@@ -153,7 +153,7 @@ class EncoderCache:
 
     def __init__(self, model: Model, cfg: ModelConfig, dtype: torch.dtype, *, together: bool):
         """together: whether images of a step that `go_together` are encoded by one call. The last bits of an image's
-        embeddings then depend on the others, as they do on a GPU anyway."""
+        embeddings then depend on the other images, as they do on a GPU anyway."""
         assert model.vision is not None and cfg.vision is not None
         self._model = model
         self._vision, self._hidden_size, self._dtype, self._cfg = model.vision, cfg.hidden_size, dtype, cfg.vision

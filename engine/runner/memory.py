@@ -31,9 +31,9 @@ def plan_blocks(
 ) -> tuple[list[int], int, int]:
     """Return (blocks of each KV cache group, longest sequence in tokens, snapshots of recurrent states).
 
-    Blocks and snapshots are the fewest of any rank, so that all ranks agree. run_dummy_step: computes a step of
-    (tokens, sequences). drafter_block_bytes: bytes that a drafter needs for each block of the first group. Raises
-    OutOfMemory if the configured lengths do not fit.
+    Both numbers are the smallest of any rank, so that all ranks agree. run_dummy_step: computes a step of (tokens,
+    sequences). drafter_block_bytes: bytes that a drafter needs for each block of the first group. Raises OutOfMemory if
+    the configured lengths do not fit.
     """
     if setup.torch_device.type == "cpu":
         free = kv_cache.free_host_bytes() // setup.tp.local_size

@@ -1,4 +1,4 @@
-"""What the progress of handoffs changes in the queue and the KV cache of a scheduler. Pure Python."""
+"""Applies the progress of handoffs to the queue and the KV cache of a scheduler. Pure Python."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class KVOffloading:
         epoch_s: float = 0.0,
         found_holds: Sequence[tuple[bytes, SavedHold]] = (),
     ):
-        """tiers: `host`, `disk` and `store`, the faster first. name_of: returns the name of a block, given its group
+        """tiers: `host`, `disk` and `store`, the fastest first. name_of: returns the name of a block, given its group
         and hash. timeout_s: seconds for which a request waits for blocks. rank_bytes: bytes of a block of each group on
         one rank. min_tokens: shortest hit that is loaded. epoch_s, found_holds: as for SavedHolds."""
         self._kv_cache, self._tiers, self._name_of, self._times = kv_cache, list(tiers), name_of, times

@@ -1,7 +1,7 @@
 """Requests that stop here so that another engine continues them. Pure Python.
 
 A move is a handoff whose prompt is computed already (kv_transfer/protocol/protocol.py). This engine does not send the
-newest token to the client: it goes with the KV, as the first token does in any handoff. The next engine continues as
+newest token to the client: it is sent with the KV, like the first token in any handoff. The next engine continues as
 after any handoff. If it does not get the KV, it computes prompt and output again, with the same tokens.
 """
 

@@ -240,7 +240,7 @@ class DecodeHandoff:
     # -- parts ---------------------------------------------------------------------------------------------
 
     def _claim(self) -> None:
-        """Ask the engine that holds a request that moves here, or cached blocks, for its KV."""
+        """Ask another engine for the KV of a request that moves here, or for cached blocks."""
         request = self.remote_request
         if self._claimed is None:
             return

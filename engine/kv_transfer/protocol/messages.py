@@ -2,8 +2,8 @@
 
 The prefill request itself is a Serve call. All other messages go over the engines' channels, outside their step loops,
 and may be lost, duplicated or late. So every message is either cumulative, or repeated until it is answered. In all of
-them `lease` is the number of an acceptance by the prefill engine: if it accepts a request twice, it uses other blocks
-the second time. See docs/handoff.md.
+them `lease` is the number that the prefill engine gave to its acceptance: if it accepts a request again, number and
+blocks are new. See docs/handoff.md.
 """
 
 from __future__ import annotations

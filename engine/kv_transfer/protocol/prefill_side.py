@@ -130,7 +130,7 @@ class PrefillHandoff:
 
 class HeldRequest(PrefillHandoff):
     """A request that moves. Its KV is complete and is held until another engine claims it. Once claimed, the request is
-    like a prompt that this engine has computed for the other."""
+    like a prompt that this engine has computed for the other engine."""
 
     def __init__(
         self,

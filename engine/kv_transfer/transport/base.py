@@ -86,7 +86,7 @@ class KVTransport(Protocol):
         """Read blocks from the rank with the description `source`. Returns the number of bytes.
 
         Raises TransportError if `stop` is set, if nothing arrives for the transport's `progress_s`, or if the peer is
-        gone, is another one, or answers wrongly. In any case nothing is written after this call has returned.
+        gone, was replaced, or answers wrongly. In any case nothing is written after this call has returned.
         """
         ...
 

@@ -322,7 +322,7 @@ def refuse(connection: socket.socket, reason: str, progress: Progress) -> None:
 
 
 def ask(connection: socket.socket, reads: BlockReads, progress: Progress) -> int:
-    """Send a read request. Returns the seed of the answer's checksums, with which other answers fail."""
+    """Send a read request. Returns the seed of the answer's checksums; any other answer has wrong checksums."""
     ids = np.array(reads.remote, np.uint32).tobytes()
     header = REQUEST.pack(MAGIC, len(reads.remote), reads.part.remote_start, reads.part.count, 0)[:-8]
     seed = digest([header, ids], 0)

@@ -11,7 +11,7 @@ paged_attention(q, batch, layer, scale, window, *, softcap, sinks, chunk) -> [to
     q: [tokens, heads, head_dim]; query head h reads KV head h // (heads / kv_heads).
     In a sequence with kv_len L and Q query rows, row i is at position L - Q + i. It sees the positions up to its own,
     whose K and V must have been written: with a window w only the last w of them, with a chunk c only those from the
-    last multiple of c on. With `batch.image_ends` it also sees later positions, up to that end.
+    last multiple of c on. With `batch.image_ends` it also sees later positions, up to its image's end.
     A score s is q @ k times `scale`, or with a softcap, softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
     sinks: [heads] of q's dtype, one more score per head, whose key has no value: it only takes weight from the others
     (gpt-oss, arXiv:2508.10925).

@@ -22,8 +22,8 @@ def open_runner(config: EngineConfig, model_config: ModelConfig, folder: Path, g
 
 
 def without_idle_moves(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the options without `handoff` if it serves only to move requests and this model's requests cannot move, or
-    not with these pipeline stages; else the options unchanged. Raises ConfigError."""
+    """Return the options without `handoff` if it serves only to move requests, and requests cannot move with this model
+    or these pipeline stages; else return the options unchanged. Raises ConfigError."""
     if config.handoff is None or config.handoff.role != "replica":
         return config
     windowed = any(group.spec.window is not None for group in model.kv_groups)

@@ -160,7 +160,7 @@ class EncoderCacheManager:
                 self.handoffs.awaits(image, note, ahead=True)
 
     def share_pixels(self, images: list[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
-        """Return the images, sharing the pixels that another live request has too, so that they are kept once."""
+        """Return the images. If another live request has the same pixels, both share them."""
         found = []
         for image in images:
             data = dict(image.data)

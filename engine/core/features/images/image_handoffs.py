@@ -83,7 +83,7 @@ class ImageHandoffs:
         """Return whether an encode engine is working on an image, after asking one if possible.
 
         ahead: the image is for a later step. For such an image, no image that has arrived is evicted, and half of the
-        blocks are left to images that other requests need at once.
+        blocks are left to images that other requests need now.
         """
         key = image.mm_hash
         if key in self._awaited:

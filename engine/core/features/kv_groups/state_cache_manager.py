@@ -40,8 +40,8 @@ class StateCacheManager(KVCacheManager):
 
     @property
     def pools(self) -> list[BlockPool]:
-        """Return no pools: most snapshots can be evicted, so how full this pool is does not show the load of the
-        engine."""
+        """Return no pools: most snapshots can be evicted, so the used part of this pool does not show the engine's
+        load."""
         return []
 
     @property

@@ -49,7 +49,7 @@ class WindowedKVCacheManager(KVCacheManager):
         return hashes[self._first(len(hashes)) :]
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:
-        """Return the hashes of the windows that end with the prompt and the answer, where later prompts diverge."""
+        """Return the hashes of the windows at the end of the prompt and of the answer, where later prompts diverge."""
         size = self.pool.block_size
         known = min(request.computed, len(request.tokens)) // size
         ends = min(known, request.num_prompt // size), known

@@ -8,10 +8,10 @@ sequence, so that even one long sequence among short ones uses the whole GPU. `p
 once for all layers of a kind. The last program of a tile to finish combines the results of all.
 
 The kernels can be part of CUDA graphs: the grid and every argument depend only on shapes, and lengths are read on the
-device. Padding of a batch consists of sequences with kv_len 0, whose output is 0, and of sequences -1 and tiles without
-rows, for which nothing is written. Results depend, in the last bits, on where keys are split and so on the other
-sequences of the batch. Tile sizes are estimates. Capped scores, sinks, chunks, images, plans, padding of chunks and the
-combination in place have run under Triton's interpreter only, not on a GPU yet.
+device. Padding of a batch consists of sequences with kv_len 0, whose output is 0, and of sequence numbers -1 and tiles
+without rows, for which nothing is written. Results depend, in the last bits, on where keys are split and so on the
+other sequences of the batch. Tile sizes are estimates. Capped scores, sinks, chunks, images, plans, padding of chunks
+and the combination in place have run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -418,13 +418,13 @@ def counters(device: torch.device) -> Tensor:
 
 
 def tile_rows(longest: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the rows of a tile, for a batch whose longest chunk has `longest` rows."""
+    """Return the number of rows of a tile, for a batch whose longest chunk has `longest` rows."""
     group = heads // kv_heads
     return chunk_rows(longest, group, head_dim, dtype, device) // group
 
 
 def chunk_rows(longest: int, group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the rows of a tile times the heads that share a KV head, a power of two."""
+    """Return the number of rows of a tile times the number of heads that share a KV head, a power of two."""
     small = max(SMALL_CHUNK_ROWS, triton.next_power_of_2(group))
     if longest * group <= small or dtype == torch.float32:  # 128 rows of float32 do not fit into the registers
         return small

@@ -1,8 +1,8 @@
 """Paged attention by the fastest library that works here, with the op's signature (ops/attention.py).
 
 FlashInfer, arXiv:2501.01005, computes steps that only decode; FlashAttention 4 or 3, arXiv:2407.08608, computes any
-step. Our Triton kernels (attention.py) compute the rest: all steps if there is no library, and always a cache in
-float8, float32, a softcap, sinks, chunks, and images whose tokens see each other.
+step. Our Triton kernels (attention.py) compute the rest: all steps if there is no library, and in any case caches in
+float8, float32, softcaps, sinks, chunks, and images whose tokens see each other.
 
 A library is used only after a trial with the model's shapes, as the engine starts: it must agree with the oracle, be
 captured in a CUDA graph, and be right for other lengths on replay. For steps that only decode, our kernel and the

@@ -140,7 +140,7 @@ def multiplies_float8(device: torch.device) -> bool:
 
 def row_format(weight: Tensor | PackedExperts, dtype: torch.dtype) -> RowFormat | None:
     """Return the format to which rows of this dtype are rounded for a product with this weight; None if they are not
-    rounded. Like those of linear layers, rows are rounded in bfloat16 only."""
+    rounded. As in linear layers, only rows in bfloat16 are rounded."""
     if not isinstance(weight, PackedExperts) or weight.activations != FP8 or weight.format != "float8":
         return None
     if dtype != torch.bfloat16 or not multiplies_float8(weight.values.device):
