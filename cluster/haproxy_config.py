@@ -28,9 +28,9 @@ SERVER = re.compile(r"(?m)^ *server .*\n")
 def rewritten(config: str) -> str:
     """Return Ray's configuration, changed so that HAProxy's own errors have OpenAI's body and the right status.
 
-    Ray's own turns 502, 503 and 504 into a 500 of plain text. Requests that HAProxy cannot even parse are refused with
-    a body that no configuration can change. While the configuration names no application yet, 404 becomes 503, because
-    no client retries after a 404. Every HAProxy starts with such a configuration, even one that replaces another after
+    By default, 502, 503 and 504 become a 500 of plain text. Requests that HAProxy cannot even parse are refused with a
+    body that no configuration can change. While the configuration names no application yet, 404 becomes 503, because no
+    client retries after a 404. Every HAProxy starts with such a configuration, even one that replaces another after
     failed health checks.
     """
     errors = "".join(f"    http-error {_answer(status, *error)}\n" for status, error in ERRORS.items())

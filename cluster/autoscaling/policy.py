@@ -163,7 +163,7 @@ def queue_of(ingresses: Sequence[AutoscalingContext], model: str) -> tuple[int, 
 
 
 def _replica_load(reports: Mapping[str, Mapping[Any, Sequence[Any]]], replica: object) -> ReplicaLoad:
-    """Return the load of a replica. reports: for each name and replica, the points of the last seconds, oldest
+    """Return the load of a replica. reports: for each name and replica, the points of the last few seconds, oldest
     first."""
 
     def last(name: str) -> float:

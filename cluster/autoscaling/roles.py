@@ -40,7 +40,7 @@ class RoleDecision:
 
 
 class Needs:
-    """How many replicas each role has needed in the last seconds."""
+    """How many replicas each role has needed in the last few seconds."""
 
     def __init__(self, limits: Mapping[Role, Limits], seconds: float):
         self.of: dict[Role, int] = {role: limits[role].min_replicas for role in ROLES}
@@ -91,7 +91,7 @@ class RoleScaler:
         return RoleDecision(total, roles, decisions)
 
     def _waits_for_reports(self, reported: int, running: int, now: float) -> bool:
-        """Return whether to change no role yet, because a replica that is up has still to report its own."""
+        """Return whether to change no role yet, because a replica that is up has not reported its own yet."""
         if reported >= running or self._complete_at < 0:
             self._complete_at = now
         return reported < running and now - self._complete_at < REPORT_S

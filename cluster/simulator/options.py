@@ -1,4 +1,4 @@
-"""Options of `manta simulate`, each of which is a flag. Imports little, because `manta --help` reads them."""
+"""Options of `manta simulate`, each a flag. Imports little, so that `manta --help`, which reads them, is fast."""
 
 from __future__ import annotations
 

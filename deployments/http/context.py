@@ -93,7 +93,7 @@ def allowed_models(request: Request) -> frozenset[str] | None:
 
 
 def _client(request: Request, body: EngineBody) -> str:
-    """Return the client for which fairness counts: the API key's name or, on a server without keys, the user in the
+    """Return the client to which fairness applies: the API key's name or, on a server without keys, the user in the
     body or else the client's address. With keys, the user in the body is ignored: a client could name many users, and
     get the share of each."""
     if (background := getattr(request.state, BACKGROUND_CLIENT, None)) is not None:

@@ -123,7 +123,7 @@ class EventIds(NoEventIds):
 
     def ordered(self, chunk: TextChunk) -> Iterator[TextChunk]:
         """Yield chunks, each one token or an end; chunks that the client already has come first. The client may lack
-        some events of the last of these. The caller makes the next events from the yielded chunk.
+        some events of the last of these chunks. The caller makes the next events from the yielded chunk.
 
         Raises AnswerDiverged if the client has other tokens.
         """

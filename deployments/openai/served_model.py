@@ -487,7 +487,7 @@ class ServedModel:
 
 
 def with_word(message: Message, part: int, word: str) -> Message:
-    """Return a message with a word at the end of a part, or after it if it is an image."""
+    """Return a message with a word at the end of a part, or after the part if that is an image."""
     if not isinstance(message.content, list) or not message.content:
         return message.model_copy(update={"content": f"{message.content or ''}{word}"})
     parts = list(message.content)

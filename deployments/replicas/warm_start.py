@@ -36,7 +36,7 @@ async def warm_start(
 
     Each prefix becomes an ordinary request for one token, which names the peer as the engine that has it cached. So the
     engine computes what a peer has lost, or what is faster to compute than to fetch. ask: function that returns the
-    prefixes of all other replicas. max_bytes: bound of the KV of all prefixes. host: address at which the engine
+    prefixes of all other replicas. max_bytes: limit on the KV of all prefixes. host: address at which the engine
     reaches this machine. key: cluster key. A peer that fails costs nothing but time.
     """
     began, chosen, done = time.monotonic(), [], 0

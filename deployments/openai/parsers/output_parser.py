@@ -38,7 +38,7 @@ State = Callable[[list[OutputEvent], bool], "State | None"]
 
 
 class OutputParser(ABC):
-    """Turns text into events. The events add up to the same however the text is split into calls of `add`.
+    """Turns text into events. However the text is split into calls of `add`, the events add up to the same.
 
     A parser consists of states. A state takes from `_buffer` as much as it can decide on, appends events to its first
     argument, and returns the next state, or None if it needs more text. A state's second argument says whether the text
