@@ -82,7 +82,7 @@ class Pool:
         return replica
 
     def adopt(self, replica: Replica, other: Pool, now: float) -> None:
-        """Take over a replica that leaves another pool for this one. It finishes its requests of that pool."""
+        """Take over a replica that leaves another pool for this one. It finishes the requests it still has."""
         other.replicas.remove(replica)
         self.replicas.append(replica)
         self._since[replica] = other._since.pop(replica)

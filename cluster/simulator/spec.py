@@ -188,7 +188,7 @@ def _host_blocks(options: SimulationOptions, kv_bytes: float, alike: bool) -> in
 
 
 def _limits(options: SimulationOptions) -> Limits | None:
-    """Return the limits of each pool; of both together if roles change. None if all numbers are fixed."""
+    """Return the limits of each pool, or of both together if roles change; None if pools have fixed sizes."""
     max_replicas, max_num_seqs = options.autoscale, options.max_num_seqs
     if options.switch_roles:
         max_replicas = 2 * max_replicas if max_replicas else options.replicas + options.prefill_replicas

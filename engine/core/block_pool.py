@@ -24,7 +24,7 @@ class BlockObserver:
         """Record that a block has left the prefix cache."""
 
     def cleared(self) -> None:
-        """Record that the prefix cache has been emptied. Before, `removed` was called for each block."""
+        """Record that the prefix cache has been emptied. `removed` has already been called for each block."""
 
 
 class HashChanges(BlockObserver):

@@ -48,8 +48,8 @@ class FairQueue:
     """
 
     def __init__(self, window: int, max_waiting: int, max_waiting_tokens: int):
-        """max_waiting, max_waiting_tokens: maximum number of waiting sequences, and of their prompt tokens. A single
-        request may exceed both."""
+        """max_waiting, max_waiting_tokens: maximum number of waiting sequences, and of their prompt tokens. A request
+        that waits alone may exceed both."""
         self.window = window  #: sequences that may run at once; may be changed at any time
         self.num_waiting = self.num_running = self.waiting_tokens = 0  # sequences, sequences, tokens
         self._max_waiting, self._max_tokens = max_waiting, max_waiting_tokens

@@ -221,7 +221,7 @@ class TierWorker:
         self._answer(TierAnswer(command.number, failed=sorted(set(failed))))
 
     def _put(self, state: RankStore, index: int, copied: Tensor) -> None:
-        """Write one block to the store. The last one answers the command."""
+        """Write one block of a command to the store. The last call for the command also answers it."""
         assert self._store is not None
         error: Exception | None = None
         if not state.failed:

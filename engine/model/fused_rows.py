@@ -17,7 +17,7 @@ from engine.model.quantization.rows import RowFormat
 
 
 def fuse(model: nn.Module) -> None:
-    """Change a model's packed layers. The model must not have adapters, which need the rows unquantized."""
+    """Fuse the packed layers of a model. The model must not have adapters, which need the rows unquantized."""
     for layer in model.modules():
         if isinstance(layer, LlamaLayer) and type(layer).forward is LlamaLayer.forward:
             if isinstance(layer.self_attn, LlamaAttention):

@@ -112,7 +112,7 @@ class BlockEvents(BlockObserver):
 
     def take(self) -> Iterator[KVCacheEvent]:
         """Yield the events since the last call, or since the cache was last cleared, if that was later. The caller
-        reports the clearing."""
+        itself reports the clearing."""
         changes, self._changes, self._sources, self.is_cleared = self._changes, {}, {}, False
         if removed := [self._sent(each) for each, source in changes.items() if source is None]:
             yield BlockRemoved(block_hashes=removed, medium=MEDIUM, group_idx=self._group)

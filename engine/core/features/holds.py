@@ -357,7 +357,7 @@ class Holds:
             self._save(hold, now)
 
     def _move(self, hold: Hold, now: float) -> None:
-        """Move a hold to the tiers with its blocks and room. Waits LASTING_S for those that survive restarts."""
+        """Move a hold to the tiers with its blocks and room. Waits LASTING_S for tiers that survive restarts."""
         hold.ready_at = now if hold.ready_at is None else hold.ready_at
         counts = [len(kept) for kept in self._kept]
         tiers = [tier for tier in self._below.tiers if tier.fits(counts, self._share)]

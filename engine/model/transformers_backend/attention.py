@@ -31,7 +31,7 @@ WITHOUT_EFFECT = (
 
 
 class Unsupported(Exception):
-    """Raised when a model's attention needs something that is not supported. The message is the reason of an
+    """Raised when a model's attention needs something that is not supported. Its message becomes the reason of an
     UnsupportedArchitecture."""
 
 

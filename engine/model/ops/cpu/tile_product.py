@@ -148,8 +148,8 @@ def product_tile(rows: Any, out: Any, out_size: Any, a: Any, a_size: Any, b: Any
 def add_product_tile(
     rows: Any, out: Any, out_size: Any, shrink: Any, a: Any, a_size: Any, b: Any, b_size: Any, count: Any
 ) -> None:
-    """Compute out[r, c] = out[r, c] * shrink[r] + the result of `product_tile`. `out` can be undefined where
-    shrink[r] is 0."""
+    """Compute out[r, c] = out[r, c] * shrink[r] + the result of `product_tile`. `out` need not be initialised in rows
+    whose shrink[r] is 0."""
     if rows == 8:
         add_product_8(out, out_size, shrink, a, a_size, b, b_size, count)
     elif rows == 4:
