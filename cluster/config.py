@@ -121,7 +121,7 @@ class IngressSection(Section):
     drain_s: float = Field(default=600.0, ge=0)  #: time for which a stopping ingress may continue its requests
     max_replays: int = Field(default=3, ge=0)  #: number of times that a sequence may resume after its replica has died
     max_waiting: int = Field(default=1024, ge=1)  #: sequences of a model that may wait in one ingress; else 429
-    max_waiting_tokens: int = Field(default=2**22, ge=1)  #: prompt tokens of these sequences; else 429
+    max_waiting_tokens: int = Field(default=2**22, ge=1)  #: prompt tokens of sequences that wait; else 429
     api_keys_file: str | None = Field(
         default=None, min_length=1
     )  #: file of keys, on every node with an ingress; without keys every client is admitted
@@ -130,8 +130,8 @@ class IngressSection(Section):
     console_texts: bool = False
     """Show prompts and outputs of requests on the console's page and in `manta explain`, to everyone who has a key."""
     root_path: str = Field(default="", pattern=r"^(/[^/\s]+)*$")  #: prefix of all paths at a proxy in front: `/llm`
-    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)  #: limit for other request bodies
-    max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: limit for a file; its time is proportionally longer
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)  #: limit for a request's body that is not a file
+    max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: limit for a file; body_timeout_s grows in proportion
     body_timeout_s: float = Field(default=60.0, gt=0)  #: time for a request's body to arrive; else 408
     admin_keys: list[str] = Field(default=[])  #: names of keys that may load and unload LoRA adapters; empty for all
     allow_runtime_lora_updating: bool = False  #: requests may load and unload LoRA adapters (docs/lora.md)
@@ -148,7 +148,7 @@ class IngressSection(Section):
     """Folder for the contents of files and batches, shared by all ingresses; on several machines, `store` must be a
     Redis, too; null for none (docs/batches.md)."""
     images: ImageSection = ImageSection()  # type: ignore[valid-type]  #: limits on request images (docs/images.md)
-    batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of a batch at a time while no others wait
+    batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of a batch at a time, if no other requests wait
 
     def auth(self) -> AuthConfig:
         """Return the limits of the HTTP edge. Raises ConfigError for invalid keys."""
@@ -191,7 +191,7 @@ class LoraModule(Section):
 
     name: str = Field(min_length=1, max_length=256)  #: what clients send as `model`
     path: str  #: folder that every replica has, or a Hub id
-    base_model_name: str | None = None  #: shown as its `parent`; None for the model's `name`
+    base_model_name: str | None = None  #: `parent` of the adapter for clients; None: the model's `name`
 
 
 class LoraSection(Section):
@@ -213,7 +213,7 @@ class ModelSection(Section):
     """One served model."""
 
     name: str = Field(min_length=1)  #: name that clients send as `model`
-    aliases: list[str] = Field(default=[])  #: further names that they may send
+    aliases: list[str] = Field(default=[])  #: further names that clients may send
     model: str
     """`pocket`, `smollm2`, `default`, a folder, a GGUF file, or a Hub id, optionally followed by @ and a revision."""
 
@@ -229,8 +229,8 @@ class ModelSection(Section):
     reasoning_parser: ReasoningParserName = "auto"  #: `auto` infers it likewise
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]  #: engine options of all pools (EngineConfig)
     decode: PoolSection = PoolSection()  #: replicas that answer requests
-    prefill: PoolSection | None = None  #: replicas that only compute prompts for them
-    encode: PoolSection | None = None  #: replicas that only encode images for both (docs/images.md)
+    prefill: PoolSection | None = None  #: replicas that only compute prompts for `decode`
+    encode: PoolSection | None = None  #: replicas that only encode images for `decode` and `prefill` (docs/images.md)
     handoff: HandoffSection | None = None  # type: ignore[valid-type]  #: options of handoffs (docs/handoff.md)
     lora_modules: list[LoraModule] = Field(default=[])  #: LoRA adapters; a mapping of names to paths also works
     lora: LoraSection = LoraSection()  #: other sources of LoRA adapters (docs/lora.md)

@@ -19,7 +19,7 @@ from engine.errors import InvalidParameter
 
 PARTS: dict[str, tuple[str, ...]] = {  # the heads of their tables
     "perplexity": ("weights", "perplexity", "to float32", "likeliest token"),
-    "drafts": ("task", "method", "tokens", "drafted", "held", "of all tokens", "times as fast (quartiles)"),
+    "drafts": ("task", "method", "tokens", "drafted", "accepted", "of all tokens", "times as fast (quartiles)"),
     "chats": ("computed", "chats", "other text", "tokens"),
     "grammars": ("", "", "answers", "parse", "follow the schema"),
     "conversations": (
