@@ -40,8 +40,8 @@ class KVLayers:
 
 
 def divide(model: ModelShape, card: Card, ranks: int, engine: EngineConfig) -> tuple[KVLayers, int]:
-    """Divide the memory besides the weights as an engine does when it starts. Returns the sizes, and the tokens of the
-    longest sequence. Raises ServingError if not even a short sequence fits."""
+    """Divide the memory that the weights leave free, as an engine does when it starts. Returns the sizes, and the
+    tokens of the longest sequence. Raises ServingError if not even a short sequence fits."""
     import torch  # takes seconds, and models whose layers are alike do not need it
 
     from engine.distributed.tp_group import TPGroup
