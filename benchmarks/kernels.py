@@ -27,12 +27,14 @@ from benchmarks.memory_floor import measure_bandwidth
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
-from engine.model.batch import Batch, split
+from engine.model.batch import Batch
 from engine.model.ops import cpu, linear
 from engine.model.ops.cpu.attention import ATTEND
 from engine.model.ops.cpu.kernel import Kernel
 from engine.model.ops.cpu.linear import MULTIPLY
 from engine.runner.model_runner import ModelRunner
+from engine.runner.warm_up import SAMPLINGS, plan
+from engine.wire.plan import BlockChange
 
 REPETITIONS = 5
 PEAK_REPETITIONS = 100
@@ -66,7 +68,7 @@ class Watch:
         self._calls: list[tuple[str, float, float, float]] = []  # name, seconds, floating point operations, bytes
         self._pairs = self._kv_tokens = 0.0
         self._names: dict[int, str] = {}
-        for module in pkgutil.iter_modules(cpu.__path__, f"{cpu.__name__}."):
+        for module in pkgutil.walk_packages(cpu.__path__, f"{cpu.__name__}."):
             if not module.name.endswith("__main__"):
                 for name, value in vars(importlib.import_module(module.name)).items():
                     if isinstance(value, Kernel):
@@ -110,21 +112,30 @@ class Watch:
 
 
 def make_batch(runner: ModelRunner, counts: list[int], context: int) -> Batch:
-    size, width = runner.block_size, -(-context // runner.block_size)
-    table = torch.arange(len(counts) * width, dtype=torch.int32).view(len(counts), width)
-    positions = torch.cat([torch.arange(context - count, context) for count in counts])
-    sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    single, chunks = split(counts, [context] * len(counts))
-    return Batch(
-        positions=positions,
-        slot_mapping=table[sequence, positions // size].long() * size + positions % size,
-        query_start=torch.tensor([0, *counts]).cumsum(0).int(),
-        kv_len=torch.full((len(counts),), context, dtype=torch.int32),
-        block_table=table,
-        kv_cache=runner.kv_caches[0],
-        single=single,
-        chunks=chunks,
-    )
+    """Return the batch of a step in which sequence i computes counts[i] tokens, the last of `context` tokens."""
+    step, width = plan([context] * len(counts), counts, SAMPLINGS[0], 0), -(-context // runner.block_size)
+    for group, total in enumerate(runner.num_blocks):
+        for slot in step.slots:  # block 0 is the null block of a group with a window
+            blocks = 1 + np.arange(slot * width, (slot + 1) * width) % (total - 1)
+            step.blocks.append(BlockChange(slot, 0, blocks.tolist(), group=group))
+    batch = runner.prepare(step).batch
+    assert batch is not None
+    return batch
+
+
+def fill(runner: ModelRunner) -> None:
+    """Fill KV and states: until it is written, all memory is one page of zeros, which every cache holds."""
+    for tensor in [*runner.kv_caches, *(tensor for layer in runner.states.layers for tensor in layer.values())]:
+        tensor.fill_(0.01)
+
+
+def measure_step(runner: ModelRunner, watch: Watch, name: str) -> dict[str, Work]:
+    """Measure a step: SEQUENCES x TOKENS @ CONTEXT."""
+    sequences, tokens, context = (int(number) for number in name.replace("@", "x").split("x"))
+    counts = [tokens] * sequences
+    batch, ids = make_batch(runner, counts, context), torch.zeros(sequences * tokens, dtype=torch.int64)
+    last, model = batch.query_start[1:].long() - 1, runner.model
+    return watch.measure(lambda: model.best(model(ids, batch)[last]), counts, context)
 
 
 def peak_flops(clock: Callable[[], float]) -> float:
@@ -163,20 +174,12 @@ def main(
     clock = time.thread_time if threads == 1 else time.perf_counter
     config = EngineConfig(model=model, dtype="bfloat16", device="cpu", num_threads=threads, kv_cache_memory_gib=2.0)
     runner = build_engine(config).runner
-    runner.kv_caches[0].fill_(0.01)  # until it is written, all of it is one page of zeros, which every cache holds
+    fill(runner)
     report = KernelsReport(model, threads, peak_flops(clock) / 1e9, measure_bandwidth(torch.device("cpu")) / 1e9)
     watch = Watch(clock)
     with torch.inference_mode():
         for name in steps.split(","):
-            sequences, tokens, context = (int(number) for number in name.replace("@", "x").split("x"))
-            counts = [tokens] * sequences
-            batch, ids = make_batch(runner, counts, context), torch.zeros(sequences * tokens, dtype=torch.int64)
-            last = batch.query_start[1:].long() - 1
-
-            def step(batch: Batch = batch, ids: Tensor = ids, last: Tensor = last) -> None:
-                runner.model.best(runner.model.run_layers(runner.model.embed(ids), batch)[last])
-
-            report.steps[name] = watch.measure(step, counts, context)
+            report.steps[name] = measure_step(runner, watch, name)
     print_report(report, as_json, show_report)
 
 
