@@ -38,7 +38,9 @@ from benchmarks.memory_floor import kv_bytes
 from cluster.cli.bench.prompts import FIRST_ID
 from engine.model.batch import Batch, split
 from engine.model.ops import attention
-from engine.model.ops.gpu import attention_libraries
+from engine.model.ops.gpu.libraries import attention as library_attention
+from engine.model.ops.gpu.libraries import choice
+from engine.model.ops.gpu.libraries import latent_attention as library_latents
 from engine.model.quantization.weight import FP8 as FLOAT8
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.spec_decode.ngram import NgramSequence
@@ -52,6 +54,7 @@ PROFILED_STEPS, TOP_KERNELS = 16, 12
 STREAMS, ARRIVALS, ARRIVING_PROMPT, EVERY_STEPS = 64, 48, 512, 4
 CONTEXTS = (1024, 32_768, 131_072)  # of the sweep of attention
 ATTENTION_SEQS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 32, 8, 128, 64
+LATENT_HEADS, LATENT_DIM, LATENT_RANK = 16, 576, 512
 ATTENTION_CONSTANTS = (  # names and values in engine/model/ops/gpu/attention.py, beside those that are there
     {}, {"NUM_STAGES": 3}, {"NUM_STAGES": 4}, {"NUM_STAGES": 6}, {"KEY_TILE_BYTES": 8192}, {"KEY_TILE_BYTES": 32768},
     {"PROGRAMS_PER_PROCESSOR": 2}, {"PROGRAMS_PER_PROCESSOR": 8},
@@ -262,22 +265,30 @@ def drafting_always() -> Iterator[None]:
 
 
 def without_libraries(card: Card) -> Numbers:
-    with mock.patch.object(attention_libraries, "LIBRARIES", ()):
+    with mock.patch.object(library_attention, "OP", library_attention.OP._replace(libraries=())):
         return decode(card, 64)
 
 
 def libraries(card: Card) -> Numbers:
     """us of one layer's attention by each library that is installed, and by ours, for the batches of its trial."""
+    return library_times(library_attention.OP, choice.Shape(torch.bfloat16, HEADS, KV_HEADS, BLOCK_SIZE, HEAD_DIM))
+
+
+def latent_libraries(card: Card) -> Numbers:
+    """The same for latent attention, with the heads of DeepSeek V2 Lite, or of V3 on 8 GPUs."""
+    shape = choice.Shape(torch.bfloat16, LATENT_HEADS, 1, BLOCK_SIZE, LATENT_DIM, rank=LATENT_RANK)
+    return library_times(library_latents.OP, shape)
+
+
+def library_times(op: choice.Op, shape: choice.Shape) -> Numbers:
     device = torch.device(DEVICE)
-    shape = attention_libraries.Shape(torch.bfloat16, HEADS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, None)
-    candidates = {library.name: attention_libraries.load(library, device) for library in attention_libraries.LIBRARIES}
-    candidates["ours"] = attention_libraries.attention.paged_attention
-    names = [f"{len(lengths)} of {lengths[-1]}, longest {lengths[0]}" for lengths in attention_libraries.TIMED]
+    candidates = {library.name: choice.load(op, library, device) for library in op.libraries}
+    names = [f"{len(lengths)} of {lengths[-1]}, longest {lengths[0]}" for lengths in choice.TIMED]
     return {
         f"us {name}, {batch}": 1e6 * seconds
-        for name, attend in candidates.items()
+        for name, attend in {**candidates, "ours": op.ours}.items()
         if attend is not None
-        for batch, seconds in zip(names, attention_libraries.seconds(attend, shape, device), strict=True)
+        for batch, seconds in zip(names, choice.seconds(attend, shape, device), strict=True)
     }
 
 
@@ -391,6 +402,7 @@ PARTS = (
     # what follows is worth having once the parts above have decided that it all works
     Part(SANITIZER, 150),
     Part("attention libraries", 90, libraries),
+    Part("latent attention libraries", 90, latent_libraries),
     Part("decode 8B, batch 64, strict", 90, lambda card: decode(card, 64, determinism="strict")),
     Part("prefill 8B, 8192 tokens, strict", 90, lambda card: prefill(card, determinism="strict")),
     Part("decode 8B, batch 64, our attention", 90, without_libraries),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ class Batch:
     tiles of the chunks, which are an input of a CUDA graph. See `row_tiles`."""
     latent_tiles: Tensor | None = None
     """Like `tiles`, but for the CPU kernel of latent attention."""
-    plans: dict[object, Tensor] = field(default_factory=dict)
+    plans: dict[object, Any] = field(default_factory=dict)
     """What attention on a GPU derives from lengths once for all layers; see `plan` in ops/gpu/attention.py."""
     kv_scales: Tensor | None = None
     """[layers, 2 (K, V)] float32, for a cache in float8_e4m3fn: a value is the stored number times its scale. The

@@ -21,7 +21,10 @@ from benchmarks.gpu.meta_steps import META, Launches, MetaModel
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.memory_floor import weight_bytes
 from engine.model.ops import attention_plain, dispatch
-from engine.model.ops.gpu import attention_libraries, norm
+from engine.model.ops.gpu import norm
+from engine.model.ops.gpu.libraries import attention as library_attention
+from engine.model.ops.gpu.libraries import choice
+from engine.model.ops.gpu.libraries import latent_attention as library_latents
 from engine.runner import cuda_graphs
 from tests.late_device import LateDevice
 
@@ -76,9 +79,11 @@ def rehearsal(monkeypatch, request) -> None:
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
     monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: LateDevice())
     monkeypatch.setattr("engine.model.torch_compile.compile_layers", lambda *args: None)
-    monkeypatch.setattr(attention_libraries, "CudaDevice", LateDevice)
-    monkeypatch.setattr(attention_libraries, "TIMED", ((64,), (16,) * 4))
-    monkeypatch.setattr(attention_libraries.attention, "paged_attention", attention_plain.paged_attention)
+    monkeypatch.setattr(choice, "CudaDevice", LateDevice)
+    monkeypatch.setattr(choice, "TIMED", ((64,), (16,) * 4))
+    for module in (library_attention, library_latents):
+        monkeypatch.setattr(module, "OP", module.OP._replace(ours=module.OP.plain))
+    monkeypatch.setattr(library_attention.attention, "paged_attention", attention_plain.paged_attention)
     build = engines.EngineConfig
     monkeypatch.setattr(engines, "EngineConfig", lambda **options: build(**options, num_blocks=2000, num_threads=1))
     for name, stand_in in {

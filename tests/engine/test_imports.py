@@ -10,8 +10,8 @@ OPTIONAL = (
     # the cluster's
     "ray", "fastapi", "starlette", "aiohttp", "pydantic", "prometheus_client", "uvicorn", "typer",
     # of kernels, several ranks, KV transfer, grammars
-    "triton", "numba", "llvmlite", "flash_attn_interface", "flash_attn", "flashinfer", "zmq", "xxhash", "nixl",
-    "llguidance", "psutil",
+    "triton", "numba", "llvmlite", "flash_attn_interface", "flash_attn", "flash_mla", "flashinfer", "zmq", "xxhash",
+    "nixl", "llguidance", "psutil",
 )  # fmt: skip
 SCRIPT = """
 import importlib.abc, sys

@@ -52,14 +52,14 @@ def test_a_numba_that_was_made_for_another_numpy_is_not_used_and_its_reason_is_t
 def test_a_gpu_gets_the_triton_kernels():
     modules = {op.__module__ for op in (*norm.select(*ON_GPU), activation.select("silu", *ON_GPU))}
     modules |= {activation.select("gelu_pytorch_tanh", *ON_GPU).__module__, attention.select(*ON_GPU).__name__}
-    assert modules == {f"engine.model.ops.gpu.{name}" for name in ("norm", "activation", "attention_libraries")}
+    assert modules == {f"engine.model.ops.gpu.{name}" for name in ("norm", "activation", "libraries.attention")}
 
 
 def test_a_cpu_gets_no_kernel_of_the_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     on_cpu = (torch.bfloat16, torch.device("cpu"))
     assert not dispatch.gpu_kernels(*on_cpu)
-    assert attention.select(*on_cpu).__name__ != "engine.model.ops.gpu.attention_libraries"
+    assert attention.select(*on_cpu).__name__ != "engine.model.ops.gpu.libraries.attention"
 
 
 def test_a_built_model_has_its_kernels_compiled_for_its_own_dtype(monkeypatch):

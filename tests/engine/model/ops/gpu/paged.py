@@ -93,10 +93,16 @@ class Case:
 
 
 def latent_inputs(
-    sequences: list[tuple[int, int]], heads: int, rank: int, rope: int, dtype: torch.dtype = torch.float32
+    sequences: list[tuple[int, int]],
+    heads: int,
+    rank: int,
+    rope: int,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
 ) -> tuple[Tensor, Tensor, Batch]:
     """Queries [tokens, heads, rank + rope] and vectors [tokens, rank + rope] of this step, and the batch."""
-    q, _, _, batch = Case(sequences, kv_heads=1, head_dim=rank + rope, heads=heads, dtype=dtype).inputs()
+    case = Case(sequences, kv_heads=1, head_dim=rank + rope, heads=heads, dtype=dtype, block_size=block_size)
+    q, _, _, batch = case.inputs()
     batch.kv_cache = batch.kv_cache[:, :, :1].contiguous()
     latent = torch.randn(len(q), rank + rope, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     return q, latent, batch

@@ -29,7 +29,7 @@ def test_a_call_that_a_library_does_not_declare_is_refused():
         call(**{name: value for name, value in given.items() if name != "max_seq_len"})
 
 
-@pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda declaration: declaration.package)
+@pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda declaration: declaration.name)
 def test_a_source_that_declares_other_arguments_than_were_recorded_is_found(declaration):
     source = f"def {declaration.name}({declaration.arguments}): ..."
     assert compare(declaration, source, "here")
