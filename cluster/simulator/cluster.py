@@ -21,7 +21,7 @@ from deployments.routing.config import Role
 from engine.config import HandoffConfig
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
-from engine.core.kv_events import UPDATE_PERIOD_S
+from engine.core.serving.kv_events import UPDATE_PERIOD_S
 from engine.core.step_cost import StepTimes
 from engine.errors import PromptTooLong
 from engine.fairness.fair_queue import FairQueue, QueuedRequest

@@ -16,11 +16,11 @@ from engine.core.engine_stats import load_of
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.kv_events import KVEventPublisher
 from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
+from engine.core.serving.kv_events import KVEventPublisher
 from engine.core.step_cost import StepTimes, StepWork
 from engine.wire.handoff import HandoffEvent
 from engine.wire.kv_offload import TierAnswer, TierCommand

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 
+from deployments.frontend.inboxes import Inbox
 from deployments.frontend.sequence import Aborted, AttemptError, Record, Sequence, SequenceContext, Usage
 from deployments.frontend.sequence_metrics import Reason
-from deployments.frontend.token_channel import Inbox
 from deployments.observability.telemetry import current_request
 from engine.errors import Overloaded
 from engine.text.text_stream import TextChunk
@@ -132,7 +131,7 @@ class LiveGeneration:
 
     def _left_s(self) -> float | None:
         """Return the remaining seconds of the sequence with the latest deadline; None without a limit."""
-        times = [s.retry.left_s(time.monotonic()) for s in self._sequences.values()]
+        times = [s.retry.left_s(asyncio.get_running_loop().time()) for s in self._sequences.values()]
         return max((left_s for left_s in times if left_s is not None), default=None)
 
     def _start_timer(self, inbox: Inbox) -> asyncio.TimerHandle | None:

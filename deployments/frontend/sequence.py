@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.frontend.admission import Admission
+from deployments.frontend.inboxes import Inbox, Inboxes
 from deployments.frontend.retry import RetryState, TokensLost
 from deployments.frontend.sdc_check import SdcCheck
 from deployments.frontend.sequence_metrics import SequenceMetrics
-from deployments.frontend.token_channel import Inbox, TokenChannel
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_TEXT_TOKENS, RequestTimelines
@@ -44,7 +43,7 @@ class SequenceContext:
 
     model: str
     tokenizer: TokenBytes
-    channel: TokenChannel
+    channel: Inboxes
     pool: EnginePool
     admission: Admission
     stats: ModelStats
@@ -205,7 +204,7 @@ class Sequence:
         if self._sample is not None:
             request = self._sample.request
         self.finished = False
-        self.retry = RetryState(request, context.max_replays, time.monotonic())
+        self.retry = RetryState(request, context.max_replays, asyncio.get_running_loop().time())
         self.metrics = SequenceMetrics(
             request,
             http,
@@ -318,12 +317,12 @@ class Sequence:
         none."""
         retry = self.retry
         if retry.num_retries:
-            await asyncio.sleep(retry.back_off_s(time.monotonic()))
-            if retry.left_s(time.monotonic()) == 0.0:
+            await asyncio.sleep(retry.back_off_s(asyncio.get_running_loop().time()))
+            if retry.left_s(asyncio.get_running_loop().time()) == 0.0:
                 raise retry.timeout()
         while True:
             try:
-                return await self._pool.generate(retry.attempt(time.monotonic()), avoid=retry.avoid)
+                return await self._pool.generate(retry.attempt(asyncio.get_running_loop().time()), avoid=retry.avoid)
             except OtherModel as error:
                 if not retry.adopt(ModelIdentity(error.weights, error.vocabulary)):
                     raise

@@ -1,157 +1,36 @@
-"""ZMQ socket at which the tokens of all engines arrive in an ingress, and the inboxes into which they are sorted."""
+"""ZMQ socket at which the tokens of all engines arrive in an ingress."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Iterable, Sequence
-from typing import Literal
-
-import msgspec
 import zmq
 import zmq.asyncio
 
+from deployments.frontend.inboxes import Inboxes
 from deployments.observability.stats import IngressStats
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket, PushSockets
-from engine.wire.messages import Abort, TokenBatch, TokenDelta
-
-logger = logging.getLogger(__name__)
-
-MAX_UNMERGED = 32
-"""Deltas are merged only when more than this many are waiting."""
+from engine.wire.messages import TokenBatch
 
 
-class Inbox:
-    """Deltas for one Generation, filled by the token channel. A None among them is not from an engine: it only wakes
-    the reader."""
-
-    def __init__(self) -> None:
-        self._waiting: list[TokenDelta | None] = []
-        self._reader: asyncio.Future[None] | None = None
-
-    def put(self, delta: TokenDelta | None) -> None:
-        self._waiting.append(delta)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    def wake(self) -> None:
-        self.put(None)
-
-    async def take(self) -> list[TokenDelta | None]:
-        """Wait for a delta, and return all that have arrived. If there are many, the deltas of each sequence are merged
-        into one, and None is moved to the end.
-
-        So a slow client gets fewer and larger chunks, and falls no further behind than necessary. A delta that reports
-        an error is not merged.
-        """
-        if not self._waiting:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        waiting, self._waiting = self._waiting, []
-        if len(waiting) <= MAX_UNMERGED:
-            return waiting
-        groups: list[list[TokenDelta]] = []
-        newest: dict[str, list[TokenDelta]] = {}  # by request id
-        for delta in waiting:
-            if delta is None:
-                continue
-            group = newest.get(delta.request_id)
-            if group is None or not _follows(delta, group[-1]):
-                group = newest[delta.request_id] = []
-                groups.append(group)
-            group.append(delta)
-        merged = [joined(group) for group in groups]
-        return [*merged, None] if None in waiting else [*merged]
-
-
-class TokenChannel:
-    """Sorts the deltas of all engines into the inboxes of their requests."""
+class TokenChannel(Inboxes):
+    """Inboxes that are filled by the engines, over ZMQ."""
 
     def __init__(self, host: str, stats: IngressStats, key: ClusterKey | None = None):
         """host: address at which engines reach this machine. key: cluster key, shared with all engines."""
-        self._stats = stats
-        self._inboxes: dict[str, Inbox] = {}
-        self._working: dict[str, tuple[str, str]] = {}  # request id -> id and address of its engine
+        super().__init__(stats)
         self._context = zmq.asyncio.Context()
         self._batches: PullSocket[TokenBatch] = PullSocket(self._context, host, TokenBatch, name="tokens", key=key)
         self._engines = PushSockets(zmq.Context(self._context), key=key)
-        self.address = self._batches.address  #: value for `GenerateRequest.reply_to`
+        self.address = self._batches.address
 
-    def open(self, request_ids: Iterable[str]) -> Inbox:
-        """Return one inbox for all these requests."""
-        inbox = Inbox()
-        for request_id in request_ids:
-            assert request_id not in self._inboxes, request_id
-            self._inboxes[request_id] = inbox
-        return inbox
-
-    def close(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._inboxes.pop(request_id, None)
-            self._working.pop(request_id, None)
-
-    def move(self, old: str, new: str) -> None:
-        """Give a request another id, for another engine. Later deltas for the old id are dropped."""
-        self._inboxes[new] = self._inboxes.pop(old)
-        self._working.pop(old, None)
-
-    def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> None:
-        """End the request in its engine. Has no effect before the first delta, which makes the engine known."""
-        if request_id in self._working:
-            _, address = self._working[request_id]
-            self._engines.forget_unused()
-            self._engines.send(address, msgspec.msgpack.encode(Abort(request_id, reason)))
-
-    def engine_of(self, request_id: str) -> str:
-        """Return the id of the engine that works on a request. A delta of the request must have arrived."""
-        return self._working[request_id][0]
+    def send(self, address: str, message: bytes) -> None:
+        self._engines.forget_unused()
+        self._engines.send(address, message)
 
     async def run(self) -> None:
         """Dispatch until cancelled, then close the socket."""
         try:
-            await self._batches.serve(self._dispatch)
+            await self._batches.serve(self.dispatch)
         finally:
             self._engines.close()  # its sockets belong to a shadow context, which `destroy` does not close
             self._context.destroy(linger=0)
-
-    def _dispatch(self, batch: TokenBatch) -> None:
-        engine = (batch.engine_id, batch.commands_to)
-        for delta in batch.deltas:
-            inbox = self._inboxes.get(delta.request_id)
-            if inbox is None:
-                self._stats.dropped_deltas += 1  # some are normal after a client has left
-            else:
-                self._working[delta.request_id] = engine
-                inbox.put(delta)
-
-
-def _follows(later: TokenDelta, before: TokenDelta) -> bool:
-    """Return whether two deltas can be merged: not if `later` reports an error, or if a delta between them is
-    missing."""
-    next_position = before.position + len(before.token_ids)
-    return later.finish_reason not in ("error", "abort") and later.position == next_position
-
-
-def joined(parts: Sequence[TokenDelta]) -> TokenDelta:
-    """Return consecutive deltas of a sequence, merged into one."""
-    first, last = parts[0], parts[-1]
-    if len(parts) == 1:
-        return first
-    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
-    predictions = [part.prediction_tokens for part in parts if part.prediction_tokens is not None]
-    return msgspec.structs.replace(
-        first,
-        token_ids=[token_id for part in parts for token_id in part.token_ids],
-        logprobs=[entry for entries in logprobs for entry in entries] if logprobs else None,
-        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
-        num_cached_tokens=sum(part.num_cached_tokens for part in parts),
-        holds=[outcome for part in parts for outcome in part.holds],
-        prediction_tokens=(sum(a for a, _ in predictions), sum(r for _, r in predictions)) if predictions else None,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        text_complete=last.text_complete,
-        times=next((part.times for part in reversed(parts) if part.times is not None), None),
-        num_preemptions=max(part.num_preemptions for part in parts),
-        timeline=[event for part in parts for event in part.timeline],
-    )

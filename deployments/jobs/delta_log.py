@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from deployments.frontend.inboxes import joined
 from deployments.frontend.sequence import SequenceContext, Usage
-from deployments.frontend.token_channel import joined
 from deployments.jobs.event_ids import NoEventIds
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.messages import GenerateRequest, TokenDelta

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.messages import EngineStatus
@@ -23,7 +23,7 @@ Statuses = Callable[[], Awaitable[Sequence[EngineStatus]]]
 
 
 async def depart(
-    engine: EngineReplica, statuses: Statuses, slots: int, goes_on: Callable[[], bool] = lambda: True
+    engine: EngineControl, statuses: Statuses, slots: int, goes_on: Callable[[], bool] = lambda: True
 ) -> None:
     """Move the engine's requests to other replicas as far as these have room, a few at a time, until none is left.
 
@@ -52,7 +52,7 @@ async def depart(
     logger.info("requests have left requests=%d", began - engine.num_answers)
 
 
-async def _until_left(engine: EngineReplica, calls: int) -> None:
+async def _until_left(engine: EngineControl, calls: int) -> None:
     """Wait until the engine has at most `calls` requests, but at most for ROUND_S."""
     deadline = asyncio.get_running_loop().time() + ROUND_S
     while engine.num_answers > calls and asyncio.get_running_loop().time() < deadline:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.remote_dispatcher import RemotePool
 from engine.errors import EngineUnavailable, StartupError
 from engine.wire.messages import EngineStatus
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
 
 
-async def pair(engine: EngineReplica, pool: RemotePool, timeout_s: float) -> None:
+async def pair(engine: EngineControl, pool: RemotePool, timeout_s: float) -> None:
     """Wait until a prefill engine with the fingerprint of `engine` is up.
 
     If the prefill pool was up once and is down now, or is scaled to zero, the replica starts without it and computes
@@ -33,7 +33,7 @@ async def pair(engine: EngineReplica, pool: RemotePool, timeout_s: float) -> Non
         logger.info("prefill engine %s fits this decode engine", partner.engine_id)
 
 
-async def _find(engine: EngineReplica, pool: RemotePool) -> EngineStatus | None:
+async def _find(engine: EngineControl, pool: RemotePool) -> EngineStatus | None:
     while True:
         state = await pool.state()  # asked first: once it is not deploying, the statuses that follow are complete
         try:

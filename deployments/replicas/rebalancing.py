@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from deployments.replicas.departure import GROUP, Statuses, takes_requests_of
-from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.engine_control import EngineControl
 from engine.errors import EngineUnavailable
 from engine.wire.messages import EngineStats
 
@@ -18,7 +18,7 @@ IDLE_USAGE = 0.5  # highest share of KV blocks in use at which a replica counts 
 FILLED_USAGE = 0.75  # highest share after requests have moved there, so that none soon moves back
 
 
-async def rebalance(engine: EngineReplica, statuses: Statuses, slots: int) -> None:
+async def rebalance(engine: EngineControl, statuses: Statuses, slots: int) -> None:
     """Until cancelled, let requests move from this replica whenever it has preempted requests and another replica is
     idle.
 

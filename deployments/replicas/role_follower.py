@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from deployments.replicas.departure import Statuses, depart
-from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.engine_control import EngineControl
 from engine.wire.handoff_stats import Role
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class RoleFollower:
 
     def __init__(
         self,
-        engine: EngineReplica,
+        engine: EngineControl,
         read: Callable[[], Awaitable[Role | None]],
         slots: int,
         statuses: Statuses | None = None,

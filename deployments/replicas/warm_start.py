@@ -12,7 +12,7 @@ from contextlib import suppress
 import zmq.asyncio
 
 from deployments.replicas.encoded_request import EncodedRequest
-from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.engine_control import EngineControl
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable, ServingError
@@ -30,7 +30,7 @@ AskPeers = Callable[[], Awaitable[Sequence[HotPrefixes]]]
 
 
 async def warm_start(
-    engine: EngineReplica, ask: AskPeers, *, timeout_s: float, max_bytes: int, host: str, key: ClusterKey | None
+    engine: EngineControl, ask: AskPeers, *, timeout_s: float, max_bytes: int, host: str, key: ClusterKey | None
 ) -> None:
     """Fetch the KV of prefixes until all chosen ones are there, or for `timeout_s`.
 
@@ -62,7 +62,7 @@ async def warm_start(
     logger.info("warm start prefixes=%d of=%d seconds=%.1f", done, len(chosen), time.monotonic() - began)
 
 
-async def _stats(engine: EngineReplica) -> EngineStats:
+async def _stats(engine: EngineControl) -> EngineStats:
     """Return the statistics of an engine, once it has reported."""
     while True:
         with suppress(EngineUnavailable):

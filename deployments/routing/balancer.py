@@ -58,7 +58,7 @@ class Balancer:
         healthy = [engine for engine in engines if engine not in unhealthy] if unhealthy else engines
         ranked, reason = self._rank(prompt, healthy or engines, lookup)
         if healthy:
-            ranked += unhealthy
+            ranked += [engine for engine in engines if engine in unhealthy]
         best = lookup(ranked[0])
         placement = Placement(
             engine=best.engine,

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig, HandoffConfig, KVEventsConfig
 from engine.core.block_pool import BlockPool
 from engine.core.engine import EngineCore
@@ -82,6 +83,7 @@ def build_engine(
     engine_id: str = "engine",
     host: str = "127.0.0.1",
     wake: Callable[[], None] = lambda: None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> EngineCore:
     """Load the model, size the KV cache, and connect to the other ranks. Raises StartupError.
 
@@ -134,6 +136,7 @@ def build_engine(
         kv_workers=kv_workers,
         broadcaster=broadcaster,
         channel=channel,
+        clock=clock,
     )
 
 

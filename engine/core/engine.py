@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig
 from engine.core.engine_stats import stats_of
 from engine.core.features.block_events import KVEvents, NoKVEvents
@@ -91,7 +92,9 @@ class EngineCore:
         kv_workers: ExitStack,
         broadcaster: PlanBroadcaster | NoBroadcaster,
         channel: HandoffChannel | NoChannel,
+        clock: Clock = SYSTEM_CLOCK,
     ):
+        self._now = clock.monotonic
         self.config, self.model_config = config, model_config
         self.runner, self.scheduler, self.step_times = runner, scheduler, step_times
         self.max_model_len = scheduler.limits.max_model_len
@@ -99,7 +102,7 @@ class EngineCore:
         self.image_handoffs = scheduler.images.handoffs
         #: True if the last step had nothing to compute; nor will the next until a command comes or `wake` is called.
         self.idle = True
-        self.last_step_at = time.monotonic()
+        self.last_step_at = self._now()
         self._group, self._grammars, self._broadcaster, self._kv_workers = group, grammars, broadcaster, kv_workers
         self._adapter_loader, self._tiers, self._kv_events = adapter_loader, tiers, kv_events
         self._adapter_calls: dict[int, str] = {}  # ids of LoadAdapter, by the number of the command
@@ -126,14 +129,14 @@ class EngineCore:
     def add(self, message: GenerateRequest) -> None:
         """Take a request, or raise a ServingError."""
         self._check_task(message)
-        now = time.monotonic()
+        now = self._now()
         self._admit(self.scheduler.add(message, now), now, message.client)
 
     def prefill(self, remote_request: RemoteRequest) -> bool:
         """Compute a prompt for another engine. Returns False if it is refused; the refusal is sent to that engine."""
         if remote_request.handoff_id in self.scheduler.queue.live:
             return True  # the prefill request came twice
-        now = time.monotonic()
+        now = self._now()
         try:
             self.scheduler.handoffs.check(remote_request)
             request = self.scheduler.add_remote(remote_request, now)
@@ -153,7 +156,7 @@ class EngineCore:
         if message.lora is not None:
             self.check_adapter(message.lora)
         if message.params.structured_outputs is not None:
-            compilation = self._grammars.start(message.params.structured_outputs, [], time.monotonic())
+            compilation = self._grammars.start(message.params.structured_outputs, [], self._now())
             wait([compilation.compiled], COMPILE_TIMEOUT_S)
             self._grammars.finish(compilation)
 
@@ -169,12 +172,12 @@ class EngineCore:
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Event | None:
         """End a request if it is live. reason: "stop" if the request's text has reached a stop string."""
-        return self.scheduler.abort(request_id, time.monotonic(), reason=reason)
+        return self.scheduler.abort(request_id, self._now(), reason=reason)
 
     def move(self, count: int) -> list[Event]:
         """Let other engines continue up to `count` requests. Returns the final events of those requests that were not
         running."""
-        return self.scheduler.move(count, time.monotonic())
+        return self.scheduler.move(count, self._now())
 
     def _admit(self, request: Request, now: float, client: str = "") -> None:
         """Start the deadline of a new request, and the compilation of its grammar. client: the client to whom the
@@ -255,7 +258,7 @@ class EngineCore:
         self._broadcaster.check()
         self.idle = False
         self._take_tier_answers()
-        now = time.monotonic()
+        now = self._now()
         events = self._abort_overdue(now) + self._take_compiled(now) + self._take_adapters() + self._take_handoffs(now)
         plan = self.scheduler.schedule(now)
         for load in self.scheduler.adapters.take_loads():
@@ -263,7 +266,7 @@ class EngineCore:
         return events, plan
 
     def _launch(self, plan: StepPlan) -> None:
-        submitted_at, work = time.monotonic(), StepWork.of(plan)
+        submitted_at, work = self._now(), StepWork.of(plan)
         self._broadcaster.send(plan)
         inputs, launch = self.runner.prepare(plan), self.runner.launch
         launched = self._executor.submit(launch, inputs) if self._executor else launch(inputs)
@@ -275,7 +278,7 @@ class EngineCore:
         step = self._in_flight.popleft()
         launched = step.launched
         result = self.runner.collect(self._broadcaster.result(launched) if isinstance(launched, Future) else launched)
-        began_at, self.last_step_at = max(step.submitted_at, self.last_step_at), time.monotonic()
+        began_at, self.last_step_at = max(step.submitted_at, self.last_step_at), self._now()
         self.step_times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
         events = self.scheduler.commit(result, self.last_step_at)
         self._submit_handoffs()
@@ -295,7 +298,7 @@ class EngineCore:
             self._grammar_compiled.clear()
         else:
             self.idle = True
-        self.last_step_at = time.monotonic()  # no step is late
+        self.last_step_at = self._now()  # no step is late
 
     # -- handoffs ------------------------------------------------------------------------------------------
 
@@ -307,7 +310,7 @@ class EngineCore:
     def _submit_handoffs(self) -> None:
         """Pass the scheduler's actions to the handoffs' channels and the tiers, and queue its notices for the control
         actor."""
-        self._tiers.submit(self.scheduler.offloading.take_commands(time.monotonic()))
+        self._tiers.submit(self.scheduler.offloading.take_commands(self._now()))
         ended = self._num_launched - len(self._in_flight)
         while self._reserved and self._reserved[0][0] <= ended:
             self._submit(self.handoff_channel, self._reserved.popleft()[1])
@@ -336,14 +339,14 @@ class EngineCore:
     # -- tiers ---------------------------------------------------------------------------------------------
 
     def _take_tier_answers(self) -> None:
-        self.scheduler.loading.answered(self._tiers.answers(), time.monotonic())
+        self.scheduler.loading.answered(self._tiers.answers(), self._now())
 
     def _flush_tiers(self) -> None:
         """Write to the tiers the blocks that wait to be stored, and then their holds. Takes FLUSH_S at most."""
-        deadline = time.monotonic() + FLUSH_S
-        while self._broken is None and not self._in_flight and time.monotonic() < deadline:
+        deadline = self._now() + FLUSH_S
+        while self._broken is None and not self._in_flight and self._now() < deadline:
             self._take_tier_answers()
-            self.scheduler.holds.update(time.monotonic())
+            self.scheduler.holds.update(self._now())
             self._submit_handoffs()
             if self.scheduler.offloading.flushed():
                 return
@@ -386,7 +389,7 @@ class EngineCore:
             if call_id := self._adapter_calls.pop(number, None):
                 self._notices.append(AdapterLoaded(call_id, None if error is None else ErrorInfo.of(error)))
             if lora is not None and error is not None:
-                now, waiting = time.monotonic(), list(self.scheduler.queue.waiting)
+                now, waiting = self._now(), list(self.scheduler.queue.waiting)
                 for request in [request for request in waiting if request.prefix.adapter == lora.digest]:
                     events += self._fail(request, error, now)
         return events
@@ -411,7 +414,7 @@ class EngineCore:
     @property
     def last_step_age_s(self) -> float:
         """Seconds since the last step ended; 0 when there is nothing to compute."""
-        return time.monotonic() - self.last_step_at if self.has_work and not self.idle else 0.0
+        return self._now() - self.last_step_at if self.has_work and not self.idle else 0.0
 
     def close(self) -> None:
         """Wait for the steps in flight, stop the thread, and let the other ranks end."""

@@ -7,7 +7,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.frontend.token_channel import MAX_UNMERGED, Inbox, TokenChannel
+from deployments.frontend.inboxes import MAX_UNMERGED, Inbox
+from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import IngressStats
 from engine.wire.messages import Abort, Command, ErrorInfo, RequestTimes, TokenBatch, TokenDelta, TokenLogprob
 from engine.wire.timeline import TimelineEvent

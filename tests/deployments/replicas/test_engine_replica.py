@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from deployments.replicas import engine_replica
+from deployments.replicas import engine_control
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from engine.errors import EngineUnavailable, RequestTimeout
@@ -143,7 +143,7 @@ def test_loss_of_the_engine_ends_open_calls_and_refuses_new_ones():
 
 
 def test_request_that_the_engine_forgets_ends_with_its_deadline(monkeypatch):
-    monkeypatch.setattr(engine_replica, "TIMEOUT_GRACE_S", 0.05)
+    monkeypatch.setattr(engine_control, "TIMEOUT_GRACE_S", 0.05)
 
     async def scenario() -> None:
         async with replica_with_engine() as (replica, engine):
@@ -180,7 +180,7 @@ def test_engine_that_makes_no_step_is_unhealthy():
 
 
 def test_engine_that_stays_unhealthy_is_given_up(monkeypatch):
-    monkeypatch.setattr(engine_replica, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_control, "POLL_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
         async with replica_with_engine() as (replica, engine):

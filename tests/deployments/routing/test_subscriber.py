@@ -117,7 +117,7 @@ def test_an_engine_is_asked_for_a_snapshot_once_and_again_when_updates_were_lost
 
 
 def test_subscriptions_are_renewed(monkeypatch):
-    monkeypatch.setattr("deployments.routing.subscriber.RENEW_S", 0.01)
+    monkeypatch.setattr("deployments.routing.subscriptions.RENEW_S", 0.01)
 
     async def scenario() -> None:
         recorder, engine = Recorder(), Inbox("e")

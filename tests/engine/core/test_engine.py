@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
+from engine.clock import Clock
 from engine.config import BLOCK_SIZES, EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
@@ -18,7 +18,7 @@ from tests.models import make_model
 
 
 class FakeClock:
-    """Moves when told; stands in for the module `time`."""
+    """Moves when told."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -83,15 +83,14 @@ def overlap(request) -> bool:
 
 
 @pytest.fixture
-def make_engine(folder, overlap, monkeypatch):
+def make_engine(folder, overlap):
     cores = []
 
     def make(wake=lambda: None, **options) -> Engine:
         defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "overlap": overlap}
         clock = FakeClock()
-        monkeypatch.setattr("engine.core.engine.time", SimpleNamespace(monotonic=clock.monotonic))
         config = EngineConfig(**{"model": str(folder), **defaults, **options})
-        cores.append(build_engine(config, wake=wake))
+        cores.append(build_engine(config, wake=wake, clock=Clock(clock.monotonic)))
         return Engine(cores[-1], clock)
 
     yield make

@@ -91,7 +91,7 @@ def test_a_request_comes_back_as_batches_of_deltas_with_exactly_one_last(ingress
 
 
 def test_a_request_without_a_token_tells_what_happens_to_it_before_it_has_one(ingress, monkeypatch):
-    monkeypatch.setattr("engine.core.server.TIMELINE_PERIOD_S", 0.0)
+    monkeypatch.setattr("engine.core.serving.endpoint.TIMELINE_PERIOD_S", 0.0)
     for name in "abcde":  # one more than can run at once
         ingress.add(name, max_tokens=30)
     ingress.last("e")

@@ -103,7 +103,7 @@ def serve(pipe: Connection) -> None:
         return compute(self, inputs)
 
     ModelRunner.launch = launch  # type: ignore[method-assign]
-    engine.core.server.STATUS_PERIOD_S = STATUS_PERIOD_S
+    engine.core.serving.endpoint.STATUS_PERIOD_S = STATUS_PERIOD_S
     # else one fetch for which the machine stood still would be learned, and later tests would compute instead
     KVFetching._pays = lambda *_: True  # type: ignore[method-assign]
     server = EngineServer(config, engine_id=engine_id, status_to=status_to)

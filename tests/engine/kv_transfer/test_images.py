@@ -56,7 +56,7 @@ def started(request, ranks, tmp_path_factory) -> Iterator[VisionPair]:
     sizes = {"max_num_batched_tokens": 12 if request.param in WHOLE_IMAGES else 5}
     configs = config(folder, "decode", **sizes), config(folder, "prefill", encoder_cache_size=PREFILL_CACHE, **sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+        patch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
         with Pair(*configs, ranks) as pair:
             yield VisionPair(pair, request.param, folder)
 

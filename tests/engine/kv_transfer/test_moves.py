@@ -59,7 +59,7 @@ def alone(config: EngineConfig, requests: list[GenerateRequest]) -> list[tuple[l
 def short_status_period() -> Iterator[None]:
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+        patch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
         yield
     torch.set_num_threads(before)
 

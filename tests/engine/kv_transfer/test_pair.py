@@ -39,7 +39,7 @@ def make_config(role: str | None, *, handoff: dict[str, Any] | None = None, **op
 def short_status_period() -> Iterator[None]:
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+        patch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
         yield
     torch.set_num_threads(before)
 

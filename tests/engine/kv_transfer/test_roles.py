@@ -105,7 +105,7 @@ class SwitchedPair(Pair):
 
 @pytest.fixture(autouse=True)
 def short_status_period(monkeypatch):
-    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
 
 
 def test_each_engine_finishes_what_it_has_when_the_roles_change_there_and_back(ranks, alone, monkeypatch):

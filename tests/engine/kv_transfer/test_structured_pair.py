@@ -34,7 +34,7 @@ def fields(form: str, **more: Any) -> dict[str, Any]:
 
 
 def test_the_answer_is_that_of_one_engine_and_both_hold_to_the_form(monkeypatch):
-    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
     threads = torch.get_num_threads()
     prompt = list(range(100, 150))
     alone = build_engine(make_config(None))

@@ -41,7 +41,7 @@ def alone() -> dict[str, list[int]]:
 
 
 def test_a_prompt_computed_elsewhere_has_the_adapter_there_too_and_shares_no_block_with_the_model(alone, monkeypatch):
-    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
     assert alone["with"] != alone["without"]
     ranks = RankPool(), RankPool()
     try:
@@ -60,7 +60,7 @@ def test_a_prompt_computed_elsewhere_has_the_adapter_there_too_and_shares_no_blo
 
 
 def test_what_the_other_engine_cannot_read_is_computed_here_or_refused_and_nothing_hangs(alone, monkeypatch):
-    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
     ranks = RankPool(), RankPool()
     try:
         prefill = replace(make_config("prefill"), enable_lora=False)

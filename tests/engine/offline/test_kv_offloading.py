@@ -17,7 +17,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.core.kv_events import KVEventPublisher
+from engine.core.serving.kv_events import KVEventPublisher
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis.stateful import rule
 
 from engine.core.engine_stats import load_of
-from engine.core.kv_events import HEARTBEAT_S, UPDATE_PERIOD_S, KVEventPublisher
 from engine.core.output import Event
+from engine.core.serving.kv_events import HEARTBEAT_S, UPDATE_PERIOD_S, KVEventPublisher
 from engine.wire.block_hash import BLOCK_HASH_BYTES, block_hashes
 from engine.wire.messages import SUBSCRIPTION_S, EngineUpdate, Subscribe
 from tests.engine.core.test_scheduler_machine import GROUPS, DecodeMachine
@@ -149,6 +149,20 @@ def test_a_request_is_admitted_once_and_prefilled_with_what_was_cached():
         harness.send(reader)
     assert reader.cached == {"first": 0, "second": 8}
     assert not reader.prefilling
+
+
+def test_a_snapshot_says_of_every_live_request_whether_its_prompt_is_computed():
+    harness, reader = subscribed()
+    harness.add("runs", [1, 2, 3, 4, 5], max_tokens=9, prefill="local")
+    while not harness.outputs["runs"]:
+        harness.step()
+    harness.add("waits", [1, 2, 3], prefill="local")
+    harness.send(reader)
+    late = Reader("late")
+    harness.kv_events.subscribe(Subscribe("late"), harness.now)
+    harness.send(late)
+    assert (late.cached, late.prefilling) == ({"runs": 0}, {"waits"})
+    harness.run()
 
 
 def test_nothing_is_known_of_what_was_cached_for_a_request_that_never_ran():

@@ -125,6 +125,7 @@ class KVEventPublisher:
     def _snapshot(self, load: EngineLoad, held: bytes) -> EngineUpdate:
         """Return the current state, with the number of the last update. The next update repeats the changes since that
         one, which does no harm."""
+        live = self._scheduler.queue.live
         return EngineUpdate(
             engine_id=self._engine_id,
             number=self._number,
@@ -132,8 +133,8 @@ class KVEventPublisher:
             load=load,
             stored=b"".join([*self._pool.block_hashes(), *self._below.all()]),
             removed=b"",
-            admitted=list(self._prefilling),
-            prefilled=[],
+            admitted=list(live),
+            prefilled=[(name, r.prefix.num_cached) for name, r in live.items() if name not in self._prefilling],
             peer=self._scheduler.fetching.peer,
             held=held,
             draining=self.draining,
