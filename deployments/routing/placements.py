@@ -70,6 +70,7 @@ class Placements:
         self.records: defaultdict[str, EngineRecord] = defaultdict(EngineRecord)  # by engine
         self._placements: dict[str, Placement] = {}
         self._ended: set[str] = set()  # placements whose call has ended, but whose engine has not reported the outcome
+        self._missed: set[str] = set()  # placements whose outcome the engine may have reported before its last snapshot
 
     def engine(self, engine: str) -> EngineRecord:
         """Return the record of the engine. Do not modify it."""
@@ -89,6 +90,7 @@ class Placements:
         """Record an engine's load, which includes the admitted requests."""
         for request_id in admitted:
             self._settle_load(request_id)
+            self._missed.discard(request_id)
         record = self.records[engine]
         record.reported = load
         record.load = record.total_load()
@@ -100,9 +102,11 @@ class Placements:
         if update.snapshot:
             record.prefixes.reset(block_keys(update.stored), update.window_blocks)
             record.peer = update.peer
-            # the engine reported these in an update that was lost
-            for request_id in [r for r in self._ended if self._placements[r].engine == update.engine_id]:
+            placed = {r for r, placement in self._placements.items() if placement.engine == update.engine_id}
+            for request_id in self._ended & placed:  # the engine reported these in an update that was lost
                 self.resolve(request_id)
+            self._missed |= placed.difference(update.admitted, self._ended)
+            self._missed &= self._placements.keys()
         elif record.last_update == update.number - 1:
             record.prefixes.update(block_keys(update.stored), block_keys(update.removed))
         else:
@@ -121,7 +125,8 @@ class Placements:
         placement = self._placements.get(request_id)
         if placement is None:
             return False
-        if confirmed and self.records[placement.engine].last_update is not None:
+        reports = self.records[placement.engine].last_update is not None and request_id not in self._missed
+        if confirmed and reports:
             self._settle_load(request_id)
             self._ended.add(request_id)
         else:
@@ -132,6 +137,7 @@ class Placements:
         """Remove and return a placement whose prompt has been computed or will never be computed."""
         self._settle_load(request_id)
         self._ended.discard(request_id)
+        self._missed.discard(request_id)
         placement = self._placements.pop(request_id, None)
         if placement is not None:
             record = self.records[placement.engine]
@@ -144,6 +150,7 @@ class Placements:
         self.records.pop(engine, None)
         self._placements = {r: p for r, p in self._placements.items() if p.engine != engine}
         self._ended &= self._placements.keys()
+        self._missed &= self._placements.keys()
 
     def check(self) -> None:
         """Raise AssertionError unless all records agree."""
@@ -151,7 +158,7 @@ class Placements:
             assert record.load == record.total_load(), name
             assert all(p.engine == name and self._placements[r] is p for r, p in record.pending.items()), name
         assert all(placement.engine in self.records for placement in self._placements.values())
-        assert self._ended <= self._placements.keys()
+        assert (self._ended | self._missed) <= self._placements.keys()
 
     def _settle_load(self, request_id: str) -> None:
         """Record that a report includes a placement's load, or that its request has ended."""

@@ -95,7 +95,7 @@ class PoolEngine:
             stored=b"".join(self.pool.block_hashes()),
             removed=b"",
             admitted=[*self.held, *self.queued],
-            prefilled=[],
+            prefilled=[(request_id, -1) for request_id in self.held],
         )
 
     def cached(self, tokens: list[int]) -> int:

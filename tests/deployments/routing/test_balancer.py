@@ -262,6 +262,27 @@ def test_blocks_of_a_request_that_has_ended_are_expected_until_its_engine_has_sp
     assert router.placements.engine(engine.name).prefixes.match(prompt("", tokens).keys) == 0
 
 
+@pytest.mark.parametrize("runs", [True, False], ids=["it runs", "it has ended"])
+def test_blocks_of_a_request_whose_prompt_was_computed_before_a_snapshot_are_not_expected_after_its_end(runs):
+    """Seed 33 of tests.days: the engine had said so in an update that this router did not get."""
+    router, tokens, engine = balancer(), list(range(40)), PoolEngine("decode-m-a")
+    router.choose(prompt("1", tokens), [engine.name])
+    engine.take("1", tokens)
+    assert engine.compute("1", tokens)
+    if not runs:
+        engine.end("1")
+    engine.update()  # for other routers
+    router.update(engine.snapshot())
+    assert router.placements.engine(engine.name).load.sequences == 1, "it counts once"
+    engine.end("1")
+    router.update(engine.update())
+    router.end("1", confirmed=True)
+    engine.pool.clear_cache()
+    router.update(engine.update())
+    assert router.placements.engine(engine.name).prefixes.match(prompt("", tokens).keys) == 0
+    router.placements.check()
+
+
 def test_blocks_of_a_request_that_never_got_there_are_not_expected():
     router, tokens = balancer(), list(range(40))
     engine = router.choose(prompt("1", tokens), ENGINES).engines[0]
