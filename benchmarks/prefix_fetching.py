@@ -68,7 +68,7 @@ class Replicas:
         self._reply_to = f"tcp://127.0.0.1:{self._tokens.bind_to_random_port('tcp://127.0.0.1')}"
         self._inboxes: dict[str, asyncio.Queue[TokenDelta]] = {}
         self._digester = PromptDigester(block_size)
-        self._balancer = Balancer(RoutingConfig(), "decode", block_size)
+        self._balancer = Balancer(RoutingConfig(), "decode", block_size, random.Random(0))
         self._subscriber = KVEventSubscriber("127.0.0.1", lambda update: self._balancer.update(update))
         self._tasks = [asyncio.create_task(self._subscriber.run()), asyncio.create_task(self._receive())]
 
@@ -77,7 +77,7 @@ class Replicas:
         for name in self._names:
             self._engines[name].send(ResetPrefixCache())
         self._subscriber.subscribe({})
-        self._balancer = Balancer(RoutingConfig(policy=policy), "decode", self._block_size)
+        self._balancer = Balancer(RoutingConfig(policy=policy), "decode", self._block_size, random.Random(0))
         self._subscriber.subscribe({name: self._engines[name].address for name in self._names})
         await asyncio.sleep(SETTLE_S)
 

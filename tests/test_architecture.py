@@ -278,3 +278,24 @@ def test_the_scheduler_and_what_it_owns_know_neither_torch_nor_clock_nor_socket(
     for name in [*names, *(f"wire/{name}" for name in wire), "config", "errors"]:
         packages = imported_packages((ROOT / "engine" / f"{name}.py").read_text(encoding="utf-8"))
         assert not packages & {"torch", "time", "zmq", "socket", "asyncio", "threading"}, name
+
+
+# Their clock, randomness and sockets come from outside, so that tests/days can run a whole cluster of them.
+SIMULATED = """
+    engine/core/*.py engine/core/features/**/*.py engine/core/serving/*.py
+    engine/kv_transfer/endpoint.py engine/kv_transfer/protocol/*.py engine/fairness/fair_queue.py
+    deployments/frontend/admission.py deployments/frontend/generation.py deployments/frontend/inboxes.py
+    deployments/frontend/retry.py deployments/frontend/sequence.py
+    deployments/replicas/departure.py deployments/replicas/engine_control.py deployments/replicas/rebalancing.py
+    deployments/replicas/remote_dispatcher.py
+    deployments/routing/balancer.py deployments/routing/cost.py deployments/routing/placements.py
+    deployments/routing/policies.py deployments/routing/prefix_index.py deployments/routing/subscriptions.py
+"""
+CHANCE = re.compile(r"\b(time\.(monotonic|time|perf_counter)(_ns)?|random\.(?!Random\b)\w+|secrets\.\w+|uuid\.\w+)\b")
+
+
+def test_what_tests_days_simulates_asks_no_clock_and_no_source_of_chance_of_its_own():
+    files = [file for pattern in SIMULATED.split() for file in ROOT.glob(pattern)]
+    assert all(list(ROOT.glob(pattern)) for pattern in SIMULATED.split()), "a file was moved"
+    for file in files:
+        assert not (found := CHANCE.search(file.read_text(encoding="utf-8"))), f"{file}: {found and found[0]}"

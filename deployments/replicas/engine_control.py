@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -62,6 +62,7 @@ class EngineControl:
         self._dispatchers = {kind: RemoteDispatcher(pool, self._send, kind) for kind, pool in (peers or {}).items()}
         self._calls: dict[str, asyncio.Future[None]] = {}
         self._num_answers = 0
+        self._call_ids = count()
         self._loads: dict[str, asyncio.Future[ErrorInfo | None]] = {}
         self._lists: dict[str, asyncio.Future[HotPrefixes]] = {}
         self._broken: str | None = None
@@ -130,7 +131,7 @@ class EngineControl:
         EngineUnavailable."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
-        call_id = secrets.token_hex(8)
+        call_id = str(next(self._call_ids))
         loaded = self._loads[call_id] = asyncio.get_running_loop().create_future()
         try:
             self._send(LoadAdapter(call_id, lora))
@@ -142,7 +143,7 @@ class EngineControl:
         """Return the engine's most used cached prefixes. Raises EngineUnavailable."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
-        call_id = secrets.token_hex(8)
+        call_id = str(next(self._call_ids))
         listed = self._lists[call_id] = asyncio.get_running_loop().create_future()
         try:
             self._send(ListHotPrefixes(call_id, limit))

@@ -35,13 +35,13 @@ class Balancer:
     would seem idle and attract all requests. An engine that is about to stop stays unhealthy.
     """
 
-    def __init__(self, config: RoutingConfig, role: Role, block_size: int, rng: random.Random | None = None):
+    def __init__(self, config: RoutingConfig, role: Role, block_size: int, rng: random.Random):
         self.placements = Placements()
         self.stats = RoutingStats(config.policy)
         self._cost = RoutingCost(
             block_size, config.prefix_weight, config.running_weight_of(role), config.adapter_weight
         )
-        self._policy = make_policy(config.policy, self._cost, rng or random.Random())
+        self._policy = make_policy(config.policy, self._cost, rng)
         #: Roles of the engines whose roles can change.
         self.roles: dict[str, Role] = {}
         self._unhealthy: set[str] = set()

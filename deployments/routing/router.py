@@ -4,6 +4,7 @@ decode replicas, each decode replica has one for prefill replicas."""
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -62,7 +63,7 @@ class EngineRouter(CallRouter):
         call = next(arg for arg in pending_request.args if isinstance(arg, RoutingContext))
         if self._subscriber is None:
             key = ray_compat.cluster_key()  # does not block: cached since the process started
-            self._balancer = Balancer(self._configs[call.role], call.role, self._block_size)
+            self._balancer = Balancer(self._configs[call.role], call.role, self._block_size, random.Random())
             self._subscriber = KVEventSubscriber(ray.util.get_node_ip_address(), self._apply, key)
             self._receive_task = asyncio.get_running_loop().create_task(self._subscriber.run())
             self._subscribe()

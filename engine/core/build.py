@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -105,7 +104,7 @@ def build_engine(
     )
     kv_cache, token_limits = make_kv_cache(loaded)
     step_times = StepTimes()
-    offloading = make_offloading(loaded, tiers, kv_cache, step_times)
+    offloading = make_offloading(loaded, tiers, kv_cache, step_times, clock)
     handoff = loaded.config.handoff
     channel = NoChannel() if handoff is None else open_channel(handoff, kv_ranks)
     handoffs = make_handoffs(loaded, channel, step_times)
@@ -119,7 +118,7 @@ def build_engine(
         adapters=AdapterSlots(config.max_loras) if loaded.config.enable_lora else None,
         offloading=offloading,
         fetching=make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
-        holds=make_holds(loaded, kv_cache, offloading),
+        holds=make_holds(loaded, kv_cache, offloading, clock),
         token_limits=[*token_limits, *make_micro_batches(config)],
     )
     return EngineCore(
@@ -273,11 +272,11 @@ def make_fetching(
 
 
 def make_offloading(
-    loaded: Loaded, tiers: RankTiers | None, kv_cache: KVCacheManager, step_times: StepTimes
+    loaded: Loaded, tiers: RankTiers | None, kv_cache: KVCacheManager, step_times: StepTimes, clock: Clock
 ) -> KVOffloading | NoOffloading:
     if tiers is None:
         return NoOffloading()
-    config, ranks, now, found = loaded.config, loaded.runner.tp.size, time.monotonic(), []
+    config, ranks, now, found = loaded.config, loaded.runner.tp.size, clock.monotonic(), []
     if tiers.host_slots:
         slots = [TierIndex(count, config.kv_offloading_ttl_s, slots=True) for count in tiers.host_slots]
         found.append(Tier("host", slots, [1] * len(slots), [size * ranks for size in tiers.block_bytes]))
@@ -295,7 +294,7 @@ def make_offloading(
         timeout_s=config.kv_offloading_timeout_s,
         rank_bytes=tiers.block_bytes,
         ranks=ranks,
-        epoch_s=time.time() - now,
+        epoch_s=clock.wall() - now,
         found_holds=tiers.found_holds,
     )
     for block in tiers.found:
@@ -303,7 +302,9 @@ def make_offloading(
     return offloading
 
 
-def make_holds(loaded: Loaded, kv_cache: KVCacheManager, offloading: KVOffloading | NoOffloading) -> Holds | NoHolds:
+def make_holds(
+    loaded: Loaded, kv_cache: KVCacheManager, offloading: KVOffloading | NoOffloading, clock: Clock
+) -> Holds | NoHolds:
     config = loaded.config
     if not (config.max_held_share and config.enable_prefix_caching) or loaded.model.bidirectional:
         return NoHolds()
@@ -315,7 +316,7 @@ def make_holds(loaded: Loaded, kv_cache: KVCacheManager, offloading: KVOffloadin
         max_share_per_client=config.max_held_share_per_client,
         max_ttl_s=config.max_hold_s,
     )
-    holds.update(time.monotonic())  # restores those on disk, before any block is evicted or too old
+    holds.update(clock.monotonic())  # restores those on disk, before any block is evicted or too old
     return holds
 
 

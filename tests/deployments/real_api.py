@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -83,7 +84,7 @@ class LocalRemotePool:
     def __init__(self, replica: EngineReplica):
         self.routing = RoutingStats()
         self._replica = replica
-        self._balancer = Balancer(RoutingConfig(), "prefill", BLOCK_SIZE)
+        self._balancer = Balancer(RoutingConfig(), "prefill", BLOCK_SIZE, random.Random(0))
         self._balancer.use_stats(self.routing)
 
     async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:

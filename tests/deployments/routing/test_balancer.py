@@ -334,7 +334,7 @@ def test_a_request_goes_where_its_blocks_fit():
 
 
 def test_prefill_looks_at_queues_and_not_at_blocks_that_wait_to_be_read():
-    router = Balancer(RoutingConfig(), "prefill", BLOCK)
+    router = Balancer(RoutingConfig(), "prefill", BLOCK, random.Random(0))
     router.update(report("p-a", blocks_used=9000))
     router.update(report("p-b", queued_tokens=40))
     assert router.choose(plain(1), ["p-a", "p-b"]).engines[0] == "p-a"

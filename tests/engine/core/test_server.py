@@ -304,7 +304,7 @@ def test_an_address_that_is_none_cannot_be_followed_and_harms_nobody(ingress):
 
 
 def test_an_idle_engine_ends_a_hold_when_its_time_is_over(folder, context, control, monkeypatch):
-    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
     config = EngineConfig(model=str(folder), block_size=4, num_blocks=64, max_model_len=64, num_threads=1)
     thread = ServerThread(EngineServer(config, engine_id="e", status_to=control.address))
     ingress = Ingress(context, thread.server)
@@ -325,7 +325,7 @@ def test_an_idle_engine_ends_a_hold_when_its_time_is_over(folder, context, contr
 
 
 def test_status_messages_come_although_nothing_ends(control, server, monkeypatch):
-    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.0)
+    monkeypatch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.0)
     assert [control.receive().ended for _ in range(4)] == [[]] * 4
 
 
