@@ -1,13 +1,11 @@
-"""The cost of several ranks: python -m benchmarks.ranks [collectives | plans | steps | pocket | stages]
+"""The cost of several ranks: python -m benchmarks.ranks [collectives | plans | steps | pocket]
 
-All but the last are in microseconds.
+All are in microseconds.
 
 collectives: all-reduce of [rows, 768] between two ranks, over gloo and over shared memory.
 plans: time from sending a plan on rank 0 until rank 1 has it, and the time that sending takes on rank 0.
 steps: a whole step of a tiny model, which computes next to nothing, on one rank and on two.
 pocket: a whole step of the bundled model.
-stages: tokens/s of a model over pipeline stages and over tensor parallel ranks, with one thread per rank; and for each
-    rank the share of the time in which it waits, which is that in which its process uses no CPU.
 """
 
 from __future__ import annotations
@@ -137,51 +135,6 @@ def step_us(core: EngineCore, seqs: int) -> float:
     return median(times)
 
 
-def stages(pool: RankPool) -> None:
-    """Decode with 1, 2 and 8 requests; then compute prompts of 1,000 tokens, alone and among 8 requests that decode."""
-    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 8}
-    folder = make_model(
-        Path(tempfile.mkdtemp()), "llama", **shape, num_key_value_heads=4, head_dim=64, vocab_size=8192,
-        max_position_embeddings=2048,
-    )  # fmt: skip
-    loads = {
-        "1 request": (1, 0),
-        "2 requests": (2, 0),
-        "8 requests": (8, 0),
-        "1 prompt": (0, 1),
-        "8 and 2 prompts": (8, 2),
-    }
-    for layout in ({}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"pipeline_parallel": 2, "overlap": False}):
-        config = EngineConfig(
-            model=str(folder), dtype="bfloat16", num_threads=1, num_blocks=1024, max_num_batched_tokens=128, **layout
-        )
-        with pool.engine(config) as core:
-            decode_and_prefill(core, 1, 1)
-            for name, (decoding, prompts) in loads.items():
-                before, started = pool.cpu_seconds(config.num_ranks), time.perf_counter()
-                tokens = decode_and_prefill(core, decoding, prompts)
-                wall = time.perf_counter() - started
-                used = [b - a for a, b in zip(before, pool.cpu_seconds(config.num_ranks), strict=True)]
-                waits = " ".join(f"{max(0.0, 1 - cpu / wall):4.0%}" for cpu in used)
-                print(f"{layout!s:50} {name:16} {tokens / wall:8.0f} tokens/s, ranks wait {waits}", flush=True)
-
-
-def decode_and_prefill(core: EngineCore, decoding: int, prompts: int) -> int:
-    """Return the number of tokens computed."""
-    many = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
-    vocabulary = core.model_config.vocab_size
-    for i in range(decoding):
-        core.add(GenerateRequest(request_id=f"decode {i}", prompt=[5, 6, 7 + i], params=many))
-    once = SamplingParams(temperature=0.0, max_tokens=1)
-    for i in range(prompts):
-        prompt = torch.randint(vocabulary, (1000,), generator=torch.Generator().manual_seed(i)).tolist()
-        core.add(GenerateRequest(request_id=f"prompt {i}", prompt=prompt, params=once))
-    while core.has_work:
-        core.step()
-    core.scheduler.clear_cache()
-    return 120 * decoding + 1000 * prompts
-
-
 def median(seconds: list[float]) -> float:
     return statistics.median(seconds) * 1e6
 
@@ -190,7 +143,7 @@ def main() -> None:
     torch.set_num_threads(1)
     pool = RankPool()
     for name in sys.argv[1:] or ["collectives", "plans", "steps", "pocket"]:
-        kinds = {"collectives": collectives, "plans": plans, "steps": steps, "pocket": pocket, "stages": stages}
+        kinds = {"collectives": collectives, "plans": plans, "steps": steps, "pocket": pocket}
         kinds[name](pool)
     pool.close()
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ MALLOPTS = {-1: 2**30, -3: 2**25}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD (its max
 PR_SET_TIMERSLACK = 29
 
 Run = Callable[[], Tensor]
+T = TypeVar("T")
 
 
 class StagedCopy:
@@ -80,7 +81,7 @@ class Device:
         replay."""
         raise NotImplementedError("a CPU has no graphs")
 
-    def timed(self, run: Run) -> tuple[Tensor, Callable[[], float]]:
+    def timed(self, run: Callable[[], T]) -> tuple[T, Callable[[], float]]:
         """Return the output of `run`, and a function that returns the seconds that it took on the device. Call the
         function once an event made later has been reached."""
         started, output = time.perf_counter(), run()
@@ -187,7 +188,7 @@ class CudaDevice(Device):
             torch.cuda.set_stream(before)  # torch leaves its own stream current when a capture fails
         return output, graph.replay, graph.reset
 
-    def timed(self, run: Run) -> tuple[Tensor, Callable[[], float]]:
+    def timed(self, run: Callable[[], T]) -> tuple[T, Callable[[], float]]:
         """Measure by events in the queue, without waiting. This has not run on a GPU yet."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

@@ -113,7 +113,7 @@ class TierHarness(Harness):
             name_of=name_of,
             times=StepTimes(),
             timeout_s=TIMEOUT_S,
-            rank_bytes=[1] * groups,
+            block_bytes=[1] * groups,
             min_tokens=self._min_tokens,
             epoch_s=EPOCH_S,
             found_holds=list(self.found.holds[False].items()) if self.found else (),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,12 +74,6 @@ class RankPool:
         for process, _ in self._ranks:
             process.kill()
             process.join(TIMEOUT_S)
-
-    def cpu_seconds(self, size: int) -> list[float]:
-        """Return the CPU time that each of the first `size` ranks has used."""
-        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in self.pids[: size - 1]]
-        ticks = [stat.rpartition(")")[2].split()[11:13] for stat in stats]
-        return [time.process_time(), *(sum(map(int, pair)) / os.sysconf("SC_CLK_TCK") for pair in ticks)]
 
     def close(self) -> None:
         for process, pipe in self._ranks:

@@ -33,7 +33,7 @@ def host_tier(spec: ClusterSpec, kv_cache: KVCacheManager, times: StepTimes) -> 
         name_of=lambda group, block_hash: block_hash,
         times=times,
         timeout_s=math.inf,
-        rank_bytes=[block_bytes],
+        block_bytes=[block_bytes],
     )
 
 

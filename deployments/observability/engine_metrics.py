@@ -122,6 +122,10 @@ def _hold_totals(field: str) -> Callable[[EngineStats], dict[str, int]]:
     return lambda stats: {} if stats.holds is None else getattr(stats.holds, field)
 
 
+def _stages(field: str) -> Callable[[EngineStats], dict[int, float]]:
+    return lambda stats: {number: getattr(stage, field) for number, stage in enumerate(stats.stages)}
+
+
 def _adapters_resident(stats: EngineStats) -> int | None:
     return len(stats.adapters) if stats.max_loras else None
 
@@ -247,6 +251,20 @@ LABELLED: list[Row] = [
     ),
     (Counter, "manta_holds_refused", "Holds that were refused, by reason.", _hold_totals("refused"), "reason"),
     (Counter, "manta_holds_ended", "Holds that ended, by reason.", _hold_totals("ended"), "reason"),
+    (
+        Counter,
+        "manta_stage_busy_seconds",
+        "Seconds in which a pipeline stage computed, while its engine had steps under way.",
+        _stages("busy_s"),
+        "stage",
+    ),
+    (
+        Counter,
+        "manta_stage_wait_seconds",
+        "Seconds in which a pipeline stage waited, while its engine had steps under way.",
+        _stages("wait_s"),
+        "stage",
+    ),
     (Counter, "manta_moves", "Running requests that moved, by outcome.", "moves", "outcome"),
     (Counter, "manta_kv_fetches", "Prompts of which another engine had more cached, by outcome.", "fetches", "outcome"),
 ]

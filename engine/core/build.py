@@ -35,10 +35,8 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
-from engine.kv_offload.disk import sealed_size
 from engine.kv_offload.group_tiers import GroupTiers, NoTiers
 from engine.kv_offload.rank_tiers import RankTiers
-from engine.kv_offload.sealing import OVERHEAD
 from engine.kv_offload.tier_index import TierIndex
 from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.no_channel import NoChannel
@@ -47,8 +45,8 @@ from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
 from engine.model.state import max_drafts, state_specs
-from engine.runner.kv_cache import window_step_tokens
-from engine.runner.memory import snapshot_border, snapshot_interval
+from engine.runner.kv_cache import group_needs, window_step_tokens
+from engine.runner.memory import snapshot_border, snapshot_bytes, snapshot_interval
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_setup import read_model
 from engine.runner.stages.open_runner import open_runner, without_idle_moves
@@ -119,7 +117,7 @@ def build_engine(
         offloading=offloading,
         fetching=make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
         holds=make_holds(loaded, kv_cache, offloading, clock),
-        token_limits=[*token_limits, *make_micro_batches(config)],
+        token_limits=[*token_limits, *make_micro_batches(loaded)],
     )
     return EngineCore(
         loaded.config,
@@ -167,7 +165,7 @@ def start_tiers(loaded: Loaded, opened: ExitStack) -> RankTiers | None:
         return None
     from engine.runner import worker
 
-    return worker.start_tiers(loaded.runner, loaded.folder, opened)
+    return worker.start_tiers(loaded.runner, loaded.model, loaded.folder, opened)
 
 
 def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | NoBroadcaster:
@@ -218,8 +216,11 @@ def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[TokenLimit]]:
     )
 
 
-def make_micro_batches(config: EngineConfig) -> list[TokenLimit]:
-    return [MicroBatches(config.pipeline_parallel)] if config.pipeline_parallel > 1 else []
+def make_micro_batches(loaded: Loaded) -> list[TokenLimit]:
+    stages, vision = loaded.config.pipeline_parallel, loaded.model.vision
+    if stages == 1:
+        return []
+    return [MicroBatches(stages, 0 if vision is None else vision.mm_tokens_per_image)]
 
 
 def make_limits(loaded: Loaded) -> ModelLimits:
@@ -266,9 +267,20 @@ def make_fetching(
         peer=channel.peer,
         times=step_times,
         timeout_s=config.fetch_timeout_s,
-        block_bytes=[manager.pool.block_bytes * loaded.runner.tp.size for manager in kv_cache.groups],
+        block_bytes=block_bytes(loaded),
         quarantined=channel.quarantined,
     )
+
+
+def block_bytes(loaded: Loaded) -> list[int]:
+    """Return the bytes of a block of each KV cache group, on all ranks of all stages together. If there are snapshots
+    of recurrent states, the bytes of one come last."""
+    model, runner, tp = loaded.model, loaded.runner, loaded.runner.tp
+    needs = group_needs(loaded.config, runner.block_size, model, runner.kv_dtype, tp)
+    sizes = [need.block_bytes for need in needs]
+    if runner.states.num_snapshots:
+        sizes.append(snapshot_bytes(state_specs(model.recurrent, str(runner.dtype).removeprefix("torch."), tp.size)))
+    return [size * tp.size for size in sizes]
 
 
 def make_offloading(
@@ -276,24 +288,23 @@ def make_offloading(
 ) -> KVOffloading | NoOffloading:
     if tiers is None:
         return NoOffloading()
-    config, ranks, now, found = loaded.config, loaded.runner.tp.size, clock.monotonic(), []
+    config, now, found = loaded.config, clock.monotonic(), []
     if tiers.host_slots:
         slots = [TierIndex(count, config.kv_offloading_ttl_s, slots=True) for count in tiers.host_slots]
-        found.append(Tier("host", slots, [1] * len(slots), [size * ranks for size in tiers.block_bytes]))
-    if tiers.disk_bytes:
-        files = TierIndex(tiers.disk_bytes, config.kv_offloading_ttl_s)
-        found.append(Tier("disk", [files], list(map(sealed_size, tiers.block_bytes)), [ranks]))
-    if tiers.store_bytes:
-        objects = TierIndex(tiers.store_bytes, config.kv_offloading_ttl_s)
-        found.append(Tier("store", [objects], [size + OVERHEAD for size in tiers.block_bytes], [ranks]))
+        found.append(Tier("host", slots, [1] * len(slots), tiers.block_bytes))
+    for name, size, sizes in (
+        ("disk", config.kv_offloading_disk_size, tiers.disk_sizes),
+        ("store", config.kv_offloading_store_size, tiers.store_sizes),
+    ):
+        if size is not None:
+            found.append(Tier(name, [TierIndex(int(size * 2**30), config.kv_offloading_ttl_s)], sizes, [1]))
     offloading = KVOffloading(
         kv_cache,
         found,
         name_of=tiers.names.of,
         times=step_times,
         timeout_s=config.kv_offloading_timeout_s,
-        rank_bytes=tiers.block_bytes,
-        ranks=ranks,
+        block_bytes=tiers.block_bytes,
         epoch_s=clock.wall() - now,
         found_holds=tiers.found_holds,
     )

@@ -38,6 +38,7 @@ from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.wire.handoff import AcceptPrefill, RefusePrefill
+from engine.wire.kv_offload import TierCommand
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     AdapterLoaded,
@@ -113,8 +114,9 @@ class EngineCore:
         self._broken: str | None = None
         self._in_flight: deque[StepInFlight] = deque()
         self._num_launched = 0
-        #: Actions for other engines, by the step that planned them, with the number of steps that must end first.
-        self._reserved: deque[tuple[int, list[HandoffOutput]]] = deque()
+        #: Actions for other engines and commands to the tiers, by the plan that made them, each with the number of
+        #: steps that must end first.
+        self._reserved: deque[tuple[int, list[HandoffOutput], list[TierCommand]]] = deque()
         # A thread for overlap on devices whose calls block. With other ranks it is needed even without overlap, to
         # notice a rank that hangs while a step waits for it.
         threaded = group.size > 1 or (runner.overlap and not runner.device.asynchronous)
@@ -237,10 +239,11 @@ class EngineCore:
 
     def _overlapped_step(self) -> list[Event]:
         events, plan = self._plan()
-        # A block just reserved for remote KV may have belonged to an ended sequence that the steps in flight still
-        # write for. So these steps end before the reservation is reported.
-        if actions := self.scheduler.handoffs.actions:
-            self._reserved.append((self._num_launched, [*actions]))
+        # A block just reserved for KV from elsewhere may have belonged to an ended sequence that the steps in flight
+        # still write for. So these steps end before the KV is asked for.
+        actions, commands = self.scheduler.handoffs.actions, self.scheduler.offloading.take_commands(self._now())
+        if actions or commands:
+            self._reserved.append((self._num_launched, [*actions], commands))
             actions.clear()
         if not self._in_flight:
             self._submit_handoffs()
@@ -310,13 +313,14 @@ class EngineCore:
     def _submit_handoffs(self) -> None:
         """Pass the scheduler's actions to the handoffs' channels and the tiers, and queue its notices for the control
         actor."""
-        self._tiers.submit(self.scheduler.offloading.take_commands(self._now()))
         ended = self._num_launched - len(self._in_flight)
         while self._reserved and self._reserved[0][0] <= ended:
-            self._submit(self.handoff_channel, self._reserved.popleft()[1])
-        actions = self.scheduler.handoffs.actions
-        if actions and not self._reserved:  # else these would overtake the reserved ones
+            _, actions, commands = self._reserved.popleft()
+            self._tiers.submit(commands)
             self._submit(self.handoff_channel, actions)
+        if not self._reserved:  # else these would overtake the reserved ones
+            self._tiers.submit(self.scheduler.offloading.take_commands(self._now()))
+            self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
         if actions := self.image_handoffs.actions:
             self._submit(self.image_handoffs.channel, actions)
 
@@ -409,6 +413,7 @@ class EngineCore:
             prompt_seconds_per_token=times.prompt_token_s,
             prefill_tokens=times.prefill_tokens,
             prefills=times.prefills,
+            stages=self.runner.stages(),
         )
 
     @property

@@ -43,6 +43,8 @@ class StageGroup(TPGroup):
             self._own = own
             if own.local_size < size and rank == 0:
                 logger.warning("stage %d is on several machines, so its layers sum over the network", self.stage)
+        # those that it sends, its share of those that it receives, and these gathered
+        self.link_copies = (stages + 1) / size + 1
         self.link = StageLink(all_ranks.peers(CONNECT_TIMEOUT_S), self)
         all_ranks.on_abort(self.link.abort)
 

@@ -1,4 +1,4 @@
-"""Sends the results of steps from the last pipeline stage to rank 0."""
+"""Sends the results of steps from the last pipeline stage to rank 0, and how long each stage computed."""
 
 from __future__ import annotations
 
@@ -25,17 +25,26 @@ class ResultReceiver:
             self._context, group.host, StepResult, name=NAME, key=group.key
         )
         self._found: deque[StepResult] = deque()
+        self._last = group.stages - 1
+        #: Seconds that each stage has computed; that of rank 0 stays 0.
+        self.busy_s = [0.0] * group.stages
         group.exchange(self._socket.address)
 
     def arrived(self, step: int, timeout_s: float) -> bool:
         """Return whether the result of a step arrives within `timeout_s`. Results arrive in the order of steps."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._found.extend(self._socket.messages())
+            self._take_messages()
             if self._found and self._found[-1].step >= step:
                 return True
             if not self._socket.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
                 return False
+
+    def _take_messages(self) -> None:
+        for result in self._socket.messages():
+            self.busy_s[result.stage] = result.busy_s
+            if result.stage == self._last:
+                self._found.append(result)
 
     def take(self, step: int) -> StepResult:
         """Return the result of a step that has arrived."""
@@ -48,7 +57,7 @@ class ResultReceiver:
 
 
 class ResultSender:
-    """The end of all ranks but rank 0. Only one, in the last stage, sends. Used by one thread."""
+    """The end of all ranks but rank 0. The first rank of each stage sends. Used by one thread."""
 
     def __init__(self, group: StageGroup):
         self._context = zmq.Context()

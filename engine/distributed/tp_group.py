@@ -56,11 +56,14 @@ class TPGroup:
     fixed_order = False  #: whether sums have the same bits with any number of ranks
     parts = 1  #: addends of each sum that every rank computes
     vocab_multiple = 1  #: divisor of the number of vocabulary rows on a rank
+    link_copies = 0.0  #: hidden states of whole steps that a link to another stage keeps at a time
     stage, stages = 0, 1  #: number of this pipeline stage, and how many there are
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
         """key: cluster key of this engine's sockets, which other engines must have; None admits all peers."""
         self.rank, self.size, self.key = rank, size, key
+        #: The ranks of all stages.
+        self.all_ranks: TPGroup = self
 
     @staticmethod
     def single(key: ClusterKey | None = None) -> TPGroup:

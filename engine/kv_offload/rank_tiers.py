@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -32,13 +32,13 @@ class RankTiers:
     worker: TierWorker
     names: BlockNames
     block_bytes: list[int]
-    """Bytes of a block of each KV cache group on this rank."""
+    """Bytes of a block of each KV cache group, on all ranks together."""
     host_slots: list[int]
     """Blocks of each group in host memory; empty without this tier."""
-    disk_bytes: int
-    """Space on this rank's disk; 0 without this tier."""
-    store_bytes: int
-    """Space in the store for one rank's parts; 0 without this tier."""
+    disk_sizes: list[int]
+    """Disk space that a block of each group takes, on all ranks together; empty without this tier."""
+    store_sizes: list[int]
+    """The same in the store."""
     found: list[FoundBlock]
     """Blocks that earlier starts have left on the disks of all ranks, oldest first."""
     found_holds: list[tuple[bytes, SavedHold]]
@@ -55,20 +55,22 @@ def open_tiers(
     """
     if not config.offloads_kv:
         return None
-    block_bytes = [cache[:1].nbytes for cache in caches]
+    own_bytes = [cache[:1].nbytes for cache in caches]
+    of_ranks: list[list[int]] = [json.loads(text) for text in tp.exchange(json.dumps(own_bytes))]
+    block_bytes = [sum(sizes) for sizes in zip(*of_ranks, strict=True)]
     if not all(block_bytes):
         key = next(key for key in SIZES if getattr(config, key) is not None)
         raise ConfigError(key, getattr(config, key), "left out, because this model keeps no KV in blocks")
-    slots = host_slots(config, [len(cache) for cache in caches], block_bytes, tp.size)
-    disk_bytes = share_of(config, "kv_offloading_disk_size", tp.size, max(map(sealed_size, block_bytes)))
-    store_bytes = share_of(config, "kv_offloading_store_size", tp.size, max(block_bytes) + OVERHEAD)
+    slots = host_slots(config, [len(cache) for cache in caches], block_bytes)
+    disk_sizes = sizes_in(config, "kv_offloading_disk_size", of_ranks, sealed_size)
+    store_sizes = sizes_in(config, "kv_offloading_store_size", of_ranks, lambda size: size + OVERHEAD)
     secret, disk, store = choose_secret(config.kv_offloading_key_file, tp.key), None, None
     names = BlockNames(secret)
     key = f"{TEMPORARY_KEY}{names.folder('')}-" if config.kv_offloading_key_file is None else ""
-    # numbers differ between devices and numbers of ranks, and a rank's file has its heads only
+    # numbers differ between devices and numbers of ranks, and a rank's file has its heads and layers only
     shared = f"{scope} object={LAYOUT_VERSION} device={kind_of(caches[0].device)!r} ranks={tp.size}"
     own = f"{shared} rank={tp.rank}"
-    if disk_bytes:
+    if disk_sizes:
         root = user_folder(config.kv_offloading_dir)
         disk = DiskFolder(root, key + names.folder(own), Sealer(secret, own))
         opened.callback(disk.close)
@@ -93,37 +95,47 @@ def open_tiers(
     )
     opened.callback(worker.close)
     holds = [] if disk is None else disk.find_holds()
-    return RankTiers(worker, names, block_bytes, slots, disk_bytes, store_bytes, found, holds)
+    return RankTiers(worker, names, block_bytes, slots, disk_sizes, store_sizes, found, holds)
 
 
-def share_of(config: EngineConfig, key: str, ranks: int, largest: int) -> int:
-    """Return one rank's share of a tier in bytes; 0 without this tier. largest: bytes of the largest block. Raises
+def sizes_in(
+    config: EngineConfig, key: str, of_ranks: list[list[int]], size_in_tier: Callable[[int], int]
+) -> list[int]:
+    """Return the space that a block of each group takes in a tier, on all ranks together; empty without this tier.
+    of_ranks: bytes of a block of each group on each rank. size_in_tier: space that so many bytes take. Raises
     ConfigError."""
     size = getattr(config, key)
-    share = int((size or 0) * GIB) // ranks
-    if size is not None and share < largest:
-        raise ConfigError(key, size, "enough for one block on each rank")
-    return share
+    if size is None:
+        return []
+    sizes = [sum(map(size_in_tier, group)) for group in zip(*of_ranks, strict=True)]
+    if size * GIB < max(sizes):
+        raise ConfigError(key, size, "enough for one block on all ranks")
+    return sizes
 
 
-def host_slots(config: EngineConfig, counts: list[int], block_bytes: list[int], ranks: int) -> list[int]:
+def host_slots(config: EngineConfig, counts: list[int], block_bytes: list[int]) -> list[int]:
     """Return how many blocks of each group host memory holds, in the same proportions as on the device."""
     size = config.kv_offloading_size
     if size is None:
         return []
     device = sum(count * each for count, each in zip(counts, block_bytes, strict=True))
-    slots = [int(count * size * GIB / ranks / device) for count in counts]
+    slots = [int(count * size * GIB / device) for count in counts]
     if not all(slots):
         raise ConfigError("kv_offloading_size", size, "enough for one block of each KV cache group")
     return slots
 
 
 def on_all_ranks(disk: DiskFolder, tp: TPGroup) -> list[FoundBlock]:
-    """Return the blocks for which every rank has its part. Deletes this rank's part of all other blocks."""
+    """Return the blocks for which every rank has its part, with their sizes on all ranks together. Deletes this rank's
+    part of all other blocks."""
     found = disk.find()
-    names = tp.exchange(json.dumps([block.name.hex() for block in found]))
-    everywhere = set.intersection(*(set(json.loads(text)) for text in names))
+    of_ranks = [json.loads(text) for text in tp.exchange(json.dumps({b.name.hex(): b.size for b in found}))]
+    everywhere = set.intersection(*map(set, of_ranks))
     for block in found:
         if block.name.hex() not in everywhere:
             disk.delete(block.name)
-    return [block for block in found if block.name.hex() in everywhere]
+    return [
+        block._replace(size=sum(sizes[block.name.hex()] for sizes in of_ranks))
+        for block in found
+        if block.name.hex() in everywhere
+    ]

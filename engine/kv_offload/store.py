@@ -114,7 +114,7 @@ class StoreFolder:
         for name, parts in found.items():
             age_s = min(age_s for _, age_s, _ in parts)
             if len(parts) == self._ranks:
-                whole.append(FoundBlock(name, max(size for size, _, _ in parts), age_s))
+                whole.append(FoundBlock(name, sum(size for size, _, _ in parts), age_s))
             elif age_s > UNFINISHED_S:
                 unfinished += [path for _, _, path in parts]
             else:

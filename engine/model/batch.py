@@ -99,6 +99,11 @@ class Batch:
     views: dict[tuple[int, bool], Batch] = field(default_factory=dict)
     """Batches from `of_group`, made once for all layers."""
 
+    @property
+    def has_images(self) -> bool:
+        """Whether tokens of images in this step need what steps of text do without."""
+        return self.rope_table is not None or self.deepstack is not None or self.image_ends is not None
+
     def set_block_tables(self, tables: Sequence[Tensor]) -> None:
         """Replace the block tables. tables: one per KV cache group."""
         self.block_table, *others = tables

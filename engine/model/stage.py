@@ -19,8 +19,6 @@ from engine.model.config_parts.stage import Stage
 if TYPE_CHECKING:
     from engine.config import EngineConfig
 
-TIERS = ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_store_size")
-
 
 def nth_stage(stage: int, layers: Sequence[int], config: ModelConfig) -> Stage:
     """Return a stage by its number. layers: number of layers of each stage."""
@@ -82,10 +80,7 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
     for name, value, known in (
         ("torch_compile", True, not config.torch_compile),
         ("speculative.method", speculative and speculative.method, not (speculative and speculative.has_weights)),
-        *((name, getattr(config, name), getattr(config, name) is None) for name in TIERS),
-        ("kv_offloading_store", config.kv_offloading_store, config.kv_offloading_store is None),
         ("handoff", "encode", handoff is None or handoff.role != "encode"),
-        ("handoff.enable_prefix_fetching", True, not (handoff and handoff.enable_prefix_fetching)),
         ("encode", config.encode and config.encode.role, config.encode is None),
     ):
         if not known:
@@ -95,7 +90,6 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
         limit = f"a divisor of the model's hidden_size ({model.hidden_size}) with pipeline stages"
         raise ConfigError("tensor_parallel", config.tensor_parallel, limit)
     for part, present in (
-        ("images (set language_model_only)", model.vision is not None),
         ("code of transformers", bool(model.transformers)),
         ("an encoder or bidirectional attention", model.bidirectional),
         ("layers that need more than the output of the layer before them", needs_more),

@@ -131,6 +131,17 @@ class SlotImages:
         return EmbeddingRows(staged.add(np.concatenate(rows)), parts, image_ends), rotary
 
 
+def open_encoder_cache(
+    model: Model, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, together: bool
+) -> EncoderCache | NoEncoderCache:
+    """Return what places images in the steps of this rank. together: as for EncoderCache."""
+    if cfg.vision is None:
+        return NoEncoderCache()
+    return (
+        ImagePlaces(cfg, dtype, device) if model.vision is None else EncoderCache(model, cfg, dtype, together=together)
+    )
+
+
 class NoEncoderCache:
     """Stand-in for EncoderCache in an engine whose model takes no images."""
 
@@ -144,27 +155,52 @@ class NoEncoderCache:
     ) -> tuple[Tensor | None, Batch]:
         return None, batch
 
+    def place(self, batch: Batch, needed: EmbeddingRows | None, rotary: Tensor | None) -> Batch:
+        return batch
+
     def encode_example(self, num_embeds: int) -> None:
         pass
 
 
-class EncoderCache:
+class ImagePlaces(NoEncoderCache):
+    """Stand-in for EncoderCache in a pipeline stage that receives the embeddings as hidden states."""
+
+    def __init__(self, cfg: ModelConfig, dtype: torch.dtype, device: torch.device):
+        assert cfg.vision is not None
+        self._device = device
+        self._table = rope_table(cfg.rope[0], cfg.head_dim, cfg.max_position_embeddings, dtype, device)
+        # one axis for each column of the table: the cosines, then the sines
+        self._axes = torch.tensor(2 * cfg.vision.rope_axes, dtype=torch.int64, device=device)
+
+    def place(self, batch: Batch, needed: EmbeddingRows | None, rotary: Tensor | None) -> Batch:
+        """Return a step's batch with rotary positions for images, and the ends of the images in the step.
+
+        rotary: see StepInputs.rotary_positions.
+        """
+        if rotary is not None and rotary.dim() == 1:
+            batch = replace(batch, positions=rotary)
+        elif rotary is not None:
+            columns = torch.arange(len(self._axes), device=self._device)
+            table = self._table[rotary[self._axes].T, columns].contiguous()
+            tokens = torch.arange(rotary.shape[1], device=self._device)
+            batch = replace(batch, positions=tokens, rope_table=table)
+        return batch if needed is None else replace(batch, image_ends=needed.image_ends)
+
+
+class EncoderCache(ImagePlaces):
     """Embeddings of images on the device, by hash. Rank 0's EncoderCacheManager decides which are kept."""
 
     def __init__(self, model: Model, cfg: ModelConfig, dtype: torch.dtype, *, together: bool):
         """together: whether images of a step that `go_together` are encoded by one call. The last bits of an image's
         embeddings then depend on the other images, as they do on a GPU anyway."""
         assert model.vision is not None and cfg.vision is not None
+        super().__init__(cfg, dtype, model.vision.device)
         self._model = model
         self._vision, self._hidden_size, self._dtype, self._cfg = model.vision, cfg.hidden_size, dtype, cfg.vision
         self._width = cfg.hidden_size * (1 + cfg.vision.deepstack)
         self.embedding_bytes = self._width * dtype.itemsize
         self._together = together
         self._embeddings: dict[bytes, Tensor] = {}
-        self._device = model.vision.device
-        self._table = rope_table(cfg.rope[0], cfg.head_dim, cfg.max_position_embeddings, dtype, self._device)
-        # one axis for each column of the table: the cosines, then the sines
-        self._axes = torch.tensor(2 * cfg.vision.rope_axes, dtype=torch.int64, device=self._device)
 
     def update(self, plan: StepPlan, inbox: Tensor | None, blocks: list[Tensor]) -> None:
         """Drop, receive and compute embeddings as the plan says. inbox: [blocks, layers, 2, 1, block_size, hidden / 2],
@@ -197,17 +233,11 @@ class EncoderCache:
 
         ids: [tokens] int64. rotary: see StepInputs.rotary_positions.
         """
-        x = self._model.embed(ids)
-        if rotary is not None and rotary.dim() == 1:
-            batch = replace(batch, positions=rotary)
-        elif rotary is not None:
-            columns = torch.arange(len(self._axes), device=self._device)
-            table = self._table[rotary[self._axes].T, columns].contiguous()
-            batch = replace(batch, positions=torch.arange(len(x), device=self._device), rope_table=table)
+        x, batch = self._model.embed(ids), self.place(batch, needed, rotary)
         if needed is not None:
             found = torch.cat([self._embeddings[mm_hash][first:stop] for mm_hash, first, stop in needed.parts])
             embeddings, *levels = found.split(self._hidden_size, dim=1)
-            x, batch = x.index_copy(0, needed.rows, embeddings), replace(batch, image_ends=needed.image_ends)
+            x = x.index_copy(0, needed.rows, embeddings)
             if levels:
                 batch = replace(batch, deepstack=DeepStack(needed.rows, tuple(levels)))
         return x, batch

@@ -36,7 +36,7 @@ def load_model(setup: RankSetup) -> Model:
     model = build_model(setup.model, group, setup.dtype, device)
     if isinstance(group, fixed_order.FixedOrder):
         fixed_order.pad_layers(model)
-    if (vision := setup.model.vision) is not None:
+    if (vision := setup.model.vision) is not None and setup.model.stage.is_first:
         from engine.model.transformers_backend.vision import VisionEncoder
 
         model.vision = build(lambda: VisionEncoder(vision), setup.dtype, device)

@@ -28,7 +28,7 @@ from engine.model.state import StateCache
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.graphs import can_capture, graph_shapes, record_cpu_steps
-from engine.runner.images import EncoderCache, NoEncoderCache
+from engine.runner.images import open_encoder_cache
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
 from engine.runner.load import allocate_inbox, compile_model, load_adapters, load_drafter, load_model
 from engine.runner.memory import plan_blocks
@@ -38,6 +38,7 @@ from engine.runner.rank_setup import RankSetup, set_threads
 from engine.runner.sampler import LogprobTable, logprob_table, process_rows
 from engine.runner.warm_up import run_dummy_step, warm_up_plans
 from engine.spec_decode.verification import accepted_tokens
+from engine.wire.messages import StageStats
 from engine.wire.plan import SampledStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -88,9 +89,9 @@ class ModelRunner:
         self.model = load_model(setup)
         self.adapter_loader = load_adapters(setup, self.model)
         self._adapter_rows = self.adapter_loader.rows if self.adapter_loader else AdapterRows(0, device)
-        self._encoder_cache: EncoderCache | NoEncoderCache = NoEncoderCache()
-        if model_config.vision is not None:
-            self._encoder_cache = EncoderCache(self.model, model_config, self.dtype, together=self.device.asynchronous)
+        self._encoder_cache = open_encoder_cache(
+            self.model, model_config, self.dtype, device, together=self.device.asynchronous
+        )
         self.image_inbox = allocate_inbox(setup)
         self._pooler = Pooler(model_config, self.model, folder, dtype=self.dtype, device=self.device)
         dummy_step = partial(run_dummy_step, setup, self.model, self.kv_scales)
@@ -259,8 +260,7 @@ class ModelRunner:
         assert inputs.batch is not None
         ids = history[inputs.token_index].long()
         x, batch = self._encoder_cache.embed(ids, inputs.batch, inputs.image_rows, inputs.rotary_positions)
-        as_text = batch.rope_table is None and batch.deepstack is None and batch.image_ends is None
-        if self._step_graph is not None and as_text:
+        if self._step_graph is not None and not batch.has_images:
             return self._step_graph.run(self.model.embed(ids) if x is None else x, batch)
         if x is None:
             return self.model(ids, batch)
@@ -275,6 +275,10 @@ class ModelRunner:
     def learn(self, sampled: Sequence[SampledStep]) -> None:
         """Take tokens that another rank has sampled, before the plan that needs them. With one stage, every rank
         samples all tokens itself."""
+
+    def stages(self) -> list[StageStats]:
+        """Return the times of each pipeline stage, on rank 0; nothing without stages."""
+        return []
 
     def close(self) -> None:
         """Release connections of the runner. The group of ranks is closed by its owner."""

@@ -22,6 +22,7 @@ from engine.kv_offload.tier_worker import num_answers
 from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.model.checkpoint.overlay import engine_folder
+from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
 from engine.runner.rank_setup import read_model
 from engine.runner.stages.open_runner import open_runner, without_idle_moves
@@ -49,7 +50,7 @@ class Worker:
             config = without_idle_moves(config, model_config)
             self._runner = open_runner(config, model_config, folder, group)
             start_kv_workers(self._runner, host, opened)
-            self._tiers = start_tiers(self._runner, folder, opened)
+            self._tiers = start_tiers(self._runner, model_config, folder, opened)
             self._receiver = PlanReceiver(group)
             self._kv_workers = opened.pop_all()
         self._stopping = threading.Event()
@@ -164,17 +165,17 @@ def start_kv_workers(
     return kv, images
 
 
-def start_tiers(runner: ModelRunner, folder: Path, opened: ExitStack) -> RankTiers | None:
+def start_tiers(runner: ModelRunner, model: ModelConfig, folder: Path, opened: ExitStack) -> RankTiers | None:
     """Open this rank's tiers below the KV cache; return None if the config has none. Every rank has to call this within
-    `group.starting()`. Raises StartupError."""
+    `group.starting()`. model: with the layers of all stages. Raises StartupError."""
     config, tp = runner.config, runner.tp
     dtypes = runner.dtype, runner.kv_dtype
-    scope = fingerprint(runner.model_config, folder, *dtypes, runner.block_size, config.determinism, tp.size)
-    scope += f" load_format={config.load_format} torch_compile={config.torch_compile}"
+    scope = fingerprint(model, folder, *dtypes, runner.block_size, config.determinism, tp.size)
+    scope += f"{runner.layout} load_format={config.load_format} torch_compile={config.torch_compile}"
     for package in KERNEL_PACKAGES:
         with suppress(PackageNotFoundError):
             scope += f" {package}={version(package)}"
-    return open_tiers(config, caches_of(runner), tp, scope, opened)
+    return open_tiers(config, caches_of(runner), tp.all_ranks, scope, opened)
 
 
 def caches_of(runner: ModelRunner) -> list[Tensor]:

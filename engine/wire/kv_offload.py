@@ -105,7 +105,7 @@ class FoundBlock(NamedTuple):
 
     name: bytes
     size: int
-    """Bytes on one rank."""
+    """Bytes on all ranks together."""
     age_s: float
 
 

@@ -240,6 +240,17 @@ class HoldStats(msgspec.Struct, frozen=True, kw_only=True):
     """Ended holds by HoldEnd."""
 
 
+class StageStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A pipeline stage since its start, while its engine had steps under way."""
+
+    layers: int
+    ranks: int
+    busy_s: float
+    """Seconds in which it computed."""
+    wait_s: float
+    """Seconds in which it did not: it waited for hidden states, for a step, or for its link."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of one engine, and totals since its start.
 
@@ -315,6 +326,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """None without tiers below the KV cache."""
     holds: HoldStats | None = None
     """None in an engine that keeps no holds."""
+    stages: list[StageStats] = []
+    """Pipeline stages in order; empty in an engine with one."""
     histograms: dict[str, Histogram] = {}
     """Histograms by the names that engine/core/stats.py gives them."""
 

@@ -129,3 +129,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Tokens proposed to come next, by entry; set by rank 0 if the drafter has weights."""
     draft_s: float = 0.0
     """Seconds that the drafter with weights took."""
+    stage: int = 0
+    """Number of the pipeline stage that sends this. Only the result of the last stage has tokens."""
+    busy_s: float = 0.0
+    """Seconds since the start in which this stage computed, up to the step before."""

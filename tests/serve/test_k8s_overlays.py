@@ -39,6 +39,7 @@ REPLICAS = {  # of each deployment, when nobody asks anything
     "cpu-demo": {"ingress": 2, "decode-pocket": 2},
     "single-gpu": {"ingress": 2, "decode-qwen3-8b": 1},
     "multi-node-tp": {"ingress": 2, "decode-llama-3.3-70b": 1},
+    "multi-node-pp": {"ingress": 2, "decode-llama-3.3-70b": 1},
     "pd-disagg": {"ingress": 2, "prefill-qwen3-8b": 1, "decode-qwen3-8b": 1},
 }
 

@@ -1,4 +1,4 @@
-"""A replica of two pipeline stages, each on a node of its own: its answers, and what streams show if a stage dies."""
+"""A replica of three pipeline stages, each on a node of its own: its answers, and what streams show if a stage dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.serve.test_rank_groups import CONTEXT, HEAD, NODE, POOL, PROMPTS, TOK
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
-MODEL, STREAMS, LONG = "spread", 16, 600
+MODEL, STAGES, STREAMS, LONG = "spread", 3, 16, 600
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +31,11 @@ def serving(tmp_path_factory, folder) -> Iterator[Serving]:
     model = {
         "name": MODEL,
         "model": str(folder),
-        "engine": {"pipeline_parallel": 2, "device": "cpu", "num_blocks": 2048},
+        "engine": {"pipeline_parallel": STAGES, "device": "cpu", "num_blocks": 2048},
         "decode": {"num_cpus": 0.25, "label_selector": POOL, "placement_strategy": "STRICT_SPREAD"},
     }
     ingress = {"name": "ingress", "ray_actor_options": {"num_cpus": 0.1, "label_selector": {"pool": "!decode"}}}
-    cluster = FakeCluster([HEAD, NODE, NODE])
+    cluster = FakeCluster([HEAD, *[NODE] * STAGES])
     server = ServeRun(
         tmp_path_factory.mktemp("serve"), {"models": [model]}, address=cluster.address, deployments=[ingress]
     )
@@ -50,16 +50,16 @@ def serving(tmp_path_factory, folder) -> Iterator[Serving]:
         cluster.stop()
 
 
-def test_stages_on_two_nodes_answer_as_one_rank_does(serving, folder):
+def test_stages_on_three_nodes_answer_as_one_rank_does(serving, folder):
     (replica,) = serving.replicas(MODEL)
-    assert len({rank.node for rank in replica.ranks}) == 2
+    assert len({rank.node for rank in replica.ranks}) == STAGES
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     with LLM(str(folder), device="cpu", num_blocks=64, num_threads=1) as one:
         alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, progress=False)]
     assert [text(serving.ask(MODEL, prompt)) for prompt in PROMPTS] == alone
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", range(STAGES))  # first, middle, last
 def test_a_stage_killed_in_the_middle_of_16_streams_changes_no_text(serving, stage):
     serving.wait_for_all()
     expected = text(serving.ask(MODEL, max_tokens=LONG, timeout_s=60))

@@ -119,6 +119,7 @@ function makeReplica(replica) {
       fact("steps", "steps/s"), fact("cost", "step costs"), fact("hits", "prefix hits"),
       fact("holds", "holds"), fact("moved", "moved in, out")
     ),
+    h("ol", { class: "stages", hidden: "" }),
     h("div", {},
       h("div", { class: "blocks", role: "img" }, h("i", { class: "used" }), h("i", { class: "cached" })),
       h("ul", { class: "legend" }, ...["used", "cached", "free"].map((name) => h("li", { class: name, "data-fact": name }))))
@@ -143,6 +144,10 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
     set(name, `${count(blocks)} ${name}`);
     card.querySelector(`.blocks .${name}`)?.style.setProperty("width", `${(100 * blocks) / stats.blocks_total}%`);
   }
+  const stages = card.querySelector(".stages");
+  stages.hidden = !stats.stages.length;
+  keep(stages, stats.stages.map((stage, number) => ({ ...stage, number })), (stage) => String(stage.number), makeStage,
+    (element, stage) => updateStage(element, stage, rates.stages[stage.number]));
   card.querySelector(".blocks").setAttribute("aria-label",
     `KV blocks: ${stats.blocks_used} used, ${stats.blocks_cached} cached, ${stats.blocks_free} free`);
   const holds = stats.holds?.holds ? [`${count(stats.holds.holds)} holds keep ${count(stats.holds.blocks)} blocks, ${count(stats.holds.device_blocks)} of them here`] : [];
@@ -152,6 +157,19 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
       const name = group === "states" ? "snapshots of states" : `group ${group}`;
       return `${name}: ${used} used, ${cached} cached, ${free} free; ${held} held on each rank`;
     })).join("\n");
+}
+
+function makeStage({ number, layers, ranks }) {
+  const drawn = Array.from({ length: ranks }, () => h("i", {}, h("b", {})));
+  const named = `stage ${number}: ${count(layers)} layers`;
+  return h("li", { title: `${named} on ${count(ranks)} rank${ranks === 1 ? "" : "s"}` },
+    h("span", {}, named), h("div", { class: "ranks" }, ...drawn), h("span", { class: "muted", "data-fact": "busy" }, "–"));
+}
+
+function updateStage(element, { busy_s, wait_s }, lately) {
+  const share = lately ?? busy_s / (busy_s + wait_s || 1);
+  setText(element.querySelector('[data-fact="busy"]'), `computes ${percent(share)}`);
+  for (const filled of element.querySelectorAll("b")) filled.style.setProperty("width", `${100 * share}%`);
 }
 
 const marker = (id, name) =>

@@ -47,11 +47,17 @@ function between(old, replica, elapsed) {
   const risen = (of) => (old && elapsed ? Math.max(0, of(replica) - of(old)) : 0);
   const perSecond = (of) => (elapsed ? risen(of) / elapsed : 0);
   const queried = risen((r) => r.stats.prefix_queried_tokens);
+  const stages = replica.stats.stages.map((_, i) => {
+    const busy = risen((r) => r.stats.stages[i]?.busy_s ?? 0);
+    const working = busy + risen((r) => r.stats.stages[i]?.wait_s ?? 0);
+    return working ? busy / working : null; // the share of the time with steps under way in which it computed
+  });
   return {
     output: perSecond((r) => r.stats.generation_tokens),
     input: perSecond((r) => r.stats.prefill_tokens),
     steps: perSecond((r) => r.stats.steps),
     hits: queried ? risen((r) => r.stats.prefix_hit_tokens) / queried : null,
     handoffs: risen(received),
+    stages,
   };
 }

@@ -137,17 +137,16 @@ class KVOffloading:
         name_of: Callable[[int, bytes], bytes],
         times: StepTimes,
         timeout_s: float,
-        rank_bytes: Sequence[int],
-        ranks: int = 1,
+        block_bytes: Sequence[int],
         min_tokens: int = MIN_TOKENS,
         epoch_s: float = 0.0,
         found_holds: Sequence[tuple[bytes, SavedHold]] = (),
     ):
         """tiers: `host`, `disk` and `store`, the fastest first. name_of: returns the name of a block, given its group
-        and hash. timeout_s: seconds for which a request waits for blocks. rank_bytes: bytes of a block of each group on
-        one rank. min_tokens: shortest hit that is loaded. epoch_s, found_holds: as for SavedHolds."""
+        and hash. timeout_s: seconds for which a request waits for blocks. block_bytes: bytes of a block of each group,
+        on all ranks together. min_tokens: shortest hit that is loaded. epoch_s, found_holds: as for SavedHolds."""
         self._kv_cache, self._tiers, self._name_of, self._times = kv_cache, list(tiers), name_of, times
-        self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, [size * ranks for size in rank_bytes]
+        self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, list(block_bytes)
         self._queried_tokens = self._hit_tokens = 0
         self._commands = CommandQueue()
         self._loads: dict[int, Load] = {}

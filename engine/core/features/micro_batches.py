@@ -14,11 +14,14 @@ class MicroBatches:
     A request waits while a step in flight samples its next token. A step samples for at most 1 / stages of the running
     requests, so that the others fill the steps that follow, and every stage has a step. A prompt is cut into
     2 * stages chunks, unless they would be small, so that stages compute its chunks at the same time. Chunks that
-    sample nothing do not count: otherwise those of a long prompt would keep out all requests behind it.
+    sample nothing do not count: otherwise those of a long prompt would keep out all requests behind it. Nor do prompts
+    with images: an image that waits for room in the encoder cache would keep out the request that has to free it.
     """
 
-    def __init__(self, stages: int):
-        self._stages, self._left = stages, 1  # requests for which this step may still sample
+    def __init__(self, stages: int, whole_image: int = 0):
+        """whole_image: tokens of an image that must be in one step; 0 if an image can be in several."""
+        self._stages, self._whole_image = stages, whole_image
+        self._left = 1  # requests for which this step may still sample
 
     def start_step(self, sequences: int) -> None:
         self._left = max(1, -(-sequences // self._stages))
@@ -26,8 +29,9 @@ class MicroBatches:
     def up_to(self, request: Request, count: int) -> int:
         if request.in_flight or count <= 0:
             return 0
-        chunk = min(count, max(LEAST_CHUNK, -(-len(request.tokens) // (2 * self._stages))))
-        if chunk < request.pending:
+        share = -(-len(request.tokens) // (2 * self._stages))
+        chunk = min(count, max(LEAST_CHUNK, self._whole_image, share))
+        if chunk < request.pending or (request.images and request.computed < request.images[-1].mm_position.end):
             return chunk
         if not self._left:
             return 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -24,7 +27,11 @@ from engine.model.stage import check_stages, config_of, divide, nth_stage, parse
 from engine.model.tensor_names import HEADS
 from engine.runner.inputs import StepInputs
 from engine.runner.model_runner import LaunchedStep, ModelRunner
-from engine.wire.plan import SampledStep, StepResult
+from engine.runner.stages.stage_times import BusyTime, Seconds, WorkingTime
+from engine.wire.messages import StageStats
+from engine.wire.plan import SampledStep, StepPlan, StepResult
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -63,13 +70,15 @@ class StageRunner(ModelRunner):
         """Every rank has to call this within `all_ranks.starting()`. Raises StartupError."""
         check_stages(config, model_config)
         self.group = group = StageGroup(all_ranks, config.pipeline_parallel)
-        layers = find_layers(config, model_config, group)
+        self._layers = layers = find_layers(config, model_config, group)
         self.stage = nth_stage(group.stage, layers, model_config)
         self.layout = f" stages={','.join(map(str, layers))}"
         check_handoffs(config, config_of(self.stage, model_config), group)
         self.samples, self.launches_ahead, self.max_steps = group.is_last, False, 1 + group.stages
         self._learned: deque[SampledStep] = deque()
         self._unknown: dict[int, UnknownTokens] = {}
+        self._busy, self._working, self._waits = BusyTime(), WorkingTime(), list[Seconds]()
+        self._waited_s = [0.0] * len(layers)
         super().__init__(config, config_of(self.stage, model_config), folder, group)
         self._results: ResultReceiver | ResultSender
         self._results = ResultReceiver(group) if all_ranks.rank == 0 else ResultSender(group)
@@ -77,6 +86,10 @@ class StageRunner(ModelRunner):
     def learn(self, sampled: Sequence[SampledStep]) -> None:
         if self.group.is_first:
             self._learned.extend(sampled)
+
+    def prepare(self, plan: StepPlan) -> StepInputs:
+        self._working.begin()
+        return super().prepare(plan)
 
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> LaunchedStep:
@@ -87,22 +100,37 @@ class StageRunner(ModelRunner):
                 unknown.replaced |= added
             if inputs.entries:
                 self._unknown[inputs.plan.step] = UnknownTokens(inputs.plan.slots, inputs.entries, inputs.written)
-        return super().launch(inputs)
+        self._waits = []
+        launched, whole = self.device.timed(partial(super().launch, inputs))
+        self._busy.launched(inputs.plan.step, whole, self._waits)
+        return launched
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         results, step = self._results, launched.inputs.plan.step
         if isinstance(results, ResultReceiver):
             launched.event.wait()
             result = results.take(step)
+            results.busy_s[0] = self._busy.before(step)
+            self._working.end()
             self.learn([SampledStep(step, result.tokens)])
             return result
-        if not self.samples:
+        if self.samples:
+            result = super().collect(launched)
+        else:
             launched.event.wait()
-            return StepResult(step=step, tokens=[], logprobs=[], prompt_logprobs=[])
-        result = super().collect(launched)
+            result = StepResult(step=step, tokens=[], logprobs=[], prompt_logprobs=[])
+        result = replace(result, stage=self.group.stage, busy_s=self._busy.before(step))
         if self.tp.rank == 0:
             results.send(result)
         return result
+
+    def stages(self) -> list[StageStats]:
+        assert isinstance(self._results, ResultReceiver)
+        found = []
+        for i, (layers, busy_s) in enumerate(zip(self._layers, self._results.busy_s, strict=True)):
+            self._waited_s[i] = max(self._waited_s[i], self._working.total_s - busy_s)  # a total never decreases
+            found.append(StageStats(layers=layers, ranks=self.tp.size, busy_s=busy_s, wait_s=self._waited_s[i]))
+        return found
 
     def close(self) -> None:
         self._results.close()
@@ -133,12 +161,20 @@ class StageRunner(ModelRunner):
             self._set_block_tables(inputs)
             assert batch is not None
             size = self.model_config.hidden_size
-            x = link.receive(len(batch.positions), size, self.dtype, self.device.torch_device)
-            graph = self._step_graph
+            receive = partial(link.receive, len(batch.positions), size, self.dtype, self.device.torch_device)
+            x = self._wait_for(receive)
+            batch = self._encoder_cache.place(batch, inputs.image_rows, inputs.rotary_positions)
+            graph = None if batch.has_images else self._step_graph
             hidden = self.model.run_layers(x, batch) if graph is None else graph.run(x, batch)
         if not self.group.is_last:
-            link.send(hidden)
+            self._wait_for(partial(link.send, hidden))
         return hidden
+
+    def _wait_for(self, call: Callable[[], T]) -> T:
+        """Return the result of a call of the link. Its time does not count as computing."""
+        result, seconds = self.device.timed(call)
+        self._waits.append(seconds)
+        return result
 
     def _finish(self, out: Tensor, inputs: StepInputs, history: Tensor) -> LaunchedStep:
         if self.samples:
@@ -197,6 +233,10 @@ def divide_layers(config: EngineConfig, model: ModelConfig) -> list[int]:
     if layers is None:
         costs, head = layer_bytes(model)
         layers = divide(costs, config.pipeline_parallel, head)
+    needed = 1 if model.vision is None else model.vision.deepstack
+    if layers[0] < needed:
+        limit = f"numbers of which the first is at least {needed}: the first layers add to the embeddings of images"
+        raise ConfigError("pipeline_layers", ",".join(map(str, layers)), limit)
     return layers
 
 

@@ -190,6 +190,23 @@ def test_salts_are_kept_apart(ranks):
         caches.check(make_config("pocket", fetching=False))
 
 
+@pytest.mark.parametrize("family", with_slow(("llama", "gemma3"), ("gemma3",)))
+def test_engines_with_stages_fetch_what_each_stage_of_the_other_has_in_a_tier(tmp_path, ranks, family):
+    config = make_config(make_model(tmp_path, family), pipeline_parallel=2, kv_offloading_size=0.1)
+    with Caches(config, config, ranks) as caches:
+        caches.ask(caches.there, prompt(LENGTH))
+        caches.settle()
+        caches.wait_for(lambda: caches.there.scheduler.offloading.flushed())
+        caches.there.scheduler.kv_cache.clear_cache()
+        turn = prompt(LENGTH) + caches.answers[0][0] + [5, 6, 7]
+        cached = caches.ask(caches.here, turn, holder=caches.there)
+        assert cached >= LENGTH // 64 * 64
+        assert caches.here.server._core.stats().fetches == {"received": 1}
+        loaded = caches.there.server._core.stats().kv_offload
+        assert loaded is not None and loaded.tiers["host"].read_bytes > 0
+        caches.check(make_config(config.model, fetching=False))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1), (2, 2)])
 def test_engines_of_other_sizes_fetch_from_each_other(tmp_path, ranks, here, there):

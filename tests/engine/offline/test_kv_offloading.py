@@ -134,9 +134,9 @@ def test_host_memory_keeps_what_the_cache_evicts(folder_of, plainly, family):
 
 
 def listed(core: EngineCore, blocks: int) -> None:
-    """Wait until an engine knows of so many blocks in the store."""
+    """Wait until an engine knows of so many blocks in its slowest tier."""
     deadline = time.monotonic() + WAIT_S
-    while (stats := core.stats().kv_offload) is not None and stats.tiers["store"].blocks < blocks:
+    while (stats := core.stats().kv_offload) is not None and [*stats.tiers.values()][-1].blocks < blocks:
         assert time.monotonic() < deadline, stats
         core.step()
 
@@ -386,6 +386,41 @@ def test_two_ranks_write_parts_to_the_store_that_hit_together(folder_of, shared)
             assert found == second and 0 < cached < 164
             stats = core.stats().kv_offload
             assert stats is not None and stats.tiers["store"].errors == {}
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3_next", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[:2])])
+def test_stages_each_keep_their_layers_in_every_tier_and_hit_together(
+    folder_of, plainly, tmp_path, shared, family, ranks
+):
+    disk = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv")}
+    layout = {"pipeline_parallel": 2, "tensor_parallel": ranks, "determinism": "strict", "num_blocks": BLOCKS[family]}
+    with engine(folder_of(family), num_blocks=BLOCKS[family], determinism="strict") as core:
+        first, _ = answer(core, PROMPT)
+        core.scheduler.clear_cache()
+        turn = next_turn(first)
+        expected, _ = answer(core, turn)
+    pool = RankPool()
+    try:
+        with pool.engine(config_of(folder_of(family), **layout, **disk, **shared, kv_offloading_size=SIZE)) as core:
+            assert answer(core, PROMPT)[0] == first
+            flush(core)
+            core.scheduler.kv_cache.clear_cache()
+            assert answer(core, turn, "from host memory")[0] == expected
+            stats = core.stats().kv_offload
+            assert stats is not None and stats.hit_tokens >= 128 and not stats.tiers["host"].errors
+            flush(core)
+            blocks = core.stats().kv_offload.tiers["store"].blocks
+        folders = {scope: len(list(scope.glob("*/??/*"))) for scope in (tmp_path / "kv").iterdir()}
+        assert list(folders.values()) == [blocks] * 2 * ranks
+        for tier in ({**disk, "kv_offloading_key_file": shared["kv_offloading_key_file"]}, shared):
+            with pool.engine(config_of(folder_of(family), **layout, **tier)) as core:
+                listed(core, blocks)
+                found, cached = answer(core, turn)
+                assert found == expected and cached >= 128
+                assert not any(tier.errors for tier in core.stats().kv_offload.tiers.values())
     finally:
         pool.close()
 

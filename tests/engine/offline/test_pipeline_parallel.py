@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.core.engine import EngineCore
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, EngineUnavailable
 from engine.model.config import ModelConfig
@@ -21,11 +22,13 @@ from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
 from engine.model.stage import config_of, divide, nth_stage
 from engine.offline.llm import LLM
+from engine.runner.stages.stage_runner import divide_layers
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, random_prompt, run, run_mixed
 from tests.models import make_model
 from tests.rank_pool import RankPool
+from tests.vision_models import Prompt, make_vision_model
 
 LAYERS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 4},
@@ -144,6 +147,62 @@ def test_an_engine_that_closes_with_steps_under_way_ends_its_ranks_without_an_er
         assert len(core.scheduler.planned) == 2
 
 
+def see(core: EngineCore, name: str) -> dict[str, list[Any]]:
+    """Tokens and log-probabilities of prompts with images, more than the encoder cache holds at a time."""
+    found: dict[str, list[Any]] = {}
+    for i in range(3):
+        prompt = Prompt(name).text(5, 6 + i).image(11 + i).text(7, 8)
+        prompt = prompt.image(21).text(*range(30, 50)).image(31 + i).text(9)
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+        request = GenerateRequest(request_id=str(i), prompt=prompt.tokens, mm_features=prompt.images, params=params)
+        core.add(request)
+        found[str(i)] = []
+    while core.has_work:
+        for event in core.step():
+            assert event.delta.error is None, event.delta.error
+            found[event.delta.request_id] += zip(event.delta.token_ids, event.delta.logprobs or [], strict=True)
+        core.scheduler.check()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("gemma3", (2, 1)),
+        ("qwen3_vl", (2, 1)),
+        pytest.param("qwen2_5_vl", (3, 1), marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", (2, 2), marks=pytest.mark.slow),
+        pytest.param("qwen3_5", (4, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_images_that_the_first_stage_encodes_give_the_bits_of_one_rank(pool, tmp_path, name, shape):
+    stages, ranks = shape
+    folder = make_vision_model(tmp_path, name)
+    layers = {"pipeline_layers": "2,1"} if name == "qwen3_vl" else {}  # the first two take a part of the images
+    options = {"encoder_cache_size": 20, "max_num_batched_tokens": 24, "determinism": "strict"}
+    outcomes = []
+    for config in (staged(folder, 1, **options), staged(folder, stages, ranks, **options, **layers)):
+        with pool.engine(config) as core:
+            outcomes.append(see(core, name))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_first_stage_without_the_layers_that_take_images_is_refused(tmp_path):
+    folder = make_vision_model(tmp_path, "qwen3_vl")
+    model = ModelConfig.from_folder(folder)
+    with pytest.raises(ConfigError, match="pipeline_layers must be numbers of which the first is at least 2"):
+        divide_layers(staged(folder, 3), model)
+
+
+def test_an_engine_tells_how_long_each_stage_computed_and_waited(pool, folder_of):
+    with pool.engine(staged(folder_of("llama"), 3, pipeline_layers="1,2,1")) as core:
+        run(core, {"a": ([3, 4, 5], {})}, Outcome())
+        stages = core.stats().stages
+    assert [(stage.layers, stage.ranks) for stage in stages] == [(1, 1), (2, 1), (1, 1)]
+    assert all(stage.busy_s > 0 for stage in stages)
+    assert all(stage.wait_s > 0 for stage in stages)  # one request is in one stage at a time
+
+
 def kill_in_the_middle(pool: RankPool, config: EngineConfig, victim: int) -> None:
     with pool.engine(config) as core:
         for i in range(4):
@@ -176,7 +235,10 @@ def test_the_death_of_a_middle_or_last_stage_ends_the_engine_with_its_name(folde
         ),
         ({"pipeline_parallel": 2, "pipeline_layers": "4"}, "pipeline_layers must be 2 numbers"),
         ({"pipeline_parallel": 2, "torch_compile": True}, "torch_compile must be left out, because pipeline_parallel"),
-        ({"pipeline_parallel": 2, "kv_offloading_size": 1}, "kv_offloading_size must be left out"),
+        (
+            {"pipeline_parallel": 2, "speculative": {"method": "eagle3", "model": "x"}},
+            "speculative.method must be left out",
+        ),
         ({"pipeline_parallel": 0}, "pipeline_parallel must be at least 1"),
     ],
 )

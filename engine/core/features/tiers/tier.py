@@ -23,9 +23,9 @@ class Tier:
     indexes: list[TierIndex]
     """One per KV cache group, or one for all."""
     sizes: list[int]
-    """Size of a block of each group in its index: its bytes on one rank, or 1 in host memory (one slot)."""
+    """Size of a block of each group in its index: its bytes on all ranks together, or 1 in host memory (one slot)."""
     unit_bytes: list[int]
-    """Bytes on all ranks together of one unit of size, for each index."""
+    """Bytes of one unit of size, for each index."""
     rests_until: float = float("-inf")
     rests: bool = False
     cost: LinearCost = field(default_factory=lambda: LinearCost(RATE_MEMORY))
