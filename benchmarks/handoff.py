@@ -33,7 +33,7 @@ class LinkedWorker(KVTransferWorker):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         link = Link.to(self.description["tcp"])
-        self.description = {"tcp": link.describe(self.description["tcp"])}
+        self.description = {**self.description, "tcp": link.describe(self.description["tcp"])}
         links.append(link)
 
 

@@ -48,8 +48,8 @@ from engine.model.state import max_drafts, state_specs
 from engine.runner.kv_cache import group_needs, window_step_tokens
 from engine.runner.memory import snapshot_border, snapshot_bytes, snapshot_interval
 from engine.runner.model_runner import ModelRunner
-from engine.runner.rank_setup import read_model
-from engine.runner.stages.open_runner import open_runner, without_idle_moves
+from engine.runner.rank_setup import read_model, without_idle_moves
+from engine.runner.stages.open_runner import open_runner
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter
 from engine.spec_decode.suffix import SuffixDrafter
@@ -156,7 +156,7 @@ def start_kv_ranks(loaded: Loaded, host: str, opened: ExitStack) -> tuple[list[K
         return [], []
     from engine.runner.worker import start_kv_workers
 
-    return start_kv_workers(loaded.runner, host, opened)
+    return start_kv_workers(loaded.runner, loaded.model, host, opened)
 
 
 def start_tiers(loaded: Loaded, opened: ExitStack) -> RankTiers | None:
@@ -243,7 +243,6 @@ def make_handoffs(loaded: Loaded, channel: HandoffChannel | NoChannel, step_time
         policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens, channel.quarantined)
     dtypes, ranks = (runner.dtype, runner.kv_dtype), runner.tp.size
     own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, config.determinism, ranks)
-    own += runner.layout
     return HandoffManager(policy, channel.peer, own, "decode" if policy and config.handoff.switch_roles else None)
 
 

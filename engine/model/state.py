@@ -144,8 +144,9 @@ class StateCache:
 
     @property
     def snapshots(self) -> Tensor:
-        """Snapshots as a KV transport sees them, each as one block: [snapshots, 1, 1, 1, 1, bytes] uint8."""
-        return self._memory[self.slots :, None, None, None, None]
+        """Snapshots as a KV transport sees them, each as one block: [snapshots, layers, 1, 1, 1, bytes of a layer]
+        uint8."""
+        return self._memory[self.slots :].unflatten(1, (max(1, len(self.layers)), -1))[:, :, None, None, None]
 
     def restore(self, restored: list[StateRestore]) -> None:
         """Copy snapshots into the slots of sequences that resume from them."""

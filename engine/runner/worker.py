@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,8 +24,8 @@ from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
-from engine.runner.rank_setup import read_model
-from engine.runner.stages.open_runner import open_runner, without_idle_moves
+from engine.runner.rank_setup import read_model, without_idle_moves
+from engine.runner.stages.open_runner import open_runner
 from engine.wire.lora import AdapterLoad
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Worker:
             model_config = read_model(config, folder)
             config = without_idle_moves(config, model_config)
             self._runner = open_runner(config, model_config, folder, group)
-            start_kv_workers(self._runner, host, opened)
+            start_kv_workers(self._runner, model_config, host, opened)
             self._tiers = start_tiers(self._runner, model_config, folder, opened)
             self._receiver = PlanReceiver(group)
             self._kv_workers = opened.pop_all()
@@ -141,28 +141,39 @@ class Worker:
 
 
 def start_kv_workers(
-    runner: ModelRunner, host: str, opened: ExitStack
+    runner: ModelRunner, model: ModelConfig, host: str, opened: ExitStack
 ) -> tuple[list[KVWorkerInfo], list[KVWorkerInfo]]:
     """Start this rank's workers for KV and for image embeddings. Returns the workers of all ranks for KV, and those for
     embeddings.
 
-    Every rank has to call this within `group.starting()`. opened: stack whose exit closes the workers.
+    Every rank has to call this within `group.starting()`. model: with the layers of all stages. opened: stack whose
+    exit closes the workers.
     Raises StartupError.
     """
     found: list[list[KVWorkerInfo]] = []
     caches, heads = caches_of(runner), [group.spec.num_kv_heads for group in runner.model_config.kv_groups]
-    if runner.states.num_snapshots:
+    held = zip(model.kv_groups, runner.model_config.kv_groups, strict=True)
+    layers = [positions(whole.layers, own.layers) for whole, own in held]
+    if model.recurrent is not None and runner.model_config.recurrent is not None and runner.states.num_snapshots:
         heads.append(runner.tp.size)  # each rank reads its part of a state from the same rank of the other engine
-    for config, memory, num_heads in (
-        (runner.config.handoff, caches, heads),
-        (runner.config.encode, [] if runner.image_inbox is None else [runner.image_inbox], [1]),
+        layers.append(positions(model.recurrent.layers, runner.model_config.recurrent.layers))
+    images = [] if runner.image_inbox is None else [runner.image_inbox]
+    for config, memory, num_heads, own_layers in (
+        (runner.config.handoff, caches, heads, layers),
+        (runner.config.encode, images, [1], [range(inbox.shape[1]) for inbox in images]),
     ):
         found.append([])
         if config is not None and memory:
-            worker, found[-1] = start_kv_worker(config, memory, num_heads, runner.tp, host)
+            worker, found[-1] = start_kv_worker(config, memory, num_heads, own_layers, runner.tp, host)
             opened.callback(worker.close)
-    kv, images = found
-    return kv, images
+    kv, embeddings = found
+    return kv, embeddings
+
+
+def positions(whole: Sequence[int], own: Sequence[int]) -> range:
+    """Return the positions of a stage's layers, which are adjacent, among those of the whole model."""
+    start = whole.index(own[0]) if own else 0
+    return range(start, start + len(own))
 
 
 def start_tiers(runner: ModelRunner, model: ModelConfig, folder: Path, opened: ExitStack) -> RankTiers | None:

@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from engine.kv_transfer.transport.head_map import HeadPart
+from engine.kv_transfer.transport.head_map import HeadPart, LayerPart
 
 STOPPED = "stopped"
 POLL_INTERVAL_S = 0.02  # after which a waiting read notices, at the latest, that it has to stop
@@ -27,6 +27,15 @@ class TransportError(Exception):
     """
 
 
+class Region(NamedTuple):
+    """The part of each block that one read concerns: a range of its slabs, and of its heads in each of them."""
+
+    head: int
+    heads: int
+    slab: int
+    slabs: int
+
+
 class Layout(msgspec.Struct, frozen=True, array_like=True):
     """Shape of a rank's cache in bytes: [num_blocks, slabs, heads, head_bytes]."""
 
@@ -35,26 +44,40 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     heads: int
     head_bytes: int  #: one head in one slab of a block: [block_size, head_dim]
 
-    def piece_bytes(self, heads: int) -> int:
-        """Return the size of `heads` heads of one block."""
-        return self.slabs * heads * self.head_bytes
+    @property
+    def whole(self) -> Region:
+        return Region(0, self.heads, 0, self.slabs)
 
-    def check(self, blocks: list[int], start: int, count: int) -> None:
-        """Raise TransportError unless all of `blocks`, and heads [start, start + count), exist."""
+    @property
+    def block_bytes(self) -> int:
+        return self.piece_bytes(self.whole)
+
+    def piece_bytes(self, region: Region) -> int:
+        """Return the size of a region of one block."""
+        return region.slabs * region.heads * self.head_bytes
+
+    def check(self, blocks: list[int], region: Region) -> None:
+        """Raise TransportError unless all of `blocks`, and the region, exist."""
+        start, count, slab, slabs = region
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
             raise TransportError(f"blocks must be below {self.num_blocks}, got {min(blocks)} to {max(blocks)}")
         if not 0 <= start < start + count <= self.heads:
             raise TransportError(f"heads must be within [0, {self.heads}), got [{start}, {start + count})")
+        if not 0 <= slab < slab + slabs <= self.slabs:
+            raise TransportError(f"slabs must be within [0, {self.slabs}), got [{slab}, {slab + slabs})")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockReads:
-    """Blocks to read: block `remote[i]` of the source goes to local block `local[i]`, limited to the heads of
-    `part`."""
+    """Blocks to read: block `remote[i]` of the source goes to local block `local[i]`, limited to the heads of `part`
+    and to `layers`."""
 
     remote: list[int]
     local: list[int]
     part: HeadPart
+    layers: LayerPart | None = None
+    """None for all, if both sides hold the same layers."""
+    slabs_per_layer: int = 2
 
     def __post_init__(self) -> None:
         if len(self.remote) != len(self.local):
@@ -63,11 +86,21 @@ class BlockReads:
     def check(self, source: Layout, own: Layout) -> int:
         """Return the bytes per block to read. Raises TransportError if a block or head does not exist on either
         side."""
-        if (source.slabs, source.head_bytes) != (own.slabs, own.head_bytes):
+        if source.head_bytes != own.head_bytes or (self.layers is None and source.slabs != own.slabs):
             raise TransportError(f"the source's blocks have another layout: {source} instead of {own}")
-        source.check(self.remote, self.part.remote_start, self.part.count)
-        own.check(self.local, self.part.local_start, self.part.count)
-        return own.piece_bytes(self.part.count)
+        source.check(self.remote, self.remote_region(source))
+        own.check(self.local, self.local_region(own))
+        return own.piece_bytes(self.local_region(own))
+
+    def remote_region(self, source: Layout) -> Region:
+        part, layers, size = self.part, self.layers, self.slabs_per_layer
+        slabs = (0, source.slabs) if layers is None else (layers.remote_start * size, layers.count * size)
+        return Region(part.remote_start, part.count, *slabs)
+
+    def local_region(self, own: Layout) -> Region:
+        part, layers, size = self.part, self.layers, self.slabs_per_layer
+        slabs = (0, own.slabs) if layers is None else (layers.local_start * size, layers.count * size)
+        return Region(part.local_start, part.count, *slabs)
 
 
 class KVTransport(Protocol):

@@ -1,7 +1,9 @@
-"""Maps KV heads to the ranks of two engines: which heads each rank holds, and where another engine has them. Pure.
+"""Maps KV heads and layers to the ranks of two engines: which of them each rank holds, and where another engine has
+them. Pure.
 
 The engines can have different numbers of ranks. Heads are distributed as in QKVLinear (engine/model/layers/linear.py):
-each rank holds a run of adjacent heads; with more ranks than heads, adjacent ranks hold copies of the same head.
+each rank holds a run of adjacent heads; with more ranks than heads, adjacent ranks hold copies of the same head. The
+engines can also have different pipeline stages, each with a run of adjacent layers.
 """
 
 from __future__ import annotations
@@ -49,6 +51,23 @@ class HeadPart:
     remote_start: int
     local_start: int
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """Layers to read from one stage of the source: [remote_start, remote_start + count) of its layers go to
+    [local_start, local_start + count) of the reader's layers. Both are counted within a KV cache group."""
+
+    remote_start: int
+    local_start: int
+    count: int
+
+
+def overlap(local: range, remote: range) -> LayerPart | None:
+    """Return the layers that both a rank and a rank of the source hold; None if there are none. local, remote: their
+    layers, counted within the whole model's KV cache group."""
+    start, stop = max(local.start, remote.start), min(local.stop, remote.stop)
+    return LayerPart(start - remote.start, start - local.start, stop - start) if start < stop else None
 
 
 def parts(local: HeadShard, source_size: int) -> list[HeadPart]:

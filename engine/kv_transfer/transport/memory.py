@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kv_transfer.transport.base import Layout, runs
+from engine.kv_transfer.transport.base import Layout, Region, runs
 
 Bytes = NDArray[np.uint8]
 WORDS = (torch.complex128, torch.int64, torch.uint8)  # a GPU's indexed copy moves one element per thread
@@ -65,49 +65,53 @@ class BlockMemory:
             with torch.cuda.stream(self._stream):
                 yield
 
-    def direct(self, count: int) -> bool:
-        """Return whether `count` heads of a block are one contiguous piece of host memory, which sockets can read and
-        write."""
-        return self._stream is None and count == self.layout.heads
+    def direct(self, region: Region) -> bool:
+        """Return whether a region is whole blocks of host memory, which sockets can read and write."""
+        return self._stream is None and region == self.layout.whole
 
     def views(self, blocks: list[int]) -> list[memoryview]:
         """Return the memory of whole blocks, one view for each run of adjacent blocks. Requires `direct`."""
-        size = self.layout.piece_bytes(self.layout.heads)
+        size = self.layout.block_bytes
         return [self._flat[blocks[i] * size : (blocks[i] + n) * size] for i, n in runs(blocks)]
 
-    def gather(self, blocks: list[int], start: int, count: int) -> Bytes:
-        """Copy heads [start, start + count) of the blocks to host memory. Returns [len(blocks) * slabs * count *
-        head_bytes]."""
+    def gather(self, blocks: list[int], region: Region) -> Bytes:
+        """Copy a region of the blocks to host memory. Returns [len(blocks) * slabs * heads * head_bytes]."""
+        heads, slabs = slices(region)
         if self._stream is not None:
             with self.apart():
                 index = torch.tensor(blocks, device=self.device)
-                heads = self._words[index, :, start : start + count].reshape(-1)
-                copied = heads.to("cpu", non_blocking=True)  # into pinned memory
+                found_words = self._words[index, slabs, heads].reshape(-1)
+                copied = found_words.to("cpu", non_blocking=True)  # into pinned memory
                 self._stream.synchronize()
             found: Bytes = copied.view(torch.uint8).numpy()
             return found
-        out = np.empty((len(blocks), self.layout.slabs, count, self.layout.head_bytes), np.uint8)
+        out = np.empty((len(blocks), region.slabs, region.heads, self.layout.head_bytes), np.uint8)
         for i, n in runs(blocks):
-            out[i : i + n] = self._array[blocks[i] : blocks[i] + n, :, start : start + count]
+            out[i : i + n] = self._array[blocks[i] : blocks[i] + n, slabs, heads]
         return out.reshape(-1)
 
-    def scatter(self, blocks: list[int], start: int, count: int, data: Bytes | Tensor) -> None:
+    def scatter(self, blocks: list[int], region: Region, data: Bytes | Tensor) -> None:
         """Write data in the format of `gather` to the cache.
 
-        data: [len(blocks) * slabs * count * head_bytes] uint8, in host memory or on the cache's device.
+        data: [len(blocks) * slabs * heads * head_bytes] uint8, in host memory or on the cache's device.
         """
-        heads = slice(start, start + count)
-        shape = (len(blocks), self.layout.slabs, count, self.layout.head_bytes)
+        heads, slabs = slices(region)
+        shape = (len(blocks), region.slabs, region.heads, self.layout.head_bytes)
         if self._stream is None:
             source = np.asarray(data).reshape(shape)
             for i, n in runs(blocks):
-                self._array[blocks[i] : blocks[i] + n, :, heads] = source[i : i + n]
+                self._array[blocks[i] : blocks[i] + n, slabs, heads] = source[i : i + n]
             return
         with self.apart():
             index = torch.tensor(blocks, device=self.device)
-            self._words[index, :, heads] = self._in_words(torch.as_tensor(data, device=self.device).view(shape))
+            self._words[index, slabs, heads] = self._in_words(torch.as_tensor(data, device=self.device).view(shape))
         self._stream.synchronize()
 
     def _in_words(self, data: Tensor) -> Tensor:
         """View bytes [..., head_bytes] as the largest word type that divides head_bytes."""
         return data.view(next(word for word in WORDS if self.layout.head_bytes % word.itemsize == 0))
+
+
+def slices(region: Region) -> tuple[slice, slice]:
+    """Return the heads and the slabs of a region."""
+    return slice(region.head, region.head + region.heads), slice(region.slab, region.slab + region.slabs)

@@ -19,20 +19,27 @@ class KVWorkerInfo(msgspec.Struct, frozen=True):
 
 
 def start_kv_worker(
-    config: HandoffConfig, caches: list[Tensor], num_kv_heads: list[int], group: TPGroup, host: str
+    config: HandoffConfig,
+    caches: list[Tensor],
+    num_kv_heads: list[int],
+    layers: list[range],
+    group: TPGroup,
+    host: str,
 ) -> tuple[KVTransferWorker, list[KVWorkerInfo]]:
     """Start this rank's KV worker. Returns it, and the KVWorkerInfo of all ranks. Raises StartupError.
 
     Every rank must call this inside `group.starting()`.
     caches: one per KV cache group, [num_blocks, layers, parts, kv_heads, block_size, head_dim], contiguous.
     num_kv_heads: KV heads of the whole model, one number per group.
+    layers: layers in each cache, as for KVTransferWorker.
     host: IP address at which other ranks reach this one.
     """
     shards = [HeadShard(heads, group.rank, group.size) for heads in num_kv_heads]
     worker = KVTransferWorker(
         caches,
         shards=shards,
-        stage=(group.stage, group.stages),
+        layers=layers,
+        stage=group.stage,
         host=host,
         transport=config.transport,
         progress_s=config.progress_s,

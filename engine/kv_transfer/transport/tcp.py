@@ -30,7 +30,7 @@ import xxhash
 
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.refusals import REFUSALS
-from engine.kv_transfer.transport.base import POLL_INTERVAL_S, BlockReads, Layout, Progress, TransportError
+from engine.kv_transfer.transport.base import POLL_INTERVAL_S, BlockReads, Layout, Progress, Region, TransportError
 from engine.kv_transfer.transport.memory import BlockMemory
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ FRAME_BYTES = 1 << 20
 MAX_BUFFERS = 1024  # per sendmsg or recvmsg (IOV_MAX)
 CHALLENGE = struct.Struct("<4s32s")  # first message of the source: MAGIC, nonce
 RESPONSE = struct.Struct("<32s32s")  # first message of the reader: nonce, proof; the source answers with its own proof
-REQUEST = struct.Struct("<4sIHHQ")  # MAGIC, number of blocks, first head, heads, checksum; then block ids
-MAGIC = b"KV02"
+REQUEST = struct.Struct("<4sIHHHHQ")  # MAGIC, number of blocks, its Region, checksum; then block ids
+MAGIC = b"KV03"
 FRAME = struct.Struct("<IIQ")  # number, bytes, checksum; then the bytes
 REFUSED = 0xFFFFFFFF  # frame number of a refusal, whose bytes are the reason in UTF-8
 MAX_REASON = 1000  # bytes
@@ -87,7 +87,7 @@ class TcpTransport:
         try:
             connection = self._connection(source, remote, progress)
             try:
-                seed = ask(connection, reads, progress)
+                seed = ask(connection, reads, remote.layout, progress)
                 for number, blocks in enumerate(cut(reads.local, size)):
                     self._receive(connection, progress, number, seed ^ number, blocks, size, reads)
             except BaseException:
@@ -129,14 +129,14 @@ class TcpTransport:
                 f"checksum: frame {got} of {num_bytes} bytes arrived, "
                 f"expected frame {number} of {size * len(blocks)} bytes"
             )
-        start, count = reads.part.local_start, reads.part.count
-        staging = None if self._memory.direct(count) else np.empty(num_bytes, np.uint8)
+        region = reads.local_region(self._memory.layout)
+        staging = None if self._memory.direct(region) else np.empty(num_bytes, np.uint8)
         buffers = self._memory.views(blocks) if staging is None else [staging.data]
         receive(connection, buffers, progress)
         if digest(buffers, seed) != checksum:
             raise TransportError(f"checksum: frame {number} was damaged on the way")
         if staging is not None:
-            self._memory.scatter(blocks, start, count, staging)
+            self._memory.scatter(blocks, region, staging)
 
     def _connection(self, source: bytes, remote: TcpDescription, progress: Progress) -> socket.socket:
         while True:
@@ -260,7 +260,8 @@ class TcpSource:
         connection.settimeout(POLL_INTERVAL_S)
         progress = Progress(self._closing, self._progress_s)
         header = receive_bytes(connection, REQUEST.size, progress)
-        magic, num_blocks, start, count, seed = REQUEST.unpack(header)
+        magic, num_blocks, *numbers, seed = REQUEST.unpack(header)
+        region = Region(*numbers)
         layout = self._memory.layout
         try:
             if magic != MAGIC:
@@ -271,23 +272,23 @@ class TcpSource:
             if digest([header[:-8], ids], 0) != seed:
                 raise TransportError("checksum: the request was damaged on the way")
             blocks: list[int] = np.frombuffer(ids, np.uint32).tolist()
-            layout.check(blocks, start, count)
+            layout.check(blocks, region)
         except TransportError as error:
             REFUSALS.add(NAME, "malformed", error)
             refuse(connection, str(error), progress)
             return False
-        self._deliver(connection, progress, blocks, start, count, seed)
+        self._deliver(connection, progress, blocks, region, seed)
         return True
 
     def _deliver(
-        self, connection: socket.socket, progress: Progress, blocks: list[int], start: int, count: int, seed: int
+        self, connection: socket.socket, progress: Progress, blocks: list[int], region: Region, seed: int
     ) -> None:
-        size = self._memory.layout.piece_bytes(count)
+        size = self._memory.layout.piece_bytes(region)
         for number, some in enumerate(cut(blocks, size)):
-            if self._memory.direct(count):
+            if self._memory.direct(region):
                 buffers = self._memory.views(some)
             else:
-                buffers = [self._memory.gather(some, start, count).data]
+                buffers = [self._memory.gather(some, region).data]
             header = FRAME.pack(number, size * len(some), digest(buffers, seed ^ number))
             send(connection, [memoryview(header), *buffers], progress)
 
@@ -321,10 +322,11 @@ def refuse(connection: socket.socket, reason: str, progress: Progress) -> None:
     send(connection, [memoryview(FRAME.pack(REFUSED, len(data), 0) + data)], progress)
 
 
-def ask(connection: socket.socket, reads: BlockReads, progress: Progress) -> int:
-    """Send a read request. Returns the seed of the answer's checksums; any other answer has wrong checksums."""
+def ask(connection: socket.socket, reads: BlockReads, layout: Layout, progress: Progress) -> int:
+    """Send a read request to a source with this layout. Returns the seed of the answer's checksums; any other answer
+    has wrong checksums."""
     ids = np.array(reads.remote, np.uint32).tobytes()
-    header = REQUEST.pack(MAGIC, len(reads.remote), reads.part.remote_start, reads.part.count, 0)[:-8]
+    header = REQUEST.pack(MAGIC, len(reads.remote), *reads.remote_region(layout), 0)[:-8]
     seed = digest([header, ids], 0)
     send(connection, [memoryview(header + seed.to_bytes(8, "little") + ids)], progress)
     return seed

@@ -27,13 +27,22 @@ from engine.kv_transfer.protocol.messages import (
     ReadEnded,
 )
 from engine.kv_transfer.transport.base import STOPPED, BlockReads, KVTransport, TransportError
-from engine.kv_transfer.transport.head_map import HeadShard, parts
+from engine.kv_transfer.transport.head_map import HeadShard, overlap, parts
 from engine.kv_transfer.transport.memory import BlockMemory
 from engine.kv_transfer.transport.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
 
+HELD = "layers"  # key of a rank's HeldLayers in its description
 POLL_MS = 200  # after which `close` is noticed, at the latest
+
+
+class HeldLayers(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells of the layers in its caches."""
+
+    stage: int
+    layers: list[tuple[int, int]]
+    """[first, stop) in each KV cache group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +78,8 @@ class KVTransferWorker:
         caches: Sequence[Tensor],
         *,
         shards: Sequence[HeadShard],
-        stage: tuple[int, int] = (0, 1),
+        layers: Sequence[range] | None = None,
+        stage: int = 0,
         host: str = "127.0.0.1",
         transport: str = "auto",
         progress_s: float = 5.0,
@@ -78,7 +88,9 @@ class KVTransferWorker:
         """caches: one per KV cache group, [num_blocks, layers, parts, kv_heads, block_size, head_dim], as allocated by
         engine/runner/kv_cache.py.
         shards: the heads in each cache.
-        stage: number of the rank's pipeline stage, and how many stages there are, as in the other engine.
+        layers: the layers in each cache, counted within the whole model's KV cache group. None for all. A cache may
+            have none.
+        stage: number of the rank's pipeline stage.
         host: IP address at which others reach this rank.
         transport: `auto` offers nixl, if available, and tcp; any other value offers only that transport.
         progress_s: seconds without received bytes after which a read fails.
@@ -87,16 +99,22 @@ class KVTransferWorker:
         for cache, shard in zip(caches, shards, strict=True):
             if cache.shape[3] != shard.stop - shard.start:
                 raise ValueError(f"the cache has {cache.shape[3]} heads, but its shard has {shard.stop - shard.start}")
-        self._shards, self._stage, self._key = shards, stage, key
-        self._rank = stage[0] * shards[0].size + shards[0].rank  # among all ranks of the engine
-        #: transports of each group, by name
-        self._transports = [open_transports(BlockMemory(c), host, transport, progress_s, key) for c in caches]
+        self._shards, self._key = shards, key
+        self._layers = [range(cache.shape[1]) for cache in caches] if layers is None else layers
+        self._parts = [cache.shape[2] for cache in caches]
+        self._rank = stage * shards[0].size + shards[0].rank  # among all ranks of the engine
+        #: transports of each group, by name; none for a cache without layers
+        self._transports = [
+            open_transports(BlockMemory(c), host, transport, progress_s, key) if c.numel() else {} for c in caches
+        ]
         #: descriptions of this rank's memory by transport and group, for Progress.ranks
         self.description = {
             key_of(name, group): transport.describe()
             for group, transports in enumerate(self._transports)
             for name, transport in transports.items()
         }
+        held = HeldLayers(stage, [(layers.start, layers.stop) for layers in self._layers])
+        self.description[HELD] = msgspec.msgpack.encode(held)
         self._context = zmq.Context()
         self._commands: PullSocket[KVWorkerCommand] = PullSocket(
             self._context, host, KVWorkerCommand, name="kv_worker_commands", key=key
@@ -174,21 +192,25 @@ class KVTransferWorker:
         read, peer, started = task.read, task.peer, time.monotonic()
         num_bytes, error, name = 0, None, ""
         try:
-            stage, stages = self._stage
-            size = len(read.ranks) // stages
-            ranks = read.ranks[stage * size : (stage + 1) * size]
-            name = self._choose(peer, ranks)
+            name = self._choose(peer, read.ranks)
             key = key_of(name, read.group)
-            if key not in self.description or not all(key in rank for rank in ranks):
-                raise TransportError(f"KV cache group {read.group} cannot be read by {name}")
-            for part in parts(self._shards[read.group], size):
-                description = ranks[part.source_rank][key]
-                with self._lock:  # so that no task of a dropped peer registers it again
-                    if task.stop.is_set():
-                        raise TransportError(STOPPED)
-                    peer.descriptions.add((name, read.group, description))
-                reads = BlockReads(read.source_blocks, read.local_blocks, part)
-                num_bytes += self._transports[read.group][name].read(description, reads, task.stop)
+            stages = stages_of(read.ranks, read.group)
+            found = [(ranks, overlap(self._layers[read.group], held)) for ranks, held in stages]
+            wanted = [(ranks, layers) for ranks, layers in found if layers is not None]
+            if sum(layers.count for _, layers in wanted) != len(self._layers[read.group]):
+                raise TransportError(f"the source does not hold each layer of KV cache group {read.group} once")
+            for ranks, layers in wanted:
+                if key not in self.description or not all(key in rank for rank in ranks):
+                    raise TransportError(f"KV cache group {read.group} cannot be read by {name}")
+                for part in parts(self._shards[read.group], len(ranks)):
+                    description = ranks[part.source_rank][key]
+                    with self._lock:  # so that no task of a dropped peer registers it again
+                        if task.stop.is_set():
+                            raise TransportError(STOPPED)
+                        peer.descriptions.add((name, read.group, description))
+                    blocks = read.source_blocks, read.local_blocks
+                    reads = BlockReads(*blocks, part, layers, self._parts[read.group])
+                    num_bytes += self._transports[read.group][name].read(description, reads, task.stop)
         except (TransportError, ValueError, msgspec.MsgspecError) as problem:  # the last two: the command is wrong
             error = STOPPED if task.stop.is_set() else str(problem)
             logger.info("kv read ended read_id=%d transport=%s: %s", read.read_id, name, error)
@@ -203,10 +225,11 @@ class KVTransferWorker:
         """Return the best transport that both sides have, preferring those that have not failed."""
         if not ranks:
             raise TransportError("a source has at least one rank")
-        own = self._transports[0]
-        common = [name for name in own if all(name in rank for rank in ranks)]
+        own = next(filter(None, self._transports))
+        offered = [{key.partition("/")[0] for key in rank if key != HELD} for rank in ranks]
+        common = [name for name in own if all(name in names for names in offered)]
         if not common:
-            theirs = sorted(set().union(*ranks))
+            theirs = sorted(set().union(*offered))
             raise TransportError(f"no transport in common: {', '.join(own)} here, {', '.join(theirs)} there")
         name = next((name for name in common if name not in peer.failed), common[-1])
         if name != peer.transport:
@@ -266,6 +289,22 @@ class KVTransferWorker:
     def _answer(self, answer: KVWorkerAnswer) -> None:
         assert self._answers is not None
         self._answers.send(self._encode(answer))
+
+
+def stages_of(ranks: list[dict[str, bytes]], group: int) -> list[tuple[list[dict[str, bytes]], range]]:
+    """Return the descriptions of each stage's ranks, with the layers of a KV cache group that they hold. Raises
+    TransportError."""
+    stages: dict[int, list[dict[str, bytes]]] = {}
+    layers: dict[int, range] = {}
+    for rank in ranks:
+        if HELD not in rank:
+            raise TransportError("the source does not say which layers its ranks hold")
+        held = msgspec.msgpack.decode(rank[HELD], type=HeldLayers)
+        if group >= len(held.layers):
+            raise TransportError(f"the source has no KV cache group {group}")
+        stages.setdefault(held.stage, []).append(rank)
+        layers[held.stage] = range(*held.layers[group])
+    return [(of_stage, layers[stage]) for stage, of_stage in stages.items()]
 
 
 def key_of(name: str, group: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -19,18 +18,3 @@ def open_runner(config: EngineConfig, model_config: ModelConfig, folder: Path, g
 
     assert isinstance(group, ConnectedGroup)
     return StageRunner(config, model_config, folder, group)
-
-
-def without_idle_moves(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the options without `handoff` if it serves only to move requests, and requests cannot move with this model
-    or these pipeline stages; else return the options unchanged. Raises ConfigError."""
-    if config.handoff is None or config.handoff.role != "replica":
-        return config
-    windowed = any(group.spec.window is not None for group in model.kv_groups)
-    stateful = model.recurrent is not None and (windowed or not config.enable_prefix_caching)
-    movable = model.head == "lm" and not model.bidirectional and not stateful
-    if movable and config.pipeline_parallel > 1:
-        from engine.runner.stages.stage_runner import can_hand_over  # it needs pyzmq
-
-        movable = can_hand_over(config, model)
-    return config if movable else replace(config, handoff=None)

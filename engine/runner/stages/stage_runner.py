@@ -73,7 +73,6 @@ class StageRunner(ModelRunner):
         self._layers = layers = find_layers(config, model_config, group)
         self.stage = nth_stage(group.stage, layers, model_config)
         self.layout = f" stages={','.join(map(str, layers))}"
-        check_handoffs(config, config_of(self.stage, model_config), group)
         self.samples, self.launches_ahead, self.max_steps = group.is_last, False, 1 + group.stages
         self._learned: deque[SampledStep] = deque()
         self._unknown: dict[int, UnknownTokens] = {}
@@ -195,26 +194,6 @@ class StageRunner(ModelRunner):
 
     def _warm_up(self) -> None:
         """Do nothing: a stage alone cannot compute a step. A GPU's kernels are compiled in the first real steps."""
-
-
-def check_handoffs(config: EngineConfig, model: ModelConfig, group: TPGroup) -> None:
-    """Raise ConfigError for an engine with handoffs if this stage lacks layers of one kind. model: of the stage."""
-    if config.handoff is not None and lacks_a_kind(model):
-        limit = f"left out, or with other pipeline_layers: stage {group.stage} has no layer of one kind"
-        raise ConfigError("handoff", config.handoff.role, limit)
-
-
-def can_hand_over(config: EngineConfig, model: ModelConfig) -> bool:
-    """Return whether `check_handoffs` accepts all stages. model: the whole model. Raises ConfigError."""
-    check_stages(config, model)
-    layers = divide_layers(config, model)
-    return not any(lacks_a_kind(config_of(nth_stage(stage, layers, model), model)) for stage in range(len(layers)))
-
-
-def lacks_a_kind(model: ModelConfig) -> bool:
-    """Return whether a stage has no layers of a KV cache group, or no recurrent layers in a model that has some."""
-    stateless = model.recurrent is not None and not model.recurrent.layers
-    return stateless or any(not kv.layers for kv in model.kv_groups)
 
 
 def find_layers(config: EngineConfig, model: ModelConfig, group: StageGroup) -> list[int]:

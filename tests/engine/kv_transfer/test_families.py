@@ -117,6 +117,55 @@ def test_with_strict_determinism_pools_of_unequal_size_give_the_bits_of_one_engi
         assert sum(pair.decode.status.handoffs.results["received"].values()) == len(LENGTHS)
 
 
+STAGES = {
+    "one": {},
+    "two": {"pipeline_parallel": 2},
+    "first large": {"pipeline_parallel": 2, "pipeline_layers": "2,1"},
+    "last large": {"pipeline_parallel": 2, "pipeline_layers": "1,2"},
+    "three": {"pipeline_parallel": 3},
+    "two of two": {"pipeline_parallel": 2, "tensor_parallel": 2},
+    "ranks": {"tensor_parallel": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "decode", "prefill"),
+    [
+        ("gemma3", "first large", "last large"),  # layers with windows and without, of which a stage has none
+        *(
+            pytest.param(family, decode, prefill, marks=pytest.mark.slow)
+            for family, decode, prefill in (
+                ("llama", "one", "two"),
+                ("llama", "three", "one"),
+                ("llama", "two", "three"),
+                ("llama", "two of two", "first large"),
+                ("llama", "ranks", "two of two"),
+                ("gemma3", "one", "three"),
+                ("qwen3_5", "two", "one"),
+                ("qwen3_5", "three", "two"),
+                ("deepseek_v3", "last large", "first large"),
+            )
+        ),
+    ],
+)
+def test_engines_with_other_stages_hand_over_the_layers_that_both_hold(tmp_path, ranks, family, decode, prefill):
+    options = {"determinism": "strict", "num_blocks": 400, "block_size": 16}
+    folder = make_model(tmp_path, family)
+    expected = alone(folder, BORDERS, **options)
+    configs = (
+        make_config(folder, "decode", **STAGES[decode], **options),
+        make_config(folder, "prefill", **STAGES[prefill], **options),
+    )
+    with Pair(*configs, ranks) as pair:
+        for length in BORDERS:
+            pair.ingress.add(f"{length}", prompt(length), logprobs=0)
+        for length in BORDERS:
+            pair.ingress.last(f"{length}")
+        assert [flat(pair.ingress.deltas[f"{length}"]) for length in BORDERS] == expected
+        pair.settle()
+        assert sum(pair.decode.status.handoffs.results["received"].values()) == len(BORDERS)
+
+
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", with_slow(KEPT_APART, KEPT_APART[2:]))

@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.distributed.cluster_key import ClusterKey
 from engine.kv_transfer.transport import nixl, tcp
 from engine.kv_transfer.transport.base import BlockReads, KVTransport, Progress, TransportError
-from engine.kv_transfer.transport.head_map import HeadPart, HeadShard, parts
+from engine.kv_transfer.transport.head_map import HeadPart, HeadShard, LayerPart, overlap, parts
 from engine.kv_transfer.transport.memory import BlockMemory
 from engine.kv_transfer.transport.nixl import NixlTransport
 from engine.kv_transfer.transport.tcp import TcpTransport
@@ -217,6 +217,21 @@ def test_ranks_read_their_heads_from_an_engine_of_another_size(
         expected = torch.zeros_like(here)
         expected[local] = shard_cache(full, shard)[remote]
         assert torch.equal(here, expected)
+
+
+@pytest.mark.parametrize("heads", [(0, 0, 2), (1, 0, 1)])
+def test_a_rank_reads_the_layers_that_another_stage_holds_too(make: Make, heads: tuple[int, int, int]) -> None:
+    there = torch.cat([full_cache(12, 2), full_cache(12, 2, seed=1)], dim=1)  # layers 1 to 4
+    here = torch.zeros_like(there[:, :3])  # layers 3 to 5
+    remote, local = [3, 4, 5, 9, 1], [0, 1, 2, 3, 11]
+    layers = overlap(range(3, 6), range(1, 5))
+    assert layers == LayerPart(2, 0, 2)
+    remote_head, local_head, count = heads
+    reads = BlockReads(remote, local, HeadPart(0, remote_head, local_head, count), layers)
+    assert make(here).read(make(there).describe(), reads, NEVER) == there[:5, :2, :, :count].nbytes
+    expected = torch.zeros_like(here)
+    expected[local, :2, :, local_head : local_head + count] = there[remote, 2:, :, remote_head : remote_head + count]
+    assert torch.equal(here, expected)
 
 
 def test_a_read_of_many_frames_ends_with_a_smaller_one(make: Make) -> None:

@@ -25,7 +25,7 @@ from engine.kv_transfer.protocol.messages import (
 )
 from engine.kv_transfer.transport import tcp
 from engine.kv_transfer.transport.head_map import HeadShard
-from engine.kv_transfer.transport.worker import KVTransferWorker
+from engine.kv_transfer.transport.worker import HeldLayers, KVTransferWorker
 from tests.engine.kv_transfer.caches import SourceProcess, full_cache, shard_cache
 from tests.engine.kv_transfer.link import Link
 from tests.engine.kv_transfer.test_transports import needs_nixl
@@ -118,7 +118,7 @@ class World:
         """A link to a source, and the description of the source over it."""
         link = Link.to(source.description["tcp"])
         self._open.append(link)
-        return link, {"tcp": link.describe(source.description["tcp"])}
+        return link, {**source.description, "tcp": link.describe(source.description["tcp"])}
 
     def close(self) -> None:
         for thing in reversed(self._open):
@@ -320,13 +320,33 @@ def test_engines_without_a_common_transport_say_so(world: World) -> None:
     assert ended.error == "no transport in common: tcp here, nixl there"
 
 
+@pytest.mark.parametrize(
+    ("layers", "error"),
+    [
+        ([(0, 1)], "the source does not hold each layer of KV cache group 0 once"),
+        ([], "the source has no KV cache group 0"),
+        (None, "the source does not say which layers its ranks hold"),
+    ],
+)
+def test_a_source_whose_layers_are_others_or_unknown_is_not_read(
+    world: World, layers: list[tuple[int, int]] | None, error: str
+) -> None:
+    here = torch.zeros_like(full_cache(4, 2))
+    source = {key: value for key, value in world.worker(full_cache(4, 2)).description.items() if key != "layers"}
+    if layers is not None:
+        source["layers"] = msgspec.msgpack.encode(HeldLayers(0, layers))
+    (ended,) = world.channel(world.worker(here)).read(1, [source], [0], [1])
+    assert ended.error == error
+    assert not here.any()
+
+
 def test_auto_takes_tcp_where_nixl_cannot_be_imported(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     with caplog.at_level("INFO"):
         worker = world.worker(full_cache(4, 2), transport="auto")
-    assert list(worker.description) == ["tcp"]
+    assert list(worker.description) == ["tcp", "layers"]
     assert "kv travels over tcp, because nixl is unavailable" in caplog.text
 
 

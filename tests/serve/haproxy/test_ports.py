@@ -100,7 +100,7 @@ def forge(address: str, port: int, reply_to: str, context: zmq.Context) -> None:
         stranger.setsockopt(zmq.SNDTIMEO, 5000)
         with suppress(zmq.Again):  # the port may have been open for a moment only, as Ray's dashboard started
             stranger.send(message)
-    read = tcp.RESPONSE.pack(bytes(32), bytes(32)) + tcp.REQUEST.pack(tcp.MAGIC, 1, 0, 1, 0) + bytes(4)
+    read = tcp.RESPONSE.pack(bytes(32), bytes(32)) + tcp.REQUEST.pack(tcp.MAGIC, 1, 0, 1, 0, 1, 0) + bytes(4)
     for data in (b"\xc1", read):
         with suppress(OSError), socket.create_connection((address, port), timeout=10) as connection:
             connection.sendall(data)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,8 +14,6 @@ from engine.model.loader import load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import build_model
 from engine.model.stage import check_stages, config_of, nth_stage
-from engine.runner.stages.open_runner import without_idle_moves
-from engine.runner.stages.stage_runner import check_handoffs
 from tests.batches import ByHand, load_by_hand
 from tests.models import FAMILIES, HYBRIDS, make_model
 
@@ -71,9 +67,6 @@ def test_stages_of_one_layer_give_the_bits_of_the_whole_model_in_every_family_or
     ("option", "options"),
     [
         ("speculative.method", {"speculative": SpeculativeConfig(method="mtp")}),
-        ("kv_offloading_disk_size", {"kv_offloading_disk_size": 1}),
-        ("kv_offloading_store_size", {"kv_offloading_store_size": 1, "kv_offloading_store": "store"}),
-        ("handoff.enable_prefix_fetching", {"handoff": HandoffConfig(role="replica", enable_prefix_fetching=True)}),
         ("handoff", {"handoff": HandoffConfig(role="encode")}),
         ("encode", {"encode": HandoffConfig(role="decode")}),
     ],
@@ -83,24 +76,3 @@ def test_options_that_stages_do_not_support_are_refused_by_name(tmp_path, option
     config = EngineConfig(model=str(folder), pipeline_parallel=2, **options)
     with pytest.raises(ConfigError, match=f"{option} must be left out, because pipeline_parallel"):
         check_stages(config, ModelConfig.from_folder(folder))
-
-
-def test_a_stage_without_a_layer_of_each_kind_of_kv_hands_nothing_over(tmp_path):
-    folder = make_model(tmp_path, "gemma3")  # its first layer has a window, the second has none
-    cfg = ModelConfig.from_folder(folder)
-    config = EngineConfig(model=str(folder), pipeline_parallel=2, handoff=HandoffConfig(role="replica"))
-    check_handoffs(config, config_of(nth_stage(0, [2, 1], cfg), cfg), TPGroup.single())
-    with pytest.raises(ConfigError, match="handoff must be left out, or with other pipeline_layers: stage 0"):
-        check_handoffs(config, config_of(nth_stage(0, [1, 2], cfg), cfg), TPGroup.single())
-
-
-def test_moves_are_dropped_if_a_stage_lacks_a_kind_of_layer(tmp_path):
-    windowed = ["sliding_attention", "full_attention"] * 2
-    folder = make_model(tmp_path, "gemma3", num_hidden_layers=4, layer_types=windowed)
-    cfg = ModelConfig.from_folder(folder)
-    even = EngineConfig(model=str(folder), pipeline_parallel=2, handoff=HandoffConfig(role="replica"))
-    assert without_idle_moves(even, cfg) == even
-    uneven = replace(even, pipeline_layers="1,3")
-    assert without_idle_moves(uneven, cfg) == replace(uneven, handoff=None)
-    decode = replace(uneven, handoff=HandoffConfig(role="decode"))
-    assert without_idle_moves(decode, cfg) == decode, "refused later, as the pools need it"
