@@ -89,7 +89,8 @@ def agent_ports() -> dict[str, int]:
 
 
 def given_ports() -> dict[str, int]:
-    """Return HAProxy's own ports that are set in this environment, by variable. Raises ConfigError."""
+    """Return the ports that this environment sets for HAProxy's statistics and metrics, by variable. Raises
+    ConfigError."""
     ports = {}
     for name in KNOWN_PORTS:
         given = os.environ.get(name)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from engine.core.costs.step_cost import StepTimes
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.step_cost import StepTimes
 from engine.wire.block_hash import BLOCK_HASH_BYTES, block_hashes
 from engine.wire.handoff import (
     NO_TOKEN,

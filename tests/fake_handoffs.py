@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.config import HandoffConfig
+from engine.core.costs.step_cost import StepCost
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
-from engine.core.step_cost import StepCost
 from engine.model.kv_groups import KVCacheSpec
 from engine.wire.handoff import (
     CancelHandoff,
@@ -182,8 +182,9 @@ class PrefillHarness(Harness):
         del self.remote_requests[name]
         (event,) = self.scheduler.handle(Closed(name, reason), now=0.0)
         assert event.delta.finish_reason == ("length" if reason == "released" else "abort")
+        self.ledger.report([event])
         self.ended.add(event.delta.request_id)
-        self.scheduler.check()
+        self.check()
 
     def settle(self) -> None:
         self.close(next(iter(self.scheduler.handoffs.leased)))

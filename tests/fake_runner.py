@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.block_pool import BlockPool
+from engine.core.costs.cost_ledger import CostLedger
+from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds import Holds
@@ -21,6 +24,7 @@ from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.speculator import Speculator, any_number
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
+from engine.core.request import Request
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.model.kv_groups import KVCacheSpec
@@ -337,6 +341,9 @@ class Harness:
         self.cached_of: dict[str, int] = {}
         self.plans: list[StepPlan] = []
         self.now = 0.0
+        self.clock = 0.0  # of the ledger alone
+        self.ledger = CostLedger(StepTimes(), [group.pool for group in kv_cache.groups], self.clock)
+        self.seen: set[Request] = set()
 
     def add(
         self,
@@ -390,9 +397,7 @@ class Harness:
 
     def abort(self, name: str) -> None:
         event = self.scheduler.abort(name, now=0.0)
-        if event is not None:
-            self._record(event)
-        self.scheduler.check()
+        self.record([] if event is None else [event])
 
     def step(self) -> StepPlan | None:
         plan = self.plan()
@@ -402,10 +407,11 @@ class Harness:
 
     def plan(self) -> StepPlan | None:
         self.take_answers()
+        self.ledger.advance(self.tick())
         plan = self.scheduler.schedule(now=self.now)
         if not self.prepared:
             self.submit()
-        self.scheduler.check()
+        self.check()
         if plan is not None:
             assert plan.num_tokens <= self.config.max_num_batched_tokens
             self.plans.append(plan)
@@ -420,13 +426,39 @@ class Harness:
     def commit(self) -> None:
         if self.prepared:
             result = self.runner.execute(self.prepared.pop(0))
+            self.ledger.step(
+                StepWork.of(self.scheduler.planned[0][0]), *self.scheduler.planned[0], self.clock - 0.0001, self.tick()
+            )
+            self.ledger.advance(self.clock)
             self.record(self.scheduler.commit(result, now=self.now))
             self.submit()
 
     def record(self, events: list[Event]) -> None:
-        for event in events:
+        for event in self.ledger.report(events):
             self._record(event)
+        self.check()
+
+    def tick(self) -> float:
+        self.clock += 0.001 + len(self.plans) % 7 * 1e-8
+        return self.clock
+
+    def check(self) -> None:
+        """The books balance, those of blocks and those of time."""
         self.scheduler.check()
+        self.seen.update(self.scheduler.queue.live.values())
+        self.ledger.check(self.seen)
+        wasted = sum(request.cost.wasted_ns for request in self.seen)
+        assert wasted == sum(self.ledger.ns[line] for line in ("preemption", "replay", "handoff"))
+        for group, pool in enumerate(manager.pool for manager in self.scheduler.kv_cache.groups):
+            pool.usage.settle(pool.ref_counts())
+            tables = {r: r.tables[group].held for r in self.seen if len(r.tables) > group}
+            charged = [pool.usage.of(r.cost.blocks[group], tables.get(r, ())) for r in self.seen]
+            assert min(charged, default=0) >= 0
+            shared = Counter(dict(enumerate(pool.ref_counts()))) - Counter(
+                block for held in tables.values() for block in held
+            )
+            charged.append(pool.usage.of(pool.shared, shared.elements()))
+            assert sum(charged) + pool.usage.carried_ns == pool.usage.used_ns
 
     def _record(self, event: Event) -> None:
         name = event.delta.request_id

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.core.block_pool import HashChanges
+from engine.core.costs.step_cost import StepTimes
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.step_cost import StepTimes
 from engine.kv_offload.tier_index import TierIndex
 from engine.wire.kv_offload import (
     DropBlocks,

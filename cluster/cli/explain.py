@@ -87,7 +87,17 @@ def summary_of(timeline: SequenceTimeline) -> list[tuple[str, str]]:
         ("engines", ", ".join(timeline.engines)),
         ("replays", str(timeline.replays or "")),
         ("preemptions", str(timeline.preemptions or "")),
+        ("cost", _cost(timeline)),
         ("prompt text", timeline.prompt or ""),
         ("output text", timeline.output or ""),
     ]
     return [(name, text) for name, text in rows if text]
+
+
+def _cost(timeline: SequenceTimeline) -> str:
+    """Return what all attempts of a sequence have cost."""
+    if not (costs := timeline.costs.values()):
+        return ""
+    compute_s, wasted_s = sum(cost.compute_s for cost in costs), sum(cost.wasted_s for cost in costs)
+    wasted = f", and {wasted_s:.4f} s for tokens computed again" if wasted_s else ""
+    return f"{compute_s:.4f} s of compute{wasted}, {sum(cost.kv_gib_s for cost in costs):.6f} GiB·s of KV cache"

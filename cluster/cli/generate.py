@@ -153,8 +153,8 @@ def parse_line(line: bytes) -> dict[str, Any]:
 def to_request(
     llm: LLM, index: int, line: dict[str, Any], defaults: dict[str, Any]
 ) -> tuple[RequestOutput, SamplingParams]:
-    """Return the request of a line. The request's id, and so its seed, depends only on the line; so a resumed run gives
-    the same output."""
+    """Return the request that a line describes. Its id, and so its seed, depends only on the line; so a resumed run
+    gives the same output."""
     known = LINE_FIELDS | SAMPLING_FIELDS
     if unknown := sorted(line.keys() - known):
         raise RequestError(f"unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}", unknown[0])

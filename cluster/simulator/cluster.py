@@ -19,10 +19,10 @@ from cluster.simulator.tiers import TierTraffic, host_tier
 from cluster.simulator.trace import Trace
 from deployments.routing.config import Role
 from engine.config import HandoffConfig
+from engine.core.costs.step_cost import StepTimes
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.serving.kv_events import UPDATE_PERIOD_S
-from engine.core.step_cost import StepTimes
 from engine.errors import PromptTooLong
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.messages import GenerateRequest

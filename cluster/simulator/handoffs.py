@@ -1,5 +1,5 @@
-"""Simulates the transfer of KV from prefill to decode replicas: the schedulers decide, and this module gives their
-actions a duration.
+"""Simulates the transfer of KV from prefill to decode replicas: the replicas' schedulers choose the actions, and this
+module decides how long each takes.
 
 In the simulation no message is lost and no engine dies. So leases and heartbeats (engine/kv_transfer/protocol/) are
 left out, except for the time of their messages. As in reality, reading begins with the first chunk, while prefill

@@ -12,6 +12,7 @@ from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import VOCABULARY
 from deployments.routing.config import Role
 from engine.core.block_pool import BlockPool
+from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.engine_stats import load_of
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_offloading import KVOffloading
@@ -21,7 +22,6 @@ from engine.core.request import Request
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.serving.kv_events import KVEventPublisher
-from engine.core.step_cost import StepTimes, StepWork
 from engine.wire.handoff import HandoffEvent
 from engine.wire.kv_offload import TierAnswer, TierCommand
 from engine.wire.messages import EngineUpdate, GenerateRequest, PrefillReplica, Subscribe

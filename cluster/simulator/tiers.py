@@ -15,10 +15,10 @@ from cluster.simulator.events import EventLoop
 from cluster.simulator.replica import Replica
 from cluster.simulator.results import TierUse
 from cluster.simulator.spec import ClusterSpec
+from engine.core.costs.step_cost import StepTimes
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.step_cost import StepTimes
 from engine.kv_offload.tier_index import TierIndex
 from engine.wire.kv_offload import LoadBlocks, StoreBlocks, TierAnswer
 

@@ -138,6 +138,7 @@ def joined(parts: Sequence[TokenDelta]) -> TokenDelta:
         stop_reason=last.stop_reason,
         text_complete=last.text_complete,
         times=next((part.times for part in reversed(parts) if part.times is not None), None),
+        cost=last.cost,
         num_preemptions=max(part.num_preemptions for part in parts),
         timeline=[event for part in parts for event in part.timeline],
     )

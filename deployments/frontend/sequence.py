@@ -21,7 +21,7 @@ from deployments.replicas.pools import EnginePool
 from engine.errors import EngineError, OtherModel, ServingError
 from engine.text.detokenizer import TokenBytes
 from engine.text.text_stream import TextChunk, TextStream
-from engine.wire.messages import ErrorInfo, GenerateRequest, HoldOutcome, TokenDelta
+from engine.wire.messages import ErrorInfo, GenerateRequest, HoldOutcome, SequenceCost, TokenDelta
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.remote_request import KVSource
 
@@ -86,6 +86,19 @@ class Usage:
 
     holds: dict[int, PromptHolds] = field(default_factory=dict)
     """Outcomes of the holds that the request asks for, by the index of the sequence."""
+
+    costs: dict[str, SequenceCost] = field(default_factory=dict)
+    """What each attempt has cost, as far as its engine has reported it, by request id."""
+
+    @property
+    def cost(self) -> SequenceCost:
+        """What all attempts have cost together."""
+        costs = self.costs.values()
+        return SequenceCost(
+            sum(cost.compute_s for cost in costs),
+            sum(cost.wasted_s for cost in costs),
+            sum(cost.kv_gib_s for cost in costs),
+        )
 
     def count_holds(self, index: int, delta: TokenDelta) -> None:
         """Record the outcomes of holds, which a sequence's first delta from each engine reports."""
@@ -236,6 +249,9 @@ class Sequence:
             self.metrics.happened(delta.timeline, self._channel.engine_of(delta.request_id))
             if not delta.token_ids and delta.finish_reason is None:
                 return None
+        if delta.cost is not None:
+            self._usage.costs[delta.request_id] = delta.cost
+            self.metrics.costs(delta.request_id, delta.cost)
         if delta.finish_reason in ("error", "abort"):
             raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error, delta.kv_source)
         delta = self.retry.add(delta)

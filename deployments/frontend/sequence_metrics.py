@@ -13,7 +13,7 @@ from deployments.frontend.availability import Availability
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_EVENTS, RequestTimelines, SequenceTimeline
-from engine.wire.messages import GenerateRequest, RequestTimes, TokenDelta
+from engine.wire.messages import GenerateRequest, RequestTimes, SequenceCost, TokenDelta
 from engine.wire.timeline import TimelineEvent
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,10 @@ class SequenceMetrics:
             self._moved_at = None
         timeline.output_tokens += tokens
         timeline.preemptions += delta.num_preemptions
+
+    def costs(self, request_id: str, cost: SequenceCost) -> None:
+        """Record what an attempt has cost so far."""
+        self._timeline.costs[request_id] = cost
 
     def ended(self, reason: Reason, error: Exception | None = None) -> None:
         """Record the end of the sequence as the client sees it. `refused` does not count as an end. Only the first call

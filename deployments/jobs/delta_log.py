@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Log(Generic[T]):
-    """List of entries that grows until it ends."""
+    """An append-only list of entries. Readers wait for more until `ended` is set."""
 
     def __init__(self) -> None:
         self.entries: list[T] = []

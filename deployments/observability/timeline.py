@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.wire.messages import SequenceCost
 from engine.wire.timeline import TimelineEvent
 
 MAX_ENDED = 1000
@@ -40,6 +41,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
     prefill_s: float | None = None  #: from then to the first token
     first_token_s: float | None = None  #: from the HTTP request to the first token
     seconds: float | None = None  #: from the HTTP request to the end
+    costs: dict[str, SequenceCost] = {}  #: what each attempt has cost, by its request id
     events: list[TimelineEvent] = []  #: in order of arrival; in the result of `RequestTimelines.of`, oldest first
     prompt: str | None = None  #: its first MAX_TEXT_TOKENS, set at its end if RequestTimelines.keeps_texts
     output: str | None = None  #: first MAX_TEXT_TOKENS of its output, likewise

@@ -96,7 +96,7 @@ class ChatResponse:
                     if with_ids:
                         choice.token_ids = chunk.token_ids
                     yield self._chunk([choice])
-        if options and options.include_usage:
+        if (options and options.include_usage) or self.body.reports_cost:
             yield self._chunk([], with_usage=True)
 
     def _text_chunk(self, index: int, text: str) -> ChatChunk:
@@ -112,7 +112,7 @@ class ChatResponse:
         return chunk
 
     def _usage(self) -> UsageBody:
-        return UsageBody.of(self.output.usage, self.output.reasoning_tokens)
+        return UsageBody.of(self.output.usage, self.output.reasoning_tokens, with_cost=self.body.reports_cost)
 
 
 def _extend(message: ChatMessage, events: Iterable[OutputEvent]) -> None:

@@ -80,7 +80,7 @@ class CompletionResponse:
                 choice = self._choice(chunk)
                 if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids is not UNSET:
                     yield self._completion([choice], with_usage=with_usage)
-        if options and options.include_usage:
+        if (options and options.include_usage) or self.body.reports_cost:
             yield self._completion([], with_usage=True)
 
     def _choice(self, chunk: TextChunk) -> CompletionChoice:
@@ -138,7 +138,7 @@ class CompletionResponse:
         if choices and choices[-1].finish_reason:
             completion.system_fingerprint, completion.service_tier = self.fingerprint, self.service_tier
         if with_usage:
-            completion.usage = UsageBody.of(self.generation.usage)
+            completion.usage = UsageBody.of(self.generation.usage, with_cost=self.body.reports_cost)
             if self.body.echo_only:  # a token had to be computed, but is not part of the response
                 completion.usage.completion_tokens = 0
                 completion.usage.total_tokens = completion.usage.prompt_tokens

@@ -45,6 +45,15 @@ class CompletionTokensDetails(msgspec.Struct):
     """Tokens that were drafted but rejected. They do not count in `completion_tokens`."""
 
 
+class CostDetails(msgspec.Struct):
+    compute_seconds: float
+    """Share of the time of the engines' steps."""
+    kv_gib_seconds: float
+    """GiB of KV cache times the seconds for which the request used them."""
+    wasted_seconds: float
+    """Share for tokens that had to be computed again; not in `compute_seconds`."""
+
+
 class UsageBody(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
@@ -52,10 +61,12 @@ class UsageBody(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
     holds: list[HoldBody] | msgspec.UnsetType = msgspec.UNSET
+    cost_details: CostDetails | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
-    def of(cls, usage: Usage, reasoning_tokens: int | None = None) -> UsageBody:
+    def of(cls, usage: Usage, reasoning_tokens: int | None = None, *, with_cost: bool = False) -> UsageBody:
         """Return the usage of a response. reasoning_tokens: None unless the model is known to reason."""
+        cost = usage.cost
         details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
         if reasoning_tokens is not None or usage.has_prediction:
             reasoned = msgspec.UNSET if reasoning_tokens is None else reasoning_tokens
@@ -71,6 +82,7 @@ class UsageBody(msgspec.Struct):
             ),
             completion_tokens_details=details,
             holds=HoldBody.all_of(usage),
+            cost_details=CostDetails(cost.compute_s, cost.kv_gib_s, cost.wasted_s) if with_cost else msgspec.UNSET,
         )
 
 

@@ -466,7 +466,9 @@ class ServedModel:
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise InvalidParameter("n", body.n, f"at most {MAX_SEQUENCES // len(prompts)} with {len(prompts)} prompts")
         request = self.new_request(context, body.priority or body.tier_priority, body.cache_salt)
-        request = msgspec.structs.replace(request, prediction=prediction or [], mm_features=mm_features or [])
+        request = msgspec.structs.replace(
+            request, prediction=prediction or [], mm_features=mm_features or [], report_cost=body.reports_cost
+        )
         sequences = [params.sequence(j) for j in range(body.n)]
         name = context.session_id or body.prompt_cache_key
         response_id = context.response_id

@@ -6,6 +6,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from engine.core.block_usage import BlockAccount, BlockUsage
+
 if TYPE_CHECKING:
     from engine.core.request import Request
 
@@ -89,6 +91,9 @@ class BlockPool:
         #: References of blocks that holds keep in the prefix cache.
         self.held: Counter[int] = Counter()
         self.observers: list[BlockObserver] = []
+        self.usage = BlockUsage(num_blocks)
+        #: Pays for the references that no request has: those of tiers, of holds and of snapshots.
+        self.shared = BlockAccount()
 
     @property
     def num_free(self) -> int:
@@ -113,6 +118,13 @@ class BlockPool:
     def ref_counts(self) -> list[int]:
         """Reference count of every block."""
         return list(self._ref_counts)
+
+    def block_time(self, account: BlockAccount, held: Iterable[int]) -> int:
+        """Return the block time of a holder until now (BlockUsage). held: the blocks to which it has references."""
+        blocks = list(held)
+        for block in blocks:
+            self.usage.divide(block, self._ref_counts[block])
+        return self.usage.of(account, blocks)
 
     def num_unshared(self, *tables: list[int]) -> int:
         """Return how many blocks are held only by the owners of these tables. Releasing all tables frees that many."""
@@ -171,19 +183,19 @@ class BlockPool:
         """Number of blocks kept by holds alone: no sequence has a reference to them."""
         return sum(self._ref_counts[block] == count for block, count in self.held.items())
 
-    def reserve(self, matched: list[int], num_new: int, watermark: int = 0) -> list[int] | None:
+    def reserve(
+        self, matched: list[int], num_new: int, watermark: int = 0, account: BlockAccount | None = None
+    ) -> list[int] | None:
         """Take references to the `matched` blocks and to `num_new` new ones. Returns None, and takes nothing, if fewer
-        than `watermark` blocks would stay available.
+        than `watermark` blocks would stay available. account: pays for the references; `shared` by default.
 
         One call does both, so that allocating new blocks can never evict the matched ones.
         """
         if not self.can_reserve(matched, num_new, watermark):
             return None
         for block in matched:
-            if self._ref_counts[block] == 0:
-                del self._cached[block]
-            self._ref_counts[block] += 1
-        blocks = self.allocate(num_new)
+            self._refer(block, account)
+        blocks = self.allocate(num_new, account)
         assert blocks is not None
         return matched + blocks
 
@@ -192,10 +204,10 @@ class BlockPool:
         idle = sum(self._ref_counts[block] == 0 for block in matched)
         return num_new + watermark <= self.num_available - idle
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int, account: BlockAccount | None = None) -> list[int] | None:
         """Return `count` blocks with a reference count of 1, or None if there are not that many.
 
-        Evicts cached blocks, least recently used first.
+        Evicts cached blocks, least recently used first. account: as for `reserve`.
         """
         if count > self.num_available:
             return None
@@ -203,26 +215,41 @@ class BlockPool:
             self._evict()
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
+            self.usage.divide(block, 0)
+            self.usage.taken(account or self.shared, block)
             self._ref_counts[block] = 1
         return blocks
 
-    def release(self, blocks: list[int]) -> None:
-        """Drop one reference to each block. A block that has a hash stays cached."""
+    def _refer(self, block: int, account: BlockAccount | None) -> None:
+        """Take a reference to a block that is cached or used."""
+        references = self._ref_counts[block]
+        if references == 0:
+            del self._cached[block]
+        self.usage.divide(block, references)
+        self.usage.taken(account or self.shared, block)
+        self._ref_counts[block] = references + 1
+
+    def release(self, blocks: list[int], account: BlockAccount | None = None) -> None:
+        """Drop one reference to each block. A block that has a hash stays cached. account: the one that pays for these
+        references."""
         # tail first, so that eviction shortens a chain from its end and keeps shared prefixes
         for block in reversed(blocks):
-            assert self._ref_counts[block] > 0, f"block {block} released more often than allocated"
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
+            references = self._ref_counts[block]
+            assert references > 0, f"block {block} released more often than allocated"
+            self.usage.divide(block, references)
+            self.usage.returned(account or self.shared, block, references - 1)
+            self._ref_counts[block] = references - 1
+            if references == 1:
                 if self._hash[block] is None:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
 
-    def cache_block(self, block: int, block_hash: bytes) -> int:
+    def cache_block(self, block: int, block_hash: bytes, account: BlockAccount | None = None) -> int:
         """Enter a full, computed block into the prefix cache, and return the block to use from now on.
 
         Two sequences can compute one prefix at the same time. If the cache already has a block of this hash, the
-        caller's reference moves to that block, and the caller's copy is freed.
+        caller's reference moves to that block, and the caller's copy is freed. account: as for `release`.
         """
         if not self.enable_prefix_caching:
             return block
@@ -236,10 +263,8 @@ class BlockPool:
                 observer.stored(block_hash)
             return block
         if duplicate != block:
-            if self._ref_counts[duplicate] == 0:
-                del self._cached[duplicate]
-            self._ref_counts[duplicate] += 1
-            self.release([block])
+            self._refer(duplicate, account)
+            self.release([block], account)
         return duplicate
 
     def block_hashes(self) -> list[bytes]:

@@ -16,13 +16,14 @@ import msgspec
 
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig
+from engine.core.costs.cost_ledger import CostLedger
+from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.engine_stats import stats_of
 from engine.core.features.block_events import KVEvents, NoKVEvents
 from engine.core.features.handoffs import HandoffOutput
 from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
-from engine.core.step_cost import StepTimes, StepWork
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.errors import (
@@ -98,6 +99,7 @@ class EngineCore:
         self._now = clock.monotonic
         self.config, self.model_config = config, model_config
         self.runner, self.scheduler, self.step_times = runner, scheduler, step_times
+        self.ledger = CostLedger(step_times, [g.pool for g in scheduler.kv_cache.groups], self._now(), runner.tp.size)
         self.max_model_len = scheduler.limits.max_model_len
         self.handoff_channel = channel
         self.image_handoffs = scheduler.images.handoffs
@@ -174,18 +176,20 @@ class EngineCore:
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Event | None:
         """End a request if it is live. reason: "stop" if the request's text has reached a stop string."""
-        return self.scheduler.abort(request_id, self._now(), reason=reason)
+        event = self.scheduler.abort(request_id, self._now(), reason=reason)
+        return None if event is None else self.ledger.report([event])[0]
 
     def move(self, count: int) -> list[Event]:
         """Let other engines continue up to `count` requests. Returns the final events of those requests that were not
         running."""
-        return self.scheduler.move(count, self._now())
+        return self.ledger.report(self.scheduler.move(count, self._now()))
 
     def _admit(self, request: Request, now: float, client: str = "") -> None:
         """Start the deadline of a new request, and the compilation of its grammar. client: the client to whom the
         compilation is charged."""
         if self.idle:
             self.idle, self.last_step_at = False, now
+            self.ledger.spent("idle", now)
         if request.params.structured_outputs is not None:
             output = request.tokens[request.num_prompt :]
             compilation = self._grammars.start(request.params.structured_outputs, output, now, client)
@@ -222,7 +226,7 @@ class EngineCore:
         try:
             events = self._overlapped_step() if self.runner.overlap else self._plain_step()
             self._kv_events.publish()
-            return events
+            return self.ledger.report(events)
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
@@ -259,9 +263,12 @@ class EngineCore:
 
     def _plan(self) -> tuple[list[Event], StepPlan | None]:
         self._broadcaster.check()
+        now = self._now()
+        if self.idle:
+            self.ledger.spent("stalled" if self.has_work else "idle", now)
+        self.ledger.advance(now)
         self.idle = False
         self._take_tier_answers()
-        now = self._now()
         events = self._abort_overdue(now) + self._take_compiled(now) + self._take_adapters() + self._take_handoffs(now)
         plan = self.scheduler.schedule(now)
         for load in self.scheduler.adapters.take_loads():
@@ -283,6 +290,8 @@ class EngineCore:
         result = self.runner.collect(self._broadcaster.result(launched) if isinstance(launched, Future) else launched)
         began_at, self.last_step_at = max(step.submitted_at, self.last_step_at), self._now()
         self.step_times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
+        self.ledger.step(step.work, *self.scheduler.planned[0], began_at, self.last_step_at)
+        self.ledger.advance(self.last_step_at)
         events = self.scheduler.commit(result, self.last_step_at)
         self._submit_handoffs()
         self._broadcaster.committed(result)
@@ -302,6 +311,7 @@ class EngineCore:
         else:
             self.idle = True
         self.last_step_at = self._now()  # no step is late
+        self.ledger.spent("stalled" if self.has_work else "idle", self.last_step_at)
 
     # -- handoffs ------------------------------------------------------------------------------------------
 
@@ -414,6 +424,8 @@ class EngineCore:
             prefill_tokens=times.prefill_tokens,
             prefills=times.prefills,
             stages=self.runner.stages(),
+            cost_s=self.ledger.seconds,
+            kv_gib_s=self.ledger.kv_gib_s,
         )
 
     @property

@@ -162,7 +162,7 @@ class KVCacheManager:
 
     def take(self, request: Request, table: BlockTable, missing: int) -> None:
         """Carry out a `plan` for which `can_reserve` is true."""
-        blocks = self.pool.reserve(table.held, missing)
+        blocks = self.pool.reserve(table.held, missing, account=request.cost.blocks[self._group])
         assert blocks is not None
         table.blocks[table.num_released :] = blocks
         request.tables.append(table)
@@ -182,7 +182,7 @@ class KVCacheManager:
         missing = self.pool.blocks_for(tokens) - len(blocks)
         if missing <= 0:
             return True
-        new = self.pool.allocate(missing)
+        new = self.pool.allocate(missing, request.cost.blocks[self._group])
         if new is None:
             return False
         blocks += new
@@ -208,7 +208,7 @@ class KVCacheManager:
         self.pool.describe(request, first, full)
         for index in range(first, full):
             own = table.blocks[index]
-            block = self.pool.cache_block(own, hashes[index])
+            block = self.pool.cache_block(own, hashes[index], request.cost.blocks[self._group])
             if block != own:  # another request computed the same prefix: share its copy
                 table.blocks[index] = block
                 if request.slot >= 0:
@@ -246,7 +246,7 @@ class KVCacheManager:
             manager.pool.doubt(table.blocks[max(table.num_released, request.finite // self.pool.block_size) :])
 
     def give_back(self, request: Request) -> None:
-        self.pool.release(request.tables[self._group].held)
+        self.pool.release(request.tables[self._group].held, request.cost.blocks[self._group])
 
     def take_changes(self) -> list[BlockChange]:
         """Return the block table changes since the last call, oldest first."""

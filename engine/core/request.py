@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from engine.core.block_usage import BlockAccount
 from engine.spec_decode.draft_length import SequenceDrafts
 from engine.text.free_text import FREE_TEXT, FreeText
 from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
@@ -170,6 +171,26 @@ class RemotePrompt:
 
 
 @dataclass(slots=True)
+class RequestCost:
+    """What one request has cost this engine (CostLedger, BlockUsage)."""
+
+    compute_ns: int = 0
+    """Its share of the steps' time."""
+    wasted_ns: int = 0
+    """Its share of the steps' time for tokens that had been computed before."""
+    remote_ns: int = 0
+    """What another engine has spent on its prompt."""
+    known: int = 0
+    """Leading tokens that have been computed before, here or in an engine that was lost."""
+    reported: bool = False
+    """Whether every delta tells the cost."""
+    closed: bool = False
+    """Whether the request has ended, so that it is charged no more."""
+    blocks: dict[int, BlockAccount] = field(default_factory=lambda: defaultdict(BlockAccount))
+    """Its block time, by KV cache group."""
+
+
+@dataclass(slots=True)
 class RequestClock:
     """Times at which one request reached each stage, in seconds on the caller's clock."""
 
@@ -228,6 +249,7 @@ class Request:
     grammar: Grammar | FreeText = FREE_TEXT
     """Compiled grammar of a structured output; FREE_TEXT without one, or until it is compiled."""
     drafts: SequenceDrafts = field(default_factory=SequenceDrafts)
+    cost: RequestCost = field(default_factory=RequestCost)
     leaving: int = 0
     """Number of tokens after which the request may stop, so that another engine continues it; 0 if it stays."""
 
@@ -254,6 +276,9 @@ class Request:
             pooling=message.pooling,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             drafts=SequenceDrafts(message.prediction),
+            cost=RequestCost(
+                known=len(message.prompt) if len(message.prompt) > num_prompt else 0, reported=message.report_cost
+            ),
         )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Checks that every request must pass, whatever the load."""
+"""Finds requests that an engine could never serve, whatever its current load."""
 
 from __future__ import annotations
 

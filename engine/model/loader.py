@@ -194,8 +194,8 @@ def zero_biases(files: dict[Path, list[str]], canonical: dict[str, str], wanted:
 
 
 def unused_heads(canonical: dict[str, str], model: Loadable, wanted: set[str]) -> set[str]:
-    """Return the names of heads that the checkpoint has and the model lacks, such as the head of the model's
-    pretraining."""
+    """Return the names of tensors that the checkpoint has and the model does not use, such as those of a pretraining
+    head."""
     return {name for name, own in canonical.items() if own.startswith(model.unused) and own not in wanted}
 
 

@@ -49,8 +49,8 @@ class UniformSource:
         return numbers[position - first]
 
     def _draw(self, seed: int, position: int) -> list[float]:
-        """Return the numbers of DRAW_AHEAD positions from `position` on. Setting the generator takes 5 us, which is too
-        slow for each token of a large batch."""
+        """Return the random numbers for DRAW_AHEAD positions from `position` on. Setting the generator takes 5 us,
+        which is too slow for each token of a large batch."""
         state = self._philox.state
         state["state"]["key"][:] = (seed, 0)
         state["state"]["counter"][:] = (position, 0, 0, 0)

@@ -89,9 +89,9 @@ class SequenceDrafts:
 class StepDrafts:
     """The drafts of one step. Another draft token is worth its time as long as it raises the step's tokens per second.
 
-    A step of n tokens takes `fixed + slope * n` seconds. It yields one token per sequence, plus each draft token with
-    the probability that it and all before it are accepted. If many sequences already share the fixed cost of a step, as
-    in a loaded engine, no draft is likely enough.
+    A step of n tokens takes `fixed + slope * n` seconds. Its expected yield is one token per sequence, and for each
+    draft token the probability that this token and all before it are accepted. If many sequences already share the
+    fixed cost of a step, as in a loaded engine, no draft is likely enough.
     """
 
     def __init__(self, sequences: int, fixed: float, slope: float, proposal: float = 0.0):

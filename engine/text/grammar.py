@@ -298,7 +298,7 @@ def expected(params: StructuredOutputsParams, problem: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return llguidance's message in words that a client can act on."""
+    """Return llguidance's message on one line, or an explanation if the message is only the name of an error."""
     for name, meaning in STOP_REASONS.items():
         if name in text:
             return meaning

@@ -25,6 +25,7 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     prompt_hash: bytes  #: hash of the prompt's last block, full or not; it covers all tokens of the prompt
     cached: int  #: prompt tokens that prefill had in its cache
     timeline: list[TimelineEvent] = []  #: events of the prompt in the prefill engine
+    compute_ns: int = 0  #: time that the prefill engine has spent on the prompt
 
 
 NO_TOKEN = -1

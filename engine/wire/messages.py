@@ -110,6 +110,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Session key: routers send requests of one session to one engine if they can. Engines ignore it."""
     hold: PromptHold | None = None
     """Parts of the prompt that the client wants to stay cached."""
+    report_cost: bool = False
+    """Whether every delta tells the cost so far, and not only the last one."""
     when_idle: bool = False
     """Whether the request runs only on an idle engine: it is refused, or aborted, if the engine has other work."""
 
@@ -153,6 +155,17 @@ class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
     """Start and end of the last attempt to let another engine compute the prompt."""
 
 
+class SequenceCost(msgspec.Struct, frozen=True):
+    """What a request has cost the engines."""
+
+    compute_s: float
+    """Its share of the time of all steps; the part of an engine that computed its prompt is included."""
+    wasted_s: float
+    """Its share for tokens that were computed again, which is not in `compute_s`."""
+    kv_gib_s: float
+    """Gibibytes of KV cache times the seconds for which it held them. Shared blocks are divided among their holders."""
+
+
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Output of one step for one request. The delta with a `finish_reason` is the last.
 
@@ -184,6 +197,9 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """Engine that holds the KV of a request that moves (error `moved`); None if it cannot be handed over."""
     times: RequestTimes | None = None
     """Given with the first token, and with the last delta of a request that was scheduled."""
+    cost: SequenceCost | None = None
+    """Cost of the request so far in this engine. Given with the last delta, and with others if they are asked to
+    (`report_cost`)."""
     num_preemptions: int = 0
     timeline: list[TimelineEvent] = []
     """Events of the request in its engines since the previous delta."""
@@ -328,6 +344,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """None in an engine that keeps no holds."""
     stages: list[StageStats] = []
     """Pipeline stages in order; empty in an engine with one."""
+    cost_s: dict[str, float] = {}
+    """Seconds since the start, by what they were spent on (CostLine)."""
+    kv_gib_s: float = 0.0
+    """Gibibytes of KV cache times the seconds for which they were used, on all ranks."""
     histograms: dict[str, Histogram] = {}
     """Histograms by the names that engine/core/stats.py gives them."""
 

@@ -22,8 +22,8 @@ CORE = [
     Fault(
         "a block that another request computed too is not freed",
         "engine/core/block_pool.py",
-        "            self._ref_counts[duplicate] += 1\n            self.release([block])",
-        "            self._ref_counts[duplicate] += 1",
+        "            self._refer(duplicate, account)\n            self.release([block], account)",
+        "            self._refer(duplicate, account)",
         ("tests/engine/core/test_block_pool.py", "tests/engine/core/test_scheduler.py"),
     ),
     Fault(

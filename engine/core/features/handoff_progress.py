@@ -68,6 +68,7 @@ class HandoffProgress:
         if not self._keep(request, verified):
             return None
         request.timeline += first.timeline
+        request.cost.remote_ns += first.compute_ns
         request.computed, request.in_flight = verified, 1
         request.prefix.num_cached = max(request.prefix.num_cached, first.cached)
         return Arrived(request, first)

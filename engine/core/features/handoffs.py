@@ -289,6 +289,7 @@ class HandoffManager:
     def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
         assert request.asked_by is not None
         first = self._first(request, token, logprob, block_size)
+        first = msgspec.structs.replace(first, compute_ns=request.cost.compute_ns)
         self.actions.append(FinishPrefill(request.asked_by.handoff_id, first))
 
     def _first(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> FirstToken:

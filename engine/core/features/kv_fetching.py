@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from engine.core.costs.step_cost import LinearCost, StepTimes
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
-from engine.core.step_cost import LinearCost, StepTimes
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.handoff import (
     NO_TOKEN,

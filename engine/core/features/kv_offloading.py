@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.core.costs.step_cost import StepTimes
 from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.features.tiers.command_queue import CommandQueue
 from engine.core.features.tiers.saved_holds import NoSavedHolds, SavedHolds
@@ -14,7 +15,6 @@ from engine.core.features.tiers.tier import NoHashes, Tier, TierHashes, tiers_of
 from engine.core.features.tiers.tier_writer import Store, TierWriter
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
-from engine.core.step_cost import StepTimes
 from engine.errors import EngineError, ServingError
 from engine.wire.kv_offload import (
     FoundBlock,

@@ -23,7 +23,7 @@ ATTEMPTS = 2  # tokens after which a request may stop; after the first, a recurr
 
 
 class Moves:
-    """Stops running requests, and holds their KV."""
+    """Stops requests that are running, and holds their KV for the engine that continues them."""
 
     def __init__(self, kv_cache: KVCacheManager, handoffs: HandoffManager):
         self._kv_cache, self._handoffs = kv_cache, handoffs

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from engine.config import HandoffConfig
-from engine.core.step_cost import LinearCost, StepCost
+from engine.core.costs.step_cost import LinearCost, StepCost
 from engine.wire.messages import PrefillReplica
 
 MOVED = "moved"  # the engine that has computed the request holds its KV

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.block_pool import BlockPool
-from engine.core.step_cost import LinearCost
+from engine.core.costs.step_cost import LinearCost
 from engine.kv_offload.tier_index import TierIndex
 from engine.wire.kv_offload import TierBlock, TierStats
 

@@ -161,7 +161,7 @@ def add_product_tile(
 
 
 def pointers(builder: ir.IRBuilder, table: ir.Value, first: ir.Value, offset: ir.Value, count: int) -> list[ir.Value]:
-    """Return table[first : first + count], addresses in bytes, each plus `offset`, as pointers."""
+    """Return `count` pointers: the addresses in table[first : first + count], each plus `offset` bytes."""
     found = []
     for t in range(count):
         address = builder.load(builder.gep(table, [builder.add(first, ir.Constant(I64, t))]))

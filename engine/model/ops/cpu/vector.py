@@ -96,7 +96,7 @@ def steps(builder: ir.IRBuilder, count: ir.Value) -> Any:
 
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Return 2 ** x with a relative error of 2e-7, from the nearest integer and a polynomial for the rest. Without
-    AVX-512, x must be at most 127, and the result is 0 below -126."""
+    AVX-512, x must be at most 127, and the result is 0 at or below -126."""
     round = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VF32, [VF32]), f"llvm.nearbyint.v{LANES}f32")
     low = constant(-126.0)
     seen = builder.fcmp_ordered(">", x, low)

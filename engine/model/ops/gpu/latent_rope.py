@@ -29,8 +29,9 @@ def rotate_and_write_latent_kernel(
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
     HEADS_PAD: tl.constexpr, RANK_PAD: tl.constexpr, HALF_PAD: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate a token's q into the last ROPE values of its heads in `out` [tokens, HEADS, RANK + ROPE]. Norm its latent
-    c, and write it and the rotated k to the cache. Grid (tokens). Tokens with a negative slot are padding."""
+    """Rotate a token's q into the last ROPE values of its heads in `out` [tokens, HEADS, RANK + ROPE]. Normalize
+    the token's latent c, rotate its k, and write both to the cache. Grid (tokens). Tokens with a negative slot are
+    padding."""
     dependent_launch.begin(DEPENDENT)
     token, half = tl.program_id(0).to(tl.int64), ROPE // 2
     i, head = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, HEADS_PAD)[:, None]

@@ -1,8 +1,8 @@
 import pytest
 
 from engine.config import HandoffConfig
+from engine.core.costs.step_cost import StepCost
 from engine.core.features.remote_prefill_policy import MIN_TOKENS, LocalLoad, PendingPrompt, RemotePrefillPolicy
-from engine.core.step_cost import StepCost
 from engine.wire.messages import PrefillReplica
 
 TOKEN_S = 0.001

@@ -1,0 +1,1 @@
+"""What steps cost, and to whom that is charged."""

@@ -1,0 +1,206 @@
+"""Divides an engine's time among its requests. Pure Python: no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+from engine.core.block_pool import BlockPool
+from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.output import Event
+from engine.core.request import Request
+from engine.wire.messages import SequenceCost
+from engine.wire.plan import StepPlan
+
+GIB_NS = 2**30 * 1e9
+
+CostLine = Literal["requests", "preemption", "replay", "handoff", "overhead", "stalled", "idle"]
+"""What an engine's time was spent on:
+requests    steps, as far as they advanced a request
+preemption  tokens computed again after the request was preempted
+replay      tokens computed again because the engine of a request was lost, or the KV of a request that moved
+handoff     prompts computed for another engine that has not read their KV
+overhead    a step was planned and none computed, or a step computed tokens of requests that had already ended
+stalled     requests waited for a grammar, an adapter, or KV from elsewhere
+idle        there were no requests"""
+
+
+class CostLedger:
+    """Accounts for every nanosecond since the start of an engine. Each belongs to one CostLine, and each nanosecond of
+    a step also to one request.
+
+    Rows of prompts and rows with drafts share a step by their learned costs (StepTimes). The other rows decode one
+    token each and share equally, so they are charged like the references to a block (BlockUsage): a step whose decodes
+    are those of the step before costs the same, however many there are.
+    """
+
+    def __init__(self, times: StepTimes, pools: Sequence[BlockPool], now: float, ranks: int = 1):
+        """pools: the pool of each KV cache group, whose block time is measured by the same clock. now: seconds, as in
+        all other methods. ranks: number of ranks that have such pools."""
+        self._times, self._pools, self._ranks = times, pools, ranks
+        self._started_ns = self._mark_ns = nanoseconds(now)
+        self.ns: dict[CostLine, int] = dict.fromkeys(get_args(CostLine), 0)
+        self._decodes: list[Request] = []
+        #: What one decode had cost since the start when each of them joined.
+        self._joined: dict[Request, int] = {}
+        self._per_decode_ns = self._carried_ns = 0
+
+    @property
+    def wall_ns(self) -> int:
+        """Nanoseconds from the start to the newest time that has been accounted for."""
+        return self._mark_ns - self._started_ns
+
+    def advance(self, now: float) -> None:
+        """Let the pools measure from `now` on."""
+        for pool in self._pools:
+            pool.usage.now_ns = nanoseconds(now)
+
+    def spent(self, line: CostLine, until: float) -> int:
+        """Account for the time until `until`, and return it in nanoseconds."""
+        now_ns = max(self._mark_ns, nanoseconds(until))
+        elapsed, self._mark_ns = now_ns - self._mark_ns, now_ns
+        self.ns[line] += elapsed
+        return elapsed
+
+    def step(self, work: StepWork, plan: StepPlan, requests: list[Request], began_at: float, ended_at: float) -> None:
+        """Account for a step, and divide it among its requests. requests: those of the plan's entries."""
+        self.spent("overhead", began_at)
+        step_ns = self.spent("requests", ended_at)
+        if work.decodes == len(requests) and not plan.drafts:
+            self._decode(requests, step_ns)
+            return
+        weights = self._weights(plan, work)
+        total, weight, charged = sum(weights), 0, 0
+        decodes = []
+        for i, (request, start, count) in enumerate(zip(requests, plan.starts, plan.counts, strict=True)):
+            if not weights[i]:
+                decodes.append(request)
+                continue
+            weight += weights[i]
+            upto = step_ns * weight // total
+            self._charge(request, start, count, upto - charged)
+            charged = upto
+        if decodes:
+            self._decode(decodes, step_ns - charged)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each line."""
+        return {line: ns / 1e9 for line, ns in self.ns.items()}
+
+    @property
+    def kv_gib_s(self) -> float:
+        """Gibibytes of KV cache times the seconds for which they were used, on all ranks."""
+        used = sum(pool.usage.used_ns * pool.block_bytes for pool in self._pools)
+        return used * self._ranks / GIB_NS
+
+    def of(self, request: Request) -> int:
+        """Return the steps' time that a request has been charged with, in nanoseconds."""
+        unpaid = 0 if request.cost.closed else self._per_decode_ns - self._joined.get(request, self._per_decode_ns)
+        return request.cost.compute_ns + unpaid
+
+    def report(self, events: list[Event]) -> list[Event]:
+        """Return the events with the costs of requests that end, and of those that report them. Closes the accounts of
+        requests that end: what steps still compute for them is overhead."""
+        for i, event in enumerate(events):
+            if event.delta.finish_reason:
+                self._close(event)
+                events[i] = self._with_cost(event)
+            elif event.request.cost.reported:
+                events[i] = self._with_cost(event)
+        return events
+
+    def _close(self, event: Event) -> None:
+        request, cost = event.request, event.request.cost
+        if request in self._joined:
+            self._leave(request)
+            self._decodes = []  # it has left them
+        if request.asked_by is not None and not cost.closed and event.delta.finish_reason != "length":
+            self._move("handoff", cost.compute_ns)
+            cost.wasted_ns, cost.compute_ns = cost.wasted_ns + cost.compute_ns, 0
+        cost.closed = True
+
+    def _with_cost(self, event: Event) -> Event:
+        request, cost = event.request, event.request.cost
+        byte_ns = 0
+        for group, account in cost.blocks.items():
+            pool, held = self._pools[group], request.tables[group].held if request.tables else []
+            byte_ns += pool.block_bytes * pool.block_time(account, held)
+        compute_s = (self.of(request) + cost.remote_ns) / 1e9
+        paid = SequenceCost(compute_s, cost.wasted_ns / 1e9, byte_ns * self._ranks / GIB_NS)
+        return Event(request, msgspec.structs.replace(event.delta, cost=paid))
+
+    # -- shares --------------------------------------------------------------------------------------------
+
+    def _weights(self, plan: StepPlan, work: StepWork) -> list[int]:
+        """Return the weight of each row: 0 for decodes without drafts, which get the rest of the step; and last, as one
+        more row, the weight of all these together."""
+        per_step, per_sequence = self._times.by_sequences.coefficients
+        token_ns = nanoseconds(self._times.prompt_token_s)
+        known = bool(token_ns and (per_step or per_sequence))
+        if not known:
+            token_ns, per_step, per_sequence = 1000, 0.0, 1e-6
+        draft_ns = 1000 if not known else nanoseconds(self._times.by_tokens.coefficients[1])
+        decode_ns = 1 + nanoseconds(per_sequence + per_step / max(1, work.decodes))
+        weights, decodes = [], 0
+        for i, (count, samples) in enumerate(zip(plan.counts, plan.samples, strict=True)):
+            if i in plan.drafts:
+                weights.append(decode_ns + draft_ns * (count - 1))
+            elif samples and count == 1:
+                weights.append(0)
+                decodes += 1
+            else:
+                weights.append(token_ns * count)
+        return [*weights, decode_ns * decodes]
+
+    def _charge(self, request: Request, start: int, count: int, share: int) -> None:
+        """Charge a request with the computation of `count` tokens. What was known before is not its fault."""
+        cost = request.cost
+        if cost.closed:
+            self._move("overhead", share)
+            return
+        if start < cost.known:
+            wasted = share * min(cost.known - start, count) // count
+            self._move("preemption" if request.num_preemptions else "replay", wasted)
+            cost.wasted_ns += wasted
+            share -= wasted
+        cost.known = max(cost.known, min(start + count, len(request.tokens)))
+        cost.compute_ns += share
+
+    def _decode(self, requests: list[Request], share: int) -> None:
+        """Charge requests with one token each, in equal parts."""
+        if requests != self._decodes:
+            self._decodes, rows = requests, set(requests)
+            for request in self._joined.keys() - rows:
+                self._leave(request)
+            self._joined.update(dict.fromkeys(rows - self._joined.keys(), self._per_decode_ns))
+        each, self._carried_ns = divmod(share + self._carried_ns, len(requests))
+        self._per_decode_ns += each
+
+    def _leave(self, request: Request) -> None:
+        """Charge a request with its decodes."""
+        paid, cost = self._per_decode_ns - self._joined.pop(request, self._per_decode_ns), request.cost
+        if cost.closed:
+            self._move("overhead", paid)
+        else:
+            cost.compute_ns += paid
+            cost.known = max(cost.known, len(request.tokens) - 1)
+
+    def _move(self, line: CostLine, wasted_ns: int) -> None:
+        self.ns["requests"] -= wasted_ns
+        self.ns[line] += wasted_ns
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Raise AssertionError unless all time since the start is in one line, and all time of steps is paid for.
+        requests: all that there have been."""
+        assert sum(self.ns.values()) == self.wall_ns, f"{self.ns} is not {self.wall_ns}"
+        assert min(self.ns.values()) >= 0, "a line is negative"
+        unpaid = sum(self._per_decode_ns - joined for request, joined in self._joined.items() if request.cost.closed)
+        paid = sum(map(self.of, requests))
+        assert paid + unpaid + self._carried_ns == self.ns["requests"], "a step is not paid for"
+
+
+def nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

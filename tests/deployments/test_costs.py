@@ -1,0 +1,69 @@
+"""What requests have cost, over HTTP and a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
+from tests.models import make_model
+
+ASKED: Any = {"model": "tiny", "prompt": "The fox jumps over the lazy dog", "temperature": 0.0, "max_tokens": 12}
+COST: Any = {"usage": {"include": True}, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+def openai_client(api: RealApi) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{api.client.base_url}/v1", api_key="none", max_retries=0)
+
+
+def cost_of(usage: Any) -> dict[str, float]:
+    return dict(usage.model_dump()["cost_details"])
+
+
+@pytest.mark.parametrize("stop", [None, "first"], ids=["to the end", "to a stop string"])
+def test_a_client_that_asks_is_told_the_cost_of_its_answer_and_no_other_client_is(folder, stop):
+    async def scenario() -> None:
+        async with real_api(folder) as api, openai_client(api) as client:
+            silent = await client.completions.create(**ASKED)
+            assert "cost_details" not in silent.usage.model_dump()
+            text = silent.choices[0].text
+            more = {"stop": next(c for c in text[1:] if c.isascii())} if stop else {}
+            whole = await client.completions.create(**ASKED, **more, extra_body=COST)
+            stream = await client.completions.create(**ASKED, **more, stream=True, extra_body=COST)
+            *_, last = [chunk async for chunk in stream]
+            for cost in (cost_of(whole.usage), cost_of(last.usage)):
+                assert cost["compute_seconds"] > 0 < cost["kv_gib_seconds"]
+                assert cost["wasted_seconds"] == 0
+            times = await api.scrape_when(lambda s: s.sum("vllm:num_requests_running") == 0)
+            spent = times.sum("manta_engine_seconds_total", spent_on="requests")
+            assert spent >= cost_of(whole.usage)["compute_seconds"] + cost_of(last.usage)["compute_seconds"]
+            assert times.sum("manta_engine_kv_gib_seconds_total") > 0
+
+    run(scenario())
+
+
+def test_the_cost_of_a_prompt_includes_the_engine_that_computed_it(folder):
+    async def scenario() -> None:
+        async with real_api_with_prefill(folder) as api:
+            answer = await api.complete(**{**ASKED, "prompt": "a b c " * 40}, **COST)
+            timeline = (await api.client.get(f"/debug/requests/{answer['id']}")).json()["sequences"][0]
+            (cost,) = timeline["costs"].values()
+            assert cost["compute_s"] == answer["usage"]["cost_details"]["compute_seconds"]
+            scrape = await api.scrape_when(lambda s: s.sum("vllm:num_requests_running") == 0)
+            assert cost["compute_s"] > scrape.sum("manta_engine_seconds_total", engine="decode-1", spent_on="requests")
+
+    run(scenario())
