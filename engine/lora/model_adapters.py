@@ -14,7 +14,7 @@ from engine.lora.adapter_files import ALL_EXPERTS, REFUSED, WEIGHTS_FILE, Adapte
 from engine.lora.expert_factors import ExpertSizes, of_each_expert
 from engine.model.config_parts.stage import ALL_LAYERS, Stage
 from engine.model.layers.latent_attention import HeadProjections
-from engine.model.layers.lora import Adapted, GroupedAdapters, LinearAdapters
+from engine.model.layers.lora import AS_STORED, Adapted, GroupedAdapters, LinearAdapters, Order
 from engine.model.layers.moe import Experts
 from engine.model.low_rank import LANES, AdapterRows, Factors, filled, in_columns
 from engine.model.models.llama import Model
@@ -41,6 +41,8 @@ class Place:
     slice: int
     shard: Shard
     """This rank's part of the layer's weight in the checkpoint."""
+    order: Order
+    """As in Adapted."""
 
 
 @dataclass(slots=True)
@@ -90,7 +92,7 @@ class ModelAdapters:
             elif isinstance(module, Adapted) and module.takes_adapters:
                 shards = list(module.weights.values())
                 module.adapters = layer = LinearAdapters(shards, slots, rank, self.rows, module.dtype, module.device)
-                self._add(layer, path, module.weights)
+                self._add(layer, path, module.weights, order=module.order)
 
     @property
     def slot_bytes(self) -> int:
@@ -125,11 +127,16 @@ class ModelAdapters:
             layer.write(slot, factors.get(i))
 
     def _add(
-        self, layer: LinearAdapters | GroupedAdapters, path: str, weights: dict[str, Shard], product: int = 0
+        self,
+        layer: LinearAdapters | GroupedAdapters,
+        path: str,
+        weights: dict[str, Shard],
+        product: int = 0,
+        order: Order = AS_STORED,
     ) -> None:
         for i, (name, shard) in enumerate(weights.items()):
             tensor = f"{name}.weight".removeprefix(".").partition(":")[0]
-            place = Place(layer, product, i, shard)
+            place = Place(layer, product, i, shard, order)
             self._places.setdefault(self._model.checkpoint_name(f"{path}.{tensor}"), []).append(place)
         if product == 0:
             self._layers.append(layer)
@@ -164,7 +171,7 @@ class ModelAdapters:
         for outputs, inputs in ((latent, module.nope_dim), (size, latent)):
             own = Shard((outputs, inputs), OUTPUTS, 0, outputs)
             layers.append(layer := GroupedAdapters([own], module.heads, self.rows, module.dtype, module.device))
-            places.append([Place(layer, head, 0, own) for head in range(module.heads)])
+            places.append([Place(layer, head, 0, own, AS_STORED) for head in range(module.heads)])
         self._layers += layers
         module.key_adapters, module.value_adapters = layers
         self._heads[self._model.checkpoint_name(f"{path}.weight")] = shard, list(zip(*places, strict=True))
@@ -254,6 +261,6 @@ def copy_slice(own: Factors, place: Place, a: Tensor, b: Tensor, start: int) -> 
     own.a[place.product, place.slice, : len(columns)] = columns
     first = sum(filled(size.local_shape[OUTPUTS]) for size in place.layer.shards[: place.slice])
     begin = start + outputs.start
-    columns = in_columns(b[begin : begin + outputs.size].T)
+    columns = in_columns(b[begin : begin + outputs.size][place.order].T)
     own.b[place.product, first // LANES :, :rank][: len(columns)] = columns
     own.used[place.product] = True

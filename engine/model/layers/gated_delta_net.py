@@ -14,8 +14,9 @@ from engine.model.config import ModelConfig
 from engine.model.layers.causal_conv import CausalConv
 from engine.model.layers.linear import ColumnParallelLinear, PaddedLinear, RowParallelLinear
 from engine.model.layers.norm import GatedRMSNorm
-from engine.model.ops import activation
 from engine.model.ops.recurrent import gates, linear_attention
+from engine.model.quantization.format import StoredWeight, WeightFormat
+from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import Shard, Sharded, Shards
 
 NORM_EPS = 1e-6  # for the L2 norm of queries and keys
@@ -50,7 +51,7 @@ class GatedDeltaNet(Sharded):
     def make_projections(self, cfg: ModelConfig, tp: TPGroup, prefix: str) -> None:
         outputs = {f"qkv_{name}": section for name, section in self.sections.items()} | {"z": self.value}
         format = cfg.weight_format(prefix, "in_proj_qkv", "in_proj_z")
-        self.in_proj = ColumnParallelLinear(cfg.hidden_size, outputs, format=format)
+        self.in_proj: ColumnParallelLinear = ColumnParallelLinear(cfg.hidden_size, outputs, format=format)
         self.gate_proj = PaddedLinear(cfg.hidden_size, {"b": self.gates, "a": self.gates})
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -78,6 +79,32 @@ class GatedDeltaNet(Sharded):
         return {"A_log": (self.gates, self.A_log.data), "dt_bias": (self.gates, self.dt_bias.data)}
 
 
+class GroupedLinear(PaddedLinear):
+    """A padded layer whose outputs are grouped in the checkpoint: each group has some outputs of every part. Returns
+    the same part of all groups side by side. The rows of the weight are put into this order once, when it is packed.
+
+    widths: outputs of each part of a group. groups: number of groups on this rank.
+    """
+
+    order: Tensor
+
+    def __init__(
+        self, inputs: int, outputs: dict[str, Shard], widths: Sequence[int], groups: int,
+        format: WeightFormat | None = None,
+    ):  # fmt: skip
+        super().__init__(inputs, outputs, format=format)
+        rows = torch.arange(groups * sum(widths), device="cpu").view(groups, -1)
+        self.order = torch.cat([part.flatten() for part in rows.split(tuple(widths), dim=1)])
+
+    def decode(self, stored: StoredWeight) -> QuantizedWeight:
+        return stored.decode().rows(self.order)
+
+    def pack(self) -> None:
+        if self.weight is not None:
+            self.weight = nn.Parameter(self.weight[self.order.to(self.weight.device)], requires_grad=False)
+        super().pack()
+
+
 class GroupedGatedDeltaNet(GatedDeltaNet):
     """Gated DeltaNet of a checkpoint with `in_proj_qkvz` and `in_proj_ba`. Their outputs are grouped by key head: each
     group has a query, a key, and the values and gates of the value heads that use them."""
@@ -87,26 +114,13 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
         if r.key_heads % tp.size:
             raise ConfigError("tensor_parallel", tp.size, f"a divisor of the {r.key_heads} key heads")
         share = r.heads // r.key_heads
-        self.widths = r.key_dim, r.key_dim, share * r.value_dim, share * r.value_dim
-        qkvz = {"qkvz": head_shard(r.key_heads, sum(self.widths), tp)}
-        self.in_proj = ColumnParallelLinear(cfg.hidden_size, qkvz, format=cfg.weight_format(prefix, "in_proj_qkvz"))
-        self.gate_proj = PaddedLinear(cfg.hidden_size, {"ba": head_shard(r.key_heads, 2 * share, tp)})
-        self.pick = activation.select_pick_columns(self.dtype, self.device)
-        self.columns = ungrouped(self.widths, self.key_heads, self.device)
-        self.gate_columns = ungrouped((share, share), self.key_heads, self.device)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        projected = self.pick(self.in_proj(x), self.columns)
-        channels = self.conv1d.weight.shape[0]
-        b, a = self.pick(self.gate_proj(x), self.gate_columns).chunk(2, dim=-1)
-        return projected[:, :channels], projected[:, channels:].unflatten(-1, (self.heads, -1)), b, a
-
-
-def ungrouped(widths: Sequence[int], groups: int, device: torch.device) -> Tensor:
-    """Return the columns that put the same parts of all groups side by side: [groups * sum(widths)] int32. widths: of
-    each group's parts."""
-    columns = torch.arange(groups * sum(widths), dtype=torch.int32, device=device).view(groups, -1)
-    return torch.cat([part.flatten() for part in columns.split(tuple(widths), dim=1)])
+        widths = r.key_dim, r.key_dim, share * r.value_dim, share * r.value_dim
+        qkvz, ba = (
+            {name: head_shard(r.key_heads, size, tp)} for name, size in (("qkvz", sum(widths)), ("ba", 2 * share))
+        )
+        format = cfg.weight_format(prefix, "in_proj_qkvz")
+        self.in_proj = GroupedLinear(cfg.hidden_size, qkvz, widths, self.key_heads, format)
+        self.gate_proj = GroupedLinear(cfg.hidden_size, ba, (share, share), self.key_heads)
 
 
 def head_shard(heads: int, size: int, tp: TPGroup) -> Shard:

@@ -15,6 +15,7 @@ from engine.model.config import ModelConfig
 from engine.model.layers.lora import Adapted
 from engine.model.ops import linear, quantized_linear
 from engine.model.quantization.format import StoredWeight, WeightFormat
+from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import INPUTS, OUTPUTS, Shard, Shards, replicated
 
 
@@ -52,9 +53,13 @@ class Linear(Adapted):
         self.adapters.add([out], x)
         return out
 
+    def decode(self, stored: StoredWeight) -> QuantizedWeight:
+        """Return the layer's weight [outputs, inputs] from the tensors of the checkpoint."""
+        return stored.decode()
+
     def pack(self) -> None:
         if self.stored is not None:
-            weight = self.stored.decode()
+            weight = self.decode(self.stored)
             self.stored = None
             self.kernel = quantized_linear.select(weight, self.dtype)
             if self.kernel is None:

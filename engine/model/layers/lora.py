@@ -13,6 +13,9 @@ from engine.model.low_rank import AdapterRows, Factors, LowRankWeights, as_matri
 from engine.model.ops.lora import low_rank
 from engine.model.shard import INPUTS, Shard, Sharded
 
+Order = Tensor | slice
+AS_STORED = slice(None)
+
 
 class LinearAdapters:
     """The adapters of one linear layer on this rank: the factors in every slot, and the slot of each row of a step."""
@@ -127,8 +130,10 @@ class Adapted(Sharded):
     """A layer with a product that adapters can change.
 
     weights: this rank's shards by name in the checkpoint, stacked along the outputs.
+    order: index that puts this rank's outputs of a shard into the layer's order, if it differs from the checkpoint's.
     """
 
     takes_adapters = True  #: the layer calls `adapters.add` with all of its products
     weights: dict[str, Shard]
+    order: Order = AS_STORED
     adapters: LinearAdapters | NoAdapters = NO_ADAPTERS

@@ -64,10 +64,6 @@ def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     return (x if factor == 1.0 else x * factor).to(dtype)
 
 
-def pick_columns(x: Tensor, columns: Tensor) -> Tensor:
-    return x.index_select(1, columns)
-
-
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
     "gelu_pytorch_tanh": gelu_tanh_mul,
@@ -105,15 +101,6 @@ def select_scaled(dtype: torch.dtype, device: torch.device) -> Scaled:
 
         return cpu.scaled
     return scaled
-
-
-def select_pick_columns(dtype: torch.dtype, device: torch.device) -> Product:
-    """Return the fastest version of: x [tokens, n], columns [m] int32 -> these columns of x [tokens, m]."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import activation as cpu
-
-        return cpu.pick_columns
-    return pick_columns
 
 
 def select_open_gate(dtype: torch.dtype, device: torch.device) -> Product:

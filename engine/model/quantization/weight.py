@@ -39,6 +39,13 @@ class QuantizedWeight:
             values = values - self.zero[..., None]
         return (values * self.scale[..., None]).flatten(1).to(dtype)
 
+    def rows(self, order: Tensor) -> QuantizedWeight:
+        """Return the weight with its rows in this order: [outputs] int64."""
+        order = order.to(self.values.device)
+        values = self.values.view(torch.int8)[order].view(self.values.dtype)
+        zero = None if self.zero is None else self.zero[order]
+        return QuantizedWeight(values, self.scale[order], zero, self.bits, self.activations)
+
     @staticmethod
     def cat(weights: list[QuantizedWeight]) -> QuantizedWeight:
         """Stack weights of the same format and with the same inputs along the outputs."""

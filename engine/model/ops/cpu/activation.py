@@ -15,7 +15,6 @@ from engine.model.ops.cpu.kernel import (
     TokenCount,
     as_bf16,
     as_f32,
-    as_i32,
     constants,
     device_function,
     empty,
@@ -204,34 +203,8 @@ def widened(args: Any) -> None:
     scaled_rows(as_bf16, as_f32, args)
 
 
-@device_function
-def pick_columns_rows(cast: Any, args: Any) -> None:
-    """Copy columns. args: x, columns, out, tokens, number of columns, x's stride."""
-    x, columns, out, tokens, size, stride = (
-        cast(args[1]), as_i32(args[2]), cast(args[3]), args[4], args[5], args[6]
-    )  # fmt: skip
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            for i in range(size):
-                out[token * size + i] = x[token * stride + columns[i]]
-
-
-@kernel
-def pick_columns_bf16(args: Any) -> None:
-    pick_columns_rows(as_bf16, args)
-
-
-@kernel
-def pick_columns_f32(args: Any) -> None:
-    pick_columns_rows(as_f32, args)
-
-
 SCALED = Kernel({torch.bfloat16: scaled_bf16, torch.float32: scaled_f32})
 CONVERTED = Kernel({torch.bfloat16: widened, torch.float32: narrowed})  # by the dtype of x
-PICK_COLUMNS = Kernel({torch.bfloat16: pick_columns_bf16, torch.float32: pick_columns_f32})
 RELU2 = Kernel({torch.bfloat16: relu2_bf16, torch.float32: relu2_f32})
 PRODUCT = Kernel({torch.bfloat16: product_bf16, torch.float32: product_f32})
 
@@ -273,13 +246,6 @@ def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     (tokens, size), op = x.shape, SCALED if x.dtype == dtype else CONVERTED
     out = empty(x.shape, dtype)
     op.launch(x.dtype, -(-tokens // TOKENS), x, out, constants(factor), TokenCount(tokens), size, x.stride(0))
-    return out
-
-
-def pick_columns(x: Tensor, columns: Tensor) -> Tensor:
-    tokens, size = len(x), len(columns)
-    out = empty((tokens, size), x.dtype)
-    PICK_COLUMNS.launch(x.dtype, -(-tokens // TOKENS), x, columns, out, TokenCount(tokens), size, x.stride(0))
     return out
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numba import njit, types
 from numba.extending import intrinsic
 
+from engine.model.layers.gated_delta_net import GroupedLinear
 from engine.model.layers.linear import ColumnParallelLinear
 from engine.model.ops import quantized_linear
 from engine.model.ops.cpu.integers import I8P, add_quads_avx2, add_quads_plain, as_i8, has_avx2
@@ -190,3 +191,24 @@ def test_weights_of_a_merged_layer_keep_their_own_scales(format, quantize):
     layer.pack()
     x = randn(3, 64)
     torch.testing.assert_close(layer(x), x @ torch.cat(meant).T, atol=1e-3, rtol=1e-4)
+
+
+GROUPED = [
+    (EightBit(FP8, (16, 16), "weight_scale_inv", False, FP8), checkpoints.fp8((16, 16), name="weight_scale_inv")),
+    (AWQ(4, 32), checkpoints.awq(32)),
+    (None, lambda weight: ({"weight": weight}, weight)),
+]
+
+
+@pytest.mark.parametrize(("format", "quantize"), GROUPED)
+@torch.inference_mode()
+def test_grouped_outputs_of_a_checkpoint_are_put_side_by_side_when_they_are_packed(format, quantize):
+    widths, groups = (8, 8, 24), 2  # blocks of 16 rows hold rows of several parts
+    stored, meant = quantize(randn(groups * sum(widths), 64))
+    outputs = {"": Shard((len(meant),), 0, 0, len(meant))}
+    layer = load(GroupedLinear(64, outputs, widths, groups, format), stored)
+    layer.pack()
+    x = randn(3, 64)
+    first, second = (x @ meant.T).split(sum(widths), dim=1)
+    expected = [part for pair in zip(first.split(widths, 1), second.split(widths, 1), strict=True) for part in pair]
+    torch.testing.assert_close(layer(x), torch.cat(expected, dim=1), atol=1e-3, rtol=1e-4)
