@@ -12,7 +12,7 @@ import pytest
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from engine.wire.handoff_stats import HandoffInfo
-from engine.wire.messages import HoldStats
+from engine.wire.messages import HoldStats, StageStats
 from tests.browser.staged_cluster import PREFILL, staged_cluster
 
 expect = pytest.importorskip(
@@ -172,6 +172,21 @@ def test_a_replica_shows_its_holds_and_what_has_moved(stage, page):
     expect(first.locator('[data-fact="holds"]')).to_have_text("2 of 30 blocks", timeout=SLOW_MS)
     expect(first.locator('[data-fact="moved"]')).to_have_text("4, 7")
     assert "10 of them here" in first.locator(".blocks").get_attribute("title")
+
+
+def test_a_replica_shows_its_pipeline_stages_with_their_ranks_and_how_much_each_computes(stage, page):
+    page.goto(f"{stage.url}#cluster")
+    first = page.locator(".replica").filter(has=page.locator(".id", has_text="a1"))
+    expect(first.locator(".stages")).to_be_hidden(timeout=SLOW_MS)
+    stages = [
+        StageStats(layers=20, ranks=2, busy_s=6.0, wait_s=2.0),
+        StageStats(layers=1, ranks=2, busy_s=2.0, wait_s=6.0),
+    ]
+    stage.pool.more_stats = {"stages": stages}
+    expect(first.locator(".stages > li")).to_have_count(2, timeout=SLOW_MS)
+    expect(first.locator(".stages > li").nth(0)).to_contain_text("stage 0: 20 layers")
+    expect(first.locator(".stages > li").nth(0).locator(".ranks i")).to_have_count(2)
+    expect(first.locator('.stages [data-fact="busy"]')).to_have_text(["computes 75 %", "computes 25 %"])
 
 
 def test_an_encode_pool_stands_above_the_others(stage, page):

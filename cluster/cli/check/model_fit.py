@@ -18,12 +18,13 @@ from engine.errors import ConfigError, OutOfMemory
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
+from engine.model.config_parts.stage import ALL_LAYERS, Stage
 from engine.model.loader import tensors_by_file
 from engine.model.models.image_encoder import encoder_config
 from engine.model.quantization.method import METHODS
 from engine.model.stage import config_of, nth_stage
 from engine.model.state import StateSpec, state_specs
-from engine.model.tensor_names import is_of_text
+from engine.model.tensor_names import canonical_name, is_of_text
 from engine.runner import kv_cache
 from engine.runner.memory import choose_num_snapshots, snapshot_bytes
 from engine.runner.stages.stage_runner import divide_layers
@@ -78,20 +79,24 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
     shape = encoder_config(shape) if role == "encode" else shape
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
     on_gpu = pool.num_gpus > 0 and engine.device != "cpu"
-    weights = weight_bytes(folder, dtype, with_text=role != "encode") // engine.num_ranks
+    weights = weight_bytes(folder, dtype, with_text=role != "encode") // engine.tensor_parallel
+    if engine.pipeline_parallel > 1:
+        counts = divide_layers(engine, shape)
+        stages = [nth_stage(stage, counts, shape) for stage in range(len(counts))]
+        sizes = [weight_bytes(folder, dtype, stage=stage) // engine.tensor_parallel for stage in stages]
+        told = (f"{count} layers with {size / GIB:.2f} GiB" for count, size in zip(counts, sizes, strict=True))
+        yield Finding("ok", topic, f"{len(counts)} pipeline stages, of which a rank has {', '.join(told)} of weights")
+        weights, _, fullest = max(zip(sizes, counts, range(len(counts)), strict=True))
+        shape = config_of(stages[fullest], shape)
     quantized = " before they are quantized" if engine.quantization in METHODS else ""
-    yield Finding("ok", topic, f"about {weights / GIB:.2f} GiB of weights per rank, in {str(dtype)[6:]}{quantized}")
+    most = "at most" if engine.pipeline_parallel > 1 else "about"
+    yield Finding("ok", topic, f"{most} {weights / GIB:.2f} GiB of weights per rank, in {str(dtype)[6:]}{quantized}")
     if engine.enable_lora:
         layers = layers_of(model, role)
         slots = f"{engine.max_loras} slots for adapters of rank {engine.max_lora_rank}"
         yield Finding("ok", topic, f"{slots}: {layers.slot_bytes / GIB:.2f} GiB per rank")
         weights += layers.slot_bytes
         yield from check_adapters(model, layers)
-    if engine.pipeline_parallel > 1:
-        counts = divide_layers(engine, shape)
-        of_stages = ", ".join(map(str, counts))
-        yield Finding("ok", topic, f"{len(counts)} pipeline stages, with {of_stages} layers")
-        shape = config_of(nth_stage(counts.index(max(counts)), counts, shape), shape)
     if here and (torch.cuda.is_available() or not on_gpu):
         yield check_kv_cache(topic, engine, shape, dtype, weights, on_gpu=on_gpu)
 
@@ -138,15 +143,21 @@ def describe_states(engine: EngineConfig, specs: list[StateSpec], snapshots: int
     return [f"{found}, and {snapshots} snapshots: {snapshots * kept / GIB:.2f} GiB"] if specs else []
 
 
-def weight_bytes(folder: Path, dtype: torch.dtype, *, with_text: bool = True) -> int:
-    """Return the bytes of the whole model when loaded in `dtype`, computed from its files' headers.
+def weight_bytes(folder: Path, dtype: torch.dtype, *, with_text: bool = True, stage: Stage = ALL_LAYERS) -> int:
+    """Return the bytes of the whole model, or of a stage, when loaded in `dtype`, computed from its files' headers.
 
     with_text: whether to count the language model; without it, only the image encoder counts.
     """
+
+    def counts(name: str) -> bool:
+        if not is_of_text(name):
+            return stage.is_first
+        return with_text and (stage.is_whole or stage.holds(canonical_name(name)))
+
     total = 0
     for file, names in tensors_by_file(folder).items():
         with open_weights(file) as tensors:
-            for part in (tensors.get_slice(name) for name in names if with_text or not is_of_text(name)):
+            for part in (tensors.get_slice(name) for name in names if counts(name)):
                 count = torch.Size(part.get_shape()).numel()
                 total += count * (dtype.itemsize if part.get_dtype() in CONVERTED else 1)
     return total

@@ -14,7 +14,7 @@ from deployments.replicas.pools import ReplicaStatus
 from engine.core.stats import RequestMetrics
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.messages import EngineStatus, GenerateRequest, PeerPool, SpecDecodeStats
+from engine.wire.messages import EngineStatus, GenerateRequest, PeerPool, SpecDecodeStats, StageStats
 from tests.deployments.replicas.fake_prefill import status
 
 STATS = HandoffStats(
@@ -83,6 +83,18 @@ def test_blocks_of_each_of_several_kv_cache_groups_have_a_series():
     assert blocks == {(group, state): n for group, states in groups.items() for state, n in states.items()}
     assert {name[1]: value for name, value in found.items() if name[0] == "manta_kv_group_block_bytes"} == sizes
     assert stats.kv_usage == 1 / 3, "that of the fullest group"
+
+
+def test_each_pipeline_stage_has_a_series_of_the_time_in_which_it_computed_and_waited():
+    told = status("decode-m-1")
+    stages = [
+        StageStats(layers=2, ranks=1, busy_s=3.0, wait_s=1.0),
+        StageStats(layers=1, ranks=1, busy_s=2.5, wait_s=1.5),
+    ]
+    found = series(msgspec.structs.replace(told, stats=msgspec.structs.replace(told.stats, stages=stages)))
+    assert (found["manta_stage_busy_seconds_total", "0"], found["manta_stage_wait_seconds_total", "0"]) == (3.0, 1.0)
+    assert (found["manta_stage_busy_seconds_total", "1"], found["manta_stage_wait_seconds_total", "1"]) == (2.5, 1.5)
+    assert not any(name[0].startswith("manta_stage") for name in series(told))
 
 
 def test_engine_that_hands_nothing_over_has_no_series_of_handoffs():

@@ -20,6 +20,8 @@ from cluster.cli.check.ports import check_port
 from cluster.cli.main import app
 from cluster.config import AppConfig
 from engine.errors import StartupError
+from engine.model.config import ModelConfig
+from engine.model.stage import nth_stage
 from engine.runner.kv_cache import GIB
 from placement.capacity import Node
 from tests.adapter_folders import write_adapter
@@ -109,12 +111,23 @@ def told(config: AppConfig) -> list[str]:
 def test_the_kv_cache_of_the_stage_with_most_layers_sets_its_size(folder: Path):
     sizes = {"kv_cache_memory_gib": 0.001, "max_model_len": 100, "max_num_seqs": 256}
     whole, staged = (told(config(folder, engine={**sizes, "pipeline_parallel": n})) for n in (1, 3))
-    assert "3 pipeline stages, with 1, 1, 1 layers" in staged
+    (stages,) = (line for line in staged if "pipeline stages" in line)
+    assert re.fullmatch(r"3 pipeline stages, of which a rank has (1 layers with 0\.00 GiB(, )?){3} of weights", stages)
     tokens = [
         int(re.search(r"KV cache for ([\d,]+) tokens", " ".join(lines))[1].replace(",", ""))
         for lines in (whole, staged)
     ]
     assert tokens[1] >= 3 * tokens[0] > 0
+
+
+def test_stages_have_the_weights_of_the_model_and_a_tied_embedding_twice(tmp_path: Path):
+    folder = make_model(tmp_path, "llama", tie_word_embeddings=True)
+    shape, dtype = ModelConfig.from_folder(folder), torch.float32
+    stages = [nth_stage(stage, [1, 1, 1], shape) for stage in range(3)]
+    sizes = [weight_bytes(folder, dtype, stage=stage) for stage in stages]
+    embedding = shape.vocab_size * shape.hidden_size * 4
+    assert sum(sizes) == weight_bytes(folder, dtype) + embedding
+    assert sizes[0] - sizes[1] == embedding == sizes[2] - sizes[1] - 4 * shape.hidden_size
 
 
 def test_kv_cache_is_what_a_rank_would_choose_at_its_start(folder: Path):
