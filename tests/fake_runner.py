@@ -16,7 +16,7 @@ from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
-from engine.core.features.holds import Holds
+from engine.core.features.holds.holds import Holds
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import KVOffloading

@@ -161,7 +161,8 @@ OTHER_MODELS = """
     core/features/tiers/tier.py core/features/tiers/tier_writer.py core/features/tiers/command_queue.py
     core/features/kv_fetching.py core/features/kv_loading.py core/features/prefix_pins.py
     core/features/micro_batches.py core/costs/cost_ledger.py core/block_usage.py
-    core/features/holds.py core/features/tiers/saved_holds.py
+    core/features/holds/holds.py core/features/holds/hold_table.py core/features/holds/hold_records.py
+    core/features/tiers/saved_holds.py
     core/features/block_events.py wire/kv_events.py distributed/kv_event_publisher.py
     model/auto_config.py model/torch_compile.py model/fused_rows.py distributed/symmetric_memory.py
     model/stage.py model/config_parts/stage.py model/layers/other_stage.py
@@ -184,7 +185,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     ]
     everything = [file for files in FILES.values() for file in files]
     lengths = []
-    for files, limit in ((set(path) - others, 14_010), (everything, 65_250)):
+    for files, limit in ((set(path) - others, 14_050), (everything, 65_460)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
         lengths.append(lines)

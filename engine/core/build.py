@@ -17,7 +17,7 @@ from engine.core.engine import EngineCore
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents, NoKVEvents
 from engine.core.features.handoffs import HandoffManager
-from engine.core.features.holds import Holds, NoHolds
+from engine.core.features.holds.holds import Holds, NoHolds
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.features.kv_fetching import KVFetching, NoFetching

@@ -12,7 +12,7 @@ from engine.core.block_allocator import BlockAllocator
 from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
 from engine.core.features.handoff_progress import Arrived, Ended, HandoffProgress
 from engine.core.features.handoffs import HandoffManager
-from engine.core.features.holds import Holds, NoHolds
+from engine.core.features.holds.holds import Holds, NoHolds
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_loading import KVLoading

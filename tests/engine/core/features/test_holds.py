@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
-from engine.core.features import holds
+from engine.core.features.holds import hold_table
 from engine.core.features.tiers.saved_holds import EXPIRED_S
 from engine.wire.block_hash import block_hashes
 from engine.wire.messages import HoldOutcome
@@ -255,8 +255,8 @@ def test_hold_that_two_conversations_ask_for_is_ended_by_neither(name):
 
 def test_hold_beyond_the_number_of_holds_is_refused(monkeypatch):
     """Marks of one prompt share its blocks, so the share alone would let a client have a hold for each block."""
-    monkeypatch.setattr(holds, "MAX_HOLDS_PER_CLIENT", 2)
-    monkeypatch.setattr(holds, "MAX_HOLDS", 3)
+    monkeypatch.setattr(hold_table, "MAX_HOLDS_PER_CLIENT", 2)
+    monkeypatch.setattr(hold_table, "MAX_HOLDS", 3)
     harness = make()
     harness.add("many", PROMPT, max_tokens=2, client="alice", hold=[(4 * blocks, 10.0) for blocks in (1, 2, 3)])
     serve(harness, "many")

@@ -1,0 +1,1 @@
+"""Prompts that stay cached for a time because their clients asked for it."""
