@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.kv_offload.block_memory import DeviceBlocks
 from engine.kv_offload.disk import DiskFolder
+from engine.kv_offload.hold_writer import HoldWriter
 from engine.kv_offload.sealing import Unsealable
 from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.wire.kv_offload import (
@@ -97,7 +98,8 @@ class RankStore:
 
 
 class TierWorker:
-    """One rank's tiers. Threads carry out the commands, so `submit` never waits.
+    """One rank's tiers. Threads carry out the commands, so `submit` never waits. While a disk or store hangs, few
+    commands queue up: the engine has only few loads and stores under way, and deletes only what its index had.
 
     A block from disk is checked and decrypted in host memory. It is copied to the device only if the load has not been
     stopped meanwhile, so a disk that hangs never holds a block on the device.
@@ -129,10 +131,14 @@ class TierWorker:
         self._loader, self._readers = TaskThreads("kv load"), TaskThreads("kv read", READERS)
         self._threads = [self._copier, self._writer, self._loader, self._readers]
         self._closing = threading.Event()
+        self._holds: dict[bool, HoldWriter] = {}  # by whether in the store
+        if disk is not None:
+            self._holds[False] = HoldWriter(disk, self._writer.submit)
         if store is not None:
             self._getters, self._putters = TaskThreads("kv get", GETTERS), TaskThreads("kv put", PUTTERS)
-            self._holder = TaskThreads("kv hold")  # one thread, since the order of changes counts
-            self._threads += [self._putters, self._holder, self._getters]
+            holder = TaskThreads("kv hold")
+            self._holds[True] = HoldWriter(store, holder.submit)
+            self._threads += [self._putters, holder, self._getters]
             if rank == 0:
                 lister = threading.Thread(
                     target=self._list, args=(store, list_s, ttl_s, temporary_key), name="kv list", daemon=True
@@ -160,7 +166,7 @@ class TierWorker:
                     self._putters.submit(lambda: self._drop_in(store, names))
             case SaveHold(in_store=in_store) | DropHold(in_store=in_store):
                 if not self._rank:
-                    (self._holder if in_store else self._writer).submit(lambda: self._change_hold(command))
+                    self._holds[in_store].submit(command)
 
     def _threads_for(self, block: TierBlock) -> TaskThreads:
         """Return the threads that load a block: those of its tier, since a disk or store may hang."""
@@ -247,19 +253,6 @@ class TierWorker:
             store.delete(names)
         except Unreachable as error:  # they are deleted when they are too old, or evicted by another engine
             logger.warning("%d blocks could not be deleted in %s: %s", len(names), store.url, error)
-
-    def _change_hold(self, command: SaveHold | DropHold) -> None:
-        """Write or delete a hold. If writing fails, the next start does not find it; if deleting fails, its blocks are
-        kept until its time is over."""
-        folder = self._store if command.in_store else self._disk
-        assert folder is not None
-        try:
-            if isinstance(command, SaveHold):
-                folder.save_hold(command.name, command.hold)
-            else:
-                folder.drop_hold(command.name)
-        except (OSError, Unreachable) as error:
-            logger.warning("a hold could not be written or deleted: %s", error)
 
     def _list(self, store: StoreFolder, list_s: float, ttl_s: float | None, temporary_key: str) -> None:
         """Report what other engines have written to the store and deleted from it, until `close`."""
