@@ -35,8 +35,8 @@ class Decode(EngineDeployment):
     def _move_requests(self, config: EngineConfig) -> None:
         """Let requests move from here to other replicas, if the configuration says so."""
         if config.handoff is not None and config.handoff.move_requests:
-            slots = config.max_num_seqs
-            self._tasks = [*self._tasks, *map(asyncio.create_task, (self._depart(slots), self._rebalance(slots)))]
+            self._departure = asyncio.create_task(self._depart(config))
+            self._tasks = [*self._tasks, self._departure, asyncio.create_task(self._rebalance(config.max_num_seqs))]
 
     async def generate(self, requests: list[EncodedRequest], context: RoutingContext) -> None:
         """Run GenerateRequests in the engine, and return when they have ended. The context has only what this

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import msgspec
 from ray import serve
@@ -37,8 +38,7 @@ class PrefillDecode(Decode):
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
         self._move_requests(config)
         moves = config.handoff is not None and config.handoff.move_requests
-        statuses = self._statuses_of_pool() if moves else None
-        follower = RoleFollower(self._engine, self._read_role, config.max_num_seqs, statuses)
+        follower = RoleFollower(self._engine, self._read_role, partial(self._leave, config) if moves else None)
         self._tasks = [*self._tasks, asyncio.create_task(follower.run())]
 
     async def prefill(self, request: EncodedRequest, _: RoutingContext) -> None:

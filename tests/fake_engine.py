@@ -26,9 +26,13 @@ from engine.wire.messages import (
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
+    GiveHolds,
+    HeldPrompt,
+    HeldPrompts,
     HoldMark,
     HoldOutcome,
     LoadAdapter,
+    Notice,
     Prefill,
     PrefillReplicas,
     ReleaseHolds,
@@ -38,7 +42,7 @@ from engine.wire.messages import (
     TokenDelta,
     TokenLogprob,
 )
-from engine.wire.remote_request import RemoteRequest
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.timeline import TimelineEvent
 from tests.engine_stats import engine_stats
 
@@ -59,7 +63,8 @@ class FakeEngine:
     silent: set it, and no status is sent.
     refusal: if given, the answer to new requests. step_age_s, fingerprints, quarantined: what it reports of itself.
     loaded: adapters that it was to read, and answered with `adapter_error`.
-    hold_answer: what becomes of each hold. released: commands to end holds.
+    hold_answer: what becomes of each hold. released: commands to end holds. held: what it gives to other engines, which
+    fetch from `peer`.
     remote_requests: that it was given, and ended unless paused. told: what became of those that it gave.
     """
 
@@ -79,11 +84,13 @@ class FakeEngine:
         self.resets = 0
         self.released: list[ReleaseHolds] = []
         self.hold_answer: Callable[[HoldMark], HoldOutcome] = granted
+        self.held: list[HeldPrompt] = []
+        self.peer: Peer | None = None
         self.cached_tokens = 0
         self.loaded: list[LoRARequest] = []
         self.adapter_error: ErrorInfo | None = None
         self.told: list[RemoteRequestFailed | PrefillReplicas] = []
-        self._notices: queue.SimpleQueue[DispatchRemote | CancelDispatch | AdapterLoaded] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._script = script or (lambda request: request.prompt * 100)
         self._live: dict[str, tuple[GenerateRequest, deque[int]]] = {}
         self._context = zmq.Context()
@@ -144,6 +151,9 @@ class FakeEngine:
                 self.remote_requests.append(remote_request)
             case CancelPrefill(handoff_id):
                 self.cancelled.append(handoff_id)
+            case GiveHolds(call_id, limit):
+                given, self.held = self.held[:limit], self.held[limit:]
+                self._notices.put(HeldPrompts(call_id, self.peer, given))
             case ReleaseHolds():
                 self.released.append(command)
             case ResetPrefixCache():

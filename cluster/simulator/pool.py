@@ -124,4 +124,4 @@ class Pool:
         self.up, self._names = up, list(up)
         self._sizes.append((now, len(up)))
         if self._balancer is not None:
-            self._balancer.keep(self._names)
+            self._balancer.keep(self._names, now)

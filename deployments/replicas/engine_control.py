@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -25,6 +25,8 @@ from engine.wire.messages import (
     Drain,
     EngineStatus,
     ErrorInfo,
+    GiveHolds,
+    HeldPrompts,
     HotPrefixes,
     ListHotPrefixes,
     LoadAdapter,
@@ -64,7 +66,7 @@ class EngineControl:
         self._num_answers = 0
         self._call_ids = count()
         self._loads: dict[str, asyncio.Future[ErrorInfo | None]] = {}
-        self._lists: dict[str, asyncio.Future[HotPrefixes]] = {}
+        self._lists: dict[str, asyncio.Future[Any]] = {}
         self._broken: str | None = None
         self._refuses: str | None = None
         self._status: EngineStatus | None = None
@@ -141,16 +143,26 @@ class EngineControl:
 
     async def hot_prefixes(self, limit: int, timeout_s: float) -> HotPrefixes:
         """Return the engine's most used cached prefixes. Raises EngineUnavailable."""
+        found: HotPrefixes = await self._listed(lambda call_id: ListHotPrefixes(call_id, limit), timeout_s)
+        return found
+
+    async def give_holds(self, limit: int, timeout_s: float) -> HeldPrompts:
+        """Return holds of the engine, for another engine (GiveHolds). Raises EngineUnavailable."""
+        found: HeldPrompts = await self._listed(lambda call_id: GiveHolds(call_id, limit), timeout_s)
+        return found
+
+    async def _listed(self, command: Callable[[str], Command], timeout_s: float) -> Any:
+        """Send a command that asks for a list, and return the answer. command: returns it for the id of a call."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
         call_id = str(next(self._call_ids))
         listed = self._lists[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(ListHotPrefixes(call_id, limit))
+            self._send(command(call_id))
             async with asyncio.timeout(timeout_s):
                 return await listed
         except TimeoutError:
-            raise EngineUnavailable(f"the engine has not listed its prefixes within {timeout_s:g} s") from None
+            raise EngineUnavailable(f"the engine has not answered within {timeout_s:g} s") from None
         finally:
             del self._lists[call_id]
 
@@ -230,7 +242,7 @@ class EngineControl:
         elif isinstance(notice, AdapterLoaded):
             if (loaded := self._loads.get(notice.call_id)) is not None and not loaded.done():
                 loaded.set_result(notice.error)
-        elif isinstance(notice, HotPrefixes):
+        elif isinstance(notice, HotPrefixes | HeldPrompts):
             if (listed := self._lists.get(notice.call_id)) is not None and not listed.done():
                 listed.set_result(notice)
         elif isinstance(notice, DispatchRemote) and notice.pool in self._dispatchers:

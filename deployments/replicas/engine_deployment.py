@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import msgspec
 import ray
@@ -16,10 +17,11 @@ from ray import serve
 from deployments import ray_compat
 from deployments.replicas.departure import POLL_INTERVAL_S, Statuses, depart
 from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.hold_moves import move_holds
 from deployments.replicas.rebalancing import rebalance
 from deployments.replicas.remote_dispatcher import RemotePool
 from deployments.replicas.scaling_report import ReplicaReport
-from deployments.replicas.serve_pool import ServeRemotePool
+from deployments.replicas.serve_pool import ServePool, ServeRemotePool
 from deployments.replicas.warm_start import MAX_PREFIXES, warm_start
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
@@ -48,6 +50,7 @@ class EngineDeployment:
     _commands_to: str  # address on which the engine takes commands
     _model: ModelIdentity
     _tasks: Sequence[asyncio.Task[None]] = ()
+    _departure: asyncio.Task[None] | None = None  # waits for the end, and then lets requests and holds move
 
     @asynccontextmanager
     async def _starting(self) -> AsyncGenerator[None]:
@@ -162,9 +165,21 @@ class EngineDeployment:
         own = serve.get_replica_context()
         return ServeRemotePool(serve.get_deployment_handle(own.deployment, own.app_name)).statuses
 
-    async def _depart(self, slots: int) -> None:
-        """Move requests to other replicas when Serve or a SIGTERM tells this replica to stop. Serve waits until the
-        requests have left. After a SIGTERM, the process ends once they have left, or after TERM_S."""
+    async def _leave(self, config: EngineConfig, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Move requests and holds to other replicas. goes_on: as for `depart`."""
+        own = serve.get_replica_context()
+        pool = ServePool(serve.get_deployment_handle(own.deployment, own.app_name), block_size=config.shared_block_size)
+        host, key = ray.util.get_node_ip_address(), await asyncio.to_thread(ray_compat.cluster_key)
+        avoid = [ray_compat.engine_id_of(own.replica_id)]
+        statuses, send = self._statuses_of_pool(), partial(pool.generate, avoid=avoid)
+        await asyncio.gather(
+            depart(self._engine, statuses, config.max_num_seqs, goes_on),
+            move_holds(self._engine, statuses, send, model=self._model, host=host, key=key),
+        )
+
+    async def _depart(self, config: EngineConfig) -> None:
+        """Move requests and holds to other replicas when Serve or a SIGTERM tells this replica to stop. Serve waits
+        until they have left. After a SIGTERM, the process ends once they have left, or after TERM_S."""
         loop, signalled, pipe = asyncio.get_running_loop(), asyncio.Event(), ray_compat.pipe_of_sigterm()
 
         def on_sigterm() -> None:
@@ -174,7 +189,7 @@ class EngineDeployment:
         loop.add_reader(pipe, on_sigterm)
         while not (signalled.is_set() or ray_compat.is_stopping()):
             await asyncio.sleep(POLL_INTERVAL_S)
-        departing = depart(self._engine, self._statuses_of_pool(), slots)
+        departing = self._leave(config)
         if not signalled.is_set():
             await departing
             return
@@ -187,6 +202,8 @@ class EngineDeployment:
 
     async def __del__(self) -> None:
         """Stop the replica. Serve calls it after the last request, when it removes the replica."""
+        if self._departure is not None:
+            await asyncio.wait([self._departure], timeout=TERM_S)  # holds may still be on their way
         self._stop()
 
     def _stop(self) -> None:

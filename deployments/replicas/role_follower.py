@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
-from deployments.replicas.departure import Statuses, depart
 from deployments.replicas.engine_control import EngineControl
 from engine.wire.handoff_stats import Role
 
@@ -17,20 +17,19 @@ POLL_INTERVAL_S = 0.2
 
 class RoleFollower:
     """Polls the role chosen for one engine, and sets it. When a decode engine becomes a prefill engine, its running
-    requests move to other decode replicas if `statuses` is given; otherwise the engine finishes them."""
+    requests and its holds move to other decode replicas if `leave` is given; otherwise the engine finishes them."""
 
     def __init__(
         self,
         engine: EngineControl,
         read: Callable[[], Awaitable[Role | None]],
-        slots: int,
-        statuses: Statuses | None = None,
+        leave: Callable[[Callable[[], bool]], Coroutine[Any, Any, None]] | None = None,
     ):
-        """read: function that returns the chosen role; None if none is known, so that the role stays. statuses:
-        function that returns the statuses of the pool's replicas; None if requests do not move. slots: sequences that
-        one replica runs at a time."""
+        """read: function that returns the chosen role; None if none is known, so that the role stays. leave: function
+        that moves requests and holds to other replicas, as long as the function that it gets returns true; None if they
+        do not move."""
         self.role: Role = "decode"
-        self._engine, self._read, self._slots, self._statuses = engine, read, slots, statuses
+        self._engine, self._read, self._leave = engine, read, leave
         self._departing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -53,7 +52,5 @@ class RoleFollower:
         self.role = role
         self._engine.set_role(role)
         logger.info("role changed role=%s requests=%d", role, self._engine.num_answers)
-        if self._statuses is not None and role == "prefill" and (self._departing is None or self._departing.done()):
-            self._departing = asyncio.create_task(
-                depart(self._engine, self._statuses, self._slots, lambda: self.role == "prefill")
-            )
+        if self._leave is not None and role == "prefill" and (self._departing is None or self._departing.done()):
+            self._departing = asyncio.create_task(self._leave(lambda: self.role == "prefill"))

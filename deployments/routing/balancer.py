@@ -17,6 +17,7 @@ from engine.wire.messages import EngineUpdate
 from engine.wire.remote_request import KVHolder
 
 MAX_LOST_HOLDS = 10_000
+BROKEN_S = 30.0  # without any engine that holds a prompt, after which its hold is broken: a hold that moves takes less
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Balancer:
         self.roles: dict[str, Role] = {}
         self._unhealthy: set[str] = set()
         self._lost_holds: dict[int, None] = {}  # keys of the last blocks of holds whose engines are gone, oldest first
+        self._uncounted: dict[int, float] = {}  # those of them that may still move, with the time of their loss
 
     def choose(self, prompt: PromptDigest, engines: Sequence[str]) -> RoutingDecision:
         """Place a prompt on one of the engines; there must be at least one.
@@ -120,18 +122,30 @@ class Balancer:
     def mark_unhealthy(self, engine: str) -> None:
         self._unhealthy.add(engine)
 
-    def keep(self, engines: Iterable[str]) -> None:
-        """Forget all engines but these."""
+    def keep(self, engines: Iterable[str], now: float) -> None:
+        """Forget all engines but these. now: on a clock that never goes back."""
         gone = (self.placements.records.keys() | self._unhealthy).difference(engines)
         self._unhealthy -= gone
         self.roles = {engine: role for engine, role in self.roles.items() if engine not in gone}
         for engine in gone:
             held = self.placements.engine(engine).held
-            self.stats.holds_broken += len(held)
             self._lost_holds.update(dict.fromkeys(held))
+            self._uncounted.update(dict.fromkeys(held, now))
             self.placements.forget(engine)
         for key in list(self._lost_holds)[:-MAX_LOST_HOLDS]:
             del self._lost_holds[key]
+
+    def count_broken_holds(self, now: float) -> None:
+        """Count the holds whose engines have been gone for BROKEN_S, unless another engine has them by now."""
+        due = [key for key, lost_at in self._uncounted.items() if now >= lost_at + BROKEN_S]
+        held = self._held() if due else frozenset()
+        for key in due:
+            del self._uncounted[key]
+            self.stats.holds_broken += key not in held
+
+    def _held(self) -> frozenset[int]:
+        """Return the keys of the last blocks of all holds."""
+        return frozenset().union(*(record.held for record in self.placements.records.values()))
 
     def _make_lookup(self, prompt: PromptDigest) -> Lookup:
         records, cached = self.placements.records, 0
@@ -175,9 +189,11 @@ class Balancer:
         """Return whether a part of the prompt was held on an engine that is gone, and no engine holds a longer part
         now. True only once for each hold."""
         lost = {key for key in prompt.keys if key in self._lost_holds} if self._lost_holds else set()
-        for key in lost:
-            del self._lost_holds[key]
         if not lost:
             return False
-        held = frozenset().union(*(record.held for record in self.placements.records.values()))
-        return next(key in lost for key in reversed(prompt.keys) if key in lost or key in held)
+        held = self._held()
+        for key in lost:
+            del self._lost_holds[key]
+            if self._uncounted.pop(key, None) is not None:
+                self.stats.holds_broken += key not in held
+        return next(key not in held for key in reversed(prompt.keys) if key in lost or key in held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -96,12 +97,13 @@ class EngineRouter(CallRouter):
         """Subscribe to the engines of the current replicas, and to no others."""
         engines = {engine_id_of(replica_id): replica for replica_id, replica in self.curr_replicas.items()}
         if self._subscriber is not None:
-            self._balancer.keep(engines)
+            self._balancer.keep(engines, time.monotonic())
             addresses = {e: replica.replica_metadata.get("commands_to") for e, replica in engines.items()}
             self._subscriber.subscribe({e: address for e, address in addresses.items() if address is not None})
 
     def _apply(self, update: EngineUpdate) -> bool:
         understood = self._balancer.update(update)
+        self._balancer.count_broken_holds(time.monotonic())
         load = self._balancer.placements.engine(update.engine_id).load
         for replica_id in self.curr_replicas:
             if engine_id_of(replica_id) == update.engine_id:

@@ -134,7 +134,7 @@ class RequestHolds:
     @classmethod
     def of(cls, message: GenerateRequest, num_prompt: int) -> RequestHolds:
         asked = message.hold or PromptHold(marks=[])
-        marks = [HoldMark(min(mark.tokens, num_prompt), mark.ttl_s) for mark in asked.marks]
+        marks = [HoldMark(min(mark.tokens, num_prompt), mark.ttl_s, mark.left_s) for mark in asked.marks]
         holds = cls(message.client, asked.name, asked.response_id, sorted(marks, key=lambda mark: mark.tokens))
         holds.next_mark = holds.marks[0].tokens if marks else NEVER
         return holds

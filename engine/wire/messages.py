@@ -1,12 +1,12 @@
 """Messages between an engine and the processes that use it (msgspec over ZMQ).
 
-To the engine:      Add, Abort, MoveRequests, Drain, Subscribe, ResetPrefixCache, ReleaseHolds, LoadAdapter;
+To the engine:      Add, Abort, MoveRequests, GiveHolds, Drain, Subscribe, ResetPrefixCache, ReleaseHolds, LoadAdapter;
                     Prefill, CancelPrefill (to an engine that computes prompts for others);
                     RemoteRequestFailed, PrefillReplicas (to an engine whose prompts others compute)    (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
                     EngineUpdate to each router that subscribes;
-                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, AdapterLoaded, and
-                    from an engine whose prompts others compute DispatchRemote and CancelDispatch.
+                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, AdapterLoaded,
+                    HeldPrompts, and from an engine whose prompts others compute DispatchRemote and CancelDispatch.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class HoldMark(msgspec.Struct, frozen=True, array_like=True):
 
     tokens: int
     ttl_s: float
+    left_s: float | None = None
+    """Seconds until its first end, if another engine has kept them for a part of the time; None for `ttl_s`."""
 
 
 class PromptHold(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -481,7 +483,30 @@ class HotPrefixes(msgspec.Struct, frozen=True, tag=True):
     """The most used first."""
 
 
-Notice = EngineStatus | DispatchRemote | CancelDispatch | AdapterLoaded | HotPrefixes
+class HeldPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that an engine holds for a client, in full blocks. Another engine can take over the hold."""
+
+    token_ids: list[int]
+    cache_salt: str
+    lora: LoRARequest | None
+    client: str
+    name: str
+    response_id: str
+    ttl_s: float
+    left_s: float
+    """Seconds until the end of the hold."""
+
+
+class HeldPrompts(msgspec.Struct, frozen=True, tag=True):
+    """Answers GiveHolds."""
+
+    call_id: str
+    peer: Peer | None
+    """The engine itself, if others can fetch blocks from it."""
+    prompts: list[HeldPrompt]
+
+
+Notice = EngineStatus | DispatchRemote | CancelDispatch | AdapterLoaded | HotPrefixes | HeldPrompts
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -502,6 +527,14 @@ class MoveRequests(msgspec.Struct, frozen=True, tag=True):
     """Let other engines continue up to `count` requests. Each request ends here with the error `moved`."""
 
     count: int
+
+
+class GiveHolds(msgspec.Struct, frozen=True, tag=True):
+    """Ask for up to `limit` holds that no GiveHolds has returned since their last use, those that last longest first.
+    Answered by HeldPrompts. The holds stay here as well."""
+
+    call_id: str
+    limit: int
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
@@ -601,6 +634,7 @@ Command = (
     Add
     | Abort
     | MoveRequests
+    | GiveHolds
     | Drain
     | SetRole
     | Subscribe

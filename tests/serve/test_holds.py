@@ -1,5 +1,6 @@
 """Holds of official clients on three replicas behind two ingresses: the next turn comes to the replica that holds its
-conversation. A replica that is stopped or killed breaks its holds; each is counted once, and its next turn is told."""
+conversation. Holds of a replica that is stopped move to another. A replica that is killed breaks its holds; each is
+counted once, and its next turn is told."""
 
 from __future__ import annotations
 
@@ -158,21 +159,52 @@ def test_the_next_turn_comes_to_the_replica_that_holds_its_conversation(server):
         assert turn.cached >= hold["tokens"]
 
 
-@pytest.mark.parametrize(("number", "how"), [(2, "SIGTERM"), (3, "SIGKILL")])
-def test_a_replica_that_ends_breaks_its_holds_which_are_counted_once_and_told_to_their_next_turns(server, number, how):
+def process_of(server: ServeRun, engine: str) -> psutil.Process:
+    """The control actor of an engine."""
+    pids = {engine: int(pid) for line in server.log for pid, engine in READY.findall(line)}
+    return psutil.Process(pids[engine])
+
+
+@pytest.mark.parametrize(("number", "how"), [(2, "SIGTERM"), (3, "scale-down")])
+def test_holds_of_a_replica_that_is_stopped_move_to_others(server, number, how):
+    """They move to another replica, which is not asked for by its name, and keep their names and remaining time."""
     wait_until(lambda: both_ingresses_route(server) and scrape(server).sum("manta_up") == REPLICAS, timeout_s=120)
     before = scrape(server).sum("manta_holds_broken_total")
     talks, firsts = hold_conversations(server, names(number))
+    expected = [talk.turn(hold=False).text for talk in talks]
+    engines = {first.engine for first in firsts}
+    held = sum(held_by(server, engine) for engine in engines)
+    if how == "SIGTERM":
+        process_of(server, firsts[0].engine).terminate()
+        gone = {firsts[0].engine}
+    else:
+        server.scale("decode-tiny", REPLICAS - 1)
+        wait_until(lambda: scrape(server).sum("manta_up") == REPLICAS - 1, timeout_s=120)
+        up = {one.labels["engine"] for one in scrape(server).select("manta_holds", [])}
+        gone = engines - up
+    moved = server.wait_for_line("holds have moved", timeout_s=120)
+    assert re.search(r"granted=(\d+) of=\1 ", moved), moved
+    for talk, first, text in zip(talks, firsts, expected, strict=True):
+        wait_until(lambda talk=talk: talk.is_brought_back(), timeout_s=120)
+        turn = talk.turn(hold=False)
+        assert (turn.text, turn.told_broken, turn.routed) == (text, False, "held")
+        assert turn.cached >= first.holds[0]["tokens"]
+        assert turn.engine not in gone
+    assert scrape(server).sum("manta_holds_broken_total") == before
+    print(f"\n{how}: {moved.strip()}; {held:g} held before")
+    server.scale("decode-tiny", REPLICAS)
+
+
+def test_a_replica_that_is_killed_breaks_its_holds_which_are_counted_once_and_told_to_their_next_turns(server):
+    wait_until(lambda: both_ingresses_route(server) and scrape(server).sum("manta_up") == REPLICAS, timeout_s=120)
+    before = scrape(server).sum("manta_holds_broken_total")
+    talks, firsts = hold_conversations(server, names(4))
     home = firsts[0].engine
-    pids = {engine: int(pid) for line in server.log for pid, engine in READY.findall(line)}
-    victim = psutil.Process(pids[home])
     lost = held_by(server, home)
     assert lost >= sum(first.engine == home for first in firsts)
     expected = [talk.turn(hold=False).text for talk in talks]
-    if how == "SIGTERM":
-        victim.terminate()
-    else:
-        kill_all([*victim.children(recursive=True), victim])
+    victim = process_of(server, home)
+    kill_all([*victim.children(recursive=True), victim])
     wait_until(lambda: scrape(server).sum("manta_holds_broken_total") == before + lost, timeout_s=120)
     for talk, first, text in zip(talks, firsts, expected, strict=True):
         turn = talk.turn(hold=False)

@@ -29,6 +29,8 @@ from engine.wire.messages import (
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
+    GiveHolds,
+    HeldPrompts,
     HotPrefixes,
     ListHotPrefixes,
     LoadAdapter,
@@ -101,6 +103,8 @@ class EngineEndpoint:
                 self._abort(request_id, reason)
             case MoveRequests(count):
                 self._move(count)
+            case GiveHolds(call_id, limit):
+                self._give_holds(call_id, limit)
             case Drain():
                 self._kv_events.draining = True
             case SetRole(role):
@@ -168,6 +172,11 @@ class EngineEndpoint:
             REFUSALS.add("commands", "unexpected", "ListHotPrefixes: no engine fetches from this one")
             return
         self._push(self._status_to, self._encode(HotPrefixes(call_id, peer, self._prefixes.hottest(limit))))
+
+    def _give_holds(self, call_id: str, limit: int) -> None:
+        scheduler = self._core.scheduler
+        prompts = scheduler.holds.give(limit, self._clock.monotonic())
+        self._push(self._status_to, self._encode(HeldPrompts(call_id, scheduler.fetching.peer, prompts)))
 
     def _set_role(self, role: Role) -> None:
         handoffs = self._core.scheduler.handoffs

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from deployments.replicas import role_follower
+from deployments.replicas.departure import depart
 from deployments.replicas.role_follower import RoleFollower
 from engine.wire.handoff_stats import Role
 from engine.wire.messages import EngineStatus
@@ -47,7 +49,8 @@ def no_pauses(monkeypatch):
 
 def follow(engine: SwitchedEngine, table: Table, scenario, statuses=None) -> None:
     async def run() -> None:
-        follower = RoleFollower(engine, table.read, 8, statuses)  # type: ignore[arg-type]
+        leave = None if statuses is None else partial(depart, engine, statuses, 8)
+        follower = RoleFollower(engine, table.read, leave)  # type: ignore[arg-type]
         task = asyncio.create_task(follower.run())
         try:
             await scenario()

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace as replace_update
 
-from deployments.routing.balancer import Balancer
+from deployments.routing.balancer import BROKEN_S, Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.routing_context import PromptDigest, PromptDigester
 from engine.wire.messages import EngineLoad, EngineUpdate
@@ -60,6 +60,7 @@ def holding(router: Balancer, policy_load: dict[str, Any], tokens: list[int], *,
 
 
 TOKENS = list(range(100))
+NOW = 1000.0
 
 
 def test_a_request_that_another_engine_gets_learns_who_has_its_prefix():
@@ -368,7 +369,7 @@ def test_an_engine_that_is_about_to_stop_comes_last_however_often_it_reports():
     for number in range(2):
         router.update(replace_update(report(ENGINES[0], number), draining=True))
         assert router.choose(plain(number), ENGINES).engines[-1] == ENGINES[0]
-    router.keep(ENGINES[1:])
+    router.keep(ENGINES[1:], NOW)
     router.update(report(ENGINES[0]))
     assert router.choose(plain(3), ENGINES).engines[0] == ENGINES[0], "another engine of its name"
 
@@ -383,7 +384,7 @@ def test_nothing_is_left_of_an_engine_that_is_gone():
     router.choose(prompt("2", tokens), [engine.name])
     router.end("2", confirmed=True)
     router.mark_unhealthy(engine.name)
-    router.keep(["decode-m-b"])
+    router.keep(["decode-m-b"], NOW)
     assert router.placements.engine(engine.name).prefixes.match(prompt("", tokens).keys) == 0
     assert router.placements.engine(engine.name).load == EngineLoad()
     assert not router.placements.records
@@ -540,10 +541,29 @@ def test_holds_of_an_engine_that_goes_are_broken_and_the_next_turn_is_told_once(
         router.update(report(engine))
     router.update(held_by(ENGINES[2], talk, 3))
     left = [engine for engine in ENGINES if engine != ENGINES[2]]
-    router.keep(left)
-    assert router.stats.holds_broken == 1
+    router.keep(left, NOW)
+    assert router.stats.holds_broken == 0, "it may be on its way to another engine"
     told = [router.choose(replace(talk, request_id=f"turn {i}"), left).lost_hold for i in range(2)]
     assert told == [True, False]
+    router.count_broken_holds(NOW + BROKEN_S)
+    assert router.stats.holds_broken == 1
+
+
+def test_a_hold_is_broken_once_no_other_engine_has_had_it_for_a_time():
+    router, talk, other = balancer(), plain(1), plain(2)
+    for engine in ENGINES:
+        router.update(report(engine))
+    router.update(held_by(ENGINES[2], talk, 3))
+    router.update(held_by(ENGINES[1], other, 3))
+    router.keep(ENGINES[:1], NOW)
+    router.count_broken_holds(NOW + BROKEN_S - 1)
+    assert router.stats.holds_broken == 0
+    router.update(held_by(ENGINES[0], talk, 3))
+    router.count_broken_holds(NOW + BROKEN_S)
+    router.count_broken_holds(NOW + 2 * BROKEN_S)
+    assert router.stats.holds_broken == 1, "the other one has moved"
+    turns = [replace(each, request_id=f"turn {each.request_id}") for each in (talk, other)]
+    assert [router.choose(turn, ENGINES[:1]).lost_hold for turn in turns] == [False, True]
 
 
 def test_turn_is_not_told_of_a_broken_hold_that_another_ingress_has_made_good():
@@ -551,7 +571,7 @@ def test_turn_is_not_told_of_a_broken_hold_that_another_ingress_has_made_good():
     for engine in ENGINES:
         router.update(report(engine))
     router.update(held_by(ENGINES[2], talk, 2))
-    router.keep(ENGINES[:2])
+    router.keep(ENGINES[:2], NOW)
     router.update(held_by(ENGINES[1], talk, 3))
     decision = router.choose(replace(talk, request_id="later"), ENGINES[:2])
     assert (decision.reason, decision.lost_hold) == ("held", False)

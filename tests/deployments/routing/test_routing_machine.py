@@ -94,7 +94,7 @@ class RoutingMachine(RuleBasedStateMachine):
                 del requests[request_id]
                 self.router.end(request_id, confirmed=False)
         self.router.mark_unhealthy(name)
-        self.router.keep([other for other in ENGINES if other != name])
+        self.router.keep([other for other in ENGINES if other != name], now=0.0)
         self.engines[name] = PoolEngine(name, num_blocks=16)
         self.router.update(self.engines[name].snapshot())
 

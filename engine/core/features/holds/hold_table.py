@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,22 @@ from typing import TypeVar
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.wire.lora import LoRARequest
 from engine.wire.messages import HoldEnd, HoldMark, HoldOutcome, HoldRefusal, HoldStats
 
 MAX_HOLDS = 4096  # of all clients together
 MAX_HOLDS_PER_CLIENT = 1024  # prefixes of one prompt share blocks, but each takes memory for the names of its blocks
 
 T = TypeVar("T", int, bytes, str)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOfHold:
+    """The tokens of a hold, and what else its KV depends on."""
+
+    tokens: array[int]
+    cache_salt: str
+    lora: LoRARequest | None
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +47,10 @@ class Hold:
     """These blocks on the device; empty lists once a tier keeps them instead."""
     ttl_s: float
     expires_at: float
+    prompt: PromptOfHold | None = None
+    """What another engine needs to compute the blocks; None if that is unknown, or contains images."""
+    was_given: bool = False
+    """Whether another engine has been asked to hold the prompt as well, since it was used last."""
     tiers: list[Tier] = field(default_factory=list)
     """Tiers that keep the blocks; empty if the device does."""
     ready_at: float | None = None
@@ -57,7 +72,7 @@ class Hold:
     def renew(self, ttl_s: float, expires_at: float) -> None:
         """Let the hold last until `expires_at`, with this time, unless it lasts longer already."""
         if expires_at > self.expires_at:
-            self.ttl_s, self.expires_at = ttl_s, expires_at
+            self.ttl_s, self.expires_at, self.was_given = ttl_s, expires_at, False
 
 
 class HoldTable:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from engine.core.features.holds.hold_records import HoldRecords
-from engine.core.features.holds.hold_table import Hold, HoldTable, refused
+from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold, refused
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
-from engine.wire.messages import HoldEnd, HoldMark, HoldOutcome, HoldStats
+from engine.wire.messages import HeldPrompt, HoldEnd, HoldMark, HoldOutcome, HoldStats
 
 RETRY_S = 1.0  # after which blocks that are in no tier are copied again
 LASTING_S = 10.0  # that blocks wait on the device for a tier that survives a restart, if another tier has them
@@ -38,6 +39,9 @@ class NoHolds:
 
     def update(self, now: float) -> None:
         pass
+
+    def give(self, limit: int, now: float) -> list[HeldPrompt]:
+        return []
 
     def clear(self) -> None:
         pass
@@ -119,7 +123,7 @@ class Holds:
         hashes = hashes[: self._kv_cache.longest_prefix(hashes)]
         if not hashes:
             return refused(mark, "not_cached", "this engine has not kept all KV or state of these tokens")
-        asked, expires_at = request.holds, now + mark.ttl_s
+        asked, expires_at = request.holds, now + (mark.ttl_s if mark.left_s is None else mark.left_s)
         if (same := self._table.by_end.get((asked.client, hashes[-1]))) is not None:
             same.renew(mark.ttl_s, expires_at)
             self._records.changed(same)
@@ -140,6 +144,7 @@ class Holds:
             blocks,
             mark.ttl_s,
             expires_at,
+            None if request.images else prompt_of(request, len(hashes) * size),
         )
         replaced = [each for each in self._table.prefixes(asked.client, hashes) if self._replaces(hold, each)]
         if (refusal := self._table.lacks(mark, hold, replaced)) is not None:
@@ -165,6 +170,23 @@ class Holds:
             for hold in self._table.prefixes(request.holds.client, request.hashes(matched, self._block_size)):
                 hold.renew(hold.ttl_s, now + hold.ttl_s)
                 self._records.changed(hold)
+                if hold.prompt is None and not request.images:  # of an earlier start, so its tokens were not known
+                    hold.prompt = prompt_of(request, len(hold.hashes) * self._block_size)
+
+    # -- giving to another engine --------------------------------------------------------------------------
+
+    def give(self, limit: int, now: float) -> list[HeldPrompt]:
+        """Return up to `limit` holds for another engine that takes them over, those that last longest first. Each hold
+        is returned once, unless it is used again. Leaves out holds in the store, which all engines keep, and holds
+        whose prompts are unknown or contain images."""
+        self.update(now)
+        held = [hold for hold in self._table.by_end.values() if not hold.was_given and not in_store(hold)]
+        given: list[HeldPrompt] = []
+        for hold in sorted(held, key=lambda hold: -hold.expires_at):
+            if hold.prompt is not None and len(given) < limit:
+                hold.was_given = True
+                given.append(held_prompt(hold, hold.prompt, now))
+        return given
 
     # -- moving down, and ending ---------------------------------------------------------------------------
 
@@ -250,3 +272,24 @@ class Holds:
         """Raise AssertionError if a hold lacks blocks, or if a limit is exceeded."""
         self._table.check()
         assert all(hold.is_live and not hold.tiers for hold in self._to_move), "an ended hold would move"
+
+
+def prompt_of(request: Request, num_tokens: int) -> PromptOfHold:
+    return PromptOfHold(array("I", request.tokens[:num_tokens]), request.prefix.salt, request.lora)
+
+
+def in_store(hold: Hold) -> bool:
+    return any(tier.name == "store" for tier in hold.tiers)
+
+
+def held_prompt(hold: Hold, prompt: PromptOfHold, now: float) -> HeldPrompt:
+    return HeldPrompt(
+        token_ids=prompt.tokens.tolist(),
+        cache_salt=prompt.cache_salt,
+        lora=prompt.lora,
+        client=hold.client,
+        name=hold.name,
+        response_id=hold.response_id,
+        ttl_s=hold.ttl_s,
+        left_s=hold.expires_at - now,
+    )

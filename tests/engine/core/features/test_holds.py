@@ -422,11 +422,66 @@ def test_device_keeps_a_hold_while_no_tier_can():
     harness.run()
 
 
-# -- holds that outlive their engine -------------------------------------------------------------------------
-
 OPTIONS = {"num_blocks": 14, "max_model_len": 32, "held_share": 0.5, "disk_blocks": 40}
 STORE = {**OPTIONS, "disk_blocks": 0, "store_blocks": 40}
 PLACES = pytest.mark.parametrize("options", [OPTIONS, STORE], ids=["disk", "store"])
+
+
+# -- holds that another engine takes over --------------------------------------------------------------------
+
+
+def test_a_hold_that_another_engine_takes_over_lasts_as_long_as_was_promised():
+    leaving, other = make(), make()
+    held(leaving, "held", client="alice", hold_name="talk")
+    leaving.now = 4.0
+    (given,) = leaving.scheduler.holds.give(8, leaving.now)
+    assert (given.token_ids, given.client, given.name, given.response_id) == (PROMPT, "alice", "talk", "resp-held")
+    assert (given.ttl_s, given.left_s) == (10.0, 6.0)
+    mark = (len(given.token_ids), given.ttl_s, given.left_s)
+    other.add("hold", given.token_ids, max_tokens=1, client="alice", hold=[mark], hold_name="talk")
+    serve(other, "hold")
+    assert outcomes(other, "hold") == [HoldOutcome(tokens=20, ttl_s=10.0)]
+    other.now = 5.9
+    flood(other)
+    assert cached(other) == 20
+    other.add("next turn", [*PROMPT, 7], max_tokens=2, client="alice")
+    serve(other, "next turn")
+    other.now = 15.8
+    flood(other)
+    assert cached(other) == 20, "each use renews it for its whole time"
+    other.now = 15.9
+    flood(other)
+    assert cached(other) == 0
+
+
+def test_holds_that_last_longest_are_given_first_and_each_once():
+    harness = make(held_share=1.0, num_blocks=40)
+    for number, ttl_s in enumerate((10.0, 30.0, 20.0)):
+        held(harness, f"held {number}", [number * 10 + i for i in range(8)], ttl_s=ttl_s)
+    given = [harness.scheduler.holds.give(2, 0.0) for _ in range(3)]
+    assert [[prompt.ttl_s for prompt in prompts] for prompts in given] == [[30.0, 20.0], [10.0], []]
+    harness.now = 5.0
+    harness.add("next turn", [*range(10, 18), 7], max_tokens=2)
+    serve(harness, "next turn")
+    assert [prompt.ttl_s for prompt in harness.scheduler.holds.give(8, 5.0)] == [30.0], "it has been used since"
+    harness.now = 36.0
+    assert not harness.scheduler.holds.give(8, 36.0), "all have ended"
+
+
+@PLACES
+def test_holds_that_all_engines_have_in_the_store_are_not_given(options):
+    harness, is_own = saved(options), options is OPTIONS
+    assert len(harness.scheduler.holds.give(8, harness.now)) == is_own
+    again = harness.restarted()
+    assert not again.scheduler.holds.give(8, again.now), "its tokens are not known"
+    again.add("next turn", [*PROMPT, 7], max_tokens=2)
+    while "next turn" not in again.finished:
+        again.step()
+        again.drain()
+    assert [given.token_ids for given in again.scheduler.holds.give(8, again.now)] == [PROMPT] * is_own
+
+
+# -- holds that outlive their engine -------------------------------------------------------------------------
 
 
 def saved(options: dict[str, object], **hold) -> TierHarness:

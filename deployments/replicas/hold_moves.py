@@ -1,0 +1,98 @@
+"""Lets other replicas hold the prompts that a replica which is about to stop holds for clients. Independent of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+import zmq.asyncio
+
+from deployments.replicas.departure import Statuses, takes_requests_of
+from deployments.replicas.engine_control import EngineControl
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.sockets import PullSocket
+from engine.errors import EngineUnavailable, ServingError
+from engine.wire.messages import GenerateRequest, HeldPrompt, HoldMark, PromptHold, TokenBatch
+from engine.wire.model_identity import ModelIdentity
+from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+GROUP = 4  # holds that move at the same time
+ASK_TIMEOUT_S = 2.0  # for the engine to list its holds
+MOVE_S = 10.0  # for one group to move
+POLL_INTERVAL_S = 0.01
+
+Send = Callable[[GenerateRequest], Awaitable[None]]
+
+
+async def move_holds(
+    engine: EngineControl, statuses: Statuses, send: Send, *, model: ModelIdentity, host: str, key: ClusterKey | None
+) -> None:
+    """Ask other replicas to hold the prompts that an engine holds, until all have been asked for or one group fails.
+
+    Each hold becomes an ordinary request for one token, which asks for the hold with its remaining time, and names the
+    engine from which its KV can be fetched. So the other engine computes what it cannot fetch, and refuses what it has
+    no room for. statuses: as for `depart`. send: function that sends a request to another replica, and returns when the
+    request has ended. model: model of the engine. host, key: as for `warm_start`.
+    """
+    began, asked, answered, granted = time.monotonic(), 0, 0, 0
+    if not await _has_peers(engine, statuses):
+        return
+
+    def receive(batch: TokenBatch) -> None:
+        nonlocal answered, granted
+        answered += sum(delta.finish_reason is not None for delta in batch.deltas)
+        granted += sum(outcome.refusal is None for delta in batch.deltas for outcome in delta.holds)
+
+    context = zmq.asyncio.Context()
+    tokens: PullSocket[TokenBatch] = PullSocket(context, host, TokenBatch, name="hold_moves", key=key)
+    receiving = asyncio.create_task(tokens.serve(receive))
+    try:
+        while prompts := (given := await engine.give_holds(GROUP, ASK_TIMEOUT_S)).prompts:
+            asked += len(prompts)
+            requests = [request_of(prompt, given.peer, model, tokens.address) for prompt in prompts]
+            async with asyncio.timeout(MOVE_S):
+                await asyncio.gather(*map(send, requests))
+                while answered < asked:  # a request can end before its tokens have arrived here
+                    await asyncio.sleep(POLL_INTERVAL_S)
+    except (ServingError, TimeoutError) as error:
+        logger.warning("a hold could not move: %r", error)
+    finally:
+        receiving.cancel()
+        context.destroy(linger=0)
+    if asked:
+        logger.info("holds have moved granted=%d of=%d seconds=%.1f", granted, asked, time.monotonic() - began)
+
+
+async def _has_peers(engine: EngineControl, statuses: Statuses) -> bool:
+    """Return whether any other replica of the same model can take holds."""
+    try:
+        own = engine.status()
+        return any(takes_requests_of(own, other) for other in await statuses())
+    except EngineUnavailable:
+        return False
+    except Exception as error:  # noqa: BLE001 - of Serve or Ray
+        logger.warning("the other replicas cannot be asked: %r", error)
+        return False
+
+
+def request_of(prompt: HeldPrompt, peer: Peer | None, model: ModelIdentity, reply_to: str) -> GenerateRequest:
+    num_tokens = len(prompt.token_ids)
+    mark = HoldMark(num_tokens, prompt.ttl_s, max(0.0, prompt.left_s))
+    return GenerateRequest(
+        request_id=f"hold-{secrets.token_hex(8)}",
+        prompt=prompt.token_ids,
+        lora=prompt.lora,
+        params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        client=prompt.client,
+        cache_salt=prompt.cache_salt,
+        kv_holder=None if peer is None else KVHolder(peer, num_tokens),
+        hold=PromptHold(marks=[mark], response_id=prompt.response_id, name=prompt.name),
+        model=model,
+        reply_to=reply_to,
+    )
