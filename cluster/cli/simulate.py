@@ -97,11 +97,12 @@ def show_report(report: Report, slo: GoodputSlo) -> None:
             ("links busy, %", 100 * report.handoffs.link_busy, 1),
         ]
     if report.tiers is not None:
-        rows += [
-            ("prompt tokens from host memory", report.tiers.loaded_tokens, 0),
-            ("KV to host memory, GB", report.tiers.gigabytes_stored, 1),
-            ("KV from host memory, GB", report.tiers.gigabytes_loaded, 1),
-        ]
+        rows.append(("prompt tokens from tiers", report.tiers.loaded_tokens, 0))
+        for tier, loaded in report.tiers.gigabytes_loaded.items():
+            rows += [
+                (f"KV to {tier}, GB", report.tiers.gigabytes_stored[tier], 1),
+                (f"KV from {tier}, GB", loaded, 1),
+            ]
     if report.moves is not None:
         rows += [("requests moved", report.moves.count, 0), ("KV moved with them, GB", report.moves.gigabytes, 1)]
     title = f"{report.trace}, simulated in {report.took_s:.1f} s"

@@ -15,7 +15,7 @@ from cluster.simulator.replica import MAX_FAST_FORWARD_STEPS, Replica
 from cluster.simulator.results import LatencyHistogram, Report, Results
 from cluster.simulator.scaling import RoleScaling, Scaling
 from cluster.simulator.spec import ClusterSpec
-from cluster.simulator.tiers import TierTraffic, host_tier
+from cluster.simulator.tiers import TierTraffic, make_tiers
 from cluster.simulator.trace import Trace
 from deployments.routing.config import Role
 from engine.config import HandoffConfig
@@ -50,7 +50,7 @@ class Cluster:
         self._engines = 0  # that ever existed
         self.pools = {role: Pool(role, spec, self._make_replica) for role in spec.sizes}
         self._decode, self._handoffs = self.pools["decode"], None
-        self._tiers = TierTraffic(spec, self.loop, self._after) if spec.host_blocks else None
+        self._tiers = TierTraffic(spec, self.loop, self._up, self._after) if spec.tiers else None
         if "prefill" in self.pools:
             self._handoffs = HandoffTraffic(spec, self.loop, self.pools["prefill"], self._after)
         self._queue = FairQueue(self._decode.capacity, spec.max_waiting, NO_LIMIT)
@@ -145,7 +145,7 @@ class Cluster:
     # -- replicas ------------------------------------------------------------------------------------------
 
     def _make_replica(self, name: str, role: Role) -> Replica:
-        learns = self.spec.limits is not None or self.spec.prefill_replicas or self.spec.host_blocks
+        learns = self.spec.limits is not None or self.spec.prefill_replicas or self.spec.tiers
         times = StepTimes() if learns else None
         self._engines += 1
         handoffs = HandoffManager(None, Peer(name, name, self._engines))
@@ -154,8 +154,11 @@ class Cluster:
             policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
             self._policies.append(policy)
             handoffs = HandoffManager(policy, Peer(name, name, self._engines))
-        make_tier = partial(host_tier, self.spec) if self.spec.host_blocks else None
-        return Replica(name, role, self.spec, handoffs, times, self._fast_forward, make_tier)
+        tiers = partial(make_tiers, self.spec) if self.spec.tiers else None
+        return Replica(name, role, self.spec, handoffs, times, self._fast_forward, tiers)
+
+    def _up(self) -> list[Replica]:
+        return [replica for pool in self.pools.values() for replica in pool.up.values()]
 
     def _drained(self, replica: Replica) -> None:
         if self._moves is not None:

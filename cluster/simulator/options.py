@@ -87,6 +87,14 @@ class SimulationOptions:
     kv_offloading_size: float | None = option(
         None, "GiB of host memory of a replica for KV blocks that its cards may evict. Default: none.", **ENGINE
     )
+    kv_offloading_disk_size: float | None = option(
+        None, "GiB of the same on a disk of its own, at --disk-gbit. Default: none.", **ENGINE
+    )
+    kv_offloading_store_size: float | None = option(
+        None, "GiB of the same in a store that all replicas share, each at --store-gbit. Default: none.", **ENGINE
+    )
+    disk_gbit: float = option(16.0, "Bandwidth of a replica's disk in each direction, in Gbit/s.", **ENGINE)
+    store_gbit: float = option(10.0, "Bandwidth of a replica to the store in each direction, in Gbit/s.", **ENGINE)
     block_size: int = option(64, "Tokens per KV block.", **ENGINE, min=1)
     max_num_batched_tokens: int = option(
         2048, "Maximum number of tokens of a step, and so of a prompt chunk.", **ENGINE, min=1

@@ -23,7 +23,7 @@ from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.serving.kv_events import KVEventPublisher
 from engine.wire.handoff import HandoffEvent
-from engine.wire.kv_offload import TierAnswer, TierCommand
+from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand
 from engine.wire.messages import EngineUpdate, GenerateRequest, PrefillReplica, Subscribe
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
@@ -71,7 +71,7 @@ class Replica:
         self._fast_forward, self._max_steps = FastForward(self.scheduler), at_once
         self._inbox: list[HandoffEvent] = []
         self.tier_commands: list[TierCommand] = []  # copies that are due, oldest first; the caller empties it
-        self._tier_answers: list[TierAnswer] = []
+        self._tier_answers: list[TierAnswer | StoreListing] = []
         self._plan: StepPlan | None = None  # the running step, if it is a single one
         self._ends: list[float] = []  # or the ends of the fast-forward's steps that are not recorded yet
         self._began = 0.0
@@ -100,8 +100,8 @@ class Replica:
         self._tell(self.scheduler.move(count, now))
         self._came(now)
 
-    def tier_answered(self, answers: list[TierAnswer], now: float) -> None:
-        """Queue the end of a copy, to be recorded between two steps."""
+    def tier_answered(self, answers: list[TierAnswer | StoreListing], now: float) -> None:
+        """Queue the end of a copy, or changes of the store, to be recorded between two steps."""
         self._tier_answers += answers
         self._came(now)
 

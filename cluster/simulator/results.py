@@ -105,11 +105,11 @@ class HandoffUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierUse:
-    """Copies between KV caches and host memory."""
+    """Copies between KV caches and the tiers below them."""
 
-    loaded_tokens: int  #: prompt tokens whose KV came from host memory
-    gigabytes_loaded: float
-    gigabytes_stored: float
+    loaded_tokens: int  #: prompt tokens whose KV came from a tier
+    gigabytes_loaded: dict[str, float]  #: by tier
+    gigabytes_stored: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class Report:
     gpus: int
     pools: dict[str, PoolUse]
     handoffs: HandoffUse | None
-    tiers: TierUse | None  #: None without host memory for KV
+    tiers: TierUse | None  #: None without tiers
     moves: MoveUse | None  #: None if requests do not move
     series: Series = field(compare=False, repr=False)  #: data for charts
     took_s: float = 0.0  #: duration of the simulation on the real clock

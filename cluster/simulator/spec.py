@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from cluster.autoscaling.slo import Limits
 from cluster.simulator.cost_model import (
@@ -40,6 +41,15 @@ class GoodputSlo:
     fraction: float = 0.9  #: fraction of all requests that must be good
 
 
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One tier below the KV cache of a replica. All replicas share one store."""
+
+    name: Literal["host", "disk", "store"]
+    blocks: int  #: KV blocks that it keeps
+    bytes_per_s: float  #: rate of one replica's copies in each direction
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """One or two pools of identical replicas, and the connections between them."""
@@ -51,8 +61,8 @@ class ClusterSpec:
     cost: CostModel
     num_blocks: int  #: KV blocks of one replica
     kv_layers: KVLayers | None = None  #: None if all layers keep all tokens
-    host_blocks: int = 0  #: KV blocks that one replica keeps in host memory
-    host_bytes_per_s: float = 25e9  #: rate of one replica's copies in each direction
+    tiers: tuple[TierSpec, ...] = ()  #: tiers below the KV cache of each replica, the fastest first
+    host_bytes_per_s: float = 25e9  #: rate of one replica's copies to host memory, from where disk and store take them
     replica_gpus: int = 1
     router: RouterName = "prefix_aware"  #: policy of the router before each pool
     handoff: HandoffPolicy = "always"  #: where prompts are computed if there are two pools (HandoffConfig.policy)
@@ -154,7 +164,7 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
         cost=measured.cost if measured else roofline(model, card, ranks),
         num_blocks=num_blocks,
         kv_layers=kv_layers,
-        host_blocks=_host_blocks(options, model.kv_bytes, alike=kv_layers is None),
+        tiers=_tiers(options, model.kv_bytes, card.host * ranks, alike=kv_layers is None),
         host_bytes_per_s=card.host * ranks,
         replica_gpus=ranks,
         router=options.router,
@@ -173,18 +183,25 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
     return spec if measured is None or measured.request_s is None else spec.with_request(measured.request_s)
 
 
-def _host_blocks(options: SimulationOptions, kv_bytes: float, alike: bool) -> int:
-    """Return how many blocks host memory holds. alike: whether all layers keep all tokens. Raises InvalidParameter."""
-    size = options.kv_offloading_size
-    if size is None:
-        return 0
-    if not alike:
-        limit = "left out for a model whose layers keep different tokens, which the simulator cannot offload"
-        raise InvalidParameter("--kv-offloading-size", size, limit)
-    blocks = int(size * GIB / kv_bytes) // options.block_size if math.isfinite(size) else 0
-    if blocks < 1:
-        raise InvalidParameter("--kv-offloading-size", size, "finite, and enough for one block")
-    return blocks
+def _tiers(options: SimulationOptions, kv_bytes: float, host: float, alike: bool) -> tuple[TierSpec, ...]:
+    """Return the tiers of a replica. host: bytes per second between cards and host memory. alike: whether all layers
+    keep all tokens. Raises InvalidParameter."""
+    found = []
+    for name, flag, size, rate in (
+        ("host", "--kv-offloading-size", options.kv_offloading_size, host),
+        ("disk", "--kv-offloading-disk-size", options.kv_offloading_disk_size, options.disk_gbit / 8 * 1e9),
+        ("store", "--kv-offloading-store-size", options.kv_offloading_store_size, options.store_gbit / 8 * 1e9),
+    ):
+        if size is None:
+            continue
+        if not alike:
+            limit = "left out for a model whose layers keep different tokens, which the simulator cannot offload"
+            raise InvalidParameter(flag, size, limit)
+        blocks = int(size * GIB / kv_bytes) // options.block_size if math.isfinite(size) else 0
+        if blocks < 1:
+            raise InvalidParameter(flag, size, "finite, and enough for one block")
+        found.append(TierSpec(name, blocks, rate))  # type: ignore[arg-type]
+    return tuple(found)
 
 
 def _limits(options: SimulationOptions) -> Limits | None:
@@ -206,7 +223,7 @@ def _limits(options: SimulationOptions) -> Limits | None:
 
 def _check(options: SimulationOptions) -> None:
     """Check the options. Raises InvalidParameter."""
-    for name in ("ttft_ms", "tpot_ms", "network_gbit"):
+    for name in ("ttft_ms", "tpot_ms", "network_gbit", "disk_gbit", "store_gbit"):
         value = getattr(options, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise InvalidParameter(f"--{name.replace('_', '-')}", value, "above 0 and finite")

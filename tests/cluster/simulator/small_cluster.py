@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cluster.simulator.cost_model import CARDS, MODELS, roofline
 from cluster.simulator.options import RouterName
-from cluster.simulator.spec import ClusterSpec
+from cluster.simulator.spec import ClusterSpec, TierSpec
 from engine.config import EngineConfig
 from engine.model.kv_groups import KVCacheSpec
 
@@ -25,7 +26,7 @@ def small_cluster(
     *,
     replicas: int = 2,
     num_blocks: int = 400,
-    host_blocks: int = 0,
+    tiers: Sequence[TierSpec] = (),
     router: RouterName = "random",
     **options: Any,
 ) -> ClusterSpec:
@@ -36,7 +37,7 @@ def small_cluster(
         engine=small_engine(**options),
         cost=roofline(MODEL, CARD),
         num_blocks=num_blocks,
-        host_blocks=host_blocks,
+        tiers=tuple(tiers),
         router=router,
         kv_bytes=MODEL.kv_bytes,
         max_model_len=num_blocks * BLOCK,

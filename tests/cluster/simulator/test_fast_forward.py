@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.simulator.cluster import Cluster
 from cluster.simulator.kv_layers import KVLayers
-from cluster.simulator.spec import ClusterSpec
+from cluster.simulator.spec import ClusterSpec, TierSpec
 from cluster.simulator.trace import PIECE, Trace
 from tests.cluster.simulator.small_cluster import FULL, WINDOW, small_cluster
 
@@ -40,7 +40,16 @@ specs = st.builds(
     prefill=st.sampled_from([0, 0, 1]),
     replicas=st.integers(1, 2),
     num_blocks=st.sampled_from([100, 130, 400]),
-    host_blocks=st.sampled_from([0, 0, 50, 1000]),
+    tiers=st.lists(
+        st.builds(
+            TierSpec,
+            st.sampled_from(["host", "disk", "store"]),
+            st.sampled_from([50, 1000]),
+            st.sampled_from([1e9, 25e9]),
+        ),
+        max_size=2,
+        unique_by=lambda tier: tier.name,
+    ).map(lambda tiers: sorted(tiers, key=lambda tier: tier.name != "host")),
     max_num_seqs=st.sampled_from([1, 3, 8]),
     max_num_batched_tokens=st.sampled_from([64, 512]),
     enable_prefix_caching=st.booleans(),
