@@ -5,7 +5,7 @@ python -m benchmarks.simulator.roles --fit fit.json            # one prefill and
 python -m benchmarks.simulator.roles --fit fit.json "2P + 1D" "roles change" "from zero"
 
 The rates follow from the cost of steps, which is fitted to a client's times before the first run. In each phase, one
-replica of the busier pool would have OVERLOAD times as much to do as it can, and two have not.
+replica of the busier pool has more to do than it can, and two have less (`load`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.models import make_model
 from tests.scrape import Scrape
 from tests.serve.serve_run import ServeRun, wait_until
 
-SLOTS, PHASE_S, OVERLOAD = 8, 25.0, 1.35
+SLOTS, PHASE_S = 8, 25.0
 PROMPT, ANSWER = (600, 4), (24, 150)  # tokens in and out of a request of each kind
 PHASES = (PROMPT, ANSWER, PROMPT)
 SLO = GoodputSlo(ttft_s=2.0, tpot_s=0.1)
@@ -89,11 +89,17 @@ LAYOUTS = {
 }
 
 
+def load(found: HttpFit) -> float:
+    """Return the work of each phase as a multiple of what one replica can do: halfway between one replica and two that
+    slow each other."""
+    return (1 + 2 / (1 + found.contention)) / 2
+
+
 def turning(found: HttpFit) -> Trace:
-    cost = found.cost
+    cost, work = found.cost, load(found)
     prompt_s = sum(cost.seconds(n, 1, n * (at + n / 2), at + n) for at, n in chunks(PROMPT[0]))
     step_s = cost.seconds(SLOTS, SLOTS, SLOTS * 100, SLOTS * 100)
-    rates = {PROMPT: OVERLOAD / prompt_s, ANSWER: OVERLOAD * SLOTS / (ANSWER[1] * step_s)}
+    rates = {PROMPT: work / prompt_s, ANSWER: work * SLOTS / (ANSWER[1] * step_s)}
     arrivals, sizes = [], []
     for number, kind in enumerate(PHASES):
         count = int(rates[kind] * PHASE_S)
