@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 
 import msgspec
 import ray
@@ -170,11 +169,10 @@ class EngineDeployment:
         own = serve.get_replica_context()
         pool = ServePool(serve.get_deployment_handle(own.deployment, own.app_name), block_size=config.shared_block_size)
         host, key = ray.util.get_node_ip_address(), await asyncio.to_thread(ray_compat.cluster_key)
-        avoid = [ray_compat.engine_id_of(own.replica_id)]
-        statuses, send = self._statuses_of_pool(), partial(pool.generate, avoid=avoid)
+        statuses = self._statuses_of_pool()
         await asyncio.gather(
             depart(self._engine, statuses, config.max_num_seqs, goes_on),
-            move_holds(self._engine, statuses, send, model=self._model, host=host, key=key),
+            move_holds(self._engine, statuses, pool.generate, model=self._model, host=host, key=key),
         )
 
     async def _depart(self, config: EngineConfig) -> None:

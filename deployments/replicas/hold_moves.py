@@ -14,7 +14,7 @@ from deployments.replicas.departure import Statuses, takes_requests_of
 from deployments.replicas.engine_control import EngineControl
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
-from engine.errors import EngineUnavailable, ServingError
+from engine.errors import EngineUnavailable
 from engine.wire.messages import GenerateRequest, HeldPrompt, HoldMark, PromptHold, TokenBatch
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.remote_request import KVHolder, Peer
@@ -27,7 +27,7 @@ ASK_TIMEOUT_S = 2.0  # for the engine to list its holds
 MOVE_S = 10.0  # for one group to move
 POLL_INTERVAL_S = 0.01
 
-Send = Callable[[GenerateRequest], Awaitable[None]]
+Send = Callable[..., Awaitable[None]]  # (request, avoid=...)
 
 
 async def move_holds(
@@ -37,11 +37,13 @@ async def move_holds(
 
     Each hold becomes an ordinary request for one token, which asks for the hold with its remaining time, and names the
     engine from which its KV can be fetched. So the other engine computes what it cannot fetch, and refuses what it has
-    no room for. statuses: as for `depart`. send: function that sends a request to another replica, and returns when the
-    request has ended. model: model of the engine. host, key: as for `warm_start`.
+    no room for. statuses: as for `depart`. send: function that sends a request to a replica, and returns when the
+    request has ended; `avoid` are ids of engines that should not get it. model: model of the engine. host, key: as for
+    `warm_start`.
     """
     began, asked, answered, granted = time.monotonic(), 0, 0, 0
-    if not await _has_peers(engine, statuses):
+    avoid = await _unfit(engine, statuses)
+    if avoid is None:
         return
 
     def receive(batch: TokenBatch) -> None:
@@ -57,10 +59,10 @@ async def move_holds(
             asked += len(prompts)
             requests = [request_of(prompt, given.peer, model, tokens.address) for prompt in prompts]
             async with asyncio.timeout(MOVE_S):
-                await asyncio.gather(*map(send, requests))
+                await asyncio.gather(*(send(request, avoid=avoid) for request in requests))
                 while answered < asked:  # a request can end before its tokens have arrived here
                     await asyncio.sleep(POLL_INTERVAL_S)
-    except (ServingError, TimeoutError) as error:
+    except Exception as error:  # noqa: BLE001 - of Serve or Ray, or a ServingError; requests still have to leave
         logger.warning("a hold could not move: %r", error)
     finally:
         receiving.cancel()
@@ -69,16 +71,17 @@ async def move_holds(
         logger.info("holds have moved granted=%d of=%d seconds=%.1f", granted, asked, time.monotonic() - began)
 
 
-async def _has_peers(engine: EngineControl, statuses: Statuses) -> bool:
-    """Return whether any other replica of the same model can take holds."""
+async def _unfit(engine: EngineControl, statuses: Statuses) -> list[str] | None:
+    """Return the ids of the engines that cannot take holds of an engine, itself included; None if all cannot."""
     try:
-        own = engine.status()
-        return any(takes_requests_of(own, other) for other in await statuses())
+        own, found = engine.status(), await statuses()
     except EngineUnavailable:
-        return False
+        return None
     except Exception as error:  # noqa: BLE001 - of Serve or Ray
         logger.warning("the other replicas cannot be asked: %r", error)
-        return False
+        return None
+    takers = [other.engine_id for other in found if takes_requests_of(own, other)]
+    return [own.engine_id, *(other.engine_id for other in found if other.engine_id not in takers)] if takers else None
 
 
 def request_of(prompt: HeldPrompt, peer: Peer | None, model: ModelIdentity, reply_to: str) -> GenerateRequest:

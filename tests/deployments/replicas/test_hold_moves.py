@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 
 from deployments.replicas import hold_moves
@@ -59,7 +60,8 @@ def leave(
                     raise others
                 return others
 
-            async def send(request: GenerateRequest) -> None:
+            async def send(request: GenerateRequest, avoid: Sequence[str]) -> None:
+                assert "fake" in avoid and "a" not in avoid and ("computes prompts" in avoid) == (len(others) > 1)
                 if fails is not None:
                     raise fails
                 if hangs:
@@ -75,7 +77,8 @@ def leave(
 def test_each_hold_is_a_request_for_one_token_with_its_remaining_time(caplog):
     caplog.set_level(logging.INFO)
     peer = Peer("leaving", "tcp://leaving", 1)
-    other = leave([prompt(n) for n in range(6)], others=[replica("a")], peer=peer)
+    computes_prompts = msgspec.structs.replace(replica("computes prompts"), role="prefill")
+    other = leave([prompt(n) for n in range(6)], others=[replica("a"), computes_prompts], peer=peer)
     asked = sorted(other.added, key=lambda request: request.prompt)
     assert [request.prompt for request in asked] == [[n] * 32 for n in range(6)]
     first = asked[0]
