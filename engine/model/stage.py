@@ -79,7 +79,7 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
     needs_more = model.gemma is not None or (model.latent is not None and model.latent.index is not None)
     for name, value, known in (
         ("torch_compile", True, not config.torch_compile),
-        ("speculative.method", speculative and speculative.method, not (speculative and speculative.has_weights)),
+        ("speculative.method", "eagle3", not (speculative and speculative.method == "eagle3")),
         ("handoff", "encode", handoff is None or handoff.role != "encode"),
         ("encode", config.encode and config.encode.role, config.encode is None),
     ):

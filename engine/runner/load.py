@@ -86,9 +86,9 @@ def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int],
 
 
 def load_drafter(setup: RankSetup, model: Model) -> ModelDrafter | None:
-    """Return the configured drafter with weights, or None. Only rank 0 has a drafter; other ranks get drafts with
-    plans."""
-    if setup.tp.rank != 0:
+    """Return the configured drafter with weights, or None. Only the first rank of the last stage has a drafter; other
+    ranks get drafts with plans."""
+    if setup.tp.rank != 0 or not setup.model.stage.is_last:
         return None
     target = Target(
         model=model,

@@ -15,6 +15,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.config_parts.stage import ALL_LAYERS
 from engine.model.layers.attention import Attention
 from engine.model.layers.latent_attention import LatentAttention
 from engine.model.layers.linear import ReplicatedLinear
@@ -125,6 +126,7 @@ def mtp_drafter(target: Target) -> HeadDrafter:
     layer_type = target.model.layer_type
     cfg = replace(
         cfg,
+        stage=ALL_LAYERS,
         num_layers=number + 1,
         rope=(*cfg.rope, cfg.rope[-1]),
         window=(*cfg.window, cfg.window[-1]),

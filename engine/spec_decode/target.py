@@ -21,7 +21,7 @@ from engine.model.tensor_names import NativeNames
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model on rank 0 with loaded weights."""
+    """A model with loaded weights, on the first rank of the last stage."""
 
     model: Model
     config: ModelConfig
@@ -42,10 +42,10 @@ class Target:
         pack_weights(draft)
 
     def vocabulary(self) -> Vocabulary:
-        """Return the target's whole embedding and output layer, for drafts on rank 0. With one rank these are the
-        target's own layers. With several ranks, each has only a part of every layer, so both layers are loaded
-        again."""
-        if self.tp.size == 1:
+        """Return the target's whole embedding and output layer. With one rank these are the target's own layers. With
+        several ranks, each has only a part of every layer, and the last of several stages may have no embedding; then
+        both layers are loaded again."""
+        if self.tp.size == 1 and self.config.stage.has_embedding:
             return self.model
         whole = build(lambda: WholeVocabulary(self.config), self.dtype, self.device)
         self.load(whole, self.folder)

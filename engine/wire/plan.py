@@ -126,7 +126,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     pooled: dict[int, bytes] = {}
     """Vectors and scores by entry, as in TokenDelta; empty bytes where they were not finite."""
     drafts: dict[int, list[int]] = {}
-    """Tokens proposed to come next, by entry; set by rank 0 if the drafter has weights."""
+    """Tokens proposed to come next, by entry, by a drafter with weights."""
     draft_s: float = 0.0
     """Seconds that the drafter with weights took."""
     stage: int = 0

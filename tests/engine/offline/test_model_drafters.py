@@ -157,6 +157,25 @@ def test_a_step_with_drafts_is_fewer_launches_since_the_drafters_passes_are_repl
     assert with_graphs <= 60 and without > with_graphs + 60
 
 
+STAGED = [method for method in METHODS if method != "eagle3"]
+
+
+@pytest.mark.parametrize("method", with_slow(STAGED, set(STAGED) - {"same_model"}))
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_last_stage_drafts_and_all_stages_verify(folders, expected, method, ranks):
+    folder, options = folders[method]
+    speculative, layout = (
+        {**options, "num_speculative_tokens": HEADS},
+        {"pipeline_parallel": 2, "tensor_parallel": ranks},
+    )
+    with LLM(folder, **layout, speculative=speculative, **OPTIONS) as llm:
+        for name in ("greedy", "seeded", "grammar"):
+            assert run(llm, name) == expected(folder)[name]
+        stats = llm.stats().spec_decode
+        assert stats.num_draft_tokens > 0
+        assert method != "same_model" or stats.num_accepted_tokens > stats.num_draft_tokens / 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp", "medusa"])
 def test_two_ranks_verify_the_drafts_of_the_first(folders, expected, method):

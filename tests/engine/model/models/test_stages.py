@@ -66,7 +66,7 @@ def test_stages_of_one_layer_give_the_bits_of_the_whole_model_in_every_family_or
 @pytest.mark.parametrize(
     ("option", "options"),
     [
-        ("speculative.method", {"speculative": SpeculativeConfig(method="mtp")}),
+        ("speculative.method", {"speculative": SpeculativeConfig(method="eagle3", model="x")}),
         ("handoff", {"handoff": HandoffConfig(role="encode")}),
         ("encode", {"encode": HandoffConfig(role="decode")}),
     ],
