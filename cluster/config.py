@@ -325,7 +325,7 @@ class ModelSection(Section):
     def same_bits(self) -> bool:
         """Whether an answer has the same bits in any batch and in all engines (docs/determinism.md)."""
         engines = [self.engine_config(role) for role in self.pools if role != "encode"]
-        same = len({engine.tensor_parallel for engine in engines}) == 1 or engines[0].determinism == "strict"
+        same = len({engine.layout for engine in engines}) == 1 or engines[0].determinism == "strict"
         plain = not any(engine.quantization or engine.kv_cache_dtype != "auto" for engine in engines)
         return same and plain and not any(map(self.on_gpu, self.pools))
 

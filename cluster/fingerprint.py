@@ -32,7 +32,7 @@ def fingerprint(identity: ModelIdentity, text_folder: Path, pools: Collection[En
     text_folder: folder of the tokenizer and the chat template. pools: engine options of all pools that take part in an
     answer. more: other options that may change an answer.
     """
-    ranks = [None if pool.determinism == "strict" else pool.tensor_parallel for pool in pools]
+    ranks = [None if pool.determinism == "strict" else pool.layout for pool in pools]
     options = [*([getattr(pool, name) for name in NUMERICS] for pool in pools), ranks, *more]
     digests = identity.weights, _digest_of_files(text_folder, TEXT_FILES), _digest([repr(options).encode()]), _code()
     return "fp_" + "_".join(digest[:DIGITS] for digest in digests)

@@ -20,6 +20,7 @@ PANEL, SWITCHES = "Engine", "Engine: switches"  # separate panels, because toget
 WITHOUT = {"model", "handoff", "encode", "seed"}  # fields set in other ways, or of no use to a server
 NAMES = {  # vLLM's, where the field has another name, and shorter ones
     "tensor_parallel": ("--tensor-parallel-size", "--tensor-parallel", "-tp"),
+    "expert_parallel": ("--enable-expert-parallel", "--expert-parallel", "-ep"),
     "pipeline_parallel": ("--pipeline-parallel-size", "--pipeline-parallel", "-pp"),
     "num_threads": ("--num-threads", "--threads"),
     "speculative": ("--speculative-config",),

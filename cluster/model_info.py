@@ -19,6 +19,7 @@ from engine.lora.bucket import SCHEMES, is_bucket
 from engine.model.checkpoint import folder as model_folder
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
+from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
 from engine.text.tokenizer import Tokenizer
 from engine.wire.model_identity import ModelIdentity
@@ -120,6 +121,7 @@ def _check_pools(model: ModelSection, config: ModelConfig) -> None:
         if role != "encode":
             shown = replace(config, vision=None) if engine.language_model_only else config
             check_stages(engine, shown)
+            check_experts(engine, shown)
 
 
 def _chat_template(given: str | None) -> str | None:

@@ -371,6 +371,11 @@ class EngineConfig:
         "CPU threads per rank. Default: the cores that the process may use, divided among a machine's ranks.",
     )
     tensor_parallel: int = option(1, "Number of ranks that share each layer, or each stage's layers.")
+    expert_parallel: bool = option(
+        False,
+        "Give each of the `tensor_parallel` ranks some whole experts of a mixture, instead of a slice of every expert "
+        "(docs/rank_groups.md).",
+    )
     pipeline_parallel: int = option(
         1,
         "Number of stages, each with some of the layers on `tensor_parallel` ranks. For models that are larger than "
@@ -391,6 +396,11 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def layout(self) -> tuple[int, bool]:
+        """How layers are split over ranks. Without `determinism: strict`, it may change bits of an answer."""
+        return self.tensor_parallel, self.expert_parallel and self.tensor_parallel > 1
 
     @property
     def offloads_kv(self) -> bool:

@@ -23,12 +23,17 @@ class ThreadGroup(TPGroup):
     def __init__(self, rank: int, size: int, barrier: Barrier, values: list[Tensor]):
         super().__init__(rank, size)
         self.barrier, self.values = barrier, values
+        self.scattered_bytes = 0  #: sent by `reduce_scatter`
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x)).sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange(x), dim=-1)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        self.scattered_bytes += (self.size - 1) * x[0].nbytes
+        return torch.stack([other[self.rank] for other in self._exchange(x)]).sum(0)
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self.values[self.rank] = x

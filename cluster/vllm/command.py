@@ -203,8 +203,8 @@ def _check_experts(command: Command) -> None:
     has all experts."""
     seen = command.seen
     size = next((seen[name] for name in ("--data-parallel-size", "-dp") if name in seen), "1")
-    if size != "1" and not seen.keys().isdisjoint(("--enable-expert-parallel", "-ep")):
-        instead = f"use --tensor-parallel-size {size}, which splits the experts of a replica over {size} GPUs"
+    if size != "1" and not {"--enable-expert-parallel", "-ep"}.isdisjoint(command.args):
+        instead = f"use --tensor-parallel-size {size}, which spreads the experts of a replica over {size} GPUs"
         raise RequestError(f"--enable-expert-parallel with --data-parallel-size is not supported: {instead}")
 
 

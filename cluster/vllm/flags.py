@@ -213,9 +213,9 @@ TABLE = (
         "--pipeline-parallel-size split a model",
     ),
     ignored(
-        "--enable-expert-parallel -ep --enable-ep-weight-filter --all2all-backend= --enable-eplb --eplb-config= "
-        "--expert-placement-strategy= --enable-elastic-ep",
-        "--tensor-parallel-size also splits experts",
+        "--enable-ep-weight-filter --all2all-backend= --enable-eplb --eplb-config= --expert-placement-strategy= "
+        "--enable-elastic-ep",
+        "with --enable-expert-parallel, ranks have equal numbers of experts and read no others",
     ),
     ignored(
         "--enable-dbo --ubatch-size= --dbo-decode-token-threshold= --dbo-prefill-token-threshold= "

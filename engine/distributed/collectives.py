@@ -15,6 +15,9 @@ class Collectives(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's `x`, stacked: [size, *x.shape]."""
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks of this rank's part of x [size, ...]."""
+
     def abort(self, reason: str) -> None: ...
 
     def close(self) -> None: ...

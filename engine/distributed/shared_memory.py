@@ -1,4 +1,4 @@
-"""All-reduce and all-gather between processes of one machine, through memory that they share.
+"""All-reduce, all-gather and reduce-scatter between processes of one machine, through memory that they share.
 
 All-reduce of [rows, 768] between two ranks on the two cores of an idle EPYC, median of 2000 (up to 64 rows) or 200, in
 microseconds, by `python -m benchmarks.ranks collectives`:
@@ -147,6 +147,17 @@ class SharedMemory:
                 out[rank, start:stop] = other
             start = stop
         return out.view(self.size, *x.shape)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        flat = x.reshape(self.size, -1)
+        out = torch.empty_like(flat[self.rank])
+        count = CHUNK_BYTES // x.element_size() // self.size
+        for part, total in zip(flat.split(count, dim=1), out.split(count), strict=True):
+            first, second, *others = (chunk.view(part.shape)[self.rank] for chunk in self._exchange(part.reshape(-1)))
+            torch.add(first, second, out=total)
+            for other in others:
+                total += other
+        return out.view(x.shape[1:])
 
     def abort(self, reason: str) -> None:
         """Make the current wait and all later waits raise EngineUnavailable."""

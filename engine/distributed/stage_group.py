@@ -62,6 +62,9 @@ class StageGroup(TPGroup):
     def all_gather(self, x: Tensor) -> Tensor:
         return self._own.all_gather(x)
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._own.reduce_scatter(x)
+
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
         """Return the value of every rank of every stage."""
         return self.all_ranks.exchange(value, timeout_s)

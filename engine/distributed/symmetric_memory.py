@@ -54,6 +54,9 @@ class SymmetricMemory:
     def all_gather(self, x: Tensor) -> Tensor:
         return self._plain.all_gather(x)
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._plain.reduce_scatter(x)
+
     def check(self, rank: int) -> str:
         """Compare some sums with those of `plain`. Returns a description of all sums that failed or are wrong, or "".
         A rank computes all sums even after an error, since the other ranks wait for it. They would wait forever for a

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from engine.device import is_gpu, numba_found
 from engine.distributed.collectives import Collectives
@@ -57,6 +57,7 @@ class TPGroup:
     parts = 1  #: addends of each sum that every rank computes
     vocab_multiple = 1  #: divisor of the number of vocabulary rows on a rank
     link_copies = 0.0  #: hidden states of whole steps that a link to another stage keeps at a time
+    expert_parallel = False  #: whether each rank has some whole experts, instead of a slice of every expert
     stage, stages = 0, 1  #: number of this pipeline stage, and how many there are
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
@@ -121,6 +122,10 @@ class TPGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate every rank's `x` along the last dimension, in rank order."""
         return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks of `x[rank]`, where `rank` is this rank. x: [size, ...]."""
+        return x[0]
 
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
         """Return every rank's value, in rank order. Meant for the start, since it polls.
@@ -200,6 +205,9 @@ class ConnectedGroup(TPGroup):
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._running().all_gather(x).unbind(), dim=-1) if self.size > 1 else x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._running().reduce_scatter(x) if self.size > 1 else x[0]
 
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
         deadline = time.monotonic() + timeout_s
@@ -418,6 +426,14 @@ class ProcessGroup:
         options.asyncOp = False
         self._run(lambda: self._group._allgather_base(out, flat, options))
         return out.view(self._size, *x.shape)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        out = x.new_empty(flat.numel() // self._size)
+        options = ReduceScatterOptions()
+        options.asyncOp = False
+        self._run(lambda: self._group._reduce_scatter_base(out, flat, options))
+        return out.view(x.shape[1:])
 
     def abort(self, reason: str) -> None:
         """Abort NCCL in a separate thread. Its kernels end at once, but the call blocks until no CUDA graph holds a

@@ -81,6 +81,7 @@ class ModelAdapters:
         self._layers: list[LinearAdapters | GroupedAdapters] = []
         self._places: dict[str, list[Place]] = {}
         self._experts: dict[str, ExpertSizes] = {}
+        self._elsewhere: set[str] = set()  #: weights of experts of other ranks
         self._heads: dict[str, tuple[Shard, list[tuple[Place, Place]]]] = {}
         for path, module in model.named_modules():
             if path.startswith(NOT_IN_STEPS):
@@ -147,11 +148,14 @@ class ModelAdapters:
         for weights in (dict(inputs), dict([last])):
             shards = list(weights.values())
             layer = GroupedAdapters(
-                shards, module.num_experts, self.rows, module.dtype, module.device, max(1, len(module.kernels))
+                shards, len(module.split.own), self.rows, module.dtype, module.device, max(1, len(module.kernels))
             )
             layers.append(layer)
-            for expert in range(module.num_experts):
-                self._add(layer, f"{path}.{expert}", weights, expert)
+            for product, expert in enumerate(module.split.own):
+                self._add(layer, f"{path}.{expert}", weights, product)
+            others = set(range(module.num_experts)) - set(module.split.own)
+            names = itertools.product(others, weights)
+            self._elsewhere |= {self._model.checkpoint_name(f"{path}.{i}.{name}.weight") for i, name in names}
         module.adapters = layers[0], layers[1]
         first, down = ([self._model.checkpoint_name(f"{path}.0.{name}.weight") for name in names]
                        for names in (dict(inputs), ["down_proj"]))  # fmt: skip
@@ -184,6 +188,8 @@ class ModelAdapters:
             a, b, name = tensor_of(pair.a), tensor_of(pair.b), self._name(module)
             match = ALL_EXPERTS.fullmatch(module)
             experts = "" if match is None else self._name(match["module"])
+            if f"{name}.weight" in self._elsewhere:
+                continue
             change = Change(module, a, b, files.config.scale(module, pair.rank), self._places.get(f"{name}.weight", []))
             if experts in self._experts:
                 yield from self._of_experts(files, change, experts)
@@ -198,7 +204,10 @@ class ModelAdapters:
             files.name, change.name, change.a, change.b, self._experts[experts]
         )
         for i, (a, b) in enumerate(each):
-            places = [place for name in projections for place in self._places[f"{experts}.{i}.{name}.weight"]]
+            names = [f"{experts}.{i}.{name}.weight" for name in projections]
+            if names[0] in self._elsewhere:
+                continue
+            places = [place for name in names for place in self._places[name]]
             module = change.name.removesuffix(".base_layer")
             yield Change(change.name, a, b, files.config.scale(f"{module}.{parameter}", len(a)), places)
 

@@ -131,3 +131,7 @@ class FixedOrder(TPGroup):
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._tp.all_gather(x)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sum rows of experts. A row is zero on all ranks except one, so the order does not matter."""
+        return self._tp.reduce_scatter(x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import sys
 import time
 import zlib
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_ROWS = 4096
+EXPERT = re.compile(r"(.+)\.(\d+)\.")
 LOG_INTERVAL_S = 1.0  # between two log lines of progress
 # Tensors that a checkpoint may hold but that are never used: rotary frequencies, a copy of a tied head, shapes and
 # trivial column orders of quantized weights, and static scales of activations, which are scaled dynamically here. The
@@ -83,6 +85,7 @@ def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
     for path, layer in model.named_modules():
         if isinstance(layer, Experts):
             layer.stacked |= model.checkpoint_name(f"{path}.down_proj") in canonical.values()
+    leave_out_experts(model, files, canonical)
     shards = checkpoint_shards(model)
     unused = zero_biases(files, canonical, set(shards)) | unused_heads(canonical, model, set(shards))
     found = [name for names in files.values() for name in names if name not in unused]
@@ -191,6 +194,21 @@ def zero_biases(files: dict[Path, list[str]], canonical: dict[str, str], wanted:
             with open_weights(file) as tensors:
                 found |= {name for name in biases if not tensors.get_tensor(name).any()}
     return found
+
+
+def leave_out_experts(model: Loadable, files: dict[Path, list[str]], canonical: dict[str, str]) -> None:
+    """Remove the names of experts of other ranks."""
+    own: dict[str, range] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, Experts) and layer.split.spread:
+            own[model.checkpoint_name(f"{path}.0.down_proj.weight").rpartition(".0.")[0]] = layer.split.own
+
+    def is_elsewhere(name: str) -> bool:
+        expert = EXPERT.match(name)
+        return expert is not None and expert[1] in own and int(expert[2]) not in own[expert[1]]
+
+    for file, names in files.items():
+        files[file] = [name for name in names if not is_elsewhere(canonical[name])]
 
 
 def unused_heads(canonical: dict[str, str], model: Loadable, wanted: set[str]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,8 @@ class Shard:
     dim: int
     start: int
     size: int
+    experts: range | None = None
+    """Of the first dimension, the part that this rank holds; None for all of it."""
 
     @classmethod
     def of_rank(cls, shape: tuple[int, ...], dim: int, tp: TPGroup, what: str) -> Shard:
@@ -46,18 +48,20 @@ class Shard:
             raise ConfigError("determinism", "strict", limit)
         return cls(shape, dim, tp.rank * size, size)
 
-    def stacked(self, count: int) -> Shard:
-        """Return this slice for `count` tensors of the same shape that are stored as one."""
-        return Shard((count, *self.shape), self.dim + 1, self.start, self.size)
+    def stacked(self, count: int, experts: range | None = None) -> Shard:
+        """Return this slice for `count` tensors of the same shape that are stored as one. experts: the tensors of which
+        this rank holds a slice; None for all."""
+        return Shard((count, *self.shape), self.dim + 1, self.start, self.size, experts)
 
     def transposed(self) -> Shard:
         """Return this slice for stacked tensors that are stored with their last two dimensions exchanged."""
         count, outputs, inputs = self.shape
-        return Shard((count, inputs, outputs), {1: 2, 2: 1}.get(self.dim, self.dim), self.start, self.size)
+        return replace(self, shape=(count, inputs, outputs), dim={1: 2, 2: 1}.get(self.dim, self.dim))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])
+        sizes = [*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :]]
+        return tuple(sizes) if self.experts is None else (len(self.experts), *sizes[1:])
 
     def load(self, source: TensorSlice, target: Tensor) -> None:
         """Copy the slice into `target`, and convert it to the target's dtype and device."""
@@ -68,6 +72,8 @@ class Shard:
             return
         index = [slice(None)] * len(self.shape)
         index[self.dim] = slice(self.start, self.start + self.size)
+        if self.experts is not None:
+            index[0] = slice(self.experts.start, self.experts.stop)
         target.copy_(source[tuple(index)])
 
 

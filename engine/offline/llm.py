@@ -27,6 +27,7 @@ from engine.distributed.tp_group import TPGroup, group_options
 from engine.errors import Described, EngineError, InvalidParameter, RequestError
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
+from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
 from engine.offline.adapters import LoRARequests, with_digests
 from engine.offline.outputs import (
@@ -92,6 +93,7 @@ class LLM:
         self._model_config = ModelConfig.from_folder(folder, language_model_only=self.config.language_model_only)
         self._model_config.kv_heads_per_rank(self.config.tensor_parallel)  # raises before processes are started
         check_stages(self.config, self._model_config)
+        check_experts(self.config, self._model_config)
         self.tokenizer = Tokenizer.from_folder(folder, decodes="generate" in self._model_config.supported_tasks)
         self._image_processor: ImageProcessor | None = None
         self._ranks: RankProcesses | None = None

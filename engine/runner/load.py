@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
 from engine.lora.adapter_loader import AdapterLoader
 from engine.lora.model_adapters import ModelAdapters
 from engine.model import fixed_order, fused_rows
+from engine.model.layers.moe import Experts
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.image_encoder import encoder_config
 from engine.model.models.llama import Model
@@ -33,7 +35,10 @@ def load_model(setup: RankSetup) -> Model:
     if config.determinism == "strict":
         fixed_order.check(config, setup.model, device, setup.dtype)
         group = fixed_order.FixedOrder(setup.tp)
+    group.expert_parallel = config.expert_parallel
     model = build_model(setup.model, group, setup.dtype, device)
+    if config.expert_parallel and setup.model.transformers and not any(isinstance(m, Experts) for m in model.modules()):
+        raise ConfigError("expert_parallel", True, f"left out for {setup.model.architecture}, which has no experts")
     if isinstance(group, fixed_order.FixedOrder):
         fixed_order.pad_layers(model)
     if (vision := setup.model.vision) is not None and setup.model.stage.is_first:

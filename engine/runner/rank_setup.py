@@ -13,6 +13,7 @@ from engine.device import Device, open_device
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
+from engine.model.expert_parallel import check_experts
 from engine.model.state import StateSpec, state_specs
 from engine.runner import kv_cache
 
@@ -41,6 +42,7 @@ class RankSetup:
             raise ConfigError("torch_compile", True, "false with enable_lora, because compiled layers have no adapters")
         if model.recurrent is not None or model.latent is not None or model.gemma is not None:
             check_layers(config, model)
+        check_experts(config, model)
         device = open_device(config.device)
         dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         return cls(

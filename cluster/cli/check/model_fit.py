@@ -97,6 +97,12 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
         yield Finding("ok", topic, f"{slots}: {layers.slot_bytes / GIB:.2f} GiB per rank")
         weights += layers.slot_bytes
         yield from check_adapters(model, layers)
+    if engine.expert_parallel and shape.moe is not None:
+        experts, ranks = shape.moe.num_experts, engine.tensor_parallel
+        largest = -(-experts // ranks)
+        yield Finding("ok", topic, f"{experts} experts over {ranks} ranks: at most {largest} of each layer per rank")
+        of_experts = weight_bytes(folder, dtype, stage=shape.stage, part=".experts.") // ranks
+        weights += int(of_experts * (largest * ranks / experts - 1))
     if here and (torch.cuda.is_available() or not on_gpu):
         yield check_kv_cache(topic, engine, shape, dtype, weights, on_gpu=on_gpu)
 
@@ -143,10 +149,13 @@ def describe_states(engine: EngineConfig, specs: list[StateSpec], snapshots: int
     return [f"{found}, and {snapshots} snapshots: {snapshots * kept / GIB:.2f} GiB"] if specs else []
 
 
-def weight_bytes(folder: Path, dtype: torch.dtype, *, with_text: bool = True, stage: Stage = ALL_LAYERS) -> int:
+def weight_bytes(
+    folder: Path, dtype: torch.dtype, *, with_text: bool = True, stage: Stage = ALL_LAYERS, part: str = ""
+) -> int:
     """Return the bytes of the whole model, or of a stage, when loaded in `dtype`, computed from its files' headers.
 
-    with_text: whether to count the language model; without it, only the image encoder counts.
+    with_text: whether to count the language model; without it, only the image encoder counts. part: what the names of
+    all counted tensors contain.
     """
 
     def counts(name: str) -> bool:
@@ -157,7 +166,7 @@ def weight_bytes(folder: Path, dtype: torch.dtype, *, with_text: bool = True, st
     total = 0
     for file, names in tensors_by_file(folder).items():
         with open_weights(file) as tensors:
-            for part in (tensors.get_slice(name) for name in names if counts(name)):
-                count = torch.Size(part.get_shape()).numel()
-                total += count * (dtype.itemsize if part.get_dtype() in CONVERTED else 1)
+            for tensor in (tensors.get_slice(name) for name in names if part in name and counts(name)):
+                count = torch.Size(tensor.get_shape()).numel()
+                total += count * (dtype.itemsize if tensor.get_dtype() in CONVERTED else 1)
     return total

@@ -1,5 +1,5 @@
-"""Mixture of experts. Every rank holds a slice of every expert, so ranks have equal work whatever the router chooses.
-The layer ends with one all-reduce, as an ordinary MLP does."""
+"""Mixture of experts. A rank has a slice of every expert or some whole experts (expert_split.py). The layer ends with
+one all-reduce, as an ordinary MLP does."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.config_parts.moe import MoEConfig
+from engine.model.expert_split import split_experts
 from engine.model.layers.linear import PaddedLinear
 from engine.model.layers.lora import NO_ADAPTERS, Adapted, GroupedAdapters, NoAdapters
 from engine.model.layers.mlp import GatedMLP
@@ -119,7 +120,7 @@ class ExpertWeights(NamedTuple):
 
 
 class Experts(Sharded):
-    """This rank's slice of every expert's gated MLP.
+    """This rank's experts: gated MLPs, sliced or whole.
 
     gate_up: [experts, 2 * slice, hidden], down: [experts, hidden, slice]
 
@@ -134,8 +135,8 @@ class Experts(Sharded):
     stacked = False
     """Whether the checkpoint holds the weights of all experts in one tensor."""
     kernels: Sequence[ExpertWeights] = ()
-    """On a CPU, the packed weights of this rank's slices. If sums have a fixed order, the packed weights of each part
-    of the slices."""
+    """On a CPU, the packed weights of this rank's experts. If sums have a fixed order, the packed weights of each part
+    of these."""
     kept: tuple[Callable[..., Tensor], ops.Packed, ops.Packed] | None = None
     """On a GPU, the op for quantized experts, and their packed `gate_up` and `down`; None if they are not quantized."""
     adapters: tuple[GroupedAdapters | NoAdapters, GroupedAdapters | NoAdapters] = (NO_ADAPTERS, NO_ADAPTERS)
@@ -145,13 +146,14 @@ class Experts(Sharded):
         self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup, format: WeightFormat | None = None
     ):
         super().__init__()
-        self.tp, self.num_experts = tp, moe.num_experts
-        rows = Shard.of_rank((moe.intermediate_size, hidden_size), OUTPUTS, tp, "moe_intermediate_size")
-        columns = Shard.of_rank((hidden_size, moe.intermediate_size), INPUTS, tp, "moe_intermediate_size")
+        self.tp, self.num_experts, self.split = tp, moe.num_experts, split_experts(moe.num_experts, tp)
+        slices, count = self.split.slices, len(self.split.own)
+        rows = Shard.of_rank((moe.intermediate_size, hidden_size), OUTPUTS, slices, "moe_intermediate_size")
+        columns = Shard.of_rank((hidden_size, moe.intermediate_size), INPUTS, slices, "moe_intermediate_size")
         inputs = dict.fromkeys(("gate_up_proj.gate", "gate_up_proj.up") if self.gated else ("up_proj",), rows)
         self.weights = inputs | {"down_proj": columns}
         self.activation = activations.select(activation, self.dtype, self.device)
-        self.mix = ops.select(hidden_size, rows.size, self.dtype, self.device)
+        self.op = ops.select(hidden_size, rows.size, self.dtype, self.device, self.split.spread)
         self.stored: list[list[StoredWeight]] = []
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
@@ -162,13 +164,11 @@ class Experts(Sharded):
             self.online.check(columns)
         if format is not None and self.online is None:
             merged = [inputs, {"down_proj": columns}]
-            self.stored = [[StoredWeight(group, format) for group in merged] for _ in range(moe.num_experts)]
+            self.stored = [[StoredWeight(group, format) for group in merged] for _ in range(count)]
             self.quantized_parameters = sum(weight.numel for weights in self.stored for weight in weights)
         else:
-            self.gate_up = nn.Parameter(
-                torch.empty(moe.num_experts, len(inputs) * rows.size, hidden_size), requires_grad=False
-            )
-            self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, rows.size), requires_grad=False)
+            self.gate_up = nn.Parameter(torch.empty(count, len(inputs) * rows.size, hidden_size), requires_grad=False)
+            self.down = nn.Parameter(torch.empty(count, hidden_size, rows.size), requires_grad=False)
 
     @property
     def takes_adapters(self) -> bool:
@@ -181,33 +181,55 @@ class Experts(Sharded):
 
     def partials(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         """Return this rank's summands of the result. The result is the sum of all ranks' summands."""
+        return self.split.partials(self, x, experts, weights)
+
+    def mix(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
+        """Return the weighted sums of each token's products, one for each part. experts: numbers among the experts of
+        this rank."""
         if self.kernels:
-            adapters = [one for one in self.adapters if one is not NO_ADAPTERS]
             return [
                 ops.mix_packed(
-                    x, part.gate_up, part.down, self.activation, experts, weights, part.biases,
-                    [partial(one.add, part=i) for one in adapters],
+                    x, part.gate_up, part.down, self.activation, experts, weights, part.biases, self.adapters_of(i)
                 )
                 for i, part in enumerate(self.kernels)
-            ]  # fmt: skip
+            ]
         if self.kept is not None:
             mix, gate_up_packed, down_packed = self.kept
             return [mix(x, gate_up_packed, down_packed, self.activation, experts, weights, self.biases)]
         assert self.gate_up is not None and self.down is not None, "weights were loaded, but not packed"
-        return [self.mix(x, self.gate_up, self.down, self.activation, experts, weights, self.biases)]
+        return [self.op(x, self.gate_up, self.down, self.activation, experts, weights, self.biases)]
+
+    def pair_rows(self, part: int, x: Tensor, experts: Tensor) -> Tensor:
+        """Return a part of the product of each token's experts, [tokens, k, hidden]; 0 where another rank has the
+        expert. experts: as for `mix`."""
+        weights = self.kernels[part]
+        return ops.pair_rows(
+            x, weights.gate_up, weights.down, self.activation, experts, weights.biases, self.adapters_of(part)
+        )
+
+    def combine_rows(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's rows [tokens, k, hidden], with the bits of `mix`. experts: numbers
+        among all experts."""
+        packed = all(isinstance(weight, Tensor) for weight in (self.kernels[0].gate_up, self.kernels[0].down))
+        return ops.combine_rows(rows, experts, weights, packed)
+
+    def adapters_of(self, part: int) -> list[ops.AddToPairs]:
+        """Return what adapters add to a part of `gate_up` and of `down`. Empty without adapters."""
+        return [partial(one.add, part=part) for one in self.adapters if one is not NO_ADAPTERS]
 
     def shards(self) -> Shards:
         shards: Shards = {}
-        for i, merged in enumerate(self.stored):
+        own = self.split.own
+        for i, merged in zip(own, self.stored, strict=False):
             for stored in merged:
                 shards |= {f"{i}.{name}": shard for name, shard in stored.shards.items()}
         if self.gate_up is not None and self.down is not None:
             targets = (*self.gate_up.data.chunk(len(self.weights) - 1, dim=1), self.down.data)
             for (name, weight), target in zip(self.weights.items(), targets, strict=True):
                 if self.stacked:
-                    shards[name.replace(".", ":")] = weight.stacked(len(target)), target
+                    shards[name.replace(".", ":")] = weight.stacked(self.num_experts, own), target
                 else:
-                    shards |= {f"{i}.{name}.weight": (weight, expert) for i, expert in enumerate(target)}
+                    shards |= {f"{i}.{name}.weight": (weight, expert) for i, expert in zip(own, target, strict=True)}
         return shards
 
     def pack(self) -> None:
@@ -215,16 +237,16 @@ class Experts(Sharded):
             self.kernels = self.pieces()
             self.gate_up = self.down = None
             return
-        projections, mix = self.quantized(), ops.select_packed(self.dtype, self.device)
+        projections, op = self.quantized(), ops.select_packed(self.dtype, self.device, self.split.spread)
         if not projections:
             return self.pack_each()
-        if mix is None and self.device.type == "cpu":
+        if op is None and self.device.type == "cpu":
             gate_up, down = ([self.product(weight) for weight in weights] for weights in projections)
             self.kernels = [ExpertWeights(gate_up, down, self.biases)]
         else:
-            packed = [ops.pack_experts(weights, self.num_experts, self.dtype) for weights in projections]
+            packed = [ops.pack_experts(weights, len(self.split.own), self.dtype) for weights in projections]
             dense = all(isinstance(weights, Tensor) for weights in packed)
-            self.kept = self.mix if mix is None or dense else mix, packed[0], packed[1]
+            self.kept = self.op if op is None or dense else op, packed[0], packed[1]
         self.gate_up = self.down = None
         self.stored = []
 
@@ -238,9 +260,9 @@ class Experts(Sharded):
             self.down = None
 
     def pieces(self) -> list[ExpertWeights]:
-        """Cut this rank's slices into the parts whose products are summed in a fixed order (fixed_order.py)."""
+        """Cut this rank's experts into the parts whose products are summed in a fixed order (fixed_order.py)."""
         assert self.down is not None, "quantized weights cannot be cut"
-        down = self.down.chunk(self.tp.parts, dim=2)
+        down = self.down.chunk(self.split.slices.parts, dim=2)
         return [
             ExpertWeights(ops.pack_each(rows), ops.pack_each(columns), biases)
             for rows, columns, biases in zip(self.gate_up_pieces(), down, self.bias_pieces(), strict=True)
@@ -250,11 +272,11 @@ class Experts(Sharded):
         assert self.gate_up is not None, "quantized weights cannot be cut"
         return [
             part.flatten(1, 2)
-            for part in self.gate_up.unflatten(1, (len(self.weights) - 1, -1)).chunk(self.tp.parts, dim=2)
+            for part in self.gate_up.unflatten(1, (len(self.weights) - 1, -1)).chunk(self.split.slices.parts, dim=2)
         ]
 
     def bias_pieces(self) -> Sequence[ops.Biases]:
-        return [None] * self.tp.parts
+        return [None] * self.split.slices.parts
 
     def quantized(self) -> list[Iterator[QuantizedWeight]]:
         """Return iterators over the experts' `gate_up` and `down` weights, each weight decoded when it is reached.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
+from engine.model.expert_split import split_experts
 from engine.model.layers.moe import Experts, MixtureOfExperts
 from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM, LlamaLayer
 from engine.model.ops import activation, moe
@@ -36,13 +37,13 @@ class GptOssAttention(LlamaAttention, Sharded):
 
 
 class GptOssExperts(Experts):
-    """This rank's slice of every expert. Rows of gate and up alternate.
+    """This rank's experts, sliced or whole. Rows of gate and up alternate.
 
     gate_up: [experts, 2 * slice, hidden], down: [experts, hidden, slice]
 
     A checkpoint that is not quantized stores both transposed. Weights in MXFP4 are multiplied as stored if there is a
     kernel and the slice cuts no group of inputs; otherwise `pack` dequantizes them, one expert at a time. The bias of
-    `down` must be added once only, so it is 0 on ranks above 0.
+    `down` must be added once only, so it is 0 on ranks above 0, unless they have whole experts.
     """
 
     orientation_is_known = True
@@ -53,19 +54,19 @@ class GptOssExperts(Experts):
         if format is not None and not isinstance(format, MXFP4):
             assert cfg.quantization is not None
             raise ConfigError("quantization", cfg.quantization.method, "mxfp4 or left out, for the experts of gpt-oss")
-        self.tp = tp
         num, hidden, size = cfg.moe.num_experts, cfg.hidden_size, cfg.moe.intermediate_size
-        part = Shard.of_rank((hidden, size), INPUTS, tp, "intermediate_size")
-        self.rows = Shard((num, 2 * size, hidden), 1, 2 * part.start, 2 * part.size)
-        self.columns = Shard((num, hidden, size), 2, part.start, part.size)
-        self.num_experts = num
+        self.tp, self.num_experts, self.split = tp, num, split_experts(num, tp)
+        own = self.split.own
+        part = Shard.of_rank((hidden, size), INPUTS, self.split.slices, "intermediate_size")
+        self.rows = Shard((num, 2 * size, hidden), 1, 2 * part.start, 2 * part.size, own)
+        self.columns = Shard((num, hidden, size), 2, part.start, part.size, own)
         self.weights = {
             "gate_up_proj": Shard((2 * size, hidden), OUTPUTS, 2 * part.start, 2 * part.size), "down_proj": part
         }  # fmt: skip
         self.activation = activation.select("swigluoai", self.dtype, self.device)
-        self.mix = moe.select(hidden, part.size, self.dtype, self.device)
-        self.gate_up_bias = nn.Parameter(torch.empty(num, 2 * part.size), requires_grad=False)
-        self.down_bias = nn.Parameter(torch.zeros(num, hidden), requires_grad=False)
+        self.op = moe.select(hidden, part.size, self.dtype, self.device, self.split.spread)
+        self.gate_up_bias = nn.Parameter(torch.empty(len(own), 2 * part.size), requires_grad=False)
+        self.down_bias = nn.Parameter(torch.zeros(len(own), hidden), requires_grad=False)
         self.biases = self.gate_up_bias.data, self.down_bias.data
         self.gate_up = self.down = None
         self.packed: list[StoredWeight] = []
@@ -78,11 +79,12 @@ class GptOssExperts(Experts):
             self.quantized_parameters = sum(stored.numel for stored in self.packed)
 
     def shards(self) -> Shards:
-        num, outputs, hidden = self.rows.shape
-        own = num if self.tp.rank == 0 else 0
+        (num, outputs, hidden), own = self.rows.shape, self.split.own
+        added = len(own) if self.split.slices.rank == 0 else 0
+        gate_up = Shard((num, outputs), 1, self.rows.start, self.rows.size, own)
         shards: Shards = {
-            "gate_up_proj_bias": (Shard((num, outputs), 1, self.rows.start, self.rows.size), self.gate_up_bias.data),
-            "down_proj_bias": (Shard((num, hidden), 0, 0, own), self.down_bias.data[:own]),
+            "gate_up_proj_bias": (gate_up, self.gate_up_bias.data),
+            "down_proj_bias": (Shard((num, hidden), 0, own.start, added), self.down_bias.data[:added]),
         }
         if self.gate_up is not None and self.down is not None:
             shards["gate_up_proj"] = self.rows.transposed(), self.gate_up.data.mT
@@ -93,22 +95,23 @@ class GptOssExperts(Experts):
 
     def gate_up_pieces(self) -> list[Tensor]:
         assert self.gate_up is not None, "quantized weights cannot be cut"
-        return list(self.gate_up.chunk(self.tp.parts, dim=1))
+        return list(self.gate_up.chunk(self.split.slices.parts, dim=1))
 
     def bias_pieces(self) -> list[moe.Biases]:
         """Return the biases of each part that `pieces` cuts. The bias of `down` is in the first part only, so it is
         added once."""
-        down = [self.down_bias, *[torch.zeros_like(self.down_bias)] * (self.tp.parts - 1)]
-        gate_up = [bias.contiguous() for bias in self.gate_up_bias.chunk(self.tp.parts, dim=1)]
+        parts = self.split.slices.parts
+        down = [self.down_bias, *[torch.zeros_like(self.down_bias)] * (parts - 1)]
+        gate_up = [bias.contiguous() for bias in self.gate_up_bias.chunk(parts, dim=1)]
         return list(zip(gate_up, down, strict=True))
 
     def pack(self) -> None:
         if self.tp.fixed_order:
             return super().pack()
-        if self.packed and (mix := moe.select_packed(self.dtype, self.device)) is not None:
+        if self.packed and (op := moe.select_packed(self.dtype, self.device, self.split.spread)) is not None:
             logger.info("experts in mxfp4: multiplied as they are")
             gate_up, down = (MXFP4.packed(w) or MXFP4.dequantize(w, self.dtype) for w in self.packed)
-            self.kept = mix, gate_up, down
+            self.kept = op, gate_up, down
         elif self.packed:
             logger.info("experts in mxfp4: dequantized to %s at load", str(self.dtype).removeprefix("torch."))
             self.gate_up, self.down = (

@@ -3,7 +3,8 @@
 x:                [tokens, hidden]
 gate_up:          [num_experts, 2 * intermediate, hidden]; in the plain version, also a list with one product per expert
 down:             [num_experts, hidden, intermediate]; or a list as above
-experts, weights: [tokens, k]
+experts, weights: [tokens, k]. With `expert_parallel`, the number of an expert that another rank has is num_experts, and
+                  the sum leaves it out.
 biases:           of gate_up and of down, [num_experts, outputs] each, or None
 """
 
@@ -32,24 +33,30 @@ MixPacked = Callable[[Tensor, Packed, Packed, Activation, Tensor, Tensor, Biases
 MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor, Biases], Tensor]
 
 
-def select(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device) -> MixExperts:
-    """Return the fastest version. slice_size: intermediate size of each expert on this rank."""
+def select(
+    hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device, some: bool = False
+) -> MixExperts:
+    """Return the fastest version. slice_size: intermediate size of each expert on this rank. some: whether this rank
+    has only some of the experts."""
     if not dispatch.gpu_kernels(dtype, device):
         return mix_experts_plain
     from engine.model.ops.gpu.experts import grouped_mm, moe
 
+    if some:
+        return moe.mix_some_experts
     if device.type == "cuda" and grouped_mm.fits(hidden_size, slice_size, dtype) and grouped_mm.has_kernel(device):
         return grouped_mm.mix_experts
     return moe.mix_experts
 
 
-def select_packed(dtype: torch.dtype, device: torch.device) -> MixPacked | None:
-    """Return the version for quantized weights; None if there is none, so that they must be dequantized."""
+def select_packed(dtype: torch.dtype, device: torch.device, some: bool = False) -> MixPacked | None:
+    """Return the version for quantized weights; None if there is none, so that they must be dequantized. some: as for
+    `select`."""
     if not dispatch.gpu_kernels(dtype, device):
         return None
     from engine.model.ops.gpu.experts import moe
 
-    return moe.mix_experts
+    return moe.mix_some_experts if some else moe.mix_experts
 
 
 def pack_experts(weights: Iterable[QuantizedWeight], num_experts: int, dtype: torch.dtype) -> Packed:
@@ -218,8 +225,23 @@ def mix_experts_plain(
     experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each; adapters: of gate_up and of
     down. Returns [tokens, hidden].
     """
-    chosen, order = experts.flatten().sort(stable=True)  # pairs of a token and an expert, by expert
-    counts, tokens = chosen.bincount(minlength=len(gate_up)).tolist(), order // experts.shape[1]
+    mixed, order = pair_products(x, gate_up, down, activation, experts, biases, adapters)
+    return add_pairs(mixed, order, weights)
+
+
+def pair_products(
+    x: Tensor, gate_up: Tensor | list[Weight], down: Tensor | list[Weight], activation: Activation,
+    experts: Tensor, biases: Biases, adapters: Sequence[AddToPairs],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the products of the pairs of a token and an expert that this rank has, [pairs, hidden], sorted by expert,
+    and the numbers of these pairs, [pairs]."""
+    chosen, order = experts.flatten().sort(stable=True)
+    counts = chosen.bincount(minlength=len(gate_up))[: len(gate_up)].tolist()
+    own = sum(counts)
+    chosen, order = chosen[:own], order[:own]
+    if not own:
+        return x[:0], order
+    tokens = order // experts.shape[1]
     add_up, add_down = adapters or (add_nothing, add_nothing)
     first, second = biases or (None, None)
     rows = x[tokens]
@@ -228,7 +250,45 @@ def mix_experts_plain(
     hidden = activation(hidden)
     mixed = products(hidden, down, second, counts)
     add_down(mixed, hidden, chosen, tokens)
-    return torch.zeros_like(x).index_add_(0, tokens, mixed * weights.flatten()[order, None])
+    return mixed, order
+
+
+def add_pairs(mixed: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each token's products: [tokens, hidden]. mixed, order: of `pair_products`; weights:
+    [tokens, k]."""
+    out = mixed.new_zeros(len(weights), mixed.shape[1])
+    return out.index_add_(0, order // weights.shape[1], mixed * weights.flatten()[order, None])
+
+
+def pair_rows(
+    x: Tensor, gate_up: Tensor | list[Weight], down: Tensor | list[Weight], activation: Activation,
+    experts: Tensor, biases: Biases = None, adapters: Sequence[AddToPairs] = (),
+) -> Tensor:  # fmt: skip
+    """Return the product of each pair of a token and an expert, not weighted: [tokens, k, hidden]; 0 where another rank
+    has the expert. Weights as for `mix_packed`."""
+    out = x.new_zeros(experts.numel(), x.shape[1])
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        from engine.model.ops.cpu.moe import experts as cpu
+
+        mixed, place = cpu.pair_products(x, gate_up, down, activation, experts, biases, adapters)
+        places = place.flatten()
+        out[places >= 0] = mixed[places[places >= 0]]
+    else:
+        mixed, order = pair_products(x, gate_up, down, activation, experts, biases, adapters)
+        out[order] = mixed
+    return out.view(*experts.shape, -1)
+
+
+def combine_rows(rows: Tensor, experts: Tensor, weights: Tensor, packed: bool) -> Tensor:
+    """Return the weighted sum of each token's rows, with the bits of `mix_packed`: [tokens, k, hidden] -> [tokens,
+    hidden]. packed: whether `pack_each` has packed both weights of the experts into tensors."""
+    mixed = rows.flatten(0, 1)
+    if packed:
+        from engine.model.ops.cpu.moe import experts as cpu
+
+        return cpu.combine(mixed, torch.arange(len(mixed)), weights)
+    order = experts.flatten().sort(stable=True).indices
+    return add_pairs(mixed[order], order, weights)
 
 
 def products(x: Tensor, expert_weights: Tensor | list[Weight], biases: Tensor | None, counts: list[int]) -> Tensor:

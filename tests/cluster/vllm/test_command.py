@@ -112,10 +112,12 @@ def test_kv_events_have_the_same_keys_but_no_queue_to_bound():
     assert found["models"][0]["engine"]["kv_events_config"] == {"enable_kv_cache_events": True}
 
 
-def test_experts_over_ranks_are_no_harm_and_over_replicas_they_are():
-    assert "-ep" in translated(["pocket", "-ep", "-tp", "8"]).ignored
-    assert "-ep" in translated(["pocket", "-ep", "-dp", "1"]).ignored
-    with pytest.raises(RequestError, match="--tensor-parallel-size 8, which splits the experts"):
+def test_experts_are_spread_over_ranks_and_not_over_replicas():
+    assert configured("pocket", "-ep", "-tp", "8")["models"][0]["engine"]["expert_parallel"] is True
+    assert (
+        configured("pocket", "--enable-expert-parallel", "-dp", "1")["models"][0]["engine"]["expert_parallel"] is True
+    )
+    with pytest.raises(RequestError, match="--tensor-parallel-size 8, which spreads the experts"):
         translated(["pocket", "-dp", "8", "--enable-expert-parallel"])
 
 

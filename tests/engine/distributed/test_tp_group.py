@@ -79,6 +79,15 @@ def test_all_gather_concatenates_along_the_last_dimension_in_rank_order(groups, 
         assert torch.equal(out, torch.cat(addends, dim=-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 5), (0, 4), (2, 3, 4), (CHUNK_BYTES // 4 + 3,)])
+def test_reduce_scatter_gives_each_rank_the_sum_of_its_part(groups, size, dtype, shape):
+    count = size * torch.Size(shape).numel()
+    addends = [(torch.arange(count) % 7 + rank).to(dtype).view(size, *shape) for rank in range(size)]
+    for rank, out in enumerate(on_all(size, lambda rank: groups[rank].reduce_scatter(addends[rank]))):
+        assert torch.equal(out, sum(addend[rank] for addend in addends))
+
+
 def test_collectives_take_tensors_that_are_not_contiguous(groups, size):
     x = torch.arange(12.0).view(3, 4)
     for out in on_all(size, lambda rank: groups[rank].all_reduce(x.clone().T)):
@@ -109,6 +118,7 @@ def test_a_single_rank_needs_nobody():
     x = torch.randn(3)
     assert group.all_reduce(x) is x
     assert group.all_gather(x) is x
+    assert torch.equal(group.reduce_scatter(x[None]), x)
     assert group.exchange("a") == ["a"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.sampling_params import SamplingParams
@@ -164,6 +164,31 @@ def test_engines_with_other_stages_hand_over_the_layers_that_both_hold(tmp_path,
         assert [flat(pair.ingress.deltas[f"{length}"]) for length in BORDERS] == expected
         pair.settle()
         assert sum(pair.decode.status.handoffs.results["received"].values()) == len(BORDERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", ["decode", "prefill"])
+@pytest.mark.parametrize("method", [None, "ngram"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_an_engine_with_whole_experts_and_one_with_slices_give_the_bits_of_one_engine(
+    tmp_path, ranks, family, dtype, method, spread
+):
+    options = {"dtype": dtype, "determinism": "strict"}
+    folder = make_model(tmp_path, family)
+    expected, drafts = alone(folder, **options), SpeculativeConfig(method=method) if method else None
+    decode, prefill = (
+        make_config(folder, role, 2, expert_parallel=role == spread, speculative=drafts, **options)
+        for role in ("decode", "prefill")
+    )
+    with Pair(decode, prefill, ranks) as pair:
+        for length in LENGTHS:
+            pair.ingress.add(f"{length}", prompt(length), logprobs=0)
+        for length in LENGTHS:
+            pair.ingress.last(f"{length}")
+        assert [flat(pair.ingress.deltas[f"{length}"]) for length in LENGTHS] == expected
+        pair.settle()
+        assert sum(pair.decode.status.handoffs.results["received"].values()) == len(LENGTHS)
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])

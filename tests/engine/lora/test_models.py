@@ -163,12 +163,15 @@ def test_the_experts_of_gpt_oss_may_have_one_size_for_both_parameters(tmp_path):
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", *with_slow(["gpt_oss", "mixtral", "minicpm3"], {"gpt_oss", "mixtral", "minicpm3"})]
 )
+@pytest.mark.parametrize("spread", [False, True])
 def test_adapters_of_experts_and_heads_have_the_same_bits_with_any_number_of_ranks_if_sums_have_a_fixed_order(
-    family, tmp_path
+    family, spread, tmp_path
 ):
     folder = make_model(tmp_path / "model", family)
     experts = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]} if family != "minicpm3" else {}
     adapters, ranks = two_adapters(tmp_path, folder, **experts), [FixedOrder(rank) for rank in make_ranks(2)]
+    for rank in ranks:
+        rank.expert_parallel = spread
     alone = step(with_adapters(folder, adapters, FixedOrder(TPGroup(0, 1))), 2)
     check(alone, expected(folder, adapters))
     parts = [with_adapters(folder, adapters, rank) for rank in ranks]

@@ -13,6 +13,7 @@ import torch
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
+from cluster.cli.check import model_fit
 from cluster.cli.check.doctor import check_extra, check_needed, gpus_without_torch
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.model_fit import check_models, weight_bytes
@@ -153,6 +154,18 @@ def test_model_or_cache_that_does_not_fit_into_memory_is_a_problem(folder: Path,
     )
     monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 0)
     assert any("do not fit into memory" in line for line in told(config(folder)))
+
+
+def test_the_rank_with_most_experts_needs_most_memory(tmp_path, monkeypatch):
+    folder = make_model(tmp_path, "mixtral", tokenizer=True)  # 5 experts
+    weights = []
+    monkeypatch.setattr(model_fit, "check_kv_cache", lambda topic, engine, shape, dtype, bytes, on_gpu: (
+        weights.append(bytes), Finding("ok", topic, ""))[1])  # fmt: skip
+    for spread in (False, True):
+        messages = told(config(folder, engine={"tensor_parallel": 2, "expert_parallel": spread}))
+        assert any("5 experts over 2 ranks: at most 3 of each layer per rank" in text for text in messages) == spread
+    of_experts = weight_bytes(folder, torch.float32, part=".experts.")
+    assert weights[1] - weights[0] == int(of_experts // 2 * (6 / 5 - 1)) > 0
 
 
 def test_an_encode_engine_loads_what_encodes_images_and_keeps_embeddings(tmp_path):

@@ -490,6 +490,31 @@ def test_experts_equal_plain_and_a_token_has_the_same_bits_alone(tokens, num_exp
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("tokens", "num_experts", "first"), [(1, 16, 8), (40, 4, 0), (300, 5, 3), (9, 6, 6)])
+def test_products_of_experts_of_other_ranks_are_left_out_and_rows_have_the_bits_of_all(
+    tokens, num_experts, first, dtype
+):
+    """A rank has the experts before `first`, and another one the rest."""
+    size, inner, k = 128, 64, 2
+    gate_up, down = (0.1 * randn(num_experts, *shape, dtype=dtype) for shape in ((2 * inner, size), (size, inner)))
+    x, chosen = randn(tokens, size, dtype=dtype), randn(tokens, num_experts, dtype=dtype)
+    experts, weights = moe.top_k_softmax_plain(chosen, k, True)
+    act, whole = cpu_activation.silu_mul, [moe.pack_each(weight) for weight in (gate_up, down)]
+    expected = moe.mix_packed(x, *whole, act, experts, weights)
+    sums, rows = [], []
+    for own in (range(first), range(first, num_experts)):
+        if own:
+            packed = [moe.pack_each(weight[own.start : own.stop]) for weight in (gate_up, down)]
+            here = (experts >= own.start) & (experts < own.stop)
+            local = torch.where(here, experts - own.start, len(own))
+            sums.append(moe.mix_packed(x, *packed, act, local, weights).float())
+            rows.append(moe.pair_rows(x, *packed, act, local))
+            assert not rows[-1][~here].any() and not sums[-1][~here.any(1)].any()
+    torch.testing.assert_close(sum(sums), expected.float(), **TOLERANCE[dtype])
+    assert torch.equal(moe.combine_rows(sum(rows), experts, weights, isinstance(whole[0], torch.Tensor)), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("size", "inner"), [(48, 32), (1088, 96), (128, 64)])
 def test_a_token_has_the_same_bits_alone_with_experts_of_any_width(size, inner, dtype):
     """Our own kernel multiplies by experts in bfloat16 whose widths are multiples of 64, oneDNN by others."""

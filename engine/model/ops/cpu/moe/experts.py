@@ -36,12 +36,13 @@ TOKENS = 2  # tokens that a thread takes at a time
 def sort_pairs(args: Any) -> None:
     """Sort pairs by expert. One thread does it. args: experts of the pairs, their order, each pair's place in it,
     segments, number of pairs, number of experts. segments: their number, then for each of them the expert and its
-    first and last row, at most BLOCK_ROWS rows."""
+    first and last row, at most BLOCK_ROWS rows. Pairs of an expert of another rank, whose number is the number of
+    experts, come last; their place is -1."""
     experts, order, place, segments = as_i64(args[1]), as_i64(args[2]), as_i64(args[3]), as_i64(args[4])
     pairs, size = args[5], args[6]
     if take(args, 1) > 0:
         return
-    starts = np.zeros(size + 1, np.int64)
+    starts = np.zeros(size + 2, np.int64)
     for pair in range(pairs):
         starts[experts[pair] + 1] += 1
     count = 0
@@ -55,7 +56,7 @@ def sort_pairs(args: Any) -> None:
     for pair in range(pairs):
         row = starts[experts[pair]]
         starts[experts[pair]] += 1
-        order[row], place[pair] = pair, row
+        order[row], place[pair] = pair, row if experts[pair] < size else -1
 
 
 @device_function
@@ -136,6 +137,8 @@ def combine_rows(cast: Any, args: Any) -> None:
             for i in range(size):
                 sums[i] = np.float32(0.0)
             for pair in range(token * k, (token + 1) * k):
+                if place[pair] < 0:
+                    continue
                 row, weight = place[pair] * size, load(weights, pair)
                 for i in range(size):
                     sums[i] += weight * load(mixed, row + i)
@@ -194,9 +197,17 @@ def mix_experts(
 ) -> Tensor:  # fmt: skip
     """Compute the same as `mix_experts_plain` in ops/moe.py. gate_up, down: the packed weights of all experts, one
     after another."""
+    return combine(*pair_products(x, gate_up, down, activation, experts, biases, adapters), weights)
+
+
+def pair_products(
+    x: Tensor, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], experts: Tensor,
+    biases: tuple[Tensor, Tensor] | None, adapters: Sequence[Callable[..., None]],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the products of all pairs, [pairs, hidden], sorted by expert, and each pair's place among them, [tokens,
+    k]. Pairs of an expert of another rank have the place -1."""
     (tokens, size), k = x.shape, experts.shape[1]
-    experts, weights = experts.contiguous(), weights.contiguous()  # unchanged if a kernel has chosen them
-    assert weights.dtype == x.dtype, "weights and x must have the same dtype"
+    experts = experts.contiguous()  # unchanged if a kernel has chosen them
     order, place = empty((tokens, k), torch.int64), empty((tokens, k), torch.int64)
     segments = empty((tokens, 1 + 6 * k), torch.int64)  # room for twice as many as there are pairs
     SORT.launch(x.dtype, 1, experts, order, place, segments, TokenCount(tokens * k), len(gate_up))
@@ -206,14 +217,24 @@ def mix_experts(
     hidden = products(rows, gate_up, first, segments)
     if adapters:
         chosen, of_tokens = experts.flatten()[order.flatten()], order.flatten() // k
+        chosen[chosen == len(gate_up)] = -1
         adapters[0](hidden, rows, chosen, of_tokens)
     hidden = activation(hidden)
     mixed = products(hidden, down, second, segments)
     if adapters:
         adapters[1](mixed, hidden, chosen, of_tokens)
-    out = empty((tokens, mixed.shape[1]), x.dtype)
+    return mixed, place
+
+
+def combine(mixed: Tensor, place: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each token's products, in the order of its experts: [tokens, hidden]. mixed, place: of
+    `pair_products`; weights: [tokens, k]."""
+    tokens, k = weights.shape
+    assert weights.dtype == mixed.dtype, "weights and products must have the same dtype"
+    weights = weights.contiguous()
+    out = empty((tokens, mixed.shape[1]), mixed.dtype)
     COMBINE.launch(
-        x.dtype, -(-tokens // TOKENS), mixed, place, weights, out, TokenCount(tokens), k, mixed.shape[1]
+        mixed.dtype, -(-tokens // TOKENS), mixed, place, weights, out, TokenCount(tokens), k, mixed.shape[1]
     )  # fmt: skip
     return out
 

@@ -171,10 +171,27 @@ def mix_experts(
     x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
     experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden].
     """
+    return combine(pair_products(x, gate_up, down, activation, experts, biases), weights)
+
+
+def mix_some_experts(
+    x: Tensor, gate_up: Tensor | PackedExperts, down: Tensor | PackedExperts, activation: Callable[[Tensor], Tensor],
+    experts: Tensor, weights: Tensor, biases: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute the experts that this rank has. Others, whose number is `num_experts`, are left out of the sum."""
+    mixed = pair_products(x, gate_up, down, activation, experts, biases)
+    return combine(mixed, weights, own=experts < gate_up.shape[0])
+
+
+def pair_products(
+    x: Tensor, gate_up: Tensor | PackedExperts, down: Tensor | PackedExperts, activation: Callable[[Tensor], Tensor],
+    experts: Tensor, biases: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """Return the product of each pair, [pairs, hidden]; undefined where another rank has the expert."""
     tile_rows = FEW if experts.numel() <= FEW * gate_up.shape[0] else MANY
     order, _, _, _, tiles = sort_pairs(experts, gate_up.shape[0], tile_rows)
     (first, second), format = biases or (None, None), row_format(gate_up, x.dtype)
     rows = x if format is None else quantize.quantize(x, format)
     hidden = grouped_linear(rows, gate_up, first, order, tiles, tile_rows)
     between = activated(activation, hidden, row_format(down, x.dtype))
-    return combine(grouped_linear(between, down, second, order, tiles, tile_rows), weights)
+    return grouped_linear(between, down, second, order, tiles, tile_rows)

@@ -234,31 +234,36 @@ def sort_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPairs
 
 @triton.jit
 def combine_kernel(
-    mixed, positions, weights, out, size, K: tl.constexpr, PERMUTED: tl.constexpr, BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
+    mixed, positions, weights, own, out, size, K: tl.constexpr, PERMUTED: tl.constexpr, SOME: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Add up the results of a token's experts. Grid (tokens, size / BLOCK)."""
+    """Add up the results of a token's experts. Grid (tokens, size / BLOCK). SOME: only those of the pairs in `own`."""
     dependent_launch.begin(DEPENDENT)
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(K):
         pair = token * K + choice
         position = tl.load(positions + pair) if PERMUTED else pair
-        values = tl.load(mixed + position * size + i, mask=i < size, other=0.0).to(tl.float32)
+        here = i < size
+        if SOME:
+            here &= tl.load(own + pair).to(tl.int1)
+        values = tl.load(mixed + position * size + i, mask=here, other=0.0).to(tl.float32)
         acc += values * tl.load(weights + pair).to(tl.float32)
     tl.store(out + token * size + i, acc.to(out.dtype.element_ty), mask=i < size)
 
 
-def combine(mixed: Tensor, weights: Tensor, positions: Tensor | None = None) -> Tensor:
+def combine(mixed: Tensor, weights: Tensor, positions: Tensor | None = None, own: Tensor | None = None) -> Tensor:
     """Add up the results of each token's experts, in their order, times weights [tokens, k].
 
-    mixed: [pairs, size], by pair, or by position if `positions` gives the position of each pair
+    mixed: [pairs, size], by pair, or by position if `positions` gives the position of each pair. own: [tokens, k] bool,
+    the pairs to add up; None for all.
     """
     (tokens, k), size = weights.shape, mixed.shape[1]
     out = torch.empty(tokens, size, dtype=mixed.dtype, device=mixed.device)
     combine_kernel[tokens, triton.cdiv(size, BLOCK)](
-        mixed, mixed if positions is None else positions, weights, out, size,
-        K=k, PERMUTED=positions is not None, BLOCK=BLOCK, **dependent_launch.options(mixed.device),
+        mixed, mixed if positions is None else positions, weights, weights if own is None else own, out, size,
+        K=k, PERMUTED=positions is not None, SOME=own is not None, BLOCK=BLOCK,
+        **dependent_launch.options(mixed.device),
     )  # fmt: skip
     return out
 

@@ -210,6 +210,7 @@ def compile_experts(dtype: torch.dtype) -> None:
         routing.add_shared(torch.zeros(4, 2048, dtype=dtype), torch.zeros(4, 2048, dtype=dtype), gate)
     routing.sort_pairs(torch.zeros(400, 8, dtype=torch.int64), 128, moe.MANY)
     routing.combine(torch.zeros(32, 2048, dtype=dtype), torch.zeros(4, 8), torch.zeros(32, dtype=torch.int64))
+    routing.combine(torch.zeros(32, 2048, dtype=dtype), torch.zeros(4, 8), own=torch.zeros(4, 8, dtype=torch.bool))
     for tokens in (4, 400):
         x, experts = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 8, dtype=torch.int64)
         gate_up, down = torch.zeros(16, 1536, 2048, dtype=dtype), torch.zeros(16, 2048, 768, dtype=dtype)

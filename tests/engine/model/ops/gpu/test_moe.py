@@ -86,6 +86,16 @@ def test_the_kernel_equals_plain_in_dtypes_of_two_bytes(shape, dtype):
     check(moe.mix_experts, *inputs(*SHAPES[shape], dtype))
 
 
+@pytest.mark.parametrize("shape", ["tiles that are not full", "more experts than pairs"])
+def test_the_kernel_leaves_out_experts_of_other_ranks(shape):
+    x, gate_up, down, experts, weights = inputs(*SHAPES[shape], torch.float32)
+    own = len(gate_up) // 2
+    local = torch.where(experts < own, experts, own)
+    check(moe.mix_some_experts, x, gate_up[:own], down[:own], local, weights)
+    nowhere = torch.full_like(experts, own)
+    assert not moe.mix_some_experts(x, gate_up[:own], down[:own], activation.silu_mul, nowhere, weights).any()
+
+
 @pytest.mark.parametrize("mix", [moe.mix_experts, grouped_mm.mix_experts])
 def test_each_expert_adds_its_own_biases(mix):
     x, gate_up, down, experts, weights = inputs(20, 4, 3, 32, 24, torch.bfloat16)
@@ -345,6 +355,7 @@ def test_a_model_gets_the_kernel_where_torch_has_none(monkeypatch):
     assert ops.select(32, 24, torch.float32, cpu) is ops.mix_experts_plain
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
     assert ops.select(32, 24, torch.float32, cpu) is moe.mix_experts
+    assert ops.select(32, 24, torch.float32, cpu, some=True) is moe.mix_some_experts
     assert not grouped_mm.fits(32, 20, torch.bfloat16) and not grouped_mm.fits(36, 24, torch.bfloat16)
     assert not grouped_mm.fits(32, 24, torch.float16)
 

@@ -1,0 +1,84 @@
+"""Whole experts on each rank against a slice of every expert: python -m benchmarks.expert_parallel
+
+Prints tokens/s of a mixture of 64 narrow experts with random weights (64 experts of 384, 8 per token, hidden size 1024,
+6 layers: 0.45 billion parameters), on one rank and on two with one thread each, and the share of the time in which each
+rank waits. Waiting is the time in which a rank's process uses no CPU, so unequal shares mean unequal work.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core.engine import EngineCore
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+from tests.models import make_model
+from tests.rank_pool import RankPool
+
+SHAPE = {
+    "hidden_size": 1024, "moe_intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8, "head_dim": 64,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 6, "mlp_only_layers": [],
+    "vocab_size": 8192, "max_position_embeddings": 2048,
+}  # fmt: skip
+TOKENS = 48  # of each request that decodes
+LOADS = {"1 request": (1, 0), "8 requests": (8, 0), "32 requests": (32, 0), "2 prompts of 1,000": (0, 2)}
+SLICED, WHOLE = {"tensor_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": True}
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    SLICED,
+    WHOLE,
+    *({**layout, "determinism": "strict"} for layout in (SLICED, WHOLE)),
+]
+
+
+def make_folder() -> Path:
+    """Return a model folder whose config.json has SHAPE. Its weights are those of a smaller model, so it can only be
+    loaded with random ones."""
+    folder = make_model(Path(tempfile.mkdtemp()), "qwen3_moe")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | SHAPE))
+    return folder
+
+
+def compute(core: EngineCore, decoding: int, prompts: int) -> int:
+    """Return the number of tokens computed."""
+    for i in range(decoding + prompts):
+        length, count = (8, TOKENS) if i < decoding else (1000, 1)
+        prompt = torch.randint(3, 8192, (length,), generator=torch.Generator().manual_seed(i)).tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        core.add(GenerateRequest(request_id=str(i), prompt=prompt, params=params))
+    while core.has_work:
+        core.step()
+    core.scheduler.clear_cache()
+    return TOKENS * decoding + 1000 * prompts
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    pool, folder = RankPool(), make_folder()
+    for layout in LAYOUTS:
+        config = EngineConfig(
+            model=str(folder), dtype="bfloat16", load_format="dummy", num_threads=1, num_blocks=1024, **layout
+        )
+        with pool.engine(config) as core:
+            compute(core, 2, 1)
+            for name, load in LOADS.items():
+                before, started = pool.cpu_seconds(config.num_ranks), time.perf_counter()
+                tokens = compute(core, *load)
+                wall = time.perf_counter() - started
+                used = [b - a for a, b in zip(before, pool.cpu_seconds(config.num_ranks), strict=True)]
+                waits = " ".join(f"{max(0.0, 1 - cpu / wall):4.0%}" for cpu in used)
+                shown = ", ".join(f"{key} {value}" for key, value in layout.items()) or "one rank"
+                print(f"{shown:66} {name:20} {tokens / wall:7.0f} tokens/s, ranks wait {waits}", flush=True)
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The whole engine with experts over ranks, each a process: the same bits as one rank without `expert_parallel`."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig, SpeculativeConfig
+from engine.errors import ConfigError, EngineUnavailable
+from engine.offline.llm import LLM
+from tests.engine.offline.test_pipeline_parallel import kill_in_the_middle
+from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, pool, run_mixed
+from tests.models import make_model
+from tests.rank_pool import RankPool
+
+__all__ = ["pool"]  # a fixture
+
+NGRAM = SpeculativeConfig(method="ngram")
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "glm4_moe", "gemma4_moe")
+FAST: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3_moe", "bfloat16", {"tensor_parallel": 2}),
+    ("deepseek_v3", "float32", {"tensor_parallel": 4}),
+]
+WAYS: list[dict[str, Any]] = [
+    {"tensor_parallel": 2},
+    {"tensor_parallel": 4},
+    {"tensor_parallel": 2, "speculative": NGRAM},
+    {"tensor_parallel": 2, "pipeline_parallel": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    @cache
+    def make(family: str) -> Path:
+        return make_model(tmp_path_factory.mktemp(family), family)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(pool, folder_of):
+    """What one rank makes of the mixed requests."""
+
+    @cache
+    def run(family: str, dtype: str) -> Outcome:
+        with pool.engine(spread(folder_of(family), dtype=dtype, tensor_parallel=1, expert_parallel=False)) as core:
+            return run_mixed(core, preempts=False, hits=family != "qwen3_next")
+
+    return run
+
+
+def spread(folder: Path, **options: Any) -> EngineConfig:
+    return make_config(folder, **{"size": 2, "determinism": "strict", "expert_parallel": True, **BUSY, **options})
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "way"),
+    [
+        pytest.param(family, dtype, way, marks=() if (family, dtype, way) in FAST else pytest.mark.slow)
+        for family in FAMILIES
+        for dtype in ("float32", "bfloat16")
+        for way in WAYS
+        if ("pipeline_parallel" not in way or family in ("qwen3_moe", "deepseek_v3"))
+        and (way["tensor_parallel"], family) != (4, "qwen3_next")  # it has two heads to split
+    ],
+)
+def test_ranks_with_whole_experts_give_the_bits_of_one_rank(pool, folder_of, on_one_rank, family, dtype, way):
+    with pool.engine(spread(folder_of(family), dtype=dtype, num_blocks=30, **way)) as core:
+        outcome = run_mixed(core, preempts=False, hits=family != "qwen3_next")
+    assert outcome.bits() == on_one_rank(family, dtype).bits()
+
+
+@pytest.mark.parametrize("determinism", ["strict", None])
+def test_ranks_that_talk_through_gloo_give_the_tokens_of_one_rank(pool, folder_of, on_one_rank, determinism):
+    config = spread(folder_of("qwen3_moe"), dtype="float32", determinism=determinism)
+    with pool.engine(config, shared_memory=False) as core:
+        assert run_mixed(core, preempts=False).tokens == on_one_rank("qwen3_moe", "float32").tokens
+
+
+@pytest.mark.slow
+def test_the_death_of_a_rank_ends_the_engine_with_its_name(folder_of):
+    pool = RankPool()
+    try:
+        with pytest.raises(EngineUnavailable, match="rank 1 is gone"):
+            kill_in_the_middle(pool, spread(folder_of("qwen3_moe"), num_blocks=64), 1)
+    finally:
+        pool.kill()
+
+
+def test_more_ranks_than_experts_and_a_model_without_experts_are_refused_before_a_process_starts(folder_of, tmp_path):
+    with pytest.raises(ConfigError, match="tensor_parallel must be at most the model's number of experts"):
+        LLM(str(make_model(tmp_path / "few", "gpt_oss", num_local_experts=2, num_key_value_heads=4)),
+            tensor_parallel=4, expert_parallel=True, device="cpu")  # fmt: skip
+    with pytest.raises(ConfigError, match="expert_parallel must be left out"):
+        LLM(str(make_model(tmp_path / "dense", "llama")), tensor_parallel=2, expert_parallel=True, device="cpu")
