@@ -25,7 +25,7 @@ from engine.wire.messages import GenerateRequest
 from engine.wire.multimodal import PlaceholderRange, TensorData
 from engine.wire.sampling_params import SamplingParams
 from tests.cpu_kernels import needs_linear_kernel
-from tests.engine.core.test_kv_events import split
+from tests.fake_caches import split
 from tests.fake_drafter import WildDrafter, draft_always
 from tests.late_engine import generate
 from tests.models import make_model, make_tokenizer, with_slow
