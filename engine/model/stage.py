@@ -75,11 +75,10 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
     parse_layers(config, model.num_layers)
     if config.pipeline_parallel == 1:
         return
-    speculative, handoff = config.speculative, config.handoff
+    handoff = config.handoff
     needs_more = model.gemma is not None or (model.latent is not None and model.latent.index is not None)
     for name, value, known in (
         ("torch_compile", True, not config.torch_compile),
-        ("speculative.method", "eagle3", not (speculative and speculative.method == "eagle3")),
         ("handoff", "encode", handoff is None or handoff.role != "encode"),
         ("encode", config.encode and config.encode.role, config.encode is None),
     ):

@@ -22,7 +22,7 @@ from engine.model.models.registry import build, build_model
 from engine.runner import kv_cache
 from engine.runner.rank_setup import RankSetup
 from engine.spec_decode.drafter import ModelDrafter
-from engine.spec_decode.open_drafter import open_drafter
+from engine.spec_decode.open_drafter import open_drafter, target_layers
 from engine.spec_decode.target import Target
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,12 @@ def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int],
 
 def load_drafter(setup: RankSetup, model: Model) -> ModelDrafter | None:
     """Return the configured drafter with weights, or None. Only the first rank of the last stage has a drafter; other
-    ranks get drafts with plans."""
-    if setup.tp.rank != 0 or not setup.model.stage.is_last:
+    ranks get drafts with plans. Of the inputs of layers that it needs, each stage adds those of its own layers to its
+    output."""
+    stage = setup.model.stage
+    if not stage.is_whole or setup.tp.rank == 0:
+        model.aux_layers = tuple(i for i in target_layers(setup.config, setup.model) if i in stage.layers)
+    if setup.tp.rank != 0 or not stage.is_last:
         return None
     target = Target(
         model=model,
@@ -105,10 +109,7 @@ def load_drafter(setup: RankSetup, model: Model) -> ModelDrafter | None:
         block_size=setup.block_size,
         dummy=setup.config.load_format == "dummy",
     )
-    drafter = open_drafter(setup.config, target)
-    if drafter is not None and drafter.aux_layers:
-        model.aux_layers = drafter.aux_layers
-    return drafter
+    return open_drafter(setup.config, target)
 
 
 def allocate_inbox(setup: RankSetup) -> Tensor | None:

@@ -67,13 +67,7 @@ class Eagle3Config:
         # allow positions beyond those of its training, to the end of the target's last block
         raw["max_position_embeddings"] = target.config.max_position_embeddings + target.block_size
         layers, count = replace(ModelConfig.from_fields(raw, folder), keeps_all_kv=True), target.config.num_layers
-        key = "eagle_aux_hidden_state_layer_ids"
-        # within `eagle_config` the ids mean layers whose outputs are read, as in SGLang
-        after = [number + 1 for number in nested.get(key) or ()]
-        aux = tuple(raw.get(key) or after or (2, count // 2, count - 3))
-        if aux != tuple(sorted(set(aux) & set(range(count)))):
-            limit = f"made for a target of {count} layers, and must name three of them in rising order"
-            raise ConfigError("speculative.model", f"{folder} (layers {aux})", limit)
+        aux = read_aux_layers(folder, count)
         hidden_size = raw.get("target_hidden_size") or layers.hidden_size
         check_fits(folder, layers.vocab_size, target.config, hidden_size)
         return cls(
@@ -83,6 +77,20 @@ class Eagle3Config:
             norm_before_residual=bool(raw.get("norm_before_residual")),
             aux_layers=aux,
         )
+
+
+def read_aux_layers(folder: Path, count: int) -> tuple[int, ...]:
+    """Return the layers of a target with `count` layers whose inputs a head reads. Raises ConfigError."""
+    raw = read_json(folder, "config.json")
+    raw |= raw.get("transformer_layer_config", {})
+    key = "eagle_aux_hidden_state_layer_ids"
+    # within `eagle_config` the ids mean layers whose outputs are read, as in SGLang
+    after = [number + 1 for number in (raw.get("eagle_config") or {}).get(key) or ()]
+    aux = tuple(raw.get(key) or after or (2, count // 2, count - 3))
+    if aux != tuple(sorted(set(aux) & set(range(count)))):
+        limit = f"made for a target of {count} layers, and must name three of them in rising order"
+        raise ConfigError("speculative.model", f"{folder} (layers {aux})", limit)
+    return aux
 
 
 class Eagle3Attention(LlamaAttention):

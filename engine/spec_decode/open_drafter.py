@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpeculativeConfig
 from engine.model.checkpoint.folder import resolve
+from engine.model.config import ModelConfig
 from engine.spec_decode.drafter import ModelDrafter
 from engine.spec_decode.target import Target
 
@@ -11,8 +12,8 @@ from engine.spec_decode.target import Target
 def open_drafter(config: EngineConfig, target: Target) -> ModelDrafter | None:
     """Return the configured drafter with weights. None if there is none, or if this engine only computes prompts for
     others. Raises StartupError if its checkpoint is missing or does not fit."""
-    speculative, handoff = config.speculative, config.handoff
-    if speculative is None or not speculative.has_weights or (handoff is not None and handoff.role == "prefill"):
+    speculative = drafting_options(config)
+    if speculative is None:
         return None
     if speculative.method == "mtp":
         from engine.spec_decode.mtp import mtp_drafter
@@ -31,3 +32,23 @@ def open_drafter(config: EngineConfig, target: Target) -> ModelDrafter | None:
     from engine.spec_decode.draft_model import DraftModel
 
     return DraftModel(folder, target, config.max_num_batched_tokens)
+
+
+def drafting_options(config: EngineConfig) -> SpeculativeConfig | None:
+    """Return the options of the drafter with weights. None if there is none, or if this engine only computes prompts
+    for others."""
+    speculative, handoff = config.speculative, config.handoff
+    if speculative is None or not speculative.has_weights or (handoff is not None and handoff.role == "prefill"):
+        return None
+    return speculative
+
+
+def target_layers(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
+    """Return the layers of the target whose inputs the drafter needs, in ascending order. Raises StartupError."""
+    speculative = drafting_options(config)
+    if speculative is None or speculative.method != "eagle3":
+        return ()
+    from engine.spec_decode.eagle3 import read_aux_layers
+
+    assert speculative.model is not None
+    return read_aux_layers(resolve(speculative.model, weights=config.load_format != "dummy"), model.num_layers)

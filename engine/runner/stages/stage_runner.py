@@ -28,6 +28,7 @@ from engine.model.tensor_names import HEADS
 from engine.runner.inputs import StepInputs
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.runner.stages.stage_times import BusyTime, Seconds, WorkingTime
+from engine.spec_decode.open_drafter import target_layers
 from engine.wire.messages import StageStats
 from engine.wire.plan import SampledStep, StepPlan, StepResult
 
@@ -74,6 +75,10 @@ class StageRunner(ModelRunner):
         self.stage = nth_stage(group.stage, layers, model_config)
         self.layout = f" stages={','.join(map(str, layers))}"
         self.samples, self.launches_ahead, self.max_steps = group.is_last, False, 1 + group.stages
+        aux_layers = target_layers(config, model_config)
+        #: Columns that earlier stages add to the hidden states, for the drafter.
+        self._added_size = sum(i < self.stage.first for i in aux_layers) * model_config.hidden_size
+        group.link_copies *= 1 + len(aux_layers)
         self._learned: deque[SampledStep] = deque()
         self._unknown: dict[int, UnknownTokens] = {}
         self._busy, self._working, self._waits = BusyTime(), WorkingTime(), list[Seconds]()
@@ -159,12 +164,17 @@ class StageRunner(ModelRunner):
         else:
             self._set_block_tables(inputs)
             assert batch is not None
-            size = self.model_config.hidden_size
-            receive = partial(link.receive, len(batch.positions), size, self.dtype, self.device.torch_device)
-            x = self._wait_for(receive)
+            size, tokens = self.model_config.hidden_size, len(batch.positions)
+            receive = partial(link.receive, tokens, size + self._added_size, self.dtype, self.device.torch_device)
+            x, added = self._wait_for(receive).split((size, self._added_size), dim=-1)
+            x = x.contiguous()
             batch = self._encoder_cache.place(batch, inputs.image_rows, inputs.rotary_positions)
             graph = None if batch.has_images else self._step_graph
             hidden = self.model.run_layers(x, batch) if graph is None else graph.run(x, batch)
+            if self.samples and self.drafter is None:
+                hidden = hidden[:, :size]
+            elif self._added_size:
+                hidden = torch.cat((hidden[:, :size], added, hidden[:, size:]), dim=-1)
         if not self.group.is_last:
             self._wait_for(partial(link.send, hidden))
         return hidden

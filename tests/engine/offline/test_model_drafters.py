@@ -10,8 +10,10 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import LLM, SamplingParams
+from engine.core.scheduler import Scheduler
 from engine.errors import ConfigError, ModelFolderError
 from engine.runner.model_runner import ModelRunner
+from engine.wire.plan import StepResult
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
 from tests.fake_drafter import draft_always
@@ -157,10 +159,7 @@ def test_a_step_with_drafts_is_fewer_launches_since_the_drafters_passes_are_repl
     assert with_graphs <= 60 and without > with_graphs + 60
 
 
-STAGED = [method for method in METHODS if method != "eagle3"]
-
-
-@pytest.mark.parametrize("method", with_slow(STAGED, set(STAGED) - {"same_model"}))
+@pytest.mark.parametrize("method", with_slow(METHODS, set(METHODS) - {"same_model", "eagle3"}))
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_last_stage_drafts_and_all_stages_verify(folders, expected, method, ranks):
     folder, options = folders[method]
@@ -174,6 +173,26 @@ def test_the_last_stage_drafts_and_all_stages_verify(folders, expected, method, 
         stats = llm.stats().spec_decode
         assert stats.num_draft_tokens > 0
         assert method != "same_model" or stats.num_accepted_tokens > stats.num_draft_tokens / 3
+
+
+@pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_a_drafter_on_the_last_stage_drafts_what_it_would_draft_on_one_rank(folders, method, monkeypatch):
+    folder, options = folders[method]
+    commit, found = Scheduler.commit, []
+
+    def watched(scheduler: Scheduler, result: StepResult, now: float) -> Any:
+        found[-1] += result.drafts.values()
+        return commit(scheduler, result, now)
+
+    monkeypatch.setattr(Scheduler, "commit", watched)
+    for stages in (1, 3):
+        found.append([])
+        speculative = {**options, "num_speculative_tokens": HEADS}
+        with LLM(folder, pipeline_parallel=stages, speculative=speculative, **OPTIONS) as llm:
+            for prompt in PROMPTS:  # one at a time, so that the steps are the same
+                llm.generate([prompt], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), progress=False)
+    assert found[0] == found[1]
+    assert len({token for drafts in found[0] for token in drafts}) > 5
 
 
 @pytest.mark.slow

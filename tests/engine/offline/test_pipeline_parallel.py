@@ -235,10 +235,6 @@ def test_the_death_of_a_middle_or_last_stage_ends_the_engine_with_its_name(folde
         ),
         ({"pipeline_parallel": 2, "pipeline_layers": "4"}, "pipeline_layers must be 2 numbers"),
         ({"pipeline_parallel": 2, "torch_compile": True}, "torch_compile must be left out, because pipeline_parallel"),
-        (
-            {"pipeline_parallel": 2, "speculative": {"method": "eagle3", "model": "x"}},
-            "speculative.method must be left out",
-        ),
         ({"pipeline_parallel": 0}, "pipeline_parallel must be at least 1"),
     ],
 )

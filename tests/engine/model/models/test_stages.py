@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
@@ -66,7 +66,6 @@ def test_stages_of_one_layer_give_the_bits_of_the_whole_model_in_every_family_or
 @pytest.mark.parametrize(
     ("option", "options"),
     [
-        ("speculative.method", {"speculative": SpeculativeConfig(method="eagle3", model="x")}),
         ("handoff", {"handoff": HandoffConfig(role="encode")}),
         ("encode", {"encode": HandoffConfig(role="decode")}),
     ],
