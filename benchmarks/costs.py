@@ -1,0 +1,127 @@
+"""Whether a client's bill is what the client costs: `python -m benchmarks.costs`.
+
+Clients A and B share an engine whose queue is never empty, so that each request takes time from all others. The engine
+computes the requests of B alone, then those of both. The truth about A is the difference of the time that its steps
+take. The bill of A is the sum of what its answers say they have cost. Weights are random: what is computed does not
+depend on their values.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.command import DtypeOption, JsonOption, print_report, run
+from benchmarks.lora import SHAPE
+from cluster.cli.bench.tables import figure, make_table, show
+from engine.config import EngineConfig
+from engine.core.build import build_engine
+from engine.core.engine import EngineCore
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+
+SEQUENCES = 16
+VOCAB = SHAPE["vocab_size"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of one client."""
+
+    requests: int
+    prompt: int
+    """Tokens of a prompt that no other prompt has."""
+    output: int
+    shared: int = 0
+    """Tokens at the beginning of each prompt, the same for all clients."""
+
+
+B = Load(64, 64, 32, shared=128)
+MIXES = {
+    "as B": Load(32, 64, 32, shared=128),
+    "long prompts, short answers": Load(32, 640, 4),
+    "short prompts, long answers": Load(16, 16, 128),
+    "many short requests": Load(96, 16, 8),
+    "long prompts that B shares": Load(32, 8, 16, shared=128),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CostReport:
+    dtype: str
+    truth_s: dict[str, list[float]]
+    """What A's requests added to the time of all steps, by mix."""
+    billed_s: dict[str, list[float]]
+
+
+def busy_s(core: EngineCore) -> float:
+    lines = core.ledger.seconds
+    return lines["requests"] + lines["preemption"]
+
+
+def compute(core: EngineCore, loads: dict[str, Load], seed: int) -> tuple[float, dict[str, float]]:
+    """Return the seconds of all steps, and the bill of each client."""
+    core.scheduler.clear_cache()
+    before, rng = busy_s(core), random.Random(seed)
+    shared = rng.choices(range(3, VOCAB), k=4096)
+    requests = [(client, load, i) for client, load in loads.items() for i in range(load.requests)]
+    rng.shuffle(requests)
+    for client, load, i in requests:
+        own = random.Random(f"{seed} {client} {i}").choices(range(3, VOCAB), k=load.prompt)
+        params = SamplingParams(temperature=0.0, max_tokens=load.output, ignore_eos=True)
+        core.add(GenerateRequest(request_id=f"{client} {i}", prompt=shared[: load.shared] + own, params=params))
+    bills = dict.fromkeys(loads, 0.0)
+    while core.has_work:
+        for event in core.step():
+            if (cost := event.delta.cost) is not None:
+                bills[event.request.request_id.partition(" ")[0]] += cost.compute_s
+    return busy_s(core) - before, bills
+
+
+def measure(folder: Path, dtype: str, repetitions: int) -> CostReport:
+    (folder / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
+    config = EngineConfig(
+        model=str(folder), dtype=dtype, load_format="dummy", max_num_seqs=SEQUENCES, max_model_len=1024, num_blocks=2048  # type: ignore[arg-type]
+    )  # fmt: skip
+    truth: dict[str, list[float]] = {name: [] for name in MIXES}
+    billed: dict[str, list[float]] = {name: [] for name in MIXES}
+    with closing(build_engine(config)) as core:
+        compute(core, {"B": B}, 0)  # warms up
+        for seed in range(1, repetitions + 1):
+            for name, mix in MIXES.items():
+                alone, _ = compute(core, {"B": B}, seed)
+                both, bills = compute(core, {"B": B, "A": mix}, seed)
+                truth[name].append(both - alone)
+                billed[name].append(bills["A"])
+    return CostReport(dtype, truth, billed)
+
+
+def show_report(report: CostReport) -> None:
+    table = make_table("A's requests", "added, s", "billed, s", "billed of added, each turn")
+    for name, truth in report.truth_s.items():
+        billed = report.billed_s[name]
+        each = ", ".join(f"{bill / added:.2f}" for bill, added in zip(billed, truth, strict=True))
+        table.add_row(name, figure(statistics.median(truth)), figure(statistics.median(billed)), each)
+    show(f"bill of client A beside B, {report.dtype}", table)
+
+
+def main(
+    *,
+    dtype: DtypeOption = "bfloat16",
+    repetitions: Annotated[int, typer.Option(help="Turns of each mix.")] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        print_report(measure(Path(made), dtype, repetitions), as_json, show_report)
+
+
+if __name__ == "__main__":
+    run(main)
