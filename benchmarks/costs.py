@@ -87,7 +87,7 @@ def compute(core: EngineCore, loads: dict[str, Load], seed: int) -> tuple[float,
 
 
 def measure(folder: Path, dtype: str, repetitions: int) -> CostReport:
-    (folder / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 10}), encoding="utf-8")
     config = EngineConfig(
         model=str(folder), dtype=dtype, load_format="dummy", max_num_seqs=SEQUENCES, max_model_len=1024, num_blocks=2048  # type: ignore[arg-type]
     )  # fmt: skip

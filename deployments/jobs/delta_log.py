@@ -105,6 +105,8 @@ class LoggedGeneration:
     def _add(self, delta: TokenDelta, texts: dict[int, TextStream], choice: int) -> TextChunk | None:
         """Count a token, and return its chunk; None if its choice has already ended at a stop string."""
         chunk, num_tokens = None, 0
+        if delta.cost is not None:
+            self.usage.costs[f"{choice} {delta.request_id}"] = delta.cost
         if choice in texts:
             chunk = texts[choice].add(delta)
             num_tokens = len(chunk.token_ids)

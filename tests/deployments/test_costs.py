@@ -56,6 +56,17 @@ def test_a_client_that_asks_is_told_the_cost_of_its_answer_and_no_other_client_i
     run(scenario())
 
 
+def test_an_answer_that_is_sent_again_tells_what_it_had_cost(folder):
+    async def scenario() -> None:
+        async with real_api(folder) as api:
+            headers = {"Idempotency-Key": "once"}
+            first, again = [await api.complete(headers, **ASKED, **COST) for _ in range(2)]
+            assert first["usage"]["cost_details"]["compute_seconds"] > 0
+            assert again == first
+
+    run(scenario())
+
+
 def test_the_cost_of_a_prompt_includes_the_engine_that_computed_it(folder):
     async def scenario() -> None:
         async with real_api_with_prefill(folder) as api:
