@@ -43,7 +43,12 @@ SAMPLINGS = {
     "temperature": SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=None),
     "top_p": SamplingParams(temperature=1.0, top_p=0.9, top_k=20, ignore_eos=True, max_tokens=None),
     "drafts": GREEDY,  # by n-grams, three for half of the sequences in each step, all accepted
+    "eagle3": GREEDY,  # three drafts of a head for each sequence, none accepted, since its weights are random
 }
+HEAD: dict[str, Any] = {
+    **SHAPE, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 1000,
+    "eagle_aux_hidden_state_layer_ids": [0],
+}  # fmt: skip
 CONTEXT, UNMEASURED = 500, 40
 PARTS = ("schedule", "prepare", "launch", "collect", "commit", "loop")
 
@@ -75,14 +80,21 @@ def measure(sampling: str, sequences: int, steps: int) -> HostTime:
     torch.set_num_threads(1)
     drafts = sampling == "drafts"
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
+        head = Path(folder) / "head"
+        head.mkdir()
+        for path, fields in ((Path(folder), SHAPE), (head, HEAD)):
+            (path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+        drafters = {
+            "drafts": SpeculativeConfig(method="ngram", num_speculative_tokens=3),
+            "eagle3": SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=3),
+        }
         device = mock.patch("engine.runner.rank_setup.open_device", return_value=IdleDevice(torch.device("cpu")))
         plain = mock.patch("engine.model.ops.dispatch.cpu_kernels", return_value=False)  # they know no padding
         with device, plain:
             core = build_engine(EngineConfig(
                 model=folder, load_format="dummy", max_num_seqs=sequences, num_blocks=32 * sequences, block_size=64,
                 max_num_batched_tokens=max(1024, 4 * sequences), num_threads=1, enable_prefix_caching=True,
-                speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3) if drafts else None,
+                speculative=drafters.get(sampling),
             ))  # fmt: skip
     for i in range(sequences):
         prompt = [3 + (i + j) % 900 for j in range(CONTEXT)]
@@ -93,14 +105,23 @@ def measure(sampling: str, sequences: int, steps: int) -> HostTime:
         parts = time_steps(core, steps)
     assert len(core.scheduler.queue.running) == sequences, "some have ended"
     assert not drafts or core.stats().spec_decode.num_accepted_tokens >= sequences * steps
+    assert sampling != "eagle3" or core.stats().spec_decode.num_draft_tokens >= 3 * sequences * steps
     core.close()
     return HostTime(sampling, sequences, parts, sum(parts.values()))
+
+
+def step(core: EngineCore) -> None:
+    """Let a step end. With a head that drafts, a step is planned only once the step before has ended."""
+    scheduler = core.scheduler
+    ended = scheduler.totals.steps - len(scheduler.planned)
+    while scheduler.totals.steps - len(scheduler.planned) == ended:
+        core.step()
 
 
 def time_steps(core: EngineCore, steps: int) -> dict[str, float]:
     """Return the least CPU time of each part, in microseconds."""
     for _ in range(UNMEASURED):
-        core.step()
+        step(core)
     spent = dict.fromkeys(PARTS, 0.0)
     core.scheduler.schedule = timed(core.scheduler.schedule, "schedule", spent)  # type: ignore[method-assign]
     core.scheduler.commit = timed(core.scheduler.commit, "commit", spent)  # type: ignore[method-assign]
@@ -109,7 +130,7 @@ def time_steps(core: EngineCore, steps: int) -> dict[str, float]:
     least = dict.fromkeys(PARTS, float("inf"))
     for _ in range(steps):
         started = time.thread_time()
-        core.step()
+        step(core)
         spent["loop"] = 1e6 * (time.thread_time() - started) - sum(spent.values())
         for part in PARTS:
             least[part] = min(least[part], spent[part])
