@@ -383,8 +383,9 @@ def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
 def images_only(config: EngineConfig) -> EngineConfig:
     """Return the options of an engine that only encodes images, with all options for language models off."""
     return replace(
-        config, enforce_eager=True, speculative=None, torch_compile=False, kv_cache_dtype="auto", enable_lora=False
-    )
+        config, enforce_eager=True, speculative=None, torch_compile=False, kv_cache_dtype="auto", enable_lora=False,
+        expert_parallel=False,
+    )  # fmt: skip
 
 
 def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:

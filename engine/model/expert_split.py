@@ -16,7 +16,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.expert_parallel import check_count
 
 TOKENS_AT_ONCE = 256
-"""Tokens of an exchange of rows. Its memory is `row_bytes` for each of them."""
+"""Tokens of an exchange of rows. It takes memory for ranks x k rows of each token, twice."""
 
 
 class Products(Protocol):

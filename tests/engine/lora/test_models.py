@@ -112,9 +112,7 @@ def test_experts_are_read_in_the_forms_that_other_trainers_write(form, tmp_path)
         tensors = load_file(file)
         save_file(tensors if form == "down" else rewritten(tensors, form), file)
     check(step(with_adapters(folder, [lora, other]), 2), wanted)
-    ranks = make_ranks(2)
-    for rank in ranks:
-        rank.expert_parallel = True
+    ranks = make_ranks(2, expert_parallel=True)
     parts = [with_adapters(folder, [lora, other], rank) for rank in ranks]
     for found in on_all(ranks, lambda rank: step(parts[rank], 2)):
         check(found, wanted)
@@ -126,8 +124,7 @@ def test_an_adapter_of_an_expert_that_the_model_lacks_is_refused_by_every_rank(t
     file = Path(lora.lora_path) / "adapter_model.safetensors"
     tensors = {name.replace("experts.5.", "experts.6."): x for name, x in rewritten(load_file(file), "each").items()}
     save_file(tensors, file)
-    for rank in make_ranks(2):
-        rank.expert_parallel = True
+    for rank in make_ranks(2, expert_parallel=True):
         with pytest.raises(AdapterError, match="without a matching layer"):
             with_adapters(folder, [lora], rank)
 

@@ -38,6 +38,11 @@ def test_every_rank_has_the_logits_of_the_unsharded_text_part(tmp_path, name):
     check_ranks(make_transformers_model(tmp_path, name), 2)
 
 
+@pytest.mark.parametrize("name", ["Llama4ForCausalLM", *with_slow(["OlmoeForCausalLM"], ["OlmoeForCausalLM"])])
+def test_ranks_may_have_whole_experts(tmp_path, name):
+    check_ranks(make_transformers_model(tmp_path, name), 2, expert_parallel=True)
+
+
 @pytest.mark.parametrize("name", ["Glm4ForCausalLM", pytest.param("Dots1ForCausalLM", marks=pytest.mark.slow)])
 def test_with_more_ranks_than_kv_heads_several_ranks_hold_the_same_head(tmp_path, name):
     check_ranks(make_transformers_model(tmp_path, name), 4)

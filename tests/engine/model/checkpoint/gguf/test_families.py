@@ -84,11 +84,11 @@ def test_weights_stay_in_blocks_and_mean_the_same_in_bfloat16(tmp_path, type):
 
 
 @pytest.mark.parametrize("type", ["Q4_1", "Q8_0", "Q6_K"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_two_ranks_read_their_parts_of_the_blocks(tmp_path, family, type):
+@pytest.mark.parametrize(("family", "spread"), [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True)])
+def test_two_ranks_read_their_parts_of_the_blocks(tmp_path, family, spread, type):
     """Of 256 numbers that are in one block, too."""
     file, numbers = make(tmp_path, family, type)
-    folder, ranks = resolve(str(file)), make_ranks(2)
+    folder, ranks = resolve(str(file)), make_ranks(2, expert_parallel=spread)
     parts = [load_by_hand(folder, tp) for tp in ranks]
     expected = load_by_hand(numbers).step({0: PROMPT})
     for found in on_all(ranks, lambda rank: parts[rank].step({0: PROMPT})):
