@@ -431,15 +431,19 @@ PLACES = pytest.mark.parametrize("options", [OPTIONS, STORE], ids=["disk", "stor
 
 
 def test_a_hold_that_another_engine_takes_over_lasts_as_long_as_was_promised():
-    leaving, other = make(), make()
+    leaving, other, unused = make(), make(), make()
     held(leaving, "held", client="alice", hold_name="talk")
     leaving.now = 4.0
     (given,) = leaving.scheduler.holds.give(8, leaving.now)
     assert (given.token_ids, given.client, given.name, given.response_id) == (PROMPT, "alice", "talk", "resp-held")
     assert (given.ttl_s, given.left_s) == (10.0, 6.0)
     mark = (len(given.token_ids), given.ttl_s, given.left_s)
-    other.add("hold", given.token_ids, max_tokens=1, client="alice", hold=[mark], hold_name="talk")
-    serve(other, "hold")
+    for harness in (other, unused):
+        harness.add("hold", given.token_ids, max_tokens=1, client="alice", hold=[mark], hold_name="talk")
+        serve(harness, "hold")
+    unused.now = 6.0
+    flood(unused)
+    assert cached(unused) == 0
     assert outcomes(other, "hold") == [HoldOutcome(tokens=20, ttl_s=10.0)]
     other.now = 5.9
     flood(other)
