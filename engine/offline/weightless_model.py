@@ -58,8 +58,8 @@ def as_on_a_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
     select_experts = moe.select
 
-    def mix(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device) -> Any:
-        return select_experts(hidden_size, slice_size, dtype, torch.device("cuda"))
+    def mix(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device, some: bool) -> Any:
+        return select_experts(hidden_size, slice_size, dtype, torch.device("cuda"), some)
 
     patches: list[tuple[Any, str, Any]] = [
         (dispatch, "gpu_kernels", lambda dtype, device: True),
