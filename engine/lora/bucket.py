@@ -88,14 +88,16 @@ def local_copy(url: str, adapter: str) -> Path:
 
 
 def _delete_old(copies: Path, keep: Path) -> None:
-    found = [(path.stat().st_mtime, path) for path in copies.iterdir() if not path.name.startswith(".")]
-    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for _, path in found}
-    total = sum(sizes.values())
-    for _, path in sorted(found):
+    found = []
+    for path in copies.glob("[!.]*"):
+        with suppress(FileNotFoundError):  # another process has just deleted it
+            found.append((path.stat().st_mtime, path, sum(file.stat().st_size for file in path.iterdir())))
+    total = sum(size for _, _, size in found)
+    for _, path, size in sorted(found):
         if total <= MAX_BYTES or path == keep:
             return
         shutil.rmtree(path, ignore_errors=True)
-        total -= sizes[path]
+        total -= size
 
 
 def _answered(url: str, call: Callable[[], T]) -> T:

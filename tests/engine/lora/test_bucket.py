@@ -44,6 +44,8 @@ def test_copies_that_were_used_least_recently_are_deleted(copies, tmp_path, monk
     local = write_adapter(tmp_path / "sql")
     monkeypatch.setattr(bucket, "MAX_BYTES", 2 * sum(file.stat().st_size for file in local.iterdir()))
     urls = [put(local, f"memory://bucket/{name}") for name in "abc"]
+    copies.mkdir()
+    (copies / "gone").symlink_to("nowhere")  # as a copy that another process has just deleted
     kept = [bucket.local_copy(url, "x") for url in urls]
     assert [copy.is_dir() for copy in kept] == [False, True, True]
     assert open_adapter(urls[0]).digest == open_adapter(local).digest
