@@ -29,6 +29,12 @@ class RankPool:
         self._context = with_engine()
         self._ranks: list[tuple[ForkServerProcess, Connection]] = []
 
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @contextmanager
     def engine(self, config: EngineConfig, **options: Any) -> Iterator[EngineCore]:
         """An engine of `config.num_ranks` ranks. options: of TPGroup.connect."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 
 import hypothesis.strategies as st
 import msgspec
@@ -106,8 +106,7 @@ def test_requests_leave_after_each_period_with_preemptions_to_engines_of_the_sam
 def test_requests_move_from_a_real_engine_without_blocks_to_an_idle_one_and_keep_their_texts():
     """The engine is asked after its first step with preemptions, in its own thread: later, too few may be left."""
     small, large = (make_config("pocket", num_blocks=blocks, max_model_len=256) for blocks in (20, 200))
-    ranks = RankPool(), RankPool()
-    with Movers(small, large, ranks) as movers, closing(ranks[0]), closing(ranks[1]):
+    with Movers(small, large, (RankPool(), RankPool())) as movers:
         full, idle, moved = movers.decode.server._core, movers.prefill.server._core.stats(), 0
         step = full.step
 

@@ -10,7 +10,5 @@ from tests.rank_pool import RankPool
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[tuple[RankPool, RankPool]]:
     """The ranks of a decode engine and of a prefill engine."""
-    pools = RankPool(), RankPool()
-    yield pools
-    for pool in pools:
-        pool.close()
+    with RankPool() as decode, RankPool() as prefill:
+        yield decode, prefill

@@ -281,28 +281,17 @@ def test_without_prefill_engines_prompts_are_computed_here(fresh, alone):
 # -- other pairs -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("decode", "prefill"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_engines_of_different_size_hand_over_heads(ranks, alone, decode, prefill):
-    configs = make_config("decode", tensor_parallel=decode), make_config("prefill", tensor_parallel=prefill)
-    with Pair(*configs, ranks) as pair:
-        for length in (5, 64, 200):
-            pair.ingress.add(f"greedy {length}", prompt(length))
-            pair.ingress.add(f"random {length}", prompt(length, 1), **RANDOM)
-        for length in (5, 64, 200):
-            assert pair.ingress.tokens(f"greedy {length}") == alone(prompt(length))
-            assert pair.ingress.tokens(f"random {length}") == alone(prompt(length, 1), **RANDOM)
-        pair.settle()
-        assert results(pair) == 6
-
-
 @pytest.mark.parametrize(
-    ("decode", "prefill"),
-    [(1, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+    ("decode", "prefill", "stages"),
+    [
+        *((1, 2, 1), (2, 1, 1), (1, 1, 2)),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 2, 1), (1, 2, 2), (2, 1, 2))),
+    ],
 )
-def test_engines_with_equal_stages_hand_over_the_layers_of_each_stage(ranks, alone, decode, prefill):
+def test_engines_of_different_size_hand_over_the_heads_and_layers_of_each_rank(ranks, alone, decode, prefill, stages):
     configs = (
-        make_config("decode", tensor_parallel=decode, pipeline_parallel=2),
-        make_config("prefill", tensor_parallel=prefill, pipeline_parallel=2),
+        make_config("decode", tensor_parallel=decode, pipeline_parallel=stages),
+        make_config("prefill", tensor_parallel=prefill, pipeline_parallel=stages),
     )
     with Pair(*configs, ranks) as pair:
         for length in (5, 64, 200):

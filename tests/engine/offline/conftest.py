@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from engine.model.ops import dispatch, linear
+from tests.rank_pool import RankPool
 from tests.sync_guard import forbid_waits
 from tests.tape import TapedDevice, tape_kernels
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with RankPool() as pool:
+        yield pool
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

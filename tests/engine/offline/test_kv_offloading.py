@@ -346,8 +346,7 @@ def test_a_key_that_is_nowhere_leaves_nothing_to_the_next_start(folder_of, tmp_p
 def test_two_ranks_each_keep_their_part_and_hit_together(folder_of, plainly, tmp_path, key_file):
     tiers = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_size": SIZE}
     config = config_of(folder_of("llama"), tensor_parallel=2, kv_offloading_key_file=key_file, **tiers)
-    pool = RankPool()
-    try:
+    with RankPool() as pool:
         with pool.engine(config) as core:
             first, _ = answer(core, PROMPT)
             turn = next_turn(first)
@@ -364,14 +363,11 @@ def test_two_ranks_each_keep_their_part_and_hit_together(folder_of, plainly, tmp
             assert found == second and 0 < cached < 164
             stats = core.stats().kv_offload
             assert stats is not None and stats.tiers["disk"].errors == {}
-    finally:
-        pool.close()
 
 
 def test_two_ranks_write_parts_to_the_store_that_hit_together(folder_of, shared):
     config = config_of(folder_of("llama"), tensor_parallel=2, **shared)
-    pool = RankPool()
-    try:
+    with RankPool() as pool:
         with pool.engine(config) as core:
             first, _ = answer(core, PROMPT)
             turn = next_turn(first)
@@ -386,8 +382,6 @@ def test_two_ranks_write_parts_to_the_store_that_hit_together(folder_of, shared)
             assert found == second and 0 < cached < 164
             stats = core.stats().kv_offload
             assert stats is not None and stats.tiers["store"].errors == {}
-    finally:
-        pool.close()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -49,16 +48,6 @@ FAST: list[tuple[str, str, tuple[int, int], bool | None]] = [
     ("gemma3", "bfloat16", (4, 1), None),
     ("qwen3_next", "float32", (2, 1), None),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pool = RankPool()
-    yield pool
-    pool.close()
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

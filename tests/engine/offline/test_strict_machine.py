@@ -162,10 +162,8 @@ def pools() -> Iterator[list[RankPool]]:
     """The rank pools of the engines with several ranks."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    pools = [RankPool() for _ in ENGINES]
-    yield pools
-    for pool in pools:
-        pool.close()
+    with ExitStack() as stack:
+        yield [stack.enter_context(RankPool()) for _ in ENGINES]
     torch.set_num_threads(before)
 
 

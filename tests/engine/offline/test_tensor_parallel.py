@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,16 +34,6 @@ OTHERS = tuple(family for family in FAMILIES if family not in ("qwen3_moe", "gem
 """Their layers are compared on both numbers of ranks in model/models/test_tensor_parallel.py: engines are slow."""
 FAST_STRICT = {("llama", "float32"), ("qwen3_moe", "bfloat16")}  # the others are slow
 BUSY = {"max_num_seqs": 4, "num_blocks": 26, "max_num_batched_tokens": 20}  # preempts, and cuts prompts into chunks
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pool = RankPool()
-    yield pool
-    pool.close()
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -197,18 +186,12 @@ def test_greedy_tokens_are_the_same_whether_all_logits_are_gathered_or_only_the_
 
 
 def test_two_engines_over_several_ranks_share_a_process(pool, folder_of):
-    other = RankPool()
-    try:
-        with (
-            pool.engine(make_config(folder_of("llama"), 2)) as a,
-            other.engine(make_config(folder_of("llama"), 2)) as b,
-        ):
-            for core in (a, b):
-                run(core, {"warm": ([3, 4, 5], {})}, Outcome())
-            requests = {str(n): (random_prompt(a, n, seed=n), {}) for n in (5, 20)}
-            assert run(a, requests, Outcome()).tokens == run(b, requests, Outcome()).tokens
-    finally:
-        other.close()
+    config = make_config(folder_of("llama"), 2)
+    with RankPool() as other, pool.engine(config) as a, other.engine(config) as b:
+        for core in (a, b):
+            run(core, {"warm": ([3, 4, 5], {})}, Outcome())
+        requests = {str(n): (random_prompt(a, n, seed=n), {}) for n in (5, 20)}
+        assert run(a, requests, Outcome()).tokens == run(b, requests, Outcome()).tokens
 
 
 def check_logprobs(entries: list[TokenLogprob], expected: list[TokenLogprob]) -> None:

@@ -308,9 +308,8 @@ def test_preemption_changes_nothing(llm, folder, overlap):
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.close()
+    with RankPool() as pool:
+        yield pool
 
 
 def run(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, list[int]]:

@@ -156,13 +156,10 @@ def test_an_engine_stores_a_quarter_of_float32_and_says_what_it_costs_on_a_cpu(c
 
 def test_kv_in_fp8_travels_between_engines_as_it_is():
     alone = build_engine(make_config(enable_prefix_caching=False))
-    ranks = RankPool(), RankPool()
-    with Pair(make_config("decode"), make_config("prefill"), ranks) as pair:
+    with Pair(make_config("decode"), make_config("prefill"), (RankPool(), RankPool())) as pair:
         for length in (5, 40, 100):
             pair.ingress.add(f"{length}", prompt(length))
             assert pair.ingress.tokens(f"{length}") == answer(alone, prompt(length))
         pair.settle()
         assert sum(pair.decode.status.handoffs.results["received"].values()) == 3
-    for pool in ranks:
-        pool.close()
     alone.close()

@@ -53,9 +53,7 @@ def engines(folder: Path, ranks: int = 1, **options) -> Iterator[tuple[EngineCor
     answers = HandoffConfig(role="decode", transport="tcp")
     config = EngineConfig(model=str(folder), tensor_parallel=ranks, encode=answers, **{**SIZES, **options})
     handoff = HandoffConfig(role="encode", transport="tcp")
-    pool = RankPool()
-    with ExitStack() as opened:
-        opened.callback(pool.close)
+    with RankPool() as pool, ExitStack() as opened:
         core = opened.enter_context(pool.engine(config))
         encode = build_engine(EngineConfig(model=str(folder), handoff=handoff, **{**SIZES, **options}))
         opened.callback(encode.close)
