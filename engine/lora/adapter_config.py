@@ -45,6 +45,9 @@ class AdapterConfig:
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     """Alpha by module. A key is the end of a module's name, or a regular expression for it; the first key that matches
     decides."""
+    may_be_swapped: bool = False
+    """Whether a version of PEFT before 0.19 may have written the adapter. These exchanged inputs and outputs of
+    parameters that hold all experts as [experts, outputs, inputs]."""
     base_model: str = ""
     """Name of the model that the adapter was trained on, as given by its trainer. Only shown to people."""
 
@@ -58,6 +61,7 @@ class AdapterConfig:
             lora_alpha=_number(raw, "lora_alpha", 8, adapter),
             use_rslora=bool(raw.get("use_rslora")),
             alpha_pattern=_patterns(raw, "alpha_pattern", adapter),
+            may_be_swapped=_version(raw.get("peft_version")) < (0, 19),
             base_model=str(raw.get("base_model_name_or_path") or ""),
         )
         init = raw.get("init_lora_weights")
@@ -102,6 +106,12 @@ def _check(raw: dict[str, Any], adapter: str) -> None:
             raise AdapterError(adapter, key, value, why)
     if raw.get("bias") not in (None, "none"):
         raise AdapterError(adapter, "bias", raw["bias"], f"none: biases in an adapter are not supported; {MERGE}")
+
+
+def _version(version: object) -> tuple[int, int]:
+    """Return major and minor version; 0.0 for versions of PEFT that do not write theirs."""
+    match = re.match(r"(\d+)\.(\d+)", str(version))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _number(raw: dict[str, Any], key: str, default: float, adapter: str) -> float:

@@ -18,30 +18,25 @@ class ExpertSizes(NamedTuple):
     hidden: int
     intermediate: int
     wide: int
-    """Outputs of the first projections together."""
-    projections: tuple[str, ...]
-    """The first projections: those to gate and up, which may be one, or the one to up."""
-    may_be_swapped: bool
-    """Whether an adapter may have inputs and outputs exchanged."""
+    """Outputs of the projections to gate and up together, or of the one to up."""
 
 
 def of_each_expert(
-    adapter: str, module: str, a: Tensor, b: Tensor, sizes: ExpertSizes
-) -> tuple[str, tuple[str, ...], Iterator[tuple[Tensor, Tensor]]]:
-    """Return the parameter that an adapter changes, the projections that this parameter consists of, and each expert's
-    A [rank, inputs] and B [outputs, rank].
+    adapter: str, module: str, a: Tensor, b: Tensor, sizes: ExpertSizes, may_be_swapped: bool
+) -> tuple[bool, Iterator[tuple[Tensor, Tensor]]]:
+    """Return whether an adapter changes the projections to gate and up, not those from the intermediate size, and each
+    expert's A [rank, inputs] and B [outputs, rank].
 
     a: [experts * rank, inputs]; the rows of one expert are neighbours. b: [outputs, rank * experts]; neighbouring
-    columns belong to different experts. The file does not name the parameter, so it is found by its sizes. If a model
-    stores [experts, outputs, inputs], versions of PEFT before 0.19 confused inputs with outputs, and so exchanged the
-    sizes of A and B. Raises AdapterError if the sizes fit no parameter or more than one.
+    columns belong to different experts. The file does not name the parameter, so it is found by its sizes.
+    may_be_swapped: whether inputs and outputs may be exchanged. Raises AdapterError if the sizes fit no parameter or
+    more than one.
     """
-    experts, hidden, inner, wide, first, may_be_swapped = sizes
-    up = ("up_proj" if first == ("up_proj",) else "gate_up_proj", first)
+    experts, hidden, inner, wide = sizes
     found = a.shape[1], len(b)
     fits = [
-        (parameter, swapped)
-        for parameter, shape in ((up, (hidden, wide)), (("down_proj", ("down_proj",)), (inner, hidden)))
+        (is_first, swapped)
+        for is_first, shape in ((True, (hidden, wide)), (False, (inner, hidden)))
         for swapped in (False, True)[: 1 + may_be_swapped]
         if found == (shape[::-1] if swapped else shape)
     ]
@@ -49,8 +44,8 @@ def of_each_expert(
         limit = f"of {experts} experts with {hidden} inputs and {wide} outputs, or {inner} and {hidden}"
         limit += "; these sizes fit more than one parameter" if fits else ""
         raise AdapterError(adapter, module, Described(f"{list(a.shape)} and {list(b.shape)}"), limit)
-    (parameter, projections), swapped = fits[0]
+    is_first, swapped = fits[0]
     each_a, each_b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
     if swapped:
         each_a, each_b = each_b.mT, each_a.mT
-    return parameter, projections, zip(each_a, each_b, strict=True)
+    return is_first, zip(each_a, each_b, strict=True)

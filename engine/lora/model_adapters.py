@@ -24,10 +24,10 @@ from engine.model.tensor_names import HEADS, canonical_name
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NOT_IN_STEPS = (*HEADS, "pooler.", "causal.")  # paths of what is computed for some of a step's tokens only
 ON_CPU = "on CPUs only: on a GPU they have no kernel yet"
-REASONS = REFUSED | {
+REASONS = REFUSED | {"intermediate.dense": "it is computed in one kernel with its activation"}
+REASONS_ON_GPU = REASONS | {
     "experts": f"adapters of experts are supported {ON_CPU}",
     "kv_b_proj": f"adapters of this layer of latent attention are supported {ON_CPU}",
-    "intermediate.dense": "it is computed in one kernel with its activation",
 }
 
 
@@ -43,6 +43,16 @@ class Place:
     """This rank's part of the layer's weight in the checkpoint."""
     order: Order
     """As in Adapted."""
+
+
+@dataclass(slots=True)
+class ExpertPlaces:
+    """The experts of one layer."""
+
+    module: Experts
+    sizes: ExpertSizes
+    places: tuple[dict[int, list[Place]], dict[int, list[Place]]]
+    """Of the projections to gate and up, and of the one from the intermediate size, by this rank's experts."""
 
 
 @dataclass(slots=True)
@@ -80,8 +90,9 @@ class ModelAdapters:
         self.rows = AdapterRows(max_tokens, device)
         self._layers: list[LinearAdapters | GroupedAdapters] = []
         self._places: dict[str, list[Place]] = {}
-        self._experts: dict[str, ExpertSizes] = {}
+        self._experts: dict[str, ExpertPlaces] = {}  # by the module's name in adapters
         self._elsewhere: set[str] = set()  #: weights of experts of other ranks
+        self._reasons = REASONS_ON_GPU if for_gpu or device.type == "cuda" else REASONS
         self._heads: dict[str, tuple[Shard, list[tuple[Place, Place]]]] = {}
         for path, module in model.named_modules():
             if path.startswith(NOT_IN_STEPS):
@@ -107,7 +118,8 @@ class ModelAdapters:
         model, in particular if it changes a layer that the model lacks. Ignoring that layer would change what the
         adapter computes."""
         changes = list(self._changes(files))
-        check_places(files, changes)  # first: the rank of a layer without a place may be that of all experts together
+        # before the rank: that of a layer without a place may be the rank of all experts together
+        check_places(files, changes, self._reasons)
         rank = max((len(change.a) for change in changes), default=0)  # 0: it changes layers of other stages only
         if rank > self._max_rank:
             raise AdapterError(files.name, "r", rank, f"at most {self._max_rank} (max_lora_rank)")
@@ -134,39 +146,40 @@ class ModelAdapters:
         weights: dict[str, Shard],
         product: int = 0,
         order: Order = AS_STORED,
-    ) -> None:
-        for i, (name, shard) in enumerate(weights.items()):
+    ) -> list[Place]:
+        """Record the places of one product, and return them."""
+        places = [Place(layer, product, i, shard, order) for i, shard in enumerate(weights.values())]
+        for name, place in zip(weights, places, strict=True):
             tensor = f"{name}.weight".removeprefix(".").partition(":")[0]
-            place = Place(layer, product, i, shard, order)
             self._places.setdefault(self._model.checkpoint_name(f"{path}.{tensor}"), []).append(place)
         if product == 0:
             self._layers.append(layer)
+        return places
 
     def _add_experts(self, path: str, module: Experts) -> None:
         *inputs, last = module.weights.items()
-        layers = []
+        layers, places = [], []
         for weights in (dict(inputs), dict([last])):
             shards = list(weights.values())
             layer = GroupedAdapters(
                 shards, len(module.split.own), self.rows, module.dtype, module.device, max(1, len(module.kernels))
             )
             layers.append(layer)
-            for product, expert in enumerate(module.split.own):
-                self._add(layer, f"{path}.{expert}", weights, product)
+            own = enumerate(module.split.own)
+            places.append({expert: self._add(layer, f"{path}.{expert}", weights, i) for i, expert in own})
             others = set(range(module.num_experts)) - set(module.split.own)
             names = itertools.product(others, weights)
             self._elsewhere |= {self._model.checkpoint_name(f"{path}.{i}.{name}.weight") for i, name in names}
         module.adapters = layers[0], layers[1]
-        first, down = ([self._model.checkpoint_name(f"{path}.0.{name}.weight") for name in names]
-                       for names in (dict(inputs), ["down_proj"]))  # fmt: skip
-        name = down[0].removesuffix(".0.down_proj.weight")
-        self._experts[name] = ExpertSizes(
-            experts=module.num_experts,
-            hidden=last[1].shape[OUTPUTS],
-            intermediate=last[1].shape[INPUTS],
-            wide=sum(shard.shape[OUTPUTS] for _, shard in inputs),
-            projections=tuple(own.removeprefix(f"{name}.0.").removesuffix(".weight") for own in first),
-            may_be_swapped=not module.orientation_is_known,
+        self._experts[self._model.checkpoint_name(path)] = ExpertPlaces(
+            module,
+            ExpertSizes(
+                experts=module.num_experts,
+                hidden=last[1].shape[OUTPUTS],
+                intermediate=last[1].shape[INPUTS],
+                wide=sum(shard.shape[OUTPUTS] for _, shard in inputs),
+            ),
+            (places[0], places[1]),
         )
 
     def _add_heads(self, path: str, module: HeadProjections) -> None:
@@ -192,24 +205,22 @@ class ModelAdapters:
                 continue
             change = Change(module, a, b, files.config.scale(module, pair.rank), self._places.get(f"{name}.weight", []))
             if experts in self._experts:
-                yield from self._of_experts(files, change, experts)
+                yield from self._of_experts(files, change, self._experts[experts])
             elif f"{name}.weight" in self._heads:
                 yield from self._of_heads(files, change, *self._heads[f"{name}.weight"])
             else:
                 yield change
 
-    def _of_experts(self, files: AdapterFiles, change: Change, experts: str) -> Iterator[Change]:
-        """Yield what an adapter adds to each expert of a layer. experts: canonical name of the experts' module."""
-        parameter, projections, each = of_each_expert(
-            files.name, change.name, change.a, change.b, self._experts[experts]
-        )
-        for i, (a, b) in enumerate(each):
-            names = [f"{experts}.{i}.{name}.weight" for name in projections]
-            if names[0] in self._elsewhere:
-                continue
-            places = [place for name in names for place in self._places[name]]
-            module = change.name.removesuffix(".base_layer")
-            yield Change(change.name, a, b, files.config.scale(f"{module}.{parameter}", len(a)), places)
+    def _of_experts(self, files: AdapterFiles, change: Change, experts: ExpertPlaces) -> Iterator[Change]:
+        """Yield what an adapter adds to each of this rank's experts of a layer."""
+        module = experts.module
+        swapped = not module.orientation_is_known and (module.is_stored_transposed or files.config.may_be_swapped)
+        is_first, each = of_each_expert(files.name, change.name, change.a, change.b, experts.sizes, swapped)
+        parameter = ("gate_up_proj" if module.gated else "up_proj") if is_first else "down_proj"
+        name, places = f"{change.name.removesuffix('.base_layer')}.{parameter}", experts.places[0 if is_first else 1]
+        for expert, (a, b) in enumerate(each):
+            if expert in places:
+                yield Change(change.name, a, b, files.config.scale(name, len(a)), places[expert])
 
     def _of_heads(
         self, files: AdapterFiles, change: Change, shard: Shard, heads: list[tuple[Place, Place]]
@@ -228,12 +239,13 @@ class ModelAdapters:
         return (self._model.canonical_name(f"{module}.weight") or "").removesuffix(".weight")
 
 
-def check_places(files: AdapterFiles, changes: Sequence[Change]) -> None:
+def check_places(files: AdapterFiles, changes: Sequence[Change], reasons: dict[str, str]) -> None:
+    """Raise AdapterError if a change has no place. reasons: why, by a part of the layer's name."""
     lost = [change.name for change in changes if not change.places]
     if not lost:
         return
     shown = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-    why = next((f" ({reason})" for part, reason in REASONS.items() if part in lost[0]), "")
+    why = next((f" ({reason})" for part, reason in reasons.items() if part in lost[0]), "")
     got = Described(f"{len(lost)} of {len(files.modules)} without a matching layer: {shown}")
     raise AdapterError(files.name, WEIGHTS_FILE, got, f"of linear layers that this model has{why}")
 

@@ -18,6 +18,7 @@ import uvicorn
 from deployments.app import http_app
 from deployments.frontend.admission import AdmissionLimits
 from deployments.frontend.token_channel import TokenChannel
+from deployments.http.middleware import AuthConfig
 from deployments.multimodal.config import ImageConfig
 from deployments.multimodal.image_loader import ImageLoader
 from deployments.observability.telemetry import Telemetry
@@ -155,13 +156,16 @@ def _has_reported(replica: EngineReplica) -> bool:
 
 @asynccontextmanager
 async def real_api(
-    folder: Path, tracing: Tracing | None = None, info: ModelInfo | None = None
+    folder: Path,
+    tracing: Tracing | None = None,
+    info: ModelInfo | None = None,
+    auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
 ) -> AsyncGenerator[RealApi]:
     """folder: a model, served as `tiny` or as `info` says."""
     adapted = info is not None and info.adapters is not None
     async with (
         running_engine(folder, "decode-1", enable_lora=adapted) as (engine, replica),
-        serving(folder, engine, LocalPool(replica), tracing, info) as client,
+        serving(folder, engine, LocalPool(replica), tracing, info, auth) as client,
     ):
         yield RealApi(client)
 
@@ -181,7 +185,12 @@ async def real_api_with_prefill(folder: Path, tracing: Tracing | None = None) ->
 
 @asynccontextmanager
 async def serving(
-    folder: Path, engine: EngineServer, pool: EnginePool, tracing: Tracing | None, info: ModelInfo | None = None
+    folder: Path,
+    engine: EngineServer,
+    pool: EnginePool,
+    tracing: Tracing | None,
+    info: ModelInfo | None = None,
+    auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
 ) -> AsyncGenerator[httpx.AsyncClient]:
     """The API on a port of its own, and a client of it."""
     telemetry = Telemetry("ingress-1", tracing)
@@ -200,7 +209,7 @@ async def serving(
     tokenizer = Tokenizer.from_folder(folder, template=info.chat_template)
     images = ImageLoader.from_folder(folder, IMAGES, tokenizer) if has_image_processor(folder) else None
     model = ServedModel(info, tokenizer, pool, channel, telemetry, images)
-    app = http_app({info.name: model}, telemetry)
+    app = http_app({info.name: model}, telemetry, auth)
     web = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
     receiving, answering = asyncio.create_task(channel.run()), asyncio.create_task(web.serve())
     try:

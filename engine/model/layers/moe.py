@@ -132,6 +132,8 @@ class Experts(Sharded):
     """Whether there is a `gate`; if not, `gate_up` is [experts, slice, hidden]."""
     orientation_is_known: ClassVar[bool] = False
     """Whether all versions of PEFT write adapters of stacked weights in the same orientation."""
+    is_stored_transposed: ClassVar[bool] = False
+    """Whether transformers stores stacked weights as [experts, inputs, outputs]."""
     stacked = False
     """Whether the checkpoint holds the weights of all experts in one tensor."""
     kernels: Sequence[ExpertWeights] = ()

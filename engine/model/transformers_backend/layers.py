@@ -270,6 +270,8 @@ class Llama4Experts(OurExperts):
     over experts is the result.
     """
 
+    is_stored_transposed = True
+
     def __init__(self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup):
         super().__init__(hidden_size, moe, activation, tp)
         self.num_experts, self.k = moe.num_experts, moe.experts_per_token

@@ -12,6 +12,7 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
+from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     Add,
     CancelDispatch,
@@ -61,7 +62,7 @@ class Member:
         self.tokens, self.reply_to = inbox(context)
         self._commands = context.socket(zmq.PUSH)
         self._commands.setsockopt(zmq.LINGER, 0)
-        self.is_ready = False
+        self.is_ready, self.transports = False, 0
         self.known: EngineStatus | None = None
         self.ended: set[str] = set()
         process.start(config, name, notices)
@@ -170,10 +171,16 @@ class FaultyPair:
         return peer
 
     def ask(
-        self, name: str, prompt: list[int], to: str = "decode", holder: KVHolder | None = None, **params: Any
+        self,
+        name: str,
+        prompt: list[int],
+        to: str = "decode",
+        holder: KVHolder | None = None,
+        lora: LoRARequest | None = None,
+        **params: Any,
     ) -> Asked:
-        settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
-        request = GenerateRequest(request_id=name, prompt=prompt, params=SamplingParams(**settings), kv_holder=holder)
+        settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
+        request = GenerateRequest(request_id=name, prompt=prompt, params=settings, kv_holder=holder, lora=lora)
         self.asked[name] = Asked(request, to)
         self.is_settled = False
         self._send(self.asked[name])
@@ -238,7 +245,9 @@ class FaultyPair:
         elif what == "data":
             described = value  # nobody reads from decode
             if member.name == "prefill":
-                described = self._link("data", *address_of(value)).describe(value)
+                member.transports += 1  # a model with states has a second one
+                name = "data" if member.transports == 1 else f"data {member.transports}"
+                described = self._link(name, *address_of(value)).describe(value)
             member.process.pipe.send(described)
         else:
             host, port = value.removeprefix("tcp://").split(":")

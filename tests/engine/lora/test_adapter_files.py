@@ -51,6 +51,13 @@ def test_the_scale_follows_alpha_its_patterns_and_rslora(tmp_path):
     assert open_adapter(write(tmp_path, use_rslora=True)).config.scale(Q, 4) == 8 / 2
 
 
+@pytest.mark.parametrize(
+    ("version", "may_be"), [(None, True), ("0.18.2.dev0@UNKNOWN", True), ("x", True), ("0.19.0", False), ("1.0", False)]
+)
+def test_inputs_and_outputs_of_experts_may_be_exchanged_unless_a_newer_peft_names_itself(tmp_path, version, may_be):
+    assert open_adapter(write(tmp_path, peft_version=version)).config.may_be_swapped == may_be
+
+
 def test_a_digest_tells_the_arithmetic_and_nothing_else(tmp_path):
     first = open_adapter(write(tmp_path / "a")).digest
     assert open_adapter(write(tmp_path / "b", base_model_name_or_path="elsewhere", lora_dropout=0.1)).digest == first

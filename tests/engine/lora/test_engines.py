@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig, SpeculativeConfig
@@ -23,28 +22,25 @@ from engine.wire.lora import LoRARequest
 from engine.wire.messages import GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
-from tests.engine.lora.peft_adapters import Reference, make_adapter
+from tests.engine.lora.adapted_models import ALL, MAX_TOKENS, NATIVE, prompt
+from tests.engine.lora.peft_adapters import make_adapter
 from tests.engine.spec_decode.draft_checkpoints import make_drafters
-from tests.fake_drafter import draft_always
-from tests.models import FAMILIES, make_model, with_slow
+from tests.fake_drafter import WildDrafter, draft_always
+from tests.models import make_model, with_slow
+from tests.products import each_once
 from tests.rank_pool import RankPool
-from tests.transformers_models import make_transformers_model
 
-MAX_TOKENS = 8
 SIZES = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 40, "num_threads": 1}
-BUSY = {"num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 13}  # preempts, and cuts prompts into chunks
-FAST = ("llama", "phi3")
-BACKEND = ("SmolLM3ForCausalLM", "Cohere2ForCausalLM", "GPTNeoXForCausalLM", "OlmoeForCausalLM", "Exaone4ForCausalLM")
-ALL_LINEAR = r".*\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|qkv|gate|up|down|gate_up)_proj"
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks and preemption": {"num_blocks": 9, "max_num_seqs": 4, "max_num_batched_tokens": 13},
+    "drafts": {"speculative": SpeculativeConfig(method="ngram")},
+    "two ranks": {"tensor_parallel": 2},
+}
 
 
 def config(folder: Path, **options: Any) -> EngineConfig:
-    defaults: dict[str, Any] = {"dtype": "float32", "enable_lora": True, "max_loras": 2, "max_cpu_loras": 2}
+    defaults: dict[str, Any] = {"dtype": "float32", "enable_lora": True, "max_loras": 2}
     return EngineConfig(**{"model": str(folder), **defaults, **SIZES, **options})
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(100 * seed + length)).tolist()
 
 
 class Answers:
@@ -76,26 +72,9 @@ def ask(core: EngineCore, requests: dict[str, tuple[list[int], LoRARequest | Non
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    @cache
-    def make(family: str) -> tuple[Path, list[LoRARequest]]:
-        make_folder = make_transformers_model if family in BACKEND else make_model
-        folder = make_folder(tmp_path_factory.mktemp(family), family)
-        dense = {"target_modules": ALL_LINEAR} if family in FAST else {}
-        other: dict[str, Any] = {"lora_alpha": 24} if family == "minicpm3" else {}  # whose residuals are scaled down
-        if family == "qwen3_moe":
-            other = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-        if family in BACKEND and family != "OlmoeForCausalLM":
-            other = {"target_modules": "all-linear"}
-        first = {**dense, **other, "rank_pattern": {"layers.0.self_attn.o_proj": 2}, "alpha_pattern": {"o_proj": 16}}
-        adapters = [
-            make_adapter(tmp_path_factory.mktemp(family) / "one", folder, 1, **first),
-            make_adapter(tmp_path_factory.mktemp(family) / "two", folder, 2, rank=8, use_rslora=True, **other),
-            make_adapter(tmp_path_factory.mktemp(family) / "three", folder, 3, rank=2, **dense, **other),
-        ]
-        return folder, adapters
-
-    return make
+def pool() -> Iterator[RankPool]:
+    with RankPool() as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -106,39 +85,33 @@ def opened() -> Iterator[list[EngineCore]]:
         core.close()
 
 
-@pytest.mark.parametrize(
-    "family",
-    with_slow([*FAMILIES, *BACKEND], {*FAMILIES, *BACKEND} - set(FAST)),
-)
-def test_tokens_are_those_of_peft_alone_and_in_one_batch(family, made, opened):
-    """Four prompts by three adapters and none through two slots, with preemption, chunks and cached prefixes."""
-    folder, adapters = made(family)
-    reference, some = Reference(folder, MAX_TOKENS), [None, *adapters]
-    opened.append(core := build_engine(config(folder, **BUSY)))
-    requests = {f"{i} {j}": (prompt(9 + 7 * i), lora) for i in range(2) for j, lora in enumerate(some)}
-    answers = ask(core, requests)
-    assert not answers.errors
-    for name, (tokens, lora) in requests.items():
-        assert answers.tokens[name] == reference.tokens(tokens, lora), name
-    assert answers.tokens["1 1"] == reference.tokens(*requests["1 1"], merged=False)
-    assert len({tuple(answers.tokens[f"1 {j}"]) for j in range(4)}) == 4, "the adapters do nothing"
-    again = ask(core, {name: requests[name] for name in ("1 0", "1 3")})
-    assert again.tokens == {name: answers.tokens[name] for name in ("1 0", "1 3")}
+@pytest.mark.parametrize(("way", "family"), each_once(WAYS, with_slow(ALL, set(ALL) - {"llama", "phi3"})))
+def test_tokens_are_those_of_peft_alone_and_in_one_batch(way, family, adapted, pool, monkeypatch):
+    """Two prompts by three adapters and none through two slots, also with cached prefixes."""
+    model, drafter = adapted(family), WildDrafter()
+    drafter.know_texts([tokens + model.expected[name] for name, (tokens, _) in model.requests.items()])
+    monkeypatch.setattr("engine.core.build.NgramDrafter", lambda shortest, longest: drafter)
+    draft_always(monkeypatch)
+    with pool.engine(config(model.folder, **WAYS[way])) as core:
+        together = ask(core, model.requests)
+        assert not together.errors
+        assert together.tokens == model.expected
+        for name in ("none 0", "one 0", "three 1"):
+            assert ask(core, {name: model.requests[name]}).tokens[name] == model.expected[name]
+        stats = core.stats()
+    if family == "llama":  # others have windows, states or other blocks
+        assert (stats.preemptions > 0) == (way == "chunks and preemption")
+    assert (stats.spec_decode is not None and stats.spec_decode.num_accepted_tokens > 0) == (way == "drafts")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", with_slow(["llama", "qwen3_moe", "deepseek_v2"], ["qwen3_moe", "deepseek_v2"]))
-def test_bits_do_not_depend_on_the_company(family, dtype, tmp_path, opened):
+@pytest.mark.parametrize("family", with_slow(NATIVE, set(NATIVE) - {"llama"}))
+def test_bits_do_not_depend_on_the_company(family, dtype, adapted, tmp_path, opened):
     """Alone, beside 15 other adapters, and in an engine without any."""
-    folder = make_model(tmp_path / "model", family)
-    adapters = [make_adapter(tmp_path / str(i), folder, i, target_modules="all-linear") for i in range(4)]
-    for i in range(4, 16):  # the same weights by another factor
-        shutil.copytree(tmp_path / str(i % 4), tmp_path / str(i))
-        file = tmp_path / str(i) / "adapter_config.json"
-        file.write_text(file.read_text().replace('"lora_alpha": 8', f'"lora_alpha": {8 + i}'))
-        adapters.append(named(tmp_path / str(i)))
-    opened.append(core := build_engine(config(folder, dtype=dtype, max_loras=16, max_cpu_loras=16, max_num_seqs=32)))
-    opened.append(plain := build_engine(config(folder, dtype=dtype, enable_lora=False, max_num_seqs=32)))
+    model = adapted(family)
+    adapters = [scaled(tmp_path / str(i), model.adapters[i % 3], 8 + i) for i in range(16)]
+    opened.append(core := build_engine(config(model.folder, dtype=dtype, max_loras=16, max_num_seqs=32)))
+    opened.append(plain := build_engine(config(model.folder, dtype=dtype, enable_lora=False, max_num_seqs=32)))
     requests = {str(i): (prompt(12, i % 3), lora) for i, lora in enumerate([*adapters, None, None])}
     together, others = ask(core, requests), [name for name, (_, lora) in requests.items() if lora is None]
     for name in ("0", "7", "15"):
@@ -149,20 +122,30 @@ def test_bits_do_not_depend_on_the_company(family, dtype, tmp_path, opened):
     assert len({tuple(logprob.logprob for logprob in answer) for answer in together.logprobs.values()}) == 18
 
 
+def scaled(target: Path, lora: LoRARequest, alpha: int) -> LoRARequest:
+    """Write the same weights with another factor."""
+    shutil.copytree(lora.lora_path, target)
+    file = target / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": alpha}))
+    return named(target)
+
+
 def named(folder: Path) -> LoRARequest:
     return LoRARequest(folder.name, str(folder), open_adapter(folder).digest)
 
 
-def test_blocks_are_shared_by_requests_of_one_adapter_only(made, opened):
-    folder, (one, two, _) = made("llama")
-    opened.append(core := build_engine(config(folder)))
+def test_blocks_are_shared_by_requests_of_one_adapter_only(adapted, opened):
+    model = adapted("llama")
+    one, two, _ = model.adapters
+    opened.append(core := build_engine(config(model.folder)))
     tokens = prompt(21)
     assert [ask(core, {"x": (tokens, lora)}).cached["x"] for lora in (None, one, two, one, None)] == [0, 0, 0, 20, 20]
 
 
-def test_an_adapter_that_cannot_be_used_ends_its_requests_and_no_others(made, tmp_path, opened):
-    folder, (one, *_) = made("llama")
-    opened.append(core := build_engine(config(folder)))
+def test_an_adapter_that_cannot_be_used_ends_its_requests_and_no_others(adapted, tmp_path, opened):
+    model = adapted("llama")
+    one = model.adapters[0]
+    opened.append(core := build_engine(config(model.folder)))
     expected = ask(core, {"good": (prompt(9), one)}).tokens["good"]
     cut = tmp_path / "cut"
     shutil.copytree(one.lora_path, cut)
@@ -177,11 +160,12 @@ def test_an_adapter_that_cannot_be_used_ends_its_requests_and_no_others(made, tm
     assert ask(core, {"good": (prompt(9), one)}).tokens["good"] == expected
 
 
-def test_adapters_that_do_not_fit_the_model_are_refused(made, tmp_path, opened):
-    folder, (one, *_) = made("llama")
-    opened.append(core := build_engine(config(folder, max_lora_rank=16)))
+def test_adapters_that_do_not_fit_the_model_are_refused(adapted, tmp_path, opened):
+    model = adapted("llama")
+    one = model.adapters[0]
+    opened.append(core := build_engine(config(model.folder, max_lora_rank=16)))
     with pytest.raises(AdapterError, match=r"with the names .*lm_head"):  # PEFT saves the head itself as well
-        make_adapter(tmp_path / "head", folder, 1, target_modules=["q_proj", "lm_head"])
+        make_adapter(tmp_path / "head", model.folder, 1, target_modules=["q_proj", "lm_head"])
     head = tmp_path / "head" / "adapter_model.safetensors"
     save_file({name: tensor for name, tensor in load_file(head).items() if "lora_" in name}, head)
     lost = tmp_path / "lost"
@@ -192,19 +176,20 @@ def test_adapters_that_do_not_fit_the_model_are_refused(made, tmp_path, opened):
     }
     save_file(renamed, lost / "adapter_model.safetensors")
     cases = [
-        (make_adapter(tmp_path / "high", folder, 1, rank=32), r"r must be at most 16 \(max_lora_rank\), got 32"),
+        (make_adapter(tmp_path / "high", model.folder, 1, rank=32), r"r must be at most 16 \(max_lora_rank\), got 32"),
         (named(head.parent), r"adapters of the output head are not supported.*without a matching layer: lm_head"),
         (named(lost), r"got 1 of \d+ without a matching layer: model\.layers\.9\.self_attn\.q_proj"),
-        (make_adapter(tmp_path / "other", made("phi3")[0], 1), "without a matching layer|of a layer with"),
+        (make_adapter(tmp_path / "other", adapted("phi3").folder, 1), "without a matching layer|of a layer with"),
     ]
     for lora, message in cases:
         with pytest.raises(AdapterError, match=message):
             core.check_adapter(lora)
 
 
-def test_an_engine_without_adapters_refuses_them(made, opened):
-    folder, (one, *_) = made("llama")
-    opened.append(core := build_engine(config(folder, enable_lora=False)))
+def test_an_engine_without_adapters_refuses_them(adapted, opened):
+    model = adapted("llama")
+    one = model.adapters[0]
+    opened.append(core := build_engine(config(model.folder, enable_lora=False)))
     with pytest.raises(AdapterError, match="this engine has no adapters"):
         core.add(GenerateRequest(request_id="x", prompt=[3, 4], lora=one))
 
@@ -242,41 +227,20 @@ def test_grammars_and_adapters_of_one_batch_do_not_meet(tmp_path, opened):
     assert len(texts) == 3 and all(re.fullmatch("[a-z]{12}", text) for text in texts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "determinism"), [("llama", None), ("llama", "strict"), ("qwen3_moe", None), ("qwen3_moe", "strict")]
+    ("family", "layout"),
+    each_once(
+        with_slow(["llama", "qwen3_moe"], ["qwen3_moe"]),
+        [{"pipeline_parallel": 2}, pytest.param({"tensor_parallel": 2}, marks=pytest.mark.slow)],
+    ),
 )
-def test_two_ranks_have_the_tokens_of_one(family, determinism, made):
-    folder, adapters = made(family)
-    requests = {str(i): (prompt(9 + i), lora) for i, lora in enumerate([None, *adapters])}
-    pool, answers = RankPool(), []
-    try:
-        for size in (1, 2):
-            options = {"tensor_parallel": size, "determinism": determinism}
-            with pool.engine(config(folder, **options)) as core:
-                answers.append(ask(core, requests))
-    finally:
-        pool.close()
+def test_ranks_give_the_bits_of_one(family, layout, adapted, pool):
+    model, answers = adapted(family), []
+    for options in ({}, layout):
+        with pool.engine(config(model.folder, determinism="strict", **options)) as core:
+            answers.append(ask(core, model.requests))
     one, two = answers
-    assert not two.errors and one.tokens == two.tokens
-    if determinism:
-        assert one.logprobs == two.logprobs
-
-
-@pytest.mark.parametrize("family", with_slow(["llama", "qwen3_moe"], ["qwen3_moe"]))
-def test_stages_give_the_bits_of_one_rank(made, family):
-    folder, adapters = made(family)
-    requests = {str(i): (prompt(9 + i), lora) for i, lora in enumerate([None, *adapters, None, *adapters])}
-    pool, answers = RankPool(), []
-    try:
-        for stages in (1, 2):
-            with pool.engine(config(folder, pipeline_parallel=stages, determinism="strict")) as core:
-                answers.append(ask(core, requests))
-    finally:
-        pool.close()
-    one, two = answers
-    assert not two.errors and one.tokens == two.tokens and one.logprobs == two.logprobs
-    assert len(set(map(tuple, one.tokens.values()))) > 2, "adapters that change nothing would prove nothing"
+    assert not two.errors and one.tokens == two.tokens == model.expected and one.logprobs == two.logprobs
 
 
 def test_options_that_do_not_go_together_are_refused(tmp_path):
