@@ -5,7 +5,8 @@ from __future__ import annotations
 from engine.core.request import Request
 
 LEAST_CHUNK = 256
-"""Fewest tokens into which a prompt is cut to fill a pipeline: each chunk reads all weights."""
+"""Fewest tokens into which a prompt is cut to fill a pipeline: each chunk reads all weights. A guess,
+which `python -m benchmarks.pipeline_stages chunks` measures on a CPU."""
 
 
 class MicroBatches:
