@@ -8,11 +8,13 @@ rank waits. Waiting is the time in which a rank's process uses no CPU, so unequa
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from engine.config import EngineConfig
@@ -60,6 +62,11 @@ def compute(core: EngineCore, decoding: int, prompts: int) -> int:
     return TOKENS * decoding + 1000 * prompts
 
 
+def cpu_seconds(pids: list[int]) -> list[float]:
+    """Return the CPU time that each process has used."""
+    return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     pool, folder = RankPool(), make_folder()
@@ -70,10 +77,11 @@ def main() -> None:
         with pool.engine(config) as core:
             compute(core, 2, 1)
             for name, load in LOADS.items():
-                before, started = pool.cpu_seconds(config.num_ranks), time.perf_counter()
+                pids = [os.getpid(), *pool.pids[: config.num_ranks - 1]]
+                before, started = cpu_seconds(pids), time.perf_counter()
                 tokens = compute(core, *load)
                 wall = time.perf_counter() - started
-                used = [b - a for a, b in zip(before, pool.cpu_seconds(config.num_ranks), strict=True)]
+                used = [b - a for a, b in zip(before, cpu_seconds(pids), strict=True)]
                 waits = " ".join(f"{max(0.0, 1 - cpu / wall):4.0%}" for cpu in used)
                 shown = ", ".join(f"{key} {value}" for key, value in layout.items()) or "one rank"
                 print(f"{shown:66} {name:20} {tokens / wall:7.0f} tokens/s, ranks wait {waits}", flush=True)
