@@ -31,7 +31,7 @@ from engine.model.kv_groups import KVCacheSpec
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import GenerateRequest, HoldMark, HoldOutcome, PromptHold
-from engine.wire.plan import NewSequence, StepPlan, StepResult
+from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource
 from engine.wire.sampling_params import SamplingParams
@@ -150,10 +150,12 @@ class FakeRunner:
         propose: Propose | None = None,
         windows: Windows = (None,),
         chunk: int = 0,
+        on_device: bool = False,
     ):
         """propose: of a drafter with weights. windows: of each KV cache group. chunk: tokens from border to border of
-        recurrent states; 0 for none."""
-        self.propose, self.chunk = propose, chunk
+        recurrent states; 0 for none. on_device: whether proposals stay on the device, as on a GPU."""
+        self.propose, self.chunk, self.on_device = propose, chunk, on_device
+        self.proposed: dict[int, list[int]] = {}  # by slot, the proposals that stay on the device
         self.states: dict[int, tuple] = {}  # slot -> the tokens before the border at which its state stands
         self.rows: dict[int, tuple] = {}  # slot -> the tokens that its rows were computed from, with refused drafts
         self.snapshots: dict[int, tuple] = {}  # as states
@@ -183,7 +185,8 @@ class FakeRunner:
         plan = prepared.plan
         for sequence in plan.added:
             self.history[sequence.slot] = list(sequence.tokens)
-        for entry, drafts in plan.drafts.items():
+        all_drafts = {entry: self.known_drafts(plan.slots[entry], drafts) for entry, drafts in plan.drafts.items()}
+        for entry, drafts in all_drafts.items():
             assert plan.samples[entry]
             self.history[plan.slots[entry]] += drafts
         rows = list(zip(plan.slots, plan.starts, plan.counts, strict=True))
@@ -206,7 +209,7 @@ class FakeRunner:
         result = StepResult(plan.step, [], [None] * len(rows), [None] * len(rows))
         for (slot, start, count), samples, sequence in zip(rows, plan.samples, prepared.sequences, strict=True):
             tokens = self.history[slot]
-            entry, drafts = len(result.tokens), plan.drafts.get(len(result.tokens), [])
+            entry, drafts = len(result.tokens), all_drafts.get(len(result.tokens), [])
             result.tokens.append([])
             if not samples:
                 continue
@@ -224,9 +227,16 @@ class FakeRunner:
                     wrong = known[-1] != draft
             tokens[:] = known
             if self.propose is not None:
-                result.drafts[entry] = self.propose(sequence.seed, known, plan.num_drafts)
+                result.drafts[entry] = proposed = self.propose(sequence.seed, known, plan.num_drafts)
+                if self.on_device and not plan.masked:
+                    self.proposed[slot] = [token if 0 <= token < VOCAB else 0 for token in proposed]
+                    result.drafts[entry] = [ON_DEVICE] * len(proposed)
         assert next(masks, None) is None
         return result
+
+    def known_drafts(self, slot: int, drafts: list[int]) -> list[int]:
+        """The drafts of the sequence in a slot, those that only the device knows filled in."""
+        return self.proposed[slot][: len(drafts)] if ON_DEVICE in drafts else drafts
 
     def _move_states(self, plan: StepPlan) -> None:
         assert self.chunk or not (plan.restored or plan.saved)
@@ -267,6 +277,7 @@ class Harness:
         handoffs: HandoffManager | None = None,
         drafter: HostDrafter | None = None,
         propose: Propose | None = None,
+        on_device: bool = False,
         step_cost: tuple[float, float] = (1.0, 0.02),
         draft_cost: float = 0.0,
         windows: Windows = (None,),
@@ -328,7 +339,7 @@ class Harness:
             if held_share
             else None,
         )
-        self.runner = FakeRunner(self.config, max_model_len, propose, windows, chunk)
+        self.runner = FakeRunner(self.config, max_model_len, propose, windows, chunk, on_device)
         self.depth = depth
         self.prepared: list[Prepared] = []
         self.prompts: dict[str, list[int]] = {}

@@ -288,7 +288,8 @@ class EngineCore:
         step = self._in_flight.popleft()
         launched = step.launched
         result = self.runner.collect(self._broadcaster.result(launched) if isinstance(launched, Future) else launched)
-        began_at, self.last_step_at = max(step.submitted_at, self.last_step_at), self._now()
+        began_at = self.last_step_at if result.drafts_first else max(step.submitted_at, self.last_step_at)
+        self.last_step_at = self._now()
         self.step_times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
         self.ledger.step(step.work, *self.scheduler.planned[0], began_at, self.last_step_at)
         self.ledger.advance(self.last_step_at)

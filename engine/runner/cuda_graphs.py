@@ -175,6 +175,21 @@ class Graph:
     destroy: Callable[[], None]
 
 
+class NoGraphs:
+    """Stand-in for CudaGraphs where steps run without graphs."""
+
+    captured: Sequence[StepShape] = ()
+
+    def capture(self, shapes: Sequence[StepShape]) -> None:
+        pass
+
+    def shape_for(self, tokens: int, seqs: int, longest: int) -> StepShape | None:
+        return None
+
+    def run(self, shape: StepShape, inputs: Tensor) -> Tensor:
+        raise NotImplementedError("no graph has been captured")
+
+
 class CudaGraphs:
     """The captured graphs of one rank. Ranks that share a model capture the same shapes in the same order."""
 
@@ -203,6 +218,21 @@ class CudaGraphs:
         self.budget_bytes, self.used_bytes = budget_bytes, 0
         self.captured: list[StepShape] = []
         """Shapes that have a graph, the smallest first."""
+
+    def beside(self, forward: Callable[[Tensor, Batch], Tensor], kv_cache: Tensor, budget_bytes: int) -> CudaGraphs:
+        """Return graphs of another model, which rank 0 alone computes over the same tokens and block tables. It has one
+        KV cache group and no states."""
+        return CudaGraphs(
+            self._device,
+            forward,
+            self._history,
+            tables=self._tables,
+            kv_caches=[kv_cache],
+            kv_scales=[None],
+            states=[],
+            budget_bytes=budget_bytes,
+            tp=TPGroup.single(),
+        )
 
     def capture(self, shapes: Sequence[StepShape]) -> None:
         """Capture the shapes that fit into the budget, the largest first; stop at the first that cannot be captured.

@@ -17,6 +17,7 @@ from engine.model.config_parts.vision import VisionConfig
 from engine.model.layers.rope import rope_table
 from engine.model.models.llama import Model
 from engine.model.transformers_backend.example_image import example_image
+from engine.runner.step_layout import StepLayout
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.plan import NewSequence, StepPlan
 
@@ -81,6 +82,16 @@ def rotary_positions(images: list[MultiModalFeatureSpec], merge_size: int) -> np
     return found
 
 
+class NoSlotImages:
+    """Stand-in for SlotImages in an engine whose model takes no images."""
+
+    def add(self, sequence: NewSequence) -> None:
+        pass
+
+    def place(self, plan: StepPlan, layout: StepLayout, staged: StagedCopy) -> tuple[EmbeddingRows | None, np.ndarray]:
+        return None, layout.positions
+
+
 class SlotImages:
     """The images of the sequence in each slot. They are kept until the sequence's last image is computed."""
 
@@ -96,15 +107,10 @@ class SlotImages:
             images = self._sequences[sequence.slot] = PromptImages(sequence, self._cfg)
             self._shifts[sequence.slot] = images.shift
 
-    def place(
-        self, plan: StepPlan, query_start: np.ndarray, slots: np.ndarray, positions: np.ndarray, staged: StagedCopy
-    ) -> tuple[EmbeddingRows | None, np.ndarray]:
+    def place(self, plan: StepPlan, layout: StepLayout, staged: StagedCopy) -> tuple[EmbeddingRows | None, np.ndarray]:
         """Return the rows of a step that need embeddings, or None, and the rotary positions of its tokens: [tokens], or
-        [3, tokens] if some are in images.
-
-        slots, positions: [tokens], the slot of each token's sequence, and its position there. A sequence whose last
-        image is computed in this step is forgotten.
-        """
+        [3, tokens] if some are in images. A sequence whose last image is computed in this step is forgotten."""
+        query_start, positions, slots = layout.query_start, layout.positions, layout.sequences.slots[layout.entry]
         rotary: np.ndarray = positions + self._shifts[slots] if self._cfg.rope_axes else positions
         rows: list[np.ndarray] = []
         parts: list[tuple[bytes, int, int]] = []

@@ -16,13 +16,15 @@ from engine.model.low_rank import row_table
 from engine.model.ops.sampling import sorts_candidates
 from engine.model.state import StateCache
 from engine.runner.cuda_graphs import StepShape, pad_step
-from engine.runner.images import EmbeddingRows, SlotImages
+from engine.runner.images import EmbeddingRows, NoSlotImages, SlotImages
 from engine.runner.logits_processors import LogitsEdits
 from engine.runner.pooler import PooledRows
 from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
 from engine.runner.step_layout import SampledTokens, Sequences, StepLayout
-from engine.wire.plan import NewSequence, StepPlan
+from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan
 from engine.wire.pooling_params import PoolingParams
+
+NOTHING_SAMPLED: tuple[list[int], SamplingInputs] = ([], SamplingInputs([], None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,20 @@ class NewTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptDrafts:
+    """Draft tokens that only the device knows."""
+
+    index: Tensor  #: [n] int64, their places in `DraftedTokens.tokens`
+    source: Tensor  #: [n] int64, where they are in the flattened proposals [slots, num_speculative_tokens]
+
+
+@dataclass(frozen=True, slots=True)
 class DraftedTokens:
     """Draft tokens that this step verifies."""
 
     written: Tensor  #: [n] int64, where they go in the flattened history
     tokens: Tensor  #: [n] int32
+    kept: KeptDrafts | None  #: those of `tokens` that are filled in on the device; None if there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +64,35 @@ class PromptLogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class BlockTableRows:
-    """The rows that a batch takes from the device's block tables, and the changes to apply to the tables first."""
+    """The rows that a batch takes from the device's block tables [groups, slots, blocks] int32, and the changes to
+    apply to the tables first."""
 
     rows: Tensor  #: [seqs] int64
     width: int  #: entries of each row that the batch needs
     index: Tensor  #: [n] int64, changed entries of the flattened tables of all groups
     blocks: Tensor  #: [n] int32, their new values
+
+    def apply(self, tables: Tensor) -> None:
+        """Apply the changes."""
+        if len(self.index):
+            tables.view(-1)[self.index] = self.blocks
+
+    def give(self, tables: Tensor, batch: Batch) -> None:
+        """Give the batch its rows."""
+        batch.set_block_tables(tables[:, :, : self.width].index_select(1, self.rows).unbind())
+
+
+class NoTableRows:
+    """Stand-in for BlockTableRows on a CPU, where a batch has its block tables from the start."""
+
+    def apply(self, tables: Tensor) -> None:
+        pass
+
+    def give(self, tables: Tensor, batch: Batch) -> None:
+        pass
+
+
+NO_TABLE_ROWS = NoTableRows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +106,7 @@ class StepInputs:
     their rows."""
     graph: tuple[StepShape, Tensor] | None
     """The graph's shape and its inputs from `cuda_graphs.pad_step`; None for a step without a graph."""
-    block_tables: BlockTableRows | None
+    block_tables: BlockTableRows | NoTableRows
     token_index: Tensor
     """[tokens] int64, indices of the input tokens in the flattened history. The history is read only when the step
     runs, because the step before may still have to sample some of them."""
@@ -105,9 +139,9 @@ class InputBuilder:
         kv_caches: list[Tensor],
         kv_scales: list[Tensor | None],
         max_model_len: int,
+        states: StateCache,
         shape_for: Callable[[int, int, int], StepShape | None] = lambda tokens, seqs, longest: None,
         drafts: bool = False,
-        states: StateCache | None = None,
         adapter_tile_rows: int = 1,
     ):
         """kv_caches, kv_scales: one per KV cache group. shape_for: returns the graph's shape for a step of (tokens,
@@ -120,6 +154,7 @@ class InputBuilder:
         # a GPU reads the KV of a sequence once for all its rows, and a recurrent state runs through them
         self._divides_drafts = not device.asynchronous and model_config.recurrent is None
         self._adapter_tile_rows = adapter_tile_rows
+        self._max_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
         slots = config.max_num_seqs
         self._adapters = np.full(slots, -1, dtype=np.int32)  # slots of their adapters, of the sequences in these slots
         shape = len(kv_caches), slots, -(-max_model_len // self._block_size)
@@ -129,13 +164,13 @@ class InputBuilder:
         self._pooling: dict[int, PoolingParams] = {}  # by slot, for sequences that are pooled
         self._prompt_logprobs: set[int] = set()  # slots of sequences whose prompt logprobs are requested
         self._eos = model_config.eos_token_ids
-        self._images = None if model_config.vision is None else SlotImages(model_config.vision, slots)
+        self._images = SlotImages(model_config.vision, slots) if model_config.vision else NoSlotImages()
         self._edits: list[LogitsEdits | None] = [None] * slots
         self._plain = np.zeros(slots, dtype=bool)  # sequences that need nothing but their most likely token
         self._uniform = UniformSource()
         #: Slots and inputs of the last step that sampled at random, until a sequence is added. The next step mostly
         #: needs only new random numbers.
-        self._sampled: tuple[list[int], SamplingInputs] | None = None
+        self._sampled = NOTHING_SAMPLED
         self._sorts = sorts_candidates(device.torch_device)
 
     def build(self, plan: StepPlan) -> StepInputs:
@@ -151,10 +186,7 @@ class InputBuilder:
         if plan.drafts and self._divides_drafts:
             sequences, first = sequences.divided(np.isin(np.arange(len(plan.slots)), list(plan.drafts)))
             first_rows, first_sequences = np.concatenate([[0], np.cumsum(sequences.counts)]), staged.add(first)
-        image_rows, rotary = None, positions
-        if self._images is not None:
-            slots = layout.sequences.slots[layout.entry]
-            image_rows, rotary = self._images.place(plan, query_start, slots, positions, staged)
+        image_rows, rotary = self._images.place(plan, layout, staged)
         batch, graph = self._batch(plan, layout, sequences, first_rows, rotary, width, image_rows is not None, staged)
         if batch is not None and self._pooling:
             batch.token_types = self._token_types(plan, positions, layout.entry, staged)
@@ -165,7 +197,7 @@ class InputBuilder:
             staged=staged,
             batch=batch,
             graph=graph,
-            block_tables=self._block_table_rows(plan, sequences.slots, width, staged) if tables else None,
+            block_tables=self._block_table_rows(plan, sequences.slots, width, staged) if tables else NO_TABLE_ROWS,
             token_index=staged.add(layout.token_index),
             first_sequences=first_sequences,
             added=added,
@@ -206,7 +238,7 @@ class InputBuilder:
         single, chunks = split_rows(sequences.counts, sequences.ends, all_chunks=verifies)
         if shape is not None:
             columns = layout.token_index, rotary, layout.slot_mappings, sequences.slots, sequences.ends, first_rows
-            saves = self._states.saves(sequences.slots, plan.saved) if plan.saved and self._states else None
+            saves = self._states.saves(sequences.slots, plan.saved) if plan.saved else None
             graph = shape, staged.add(pad_step(shape, *columns, single, chunks, saves))
             if not self._drafts:
                 return None, graph
@@ -232,20 +264,19 @@ class InputBuilder:
             chunks=chunks_of(chunks),
             kv_scales=first.kv_scales,
             other_groups=tuple(others),
-            states=None if self._states is None else self._states.batch(sequences.slots, staged, plan.saved),
+            states=self._states.batch(sequences.slots, staged, plan.saved),
         )
         return batch, graph
 
     def _add(self, sequence: NewSequence, staged: StagedCopy) -> NewTokens:
         params, edits = sequence.params, LogitsEdits.of(sequence.params, self._eos)
         self._sequences[sequence.slot], self._edits[sequence.slot] = sequence, edits
-        self._sampled = None
+        self._sampled = NOTHING_SAMPLED
         self._plain[sequence.slot] = params.greedy and params.logprobs is None and edits is None
         self._prompt_logprobs.discard(sequence.slot)
         if params.prompt_logprobs is not None:
             self._prompt_logprobs.add(sequence.slot)
-        if self._images is not None:
-            self._images.add(sequence)
+        self._images.add(sequence)
         self._adapters[sequence.slot] = sequence.adapter
         self._pooling.pop(sequence.slot, None)
         if sequence.pooling is not None:
@@ -275,7 +306,15 @@ class InputBuilder:
             for i, drafts in plan.drafts.items()
         ]
         tokens = np.concatenate([np.array(drafts, dtype=np.int32) for drafts in plan.drafts.values()])
-        return DraftedTokens(staged.add(np.concatenate(ranges)), staged.add(tokens))
+        kept = self._kept(plan, np.flatnonzero(tokens == ON_DEVICE), staged) if self._drafts else None
+        return DraftedTokens(staged.add(np.concatenate(ranges)), staged.add(tokens), kept)
+
+    def _kept(self, plan: StepPlan, index: np.ndarray, staged: StagedCopy) -> KeptDrafts | None:
+        """Find the drafts of a plan that only the device knows. index: [n], their places among all drafts."""
+        if not len(index):
+            return None
+        places = [plan.slots[i] * self._max_drafts + np.arange(len(drafts)) for i, drafts in plan.drafts.items()]
+        return KeptDrafts(staged.add(index), staged.add(np.concatenate(places)[index]))
 
     def _sampling(
         self, plan: StepPlan, slots: np.ndarray, entries: list[int], sampled: np.ndarray, staged: StagedCopy
@@ -285,7 +324,7 @@ class InputBuilder:
         sampled_slots = slots.tolist()
         if self._plain[slots].all():
             inputs = SamplingInputs([], None)
-        elif self._sampled is not None and self._sampled[0] == sampled_slots:
+        elif self._sampled[0] == sampled_slots:
             seeds = [self._sequences[slot].seed for slot in sampled_slots]
             inputs = self._sampled[1].again(list(map(self._uniform.draw, seeds, sampled.tolist())), staged.add)
         else:
@@ -294,7 +333,7 @@ class InputBuilder:
                 new = self._sequences[slot]
                 rows.append(SampledRow(slot, position, new.num_prompt, new.seed, new.params, self._edits[slot]))
             inputs = prepare_sampling(rows, self._vocab_size, self._uniform, staged.add, sorts=self._sorts)
-            self._sampled = (sampled_slots, inputs) if all(row.edits is None for row in rows) else None
+            self._sampled = NOTHING_SAMPLED if any(row.edits for row in rows) else (sampled_slots, inputs)
         if plan.masked:
             inputs.masked = self._masked_rows(plan, entries, staged)
         return inputs

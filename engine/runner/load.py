@@ -20,8 +20,8 @@ from engine.model.models.image_encoder import encoder_config
 from engine.model.models.llama import Model
 from engine.model.models.registry import build, build_model
 from engine.runner import kv_cache
+from engine.runner.drafting import Drafting, NoDrafting
 from engine.runner.rank_setup import RankSetup
-from engine.spec_decode.drafter import ModelDrafter
 from engine.spec_decode.open_drafter import open_drafter, target_layers
 from engine.spec_decode.target import Target
 
@@ -90,15 +90,15 @@ def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int],
     compile_layers(model, setup.model, setup.tp, lambda tokens: run_step(tokens, 1))
 
 
-def load_drafter(setup: RankSetup, model: Model) -> ModelDrafter | None:
-    """Return the configured drafter with weights, or None. Only the first rank of the last stage has a drafter; other
-    ranks get drafts with plans. Of the inputs of layers that it needs, each stage adds those of its own layers to its
-    output."""
+def load_drafter(setup: RankSetup, model: Model) -> Drafting | NoDrafting:
+    """Load the configured drafter with weights, if there is one. Only the first rank of the last stage has a drafter;
+    other ranks get drafts with plans. Of the inputs of layers that it needs, each stage adds those of its own layers to
+    its output."""
     stage = setup.model.stage
     if not stage.is_whole or setup.tp.rank == 0:
         model.aux_layers = tuple(i for i in target_layers(setup.config, setup.model) if i in stage.layers)
     if setup.tp.rank != 0 or not stage.is_last:
-        return None
+        return NoDrafting(setup.device)
     target = Target(
         model=model,
         config=setup.model,
@@ -109,7 +109,8 @@ def load_drafter(setup: RankSetup, model: Model) -> ModelDrafter | None:
         block_size=setup.block_size,
         dummy=setup.config.load_format == "dummy",
     )
-    return open_drafter(setup.config, target)
+    drafter = open_drafter(setup.config, target)
+    return NoDrafting(setup.device) if drafter is None else Drafting(setup, drafter)
 
 
 def allocate_inbox(setup: RankSetup) -> Tensor | None:

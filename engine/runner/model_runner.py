@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,18 +26,17 @@ from engine.model.ops import sampling
 from engine.model.ops.sampling_plain import mark_non_finite
 from engine.model.state import StateCache
 from engine.runner import kv_cache
-from engine.runner.cuda_graphs import CudaGraphs
+from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
+from engine.runner.drafting import Proposals
 from engine.runner.graphs import can_capture, graph_shapes, record_cpu_steps
 from engine.runner.images import open_encoder_cache
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
 from engine.runner.load import allocate_inbox, compile_model, load_adapters, load_drafter, load_model
 from engine.runner.memory import plan_blocks
-from engine.runner.model_drafts import draft_inputs
 from engine.runner.pooler import Pooled, Pooler
 from engine.runner.rank_setup import RankSetup, set_threads
 from engine.runner.sampler import LogprobTable, logprob_table, process_rows
 from engine.runner.warm_up import run_dummy_step, warm_up_plans
-from engine.spec_decode.verification import accepted_tokens
 from engine.wire.messages import StageStats
 from engine.wire.plan import SampledStep, StepPlan, StepResult
 
@@ -58,9 +57,11 @@ class LaunchedStep:
     logprobs: tuple[list[int], list[int], LogprobTable] | None  #: entries, number of alternatives of each, their table
     prompt_logprobs: list[tuple[PromptLogprobRows, list[LogprobTable]]]  #: one table per PROMPT_LOGPROB_ROWS rows
     pooled: list[Pooled]
-    drafts: Tensor | None  #: [entries that sample, plan.num_drafts] int64, from a drafter with weights
-    draft_s: Callable[[], float]  #: returns the seconds that drafting took
-    event: DeviceEvent
+    proposals: Proposals
+
+    @property
+    def event(self) -> DeviceEvent:
+        return self.proposals.event
 
 
 class ModelRunner:
@@ -97,18 +98,16 @@ class ModelRunner:
         dummy_step = partial(run_dummy_step, setup, self.model, self.kv_scales)
         if config.torch_compile:
             compile_model(setup, self.model, dummy_step)
-        self.drafter = load_drafter(setup, self.model)
-        drafter_bytes = 0 if self.drafter is None else self.drafter.block_bytes
-        largest_step = partial(dummy_step, drafter=self.drafter)
-        memory = plan_blocks(setup, largest_step, self._encoder_cache, drafter_bytes)
+        self.drafting = load_drafter(setup, self.model)
+        largest_step = partial(dummy_step, drafter=self.drafting.drafter)
+        memory = plan_blocks(setup, largest_step, self._encoder_cache, self.drafting.block_bytes)
         self.num_blocks, self.max_model_len, num_snapshots = memory
         self.states = StateCache(setup.state_specs, config.max_num_seqs, num_snapshots, device)
         self.kv_caches = [
             kv_cache.allocate(count, group, self.block_size, dtype=self.kv_dtype, device=device, tp=tp)
             for count, group in zip(self.num_blocks, groups, strict=True)
         ]
-        if self.drafter is not None:
-            self.drafter.allocate(self.num_blocks[0])
+        self.drafting.allocate(self.num_blocks[0])
         self._sample_rows = sampling.select(device)
         self._history = torch.zeros(config.max_num_seqs, self.max_model_len, dtype=torch.int32, device=device)
         self._open_graphs()
@@ -119,8 +118,8 @@ class ModelRunner:
             kv_caches=self.kv_caches,
             kv_scales=self.kv_scales,
             max_model_len=self.max_model_len,
-            shape_for=self.graphs.shape_for if self.graphs else lambda tokens, seqs, longest: None,
-            drafts=self.drafter is not None,
+            shape_for=self.graphs.shape_for,
+            drafts=self.drafting.drafter is not None,
             states=self.states,
             adapter_tile_rows=self._adapter_rows.tile_rows,
         )
@@ -131,9 +130,8 @@ class ModelRunner:
         on a CPU."""
         setup, config = self.setup, self.config
         # the device keeps block tables and is sent changes only: with long contexts, a batch's rows are megabytes
-        self._tables: Tensor | None = None
-        self.graphs: CudaGraphs | None = None
-        self._draft_graphs: CudaGraphs | None = None
+        self._tables = torch.empty(0)
+        self.graphs: CudaGraphs | NoGraphs = NoGraphs()
         self._step_graph: StepGraph | None = None
         if not self.device.asynchronous:
             self._step_graph = record_cpu_steps(
@@ -166,37 +164,10 @@ class ModelRunner:
                 self.collect(self.launch(self.prepare(plan)))
             for cache in self.kv_caches:
                 cache[0] = 0  # clear the block that these steps wrote to
-        if self.graphs is not None:
-            with torch.inference_mode():
-                self.graphs.capture(graph_shapes(self.setup))
-                self._capture_drafter(self.graphs)
+        with torch.inference_mode():
+            self.graphs.capture(graph_shapes(self.setup))
+            self.drafting.capture(self.graphs, -(-self.max_model_len // self.block_size))
         logger.info("warmed up seconds=%.1f", time.perf_counter() - started)
-
-    def _capture_drafter(self, graphs: CudaGraphs) -> None:
-        """Capture the passes of a drafter, in the graph memory that the model's graphs do not use."""
-        if self.drafter is None or self.config.speculative is None or not graphs.captured:
-            return
-        first = self.drafter.first_pass(max(shape.tokens for shape in graphs.captured))
-        budget = graphs.budget_bytes - graphs.used_bytes
-        if first is not None and len(self.kv_caches) == 1:
-            assert self._tables is not None
-            self._draft_graphs = CudaGraphs(
-                self.device,
-                first.forward,
-                self._history,
-                tables=self._tables,
-                kv_caches=[first.kv_cache],
-                kv_scales=[None],
-                states=[],
-                budget_bytes=budget,
-                tp=TPGroup.single(),
-            )
-            self._draft_graphs.capture(graphs.captured)
-            budget -= self._draft_graphs.used_bytes
-        sizes = [shape.seqs for shape in graphs.captured if shape.tokens == shape.seqs]
-        blocks, drafts = -(-self.max_model_len // self.block_size), self.config.speculative.num_speculative_tokens
-        if sizes:
-            self.drafter.capture(self.device, sizes, blocks, drafts, budget)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Build the inputs of a plan. Needs no result of earlier steps."""
@@ -212,9 +183,9 @@ class ModelRunner:
         for new in inputs.added:
             self._history[new.slot, : len(new.tokens)] = new.tokens
         if inputs.drafted is not None:
+            self.drafting.fill(inputs.drafted)
             history[inputs.drafted.written] = inputs.drafted.tokens
-        if self._tables is not None and inputs.block_tables is not None and len(inputs.block_tables.index):
-            self._tables.view(-1)[inputs.block_tables.index] = inputs.block_tables.blocks
+        inputs.block_tables.apply(self._tables)
         for change in inputs.plan.blocks:
             for block, start in change.cleared:
                 self.kv_caches[change.group][block, :, :, :, start:] = 0
@@ -225,37 +196,26 @@ class ModelRunner:
 
     def _finish(self, out: Tensor, inputs: StepInputs, history: Tensor) -> LaunchedStep:
         """Sample from the output of `_forward`, write the tokens to the history, pool, and draft."""
-        size = self.model_config.hidden_size
-        hidden = out if self.drafter is None else out[:, :size]
+        hidden = self.drafting.hidden(out)
         tokens, logprobs = self._sample(hidden, inputs)
         # -1 ends a request, but with overlap the next step may already read this token, and needs a valid id
         history[inputs.written] = tokens.clamp(min=0).int()
         prompt_logprobs = [(rows, self._prompt_logprobs(hidden, rows)) for rows in inputs.prompt_logprob_rows]
         pooled = self._pooler.launch(hidden, inputs.pooled_rows) if inputs.pooled_rows else []
-        drafts, draft_s = None, lambda: 0.0
-        if self.drafter is not None:
-            self.drafter.follow(inputs.plan)
-            if inputs.plan.num_drafts or self.drafter.reads_all:
-                step = draft_inputs(inputs, tokens, self._history, out, size, self._draft_graphs)
-                proposed, draft_s = self.device.timed(partial(self.drafter.propose, step))
-                drafts = self.device.fetch(proposed)
-        tokens = self.device.fetch(tokens)
         return LaunchedStep(
             inputs=inputs,
-            tokens=tokens,
+            tokens=self.device.fetch(tokens),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             pooled=pooled,
-            drafts=drafts,
-            draft_s=draft_s,
-            event=self.device.event(),
+            proposals=self.drafting.propose(inputs, tokens, self._history, out),
         )
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
         """Return hidden states [tokens, hidden], followed by the inputs of `aux_layers`. history: flattened."""
-        self._set_block_tables(inputs)
+        if inputs.batch is not None:
+            inputs.block_tables.give(self._tables, inputs.batch)
         if inputs.graph is not None:
-            assert self.graphs is not None
             return self.graphs.run(*inputs.graph)
         assert inputs.batch is not None
         ids = history[inputs.token_index].long()
@@ -265,12 +225,6 @@ class ModelRunner:
         if x is None:
             return self.model(ids, batch)
         return self.model.run_layers(x, batch, self.model.layer_inputs(ids, x))
-
-    def _set_block_tables(self, inputs: StepInputs) -> None:
-        """Give the batch its rows of the block tables that are on the device."""
-        if inputs.batch is not None and self._tables is not None and inputs.block_tables is not None:
-            wanted = self._tables[:, :, : inputs.block_tables.width].index_select(1, inputs.block_tables.rows)
-            inputs.batch.set_block_tables(wanted.unbind())
 
     def learn(self, sampled: Sequence[SampledStep]) -> None:
         """Take tokens that another rank has sampled, before the plan that needs them. With one stage, every rank
@@ -286,7 +240,7 @@ class ModelRunner:
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its result."""
         launched.event.wait()
-        inputs = launched.inputs
+        inputs, (draft_s, drafts_first) = launched.inputs, self.drafting.take_seconds(launched.proposals)
         count = len(inputs.plan.slots)
         result = StepResult(
             step=inputs.plan.step,
@@ -294,19 +248,17 @@ class ModelRunner:
             logprobs=[None] * count,
             prompt_logprobs=[None] * count,
             pooled={},
-            drafts={},
-            draft_s=launched.draft_s(),
+            drafts=launched.proposals.proposed(inputs),
+            draft_s=draft_s,
+            drafts_first=drafts_first,
         )
+        sampled = launched.tokens.tolist()
         if inputs.plan.drafts:
-            sampled = iter(launched.tokens.tolist())
-            for i in dict.fromkeys(inputs.entries):
-                drafts = inputs.plan.drafts.get(i, [])
-                result.tokens[i] = accepted_tokens([next(sampled) for _ in range(len(drafts) + 1)], drafts)
+            for i, tokens in launched.proposals.accepted(inputs, sampled).items():
+                result.tokens[i] = tokens
         else:
-            for i, token in zip(inputs.entries, launched.tokens.tolist(), strict=True):
+            for i, token in zip(inputs.entries, sampled, strict=True):
                 result.tokens[i] = [token]
-        if launched.drafts is not None:
-            result.drafts.update(zip(dict.fromkeys(inputs.entries), launched.drafts.tolist(), strict=True))
         if launched.logprobs is not None:
             entries, counts, table = launched.logprobs
             for i, logprob in zip(entries, table.rows(counts), strict=True):

@@ -19,15 +19,16 @@ def accepted_tokens(sampled: list[int], drafts: list[int]) -> list[int]:
     return sampled[: count + 1] if count == 0 or sampled[count] >= 0 else sampled[:count]
 
 
-def last_rows(sampled_rows: Tensor, tokens: Tensor, drafts: list[list[int]]) -> Tensor:
+def last_rows(sampled_rows: Tensor, tokens: Tensor, counts: list[int], drafts: Tensor) -> Tensor:
     """Return, for each sequence, the row of the token before its newest one. Does not wait for the device.
 
-    sampled_rows, tokens: [n]; each sequence has one row more than it has drafts. drafts: draft tokens by sequence.
+    sampled_rows, tokens: [n]; each sequence has one row more than it has drafts. counts: number of drafts of each
+    sequence. drafts: [sum(counts)], those of all sequences.
     """
-    counts = np.array([len(some) for some in drafts])
-    lasts = np.cumsum(counts + 1) - 1
+    lasts = np.cumsum(np.array(counts) + 1) - 1
     first, last = copy_to(lasts - counts, tokens.device), copy_to(lasts, tokens.device)
-    expected = copy_to([token for some in drafts for token in (*some, 0)], tokens.device)
+    drafted = copy_to(np.delete(np.arange(len(tokens)), lasts), tokens.device)
+    expected = torch.zeros_like(tokens).index_copy_(0, drafted, drafts.to(tokens.dtype))
     # every sequence ends at its last row, whatever was sampled there
     ends = (tokens != expected).index_fill_(0, last, True)
     row = torch.arange(len(tokens), device=tokens.device)

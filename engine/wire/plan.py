@@ -84,7 +84,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One row of bits for each sampled token of the masked entries (Grammar.masks)."""
     drafts: dict[int, list[int]] = {}
     """Draft tokens by entry. They are guesses for the unknown tokens at the end of [start, start + count). A token is
-    sampled after the last known token and after each draft."""
+    sampled after the last known token and after each draft. ON_DEVICE for a draft that the drafter has proposed after
+    the sequence's newest token, and that the host does not know."""
     num_drafts: int = 0
     """Tokens that a drafter with weights proposes at the end of this step, for each entry that samples."""
     encoded: list[MultiModalFeatureSpec] = []
@@ -110,6 +111,7 @@ class SampledStep(NamedTuple):
 
 
 ALL_TOKENS_BANNED = -2
+ON_DEVICE = -3
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -126,10 +128,13 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     pooled: dict[int, bytes] = {}
     """Vectors and scores by entry, as in TokenDelta; empty bytes where they were not finite."""
     drafts: dict[int, list[int]] = {}
-    """Tokens proposed to come next, by entry, by a drafter with weights."""
+    """Tokens proposed to come next, by entry, by a drafter with weights. ON_DEVICE for tokens that stay on the
+    device."""
     draft_s: float = 0.0
     """Seconds that the drafter with weights took."""
     stage: int = 0
     """Number of the pipeline stage that sends this. Only the result of the last stage has tokens."""
     busy_s: float = 0.0
     """Seconds since the start in which this stage computed, up to the step before."""
+    drafts_first: bool = False
+    """Whether the drafter of the step before ran on after that step's result; `draft_s` includes its seconds."""

@@ -13,6 +13,7 @@ from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.predicted_text import PredictedText
 from engine.wire.messages import SpecDecodeStats
+from engine.wire.plan import ON_DEVICE
 
 LOADED = 0.25  # if drafts pay only above this acceptance rate, the engine is so loaded that they gain little
 
@@ -129,14 +130,19 @@ class Speculator:
             return []
         grammar = request.grammar
         if not grammar.constrains:
-            return self.guess(request, capacity)
+            return self._guess(request, capacity)
         drafts = grammar.drafts[: self._left(request, capacity)]  # guessed when their masks were computed
         if grammar.forced or not drafts:
             return drafts
         return drafts[: self._step.length(self._start(request).acceptance(len(request.tokens)), len(drafts))]
 
-    def guess(self, request: Request, capacity: int = MAX_SPECULATIVE_TOKENS) -> list[int]:
-        """Return up to `capacity` drafts that may follow the newest token of a request, ignoring its grammar."""
+    def guess(self, request: Request) -> list[int]:
+        """Return drafts that may follow the newest token of a request, ignoring its grammar. Leaves out those that only
+        the device knows."""
+        return [token for token in self._guess(request, MAX_SPECULATIVE_TOKENS) if token != ON_DEVICE]
+
+    def _guess(self, request: Request, capacity: int) -> list[int]:
+        """Return up to `capacity` drafts as `guess` does, with those that only the device knows."""
         drafts = self._start(request)
         length, proposed = len(request.tokens), drafts.proposed
         drafts.proposed = []  # valid after this token only
@@ -149,8 +155,11 @@ class Speculator:
         if not proposed:
             return []
         # one draft is enough to try a new request; five for each of many would make a step slow
-        known = takewhile(lambda token: 0 <= token < self._vocab_size, proposed[: 1 if drafts.untried else limit])
-        return list(islice(known, self._step.length(drafts.acceptance(length), limit)))
+        tokens = takewhile(self._is_token, proposed[: 1 if drafts.untried else limit])
+        return list(islice(tokens, self._step.length(drafts.acceptance(length), limit)))
+
+    def _is_token(self, token: int) -> bool:
+        return 0 <= token < self._vocab_size or token == ON_DEVICE
 
     def planned(self, request: Request, count: int) -> None:
         """Record that the next step verifies `count` drafts of a request."""
@@ -163,7 +172,8 @@ class Speculator:
     def verified(self, request: Request, accepted: int, proposed: Sequence[int]) -> int:
         """Record the outcome of a step for a request. Returns how many of its drafts in flight were rejected.
 
-        accepted: number of accepted drafts. proposed: tokens that a drafter with weights proposes after the newest one.
+        accepted: number of accepted drafts. proposed: tokens that a drafter with weights proposes after the newest one,
+        as in StepResult.
         """
         drafts = request.drafts
         drafted, drafts.in_flight, drafts.proposed = drafts.in_flight, 0, list(proposed)

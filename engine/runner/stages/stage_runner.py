@@ -25,6 +25,7 @@ from engine.model.loader import checkpoint_shards
 from engine.model.models.registry import build_model
 from engine.model.stage import check_stages, config_of, divide, nth_stage, parse_layers
 from engine.model.tensor_names import HEADS
+from engine.runner.drafting import Proposals
 from engine.runner.inputs import StepInputs
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.runner.stages.stage_times import BusyTime, Seconds, WorkingTime
@@ -162,8 +163,8 @@ class StageRunner(ModelRunner):
         if self.group.is_first:
             hidden = super()._forward(inputs, history)
         else:
-            self._set_block_tables(inputs)
             assert batch is not None
+            inputs.block_tables.give(self._tables, batch)
             size, tokens = self.model_config.hidden_size, len(batch.positions)
             receive = partial(link.receive, tokens, size + self._added_size, self.dtype, self.device.torch_device)
             x, added = self._wait_for(receive).split((size, self._added_size), dim=-1)
@@ -171,7 +172,7 @@ class StageRunner(ModelRunner):
             batch = self._encoder_cache.place(batch, inputs.image_rows, inputs.rotary_positions)
             graph = None if batch.has_images else self._step_graph
             hidden = self.model.run_layers(x, batch) if graph is None else graph.run(x, batch)
-            if self.samples and self.drafter is None:
+            if self.samples and self.drafting.drafter is None:
                 hidden = hidden[:, :size]
             elif self._added_size:
                 hidden = torch.cat((hidden[:, :size], added, hidden[:, size:]), dim=-1)
@@ -197,9 +198,7 @@ class StageRunner(ModelRunner):
             logprobs=None,
             prompt_logprobs=[],
             pooled=[],
-            drafts=None,
-            draft_s=float,
-            event=event,
+            proposals=Proposals(event),
         )
 
     def _warm_up(self) -> None:

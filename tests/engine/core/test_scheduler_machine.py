@@ -60,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         drafter=drafters,
         weights=proposals,
+        on_device=st.booleans(),
         token_cost=st.sampled_from([0.001, 0.1, 0.5]),
         draft_cost=st.sampled_from([0.0, 0.1, 0.9]),
         step_tokens=st.integers(1, 20),
@@ -69,8 +70,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def start(
-        self, spare_blocks, depth, stages, seqs, budget, block_size, caching, policy, drafter, weights, token_cost,
-        draft_cost, step_tokens, chunk, num_snapshots, snapshot_interval, data,
+        self, spare_blocks, depth, stages, seqs, budget, block_size, caching, policy, drafter, weights, on_device,
+        token_cost, draft_cost, step_tokens, chunk, num_snapshots, snapshot_interval, data,
     ):  # fmt: skip
         """chunk: tokens from border to border of recurrent states; 0 for none."""
         windows = data.draw(st.sampled_from(self.groups))
@@ -96,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             drafter=drafter,
             propose=weights.propose if weights and not drafter else None,
+            on_device=on_device,
             step_cost=(1.0, token_cost),
             draft_cost=draft_cost,
             chunk=chunk,

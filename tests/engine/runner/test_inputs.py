@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.device import Device
 from engine.model.batch import row_tiles
+from engine.model.state import StateCache
 from engine.runner import inputs
 from engine.runner.cuda_graphs import StepColumns, StepShape
 from engine.runner.inputs import InputBuilder
@@ -36,6 +37,7 @@ def builder() -> InputBuilder:
         [torch.zeros(1, 1, 1, 1, 16, 1)],
         [None],
         64,
+        StateCache([], 4, 0, torch.device("cpu")),
     )
 
 
@@ -70,6 +72,7 @@ def test_a_gpu_reads_the_keys_of_a_sequence_once_for_all_its_drafts():
     model = cast(Any, SimpleNamespace(vocab_size=50, eos_token_ids=(), vision=None, recurrent=None))
     builder = InputBuilder(
         EngineConfig(model="", max_num_seqs=seqs), model, LateDevice(), [torch.zeros(1, 1, 1, 1, 16, 1)], [None], 2048,
+        StateCache([], seqs, 0, torch.device("cpu")),
         shape_for=lambda *sizes: shape if shape.holds(*sizes) else None,
     )  # fmt: skip
     added = [NewSequence(slot, PROMPT, len(PROMPT), PARAMS[1], seed=0) for slot in range(seqs)]
@@ -109,7 +112,7 @@ def test_steps_of_the_same_sequences_prepare_nothing_but_the_random_numbers_anew
     for i, groups in enumerate(found):
         fresh = builder()
         fresh.build(step(1, 0, PARAMS, added=True))
-        fresh._sampled = None
+        fresh._sampled = inputs.NOTHING_SAMPLED
         assert drawn(fresh, step(2, 3 + i, PARAMS)) == groups
 
 

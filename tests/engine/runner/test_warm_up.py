@@ -70,7 +70,7 @@ def test_the_step_that_measures_memory_has_the_drafter_see_every_token_and_guess
     config = EngineConfig(model=str(target), speculative=options, dtype="float32", **limits)
     setup = RankSetup.of(config, ModelConfig.from_folder(target), target, TPGroup.single())
     model = load_model(setup)
-    found = load_drafter(setup, model)
+    found = load_drafter(setup, model).drafter
     assert found is not None
     rows: list[int] = []
     modules = [

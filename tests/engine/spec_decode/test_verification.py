@@ -28,5 +28,7 @@ def test_the_newest_token_of_each_sequence_follows_its_own_row_whatever_could_no
         expected.append(10 * (first + len(accepted_tokens(sampled, drafts)) - 1))
         first += len(sampled)
     tokens = torch.tensor([token for _, sampled in steps for token in sampled])
-    rows = last_rows(10 * torch.arange(first), tokens, [drafts for drafts, _ in steps])
+    counts, all_drafts = [len(drafts) for drafts, _ in steps], [token for drafts, _ in steps for token in drafts]
+    drafted = torch.tensor(all_drafts, dtype=torch.int32)
+    rows = last_rows(10 * torch.arange(first), tokens, counts, drafted)
     assert rows.tolist() == expected

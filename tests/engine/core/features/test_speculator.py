@@ -10,6 +10,7 @@ from engine.core.features.speculator import Speculator
 from engine.core.request import Request
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.wire.messages import GenerateRequest
+from engine.wire.plan import ON_DEVICE
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.fake_drafter import WildDrafter
@@ -199,7 +200,8 @@ def test_a_drafter_with_weights_that_costs_more_than_it_gains_is_asked_ever_more
         asked[name] = []
         for step in range(600):
             speculator.start_step(1)
-            drafts = speculator.guess(request, 10)
+            request.computed = len(request.tokens) - 1
+            drafts = speculator.draft(request, 1, 10)
             assert not drafts or asked[name][-1] == step - 1, "only what the step before has proposed is verified"
             speculator.planned(request, len(drafts))
             num_drafts = speculator.num_drafts([request])
@@ -220,8 +222,19 @@ def test_proposals_of_a_drafter_with_weights_are_for_one_token_only():
     request = Request.create(GenerateRequest(request_id="a", prompt=PROMPT), (0, 1), 64, now=0.0)
     speculator.start_step(1)
     speculator.verified(request, 0, [7, VOCAB, 8])
-    assert speculator.guess(request, 10) == [7]
-    assert speculator.guess(request, 10) == []
+    assert speculator.guess(request) == [7]
+    assert speculator.guess(request) == []
+
+
+def test_drafts_that_only_the_device_knows_are_planned_but_are_no_guesses_for_a_grammar():
+    speculator = Speculator(SpeculativeConfig(method="ngram"), None, lambda sequences: (1.0, 0.02, 0.0), VOCAB)
+    request = Request.create(GenerateRequest(request_id="a", prompt=PROMPT), (0, 1), 64, now=0.0)
+    request.computed = len(PROMPT) - 1
+    speculator.start_step(1)
+    speculator.verified(request, 0, [ON_DEVICE, ON_DEVICE])
+    assert speculator.draft(request, 1, 10) == [ON_DEVICE]  # one is enough to try a new request
+    speculator.verified(request, 0, [ON_DEVICE, ON_DEVICE])
+    assert speculator.guess(request) == []
 
 
 class NothingFound:
@@ -250,6 +263,6 @@ def test_among_many_sequences_one_that_finds_no_draft_looks_for_it_more_rarely(s
     )
     for _ in range(160):
         speculator.start_step(sequences)
-        assert not speculator.guess(request, 10)
+        assert not speculator.guess(request)
         request.tokens.append(1)
     assert drafter.asked == times
