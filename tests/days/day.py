@@ -1,0 +1,438 @@
+"""A bad day: requests and faults from one seed, and what must hold on it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from deployments.frontend.generation import TIMEOUT_GRACE_S, LiveGeneration
+from deployments.frontend.retry import TokensLost
+from engine.core.request import State
+from engine.errors import EngineUnavailable, Overloaded, RequestTimeout, ServingError
+from engine.wire import timeline
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+from tests.days.cluster import Cluster, Ingress, Size
+from tests.days.loop import VirtualLoop
+from tests.days.model import alone
+
+SETTLE_S = 20.0  # after the last request: longer than a lease
+FORGET_S = 60.0  # more on every eighth day: what has ended is remembered for a minute
+ABORTED_S = 1.0  # after its client has left, in which a request ends on a day without late messages
+LIMIT_S = 200.0  # after the last request or fault, until all must have ended
+KINDS = (
+    "kill engine", "kill replica", "kill node", "pause", "pause", "cut", "cut", "lose tokens", "lose updates",
+    "datagrams", "move", "move", "drain", "reset cache",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a client asks for. leaves_after: seconds; None if it waits for the end. slow_s: between two looks."""
+
+    at: float
+    ingress: int
+    client: str
+    requests: tuple[GenerateRequest, ...]
+    leaves_after: float | None = None
+    slow_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """number: says which engine, or two of them. seconds: how long."""
+
+    at: float
+    kind: str
+    number: int
+    other: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Day:
+    seed: int
+    size: Size
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+    loss: float = 0.0
+    repeats: float = 0.0
+    late_s: float = 1.0
+
+    @classmethod
+    def of(cls, seed: int) -> Day:
+        rng = random.Random(seed)
+        size = Size(
+            ingresses=rng.choice([1, 2, 2]),
+            decode=rng.choice([1, 2, 2, 3]),
+            prefill=rng.choice([0, 1, 1, 2]),
+            num_blocks=rng.choice([24, 26, 32, 48, 96]),
+            max_num_seqs=rng.choice([2, 4, 6]),
+            max_num_batched_tokens=rng.choice([8, 24, 64]),
+            overlap=rng.random() < 0.7,
+            policy=rng.choice(["always", "always", "auto"]),
+            fetches=rng.random() < 0.6,
+            drift=rng.choice([0.0, 0.001, 0.2]),
+            routing=rng.choice(["prefix_aware", "prefix_aware", "power_of_two", "round_robin"]),
+            max_waiting=rng.choice([8, 64]),
+            step_s=rng.choice([0.004, 0.02, 0.06]),
+        )
+        length_s = rng.choice([2.0, 6.0, 15.0])
+        prefixes = [tuple(rng.randrange(1, 64) for _ in range(rng.randrange(0, 40))) for _ in range(3)]
+        asks = tuple(_ask(rng, i, length_s, prefixes, size) for i in range(rng.choice([6, 15, 30])))
+        faults = tuple(
+            Fault(
+                rng.choice(asks).at + rng.uniform(0, 80 * size.step_s),
+                rng.choice(KINDS),
+                rng.randrange(100),
+                rng.randrange(100),
+                rng.choice([rng.uniform(0, 1), rng.uniform(0, 6), rng.uniform(0, 16)]),
+            )
+            for _ in range(rng.choice([0, 2, 6, 12]))
+        )
+        loss, repeats = rng.choice([0.0, 0.0, 0.02, 0.3]), rng.choice([0.0, 0.05, 0.3])
+        return cls(seed, size, asks, faults, loss, repeats, rng.choice([0.01, 1.0]))
+
+    @property
+    def last_at(self) -> float:
+        return max([0.0, *(a.at for a in self.asks), *(f.at + f.seconds for f in self.faults)])
+
+
+def _ask(rng: random.Random, number: int, length_s: float, prefixes: list[tuple[int, ...]], size: Size) -> Ask:
+    prompt = [*rng.choice(prefixes), *(rng.randrange(1, 64) for _ in range(rng.randrange(1, 16)))]
+    timeout_s = rng.choice([None, 30.0, 30.0, 60.0, rng.uniform(0.05, 3.0)])
+    params = SamplingParams(
+        max_tokens=rng.choice([1, 3, 12, 30, 40]),
+        ignore_eos=rng.random() < 0.7,
+        seed=rng.choice([None, rng.randrange(-(2**63), 2**63)]),
+        stop=rng.choice([[], [], ["ab"], ["q", "xyz"]]),
+        stop_token_ids=rng.choice([[], [], [rng.randrange(64)]]),
+    )
+    requests = tuple(
+        GenerateRequest(
+            request_id=f"r{number}{'ab'[i]}",
+            prompt=prompt,
+            params=params,
+            timeout_s=timeout_s,
+            cache_salt=rng.choice(["", "", "salt"]),
+            session_id=rng.choice(["", "", "s1", "s2"]),
+        )
+        for i in range(rng.choice([1, 1, 1, 2]))
+    )
+    return Ask(
+        at=rng.choice([rng.uniform(0.0, length_s), rng.uniform(0.0, 0.5)]),
+        ingress=rng.randrange(size.ingresses),
+        client=rng.choice("xyz"),
+        requests=requests,
+        leaves_after=rng.uniform(0.0, 4.0) if rng.random() < 0.15 else None,
+        slow_s=rng.choice([0.0, 0.0, 0.0, 0.2]),
+    )
+
+
+@dataclass
+class Outcome:
+    seconds: float = 0.0
+    """Simulated."""
+    error: BaseException | None = None
+    log: list[str] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+    digest: int = 0
+    steps: int = 0
+
+    @property
+    def kind(self) -> str:
+        """What is wrong, without names."""
+        if self.error is None:
+            return ""
+        text = str(self.error).split("\n")[0]
+        return f"{type(self.error).__name__}: {''.join(c for c in text if not c.isdigit())[:60]}"
+
+
+def run(day: Day) -> Outcome:
+    """Live through a day."""
+    loop, outcome = VirtualLoop(), Outcome()
+    asyncio.set_event_loop(loop)
+    with mock.patch.object(timeline, "time", SimpleNamespace(time=loop.time)):
+        world = World(loop, day, outcome)
+        try:
+            loop.run_until(asyncio.ensure_future(world.live(), loop=loop))
+        except Exception as error:  # noqa: BLE001 - it is the outcome
+            outcome.error = error
+        finally:
+            outcome.seconds = loop.time()
+            if world.cluster is not None:
+                outcome.log, outcome.seen = world.cluster.log, world.cluster.seen
+                world.count()
+            outcome.digest = zlib.crc32("\n".join(outcome.log).encode())
+            loop.failure = None
+            loop.set_exception_handler(lambda *_: None)
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+            asyncio.set_event_loop(None)
+            loop.close()
+    return outcome
+
+
+class World:
+    def __init__(self, loop: VirtualLoop, day: Day, outcome: Outcome):
+        self.loop, self.day, self.outcome = loop, day, outcome
+        self.cluster: Cluster | None = None
+
+    async def live(self) -> None:
+        rng = random.Random(self.day.seed + 1)
+        self.cluster = cluster = Cluster(self.loop, rng, self.day.size)
+        cluster.network.loss, cluster.network.repeats = self.day.loss, self.day.repeats
+        cluster.network.late_s = self.day.late_s
+        cluster.start()
+        clients = [asyncio.ensure_future(self._client(ask)) for ask in self.day.asks]
+        for fault in self.day.faults:
+            self.loop.call_at(fault.at, self._strike, fault)
+        _, late = await asyncio.wait(clients, timeout=self.day.last_at + LIMIT_S) if clients else (None, None)
+        if late:
+            names = [ask.requests[0].request_id for ask, c in zip(self.day.asks, clients, strict=True) if c in late]
+            raise AssertionError(f"never ended: {' '.join(names)}")
+        for client in clients:
+            client.result()
+        cluster.network.loss = cluster.network.repeats = 0.0
+        await asyncio.sleep(max(0.0, self.day.last_at - self.loop.time()))
+        cluster.poll_s = 1.0
+        forgets = self.day.seed % 8 == 0
+        await asyncio.sleep(SETTLE_S + FORGET_S * forgets)
+        self._check_that_nothing_is_left(forgets)
+
+    # -- clients -------------------------------------------------------------------------------------------
+
+    async def _client(self, ask: Ask) -> None:
+        assert self.cluster is not None
+        await asyncio.sleep(ask.at)
+        ingress = self.cluster.ingresses[ask.ingress]
+        name, began = ask.requests[0].request_id, self.loop.time()
+        requests = [_addressed(request, ingress) for request in ask.requests]
+        with_errors: ServingError | None = None
+        listening = asyncio.ensure_future(self._listen(ask, requests, ingress))
+        with suppress(asyncio.CancelledError):
+            try:
+                await asyncio.wait_for(listening, ask.leaves_after)
+                return
+            except TimeoutError:
+                self.cluster.note(f"client of {name} has left")
+                self.cluster.seen["client left"] += 1
+                if not self.day.faults and self.day.late_s < ABORTED_S / 10:
+                    await asyncio.sleep(ABORTED_S)
+                    self._check_that_it_has_ended(requests)
+                return
+            except ServingError as error:
+                with_errors = error
+        self.cluster.note(f"{name} ends with {with_errors!r}")
+        self.cluster.seen[f"ended {type(with_errors).__name__}"] += 1
+        waited = self.loop.time() - began
+        match with_errors:
+            case Overloaded():
+                assert len(self.day.asks) > self.day.size.max_waiting / 2, f"{name} is refused by an empty queue"
+            case RequestTimeout():
+                assert waited >= (ask.requests[0].timeout_s or 1e9) * (1 - self.day.size.drift) - 0.01, (
+                    f"{name} timed out early, after {waited:.3f} s"
+                )
+            case EngineUnavailable() | TokensLost():
+                pass  # checked by _listen
+            case _:
+                raise AssertionError(f"{name} ended with {with_errors!r}")
+        timeout_s = ask.requests[0].timeout_s
+        if timeout_s is not None:
+            assert waited <= timeout_s + TIMEOUT_GRACE_S + 1.0 + ask.slow_s, f"{name} ended late, after {waited:.3f} s"
+
+    def _check_that_it_has_ended(self, requests: list[GenerateRequest]) -> None:
+        assert self.cluster is not None
+        names = {request.request_id for request in requests}
+        for engine in self.cluster.engines.values():
+            for name, request in engine.core.scheduler.queue.live.items():
+                of = request.asked_by.request_id if request.asked_by else name
+                left = of.partition(".")[0] in names and request.state not in (State.FINISHED, State.LEASED)
+                assert not left, f"{name} is still computed, but its client has left"
+
+    async def _listen(self, ask: Ask, requests: list[GenerateRequest], ingress: Ingress) -> None:
+        generation = LiveGeneration(ingress.context, [requests], ask.client)
+        texts, tokens = ["" for _ in requests], [list[int]() for _ in requests]
+        ended: dict[int, str] = {}
+        expected = [alone(request, self.day.size.max_model_len) for request in requests]
+        chunks = generation.chunks()
+        try:
+            async for chunk in chunks:
+                assert chunk.index not in ended, "a chunk after the end"
+                texts[chunk.index] += chunk.text
+                tokens[chunk.index] += chunk.token_ids
+                right = expected[chunk.index]
+                assert right[1].startswith(texts[chunk.index]), f"{requests[chunk.index].request_id}: another text"
+                assert right[0][: len(tokens[chunk.index])] == tokens[chunk.index], "other tokens"
+                if chunk.finish_reason is not None:
+                    ended[chunk.index] = chunk.finish_reason
+                    assert (texts[chunk.index], chunk.finish_reason) == right[1:], "a text ends elsewhere"
+                if ask.slow_s:
+                    await asyncio.sleep(ask.slow_s)
+        except (EngineUnavailable, TokensLost):
+            replays = max(s.retry.num_replays for s in generation._sequences.values())
+            assert replays >= 3, f"{requests[0].request_id} was given up after {replays} replays"
+            raise
+        finally:
+            await chunks.aclose()
+        assert len(ended) == len(requests), "a request ended without an end"
+        assert self.cluster is not None
+        self.cluster.note(f"{requests[0].request_id} ends: {ended[0]}, {len(tokens[0])} tokens")
+        self.cluster.seen["ended well"] += 1
+
+    # -- faults --------------------------------------------------------------------------------------------
+
+    def _strike(self, fault: Fault) -> None:
+        assert self.cluster is not None
+        cluster = self.cluster
+        replicas = [r for d in cluster.deployments.values() for r in d.replicas]
+        if not replicas:
+            return
+        replica, other = replicas[fault.number % len(replicas)], replicas[fault.other % len(replicas)]
+        ingress = cluster.ingresses[fault.other % len(cluster.ingresses)]
+        cluster.note(f"FAULT {fault.kind} {replica.engine_id} {other.engine_id} {fault.seconds:.2f} s")
+        cluster.seen[f"fault {fault.kind}"] += 1
+        engine, later = replica.engine, cluster.loop.call_later
+        match fault.kind:
+            case "kill engine":
+                cluster.engine_ended(engine, "rank 0 died")
+            case "kill replica":
+                replica.die(engine_lives_s=fault.seconds / 4)
+            case "kill node":
+                engine.die()
+                replica.die()
+            case "pause":
+                engine.pause()
+                later(fault.seconds, engine.resume)
+            case "cut":
+                node = ingress.node if replica is other else other.node
+                cluster.network.cut(replica.node, node, fault.seconds)
+            case "lose tokens":
+                link = f"{replica.engine_id} {ingress.inboxes.address}"
+                cluster.network.break_link(replica.node, ingress.node, link, fault.seconds / 4)
+            case "lose updates":
+                link = f"{replica.engine_id} {ingress.router.address}"
+                cluster.network.break_link(replica.node, ingress.node, link, fault.seconds)
+            case "datagrams":
+                cluster.network.loss, cluster.network.repeats = 0.5, 0.5
+                later(fault.seconds, setattr, cluster.network, "loss", self.day.loss)
+            case "move":
+                if replica.deployment.role == "decode":
+                    replica.move_requests(1 + fault.number % 3)
+            case "drain":
+                if not replica.stopping:
+                    replica.tasks.append(asyncio.ensure_future(replica.depart()))
+            case "reset cache":
+                with suppress(EngineUnavailable):
+                    replica.reset_prefix_cache()
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def _check_that_nothing_is_left(self, forgotten: bool) -> None:
+        assert self.cluster is not None
+        for ingress in self.cluster.ingresses:
+            _nothing(f"{ingress.node}: inboxes", ingress.inboxes._inboxes)
+            _nothing(f"{ingress.node}: engines of requests", ingress.inboxes._working)
+            _nothing(f"{ingress.node}: admitted", ingress.admission.num_running + ingress.admission.num_waiting)
+            _nothing(f"{ingress.node}: starts", ingress.admission._starts)
+            _nothing(f"{ingress.node}: timelines", ingress.context.timelines.num_live)
+            _nothing(f"{ingress.node}: placements", ingress.router.balancer.placements._placements)
+        for deployment in self.cluster.deployments.values():
+            for replica in deployment.replicas:
+                name, core, channel = replica.engine_id, replica.engine.core, replica.engine.channel
+                _nothing(f"{name}: calls", replica._calls)
+                _nothing(f"{name}: tasks", replica.calls)
+                _nothing(f"{name}: answers", replica.num_answers)
+                for dispatcher in replica._dispatchers.values():
+                    _nothing(f"{name}: dispatched", dispatcher._calls)
+                    placements = dispatcher.pool.router.balancer.placements  # type: ignore[attr-defined]
+                    _nothing(f"{name}: placements", placements._placements)
+                if not replica.engine.alive or replica.engine.paused:
+                    continue
+                core.scheduler.check()
+                _nothing(f"{name}: work", core.scheduler.has_work)
+                _nothing(f"{name}: live requests", core.scheduler.queue.live)
+                _nothing(f"{name}: blocks in use", core.scheduler.kv_cache.pool.num_used)
+                _nothing(f"{name}: receiving", core.scheduler.handoffs.receiving)
+                _nothing(f"{name}: leased", core.scheduler.handoffs.leased)
+                _nothing(f"{name}: fetches", core.scheduler.fetching.moving)
+                _nothing(f"{name}: opened handoffs", core.scheduler.handoffs._opened_at)
+                _nothing(f"{name}: deltas", replica.engine.endpoint._deltas)
+                _nothing(f"{name}: ended", replica.engine.endpoint._ended)
+                protocol = channel.endpoint._protocol
+                _nothing(f"{name}: decode handoffs", protocol.decode_handoffs)
+                _nothing(f"{name}: prefill handoffs", protocol.prefill_handoffs)
+                _nothing(f"{name}: asked", protocol._asked)
+                _nothing(f"{name}: reads", protocol._reads)
+                if forgotten:
+                    _nothing(f"{name}: released", protocol._released)
+                _nothing(f"{name}: worker's reads", channel._reads)
+
+    def count(self) -> None:
+        """Add up what has happened."""
+        assert self.cluster is not None
+        seen = self.cluster.seen
+        for ingress in self.cluster.ingresses:
+            for reason, count in ingress.stats.replays.items():
+                seen[f"replay {reason}"] += count
+        for engine in self.cluster.engines.values():
+            scheduler = engine.core.scheduler
+            self.outcome.steps += scheduler.totals.steps
+            seen["preemption"] += scheduler.totals.preemptions
+            for outcome, count in scheduler.handoffs.moves.items():
+                seen[f"move {outcome}"] += count
+            for outcome, count in getattr(scheduler.fetching, "fetches", {}).items():
+                seen[f"fetch {outcome}"] += count
+            stats = engine.channel.endpoint.stats()
+            for name, value in _counts(stats).items():
+                seen[f"handoff {name}"] += value
+
+
+def _counts(stats: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in stats.__struct_fields__:
+        value = getattr(stats, name)
+        if isinstance(value, dict):
+            found |= {f"{name} {key}": count for key, count in value.items() if isinstance(count, int)}
+        elif isinstance(value, int):
+            found[name] = value
+    return found
+
+
+def _addressed(request: GenerateRequest, ingress: Ingress) -> GenerateRequest:
+    return msgspec.structs.replace(request, reply_to=ingress.inboxes.address)
+
+
+def _nothing(what: str, left: Any) -> None:
+    assert not left, f"{what} left: {left if isinstance(left, int) else list(left)[:5]}"
+
+
+def shrink(day: Day, fails: Callable[[Day], bool], tries: int = 60) -> Day:
+    """Return a smaller day on which the same is wrong."""
+    for name in ("faults", "asks"):
+        step = max(1, len(getattr(day, name)) // 2)
+        while tries > 0:
+            start, smaller = 0, False
+            while start < len(getattr(day, name)) and tries > 0:
+                parts = getattr(day, name)
+                candidate = replace(day, **{name: parts[:start] + parts[start + step :]})
+                tries -= 1
+                if fails(candidate):
+                    day, smaller = candidate, True
+                else:
+                    start += step
+            if step == 1 and not smaller:
+                break
+            step = max(1, step // 2)
+    return day

@@ -1,0 +1,356 @@
+"""One engine of a simulated cluster: step loop, handoffs and KV workers, on the real code but for model and sockets."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.clock import Clock
+from engine.config import EngineConfig
+from engine.core.block_pool import BlockPool
+from engine.core.engine import EngineCore
+from engine.core.features.block_events import NoKVEvents
+from engine.core.features.handoffs import HandoffManager
+from engine.core.features.kv_fetching import KVFetching
+from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.request_checks import ModelLimits
+from engine.core.scheduler import Scheduler
+from engine.core.serving.endpoint import EngineEndpoint
+from engine.core.step_cost import StepTimes
+from engine.distributed.no_broadcaster import NoBroadcaster
+from engine.distributed.tp_group import TPGroup
+from engine.errors import EngineUnavailable
+from engine.kv_offload.group_tiers import NoTiers
+from engine.kv_transfer.endpoint import HandoffEndpoint
+from engine.kv_transfer.protocol.messages import (
+    Attach,
+    DropSource,
+    Envelope,
+    KVWorkerCommand,
+    Read,
+    ReadEnded,
+    StopRead,
+)
+from engine.lora.group_loader import GroupLoader
+from engine.model.kv_groups import KVCacheSpec
+from engine.wire.handoff import HandoffAction, HandoffEvent
+from engine.wire.messages import Command
+from engine.wire.pooling_params import SupportedTasks
+from engine.wire.remote_request import Peer
+from tests.days.model import EOS, VOCAB, Runner, StepClock
+
+if TYPE_CHECKING:
+    from tests.days.cluster import Cluster
+
+WAKE_S = 0.00005  # until a thread runs that has been woken
+COMMAND: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+ENVELOPE = msgspec.msgpack.Decoder(Envelope)
+WORKER_COMMAND: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(KVWorkerCommand)
+
+
+@dataclass(eq=False)
+class RunningRead:
+    command: Read
+    done: int = 0
+    stopping: bool = False
+
+
+class Engine:
+    """An engine process. What it sends while it is ahead of the world leaves when the world has caught up."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        engine_id: str,
+        node: str,
+        config: EngineConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        overlap: bool,
+        drift: float,
+        status_to: str,
+    ):
+        self.cluster, self.engine_id, self.node, self.loop = cluster, engine_id, node, cluster.loop
+        self.rng = random.Random(cluster.rng.getrandbits(64))
+        self.alive, self.paused, self.address = True, False, f"engine:{engine_id}"
+        self.inbox: deque[bytes] = deque()
+        self.outbox: list[Callable[[], None]] = []
+        self._turn: Any = None
+        self._released = True
+        self.clock = StepClock(self.loop.time, drift, self.rng.uniform(0, 1000))
+        clock = Clock(self.clock.monotonic, self.clock.world)
+        self.runner = Runner(config, num_blocks, max_model_len, self.clock, overlap, cluster.size.step_s)
+        self.channel = Channel(self, config, clock)
+        times = StepTimes()
+        size = config.block_size
+        kv_cache, _ = kv_cache_of(
+            [KVCacheSpec(num_kv_heads=1, head_dim=16, window=None)], [BlockPool(num_blocks, size, True)], 1000
+        )
+        handoff = config.handoff
+        assert handoff is not None
+        policy = None
+        if handoff.role == "decode":
+            policy = RemotePrefillPolicy(handoff, times.by_tokens, self.channel.quarantined)
+        handoffs = HandoffManager(policy, self.channel.peer, "print")
+        fetching = None
+        if handoff.enable_prefix_fetching and handoff.role != "prefill":
+            fetching = KVFetching(
+                kv_cache,
+                handoffs,
+                peer=self.channel.peer,
+                times=times,
+                timeout_s=handoff.fetch_timeout_s,
+                block_bytes=[size * 1000],
+                quarantined=self.channel.quarantined,
+                min_tokens=size,
+            )
+        scheduler = Scheduler(
+            config,
+            kv_cache,
+            limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
+            handoffs=handoffs,
+            fetching=fetching,
+        )
+        self.core = EngineCore(
+            config,
+            SimpleNamespace(supported_tasks=SupportedTasks(), head="lm", vocab_size=VOCAB),  # type: ignore[arg-type]
+            group=TPGroup.single(),
+            runner=self.runner,  # type: ignore[arg-type]
+            scheduler=scheduler,
+            grammars=None,  # type: ignore[arg-type]
+            step_times=times,
+            adapter_loader=GroupLoader(None, 1, NoBroadcaster()),
+            tiers=NoTiers(),
+            kv_events=NoKVEvents(),
+            kv_workers=ExitStack(),
+            broadcaster=NoBroadcaster(),
+            channel=self.channel,  # type: ignore[arg-type]
+            clock=clock,
+        )
+        self.endpoint = EngineEndpoint(
+            self.core, self, engine_id=engine_id, address=self.address, status_to=status_to, num_ranks=1, clock=clock
+        )
+        self.channel.serve()
+        self.wake()
+
+    # -- the step loop -------------------------------------------------------------------------------------
+
+    def take(self, command: bytes) -> None:
+        if self.alive:
+            self.inbox.append(command)
+            self.wake()
+
+    def wake(self) -> None:
+        """Take a turn as soon as possible."""
+        if self.alive and not self.paused and self._released:
+            self._schedule(WAKE_S)
+
+    def _schedule(self, seconds: float) -> None:
+        at = self.loop.time() + seconds
+        if self._turn is not None:
+            if self._turn.when() <= at:
+                return
+            self._turn.cancel()
+        self._turn = self.loop.call_at(at, self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._turn = None
+        if not self.alive or self.paused:
+            return
+        was_idle = self.core.idle and not self.inbox
+        try:
+            while self.inbox:
+                self.endpoint.handle(COMMAND.decode(self.inbox.popleft()))
+            self.endpoint.send(self.core.step())
+        except EngineUnavailable as error:
+            self.cluster.note(f"{self.engine_id} ends: {error}")
+            self.cluster.seen["an engine ends itself"] += 1
+            self.cluster.engine_ended(self, str(error))
+            return
+        if not (was_idle and self.core.idle):
+            self.core.scheduler.check()
+        self._released = False
+        self.loop.call_at(self.loop.time() + self.clock.lead, self._release)
+
+    def _release(self) -> None:
+        """The world has caught up."""
+        self.clock.lead = 0.0
+        if not self.alive or self.paused:
+            return
+        self._released = True
+        outbox, self.outbox = self.outbox, []
+        for send in outbox:
+            send()
+        if self.core.idle and not self.inbox:
+            wait_s = self.endpoint.wait_s()
+            self._schedule(max(WAKE_S, self.cluster.poll_s if wait_s is None else min(self.cluster.poll_s, wait_s)))
+        else:
+            self._schedule(WAKE_S)
+
+    # -- Receivers -----------------------------------------------------------------------------------------
+
+    def connect(self, address: str) -> None:
+        pass
+
+    def send(self, address: str, message: bytes) -> bool:
+        self.outbox.append(lambda: self.cluster.send(self.node, self.engine_id, address, message))
+        return True
+
+    def forget_unused(self) -> None:
+        pass
+
+    # -- faults --------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        if self.paused and self.alive:
+            self.paused = False
+            if self._released:
+                self.wake()
+            else:
+                self._release()
+            self.channel.resume()
+
+    def die(self) -> None:
+        self.alive = False
+
+
+class Channel:
+    """The channel's thread and the KV worker of an engine."""
+
+    def __init__(self, engine: Engine, config: EngineConfig, clock: Clock):
+        assert config.handoff is not None
+        self._engine, self._cluster, self._loop = engine, engine.cluster, engine.loop
+        self.address = f"channel:{engine.engine_id}"
+        self.peer = Peer(engine.engine_id, self.address, engine.rng.getrandbits(64))
+        self.endpoint = HandoffEndpoint(
+            config.handoff,
+            self.peer,
+            ranks=[{"fake": b""}],
+            block_size=config.block_size,
+            answers_to="",
+            send=self._send,
+            command=self._command,
+            wake=engine.wake,
+            clock=clock,
+        )
+        self._envelopes: deque[Envelope] = deque()
+        self._answers: deque[ReadEnded] = deque()
+        self._reads: list[RunningRead] = []
+        self._timer: Any = None
+        self.block_s = engine.rng.choice([0.0005, 0.002, 0.02])
+        self.events: Callable[[], list[HandoffEvent]] = self.endpoint.events
+        self.quarantined, self.snapshot, self.stats = (
+            self.endpoint.quarantined,
+            self.endpoint.snapshot,
+            self.endpoint.stats,
+        )
+        self.refused_by_ranks = self.endpoint.refused_by_ranks
+
+    def submit(self, *actions: HandoffAction) -> None:
+        def submit() -> None:
+            self.endpoint.submit(*actions)
+            self._soon()
+
+        self._engine.outbox.append(submit)
+
+    def receive(self, data: bytes) -> None:
+        if self._engine.alive:
+            self._envelopes.append(ENVELOPE.decode(data))
+            self._soon()
+
+    def resume(self) -> None:
+        self._soon()
+        for read in self._reads:
+            self._go_on(read)
+
+    def serve(self) -> None:
+        self._timer = None
+        if not self._engine.alive or self._engine.paused:
+            return
+        lead, self._engine.clock.lead = self._engine.clock.lead, 0.0  # this thread is not ahead
+        answers, self._answers = self._answers, deque()
+        envelopes, self._envelopes = self._envelopes, deque()
+        self.endpoint.serve(answers, envelopes)
+        wait_s = self.endpoint.wait_s()
+        self._engine.clock.lead = lead
+        self._at(wait_s + 0.001)
+
+    def _soon(self) -> None:
+        self._at(WAKE_S)
+
+    def _at(self, seconds: float) -> None:
+        at = self._loop.time() + seconds
+        if self._timer is None or self._timer.when() > at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(at, self.serve)
+
+    def _send(self, address: str, data: bytes) -> None:
+        self._cluster.send_envelope(self._engine.node, address, data)
+
+    # -- the KV worker: reads are one-sided, so it does not matter whether the source is paused --------------
+
+    def _command(self, data: bytes) -> None:
+        command = WORKER_COMMAND.decode(data)
+        if isinstance(command, Read):
+            self._reads.append(read := RunningRead(command))
+            self._go_on(read)
+        elif isinstance(command, StopRead):
+            for read in self._reads:
+                read.stopping |= read.command.read_id == command.read_id
+        elif isinstance(command, DropSource):
+            for read in self._reads:
+                read.stopping |= read.command.source_epoch == command.source_epoch
+        else:
+            assert isinstance(command, Attach)
+
+    def _go_on(self, read: RunningRead) -> None:
+        seconds = self.block_s * self._engine.rng.uniform(0.5, 2.0)
+        if self._engine.rng.random() < 0.01:
+            seconds += self._engine.rng.uniform(0, 1.0)
+        self._loop.call_later(seconds, self._step, read, read.done)
+
+    def _step(self, read: RunningRead, done: int) -> None:
+        engine, command, now = self._engine, read.command, self._loop.time()
+        if not engine.alive or engine.paused or read not in self._reads or read.done != done:
+            return
+        source = self._cluster.engine_of_epoch(command.source_epoch)
+        if read.stopping:
+            self._end(read, "stopped")
+        elif source is None:
+            self._end(read, "connection lost")
+        elif (until := self._cluster.network.healed_at(engine.node, source.node)) > now:
+            if until - now > 5.0:
+                self._loop.call_later(5.0, self._end, read, "nothing came for 5 s")
+            else:
+                self._loop.call_at(until, self._step, read, done)
+        elif done < len(command.source_blocks):
+            if not source.alive:
+                raise AssertionError
+            kv = source.runner.read(command.source_blocks[done], now)
+            engine.runner.write(command.local_blocks[done], kv, now)
+            read.done += 1
+            if read.done < len(command.source_blocks):
+                self._go_on(read)
+            else:
+                self._end(read, None)
+        else:
+            self._end(read, None)
+
+    def _end(self, read: RunningRead, error: str | None) -> None:
+        if read in self._reads:
+            self._reads.remove(read)
+            self._answers.append(ReadEnded(read.command.read_id, 0, "fake", read.done, 0.0, error))
+            self._soon()

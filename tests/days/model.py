@@ -1,0 +1,159 @@
+"""The model of a simulated cluster: its next token depends on the seed and on all tokens before it. KV is a number for
+all tokens up to its own, so that KV of anything else is seen when it is read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from engine.config import EngineConfig
+from engine.core.step_cost import StepWork
+from engine.text.text_stream import TextStream
+from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.plan import NewSequence, StepPlan, StepResult
+from engine.wire.sampling_params import seed_of
+
+VOCAB, EOS = 64, 0
+MASK = 2**64 - 1
+LETTERS = [b"", *(bytes([97 + i % 26]) for i in range(1, 56))]
+LETTERS += [b"\xc3", b"\xa9", b" ", b"\n", b"ab", b"\xe2\x82", b"\xac", b"."]
+
+
+def link(kv: int, token: int) -> int:
+    """KV after `token`, whose predecessor has `kv`."""
+    mixed = ((kv ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & MASK
+    return mixed ^ mixed >> 29
+
+
+def sample(seed: int, kv: int) -> int:
+    return link(kv, seed) % VOCAB
+
+
+class Tokenizer:
+    def token_bytes(self, token_id: int) -> bytes:
+        return LETTERS[token_id]
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == EOS
+
+
+TOKENIZER = Tokenizer()
+
+
+def alone(request: GenerateRequest, max_model_len: int) -> tuple[list[int], str, str]:
+    """Return tokens, text and finish reason of a request that runs alone, without faults."""
+    params, kv = request.params, 0
+    seed = seed_of(request.request_id) if params.seed is None else params.seed % 2**64
+    for token in request.prompt:
+        kv = link(kv, token)
+    limit = max_model_len - len(request.prompt)
+    limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
+    stream, tokens, text = TextStream(params, TOKENIZER), list[int](), ""
+    while True:
+        tokens.append(sample(seed, kv))
+        kv = link(kv, tokens[-1])
+        ends = (tokens[-1] == EOS and not params.ignore_eos) or tokens[-1] in params.stop_token_ids
+        reason = "stop" if ends else "length" if len(tokens) == limit else None
+        chunk = stream.add(TokenDelta(request_id="", token_ids=tokens[-1:], finish_reason=reason))
+        text += chunk.text
+        if chunk.finish_reason is not None:
+            return tokens, text, chunk.finish_reason
+
+
+class StepClock:
+    """The clock of one engine: that of the world, with an error, and ahead of it during a step, which the world sees as
+    one moment."""
+
+    def __init__(self, world_now, drift: float = 1.0, offset: float = 0.0):
+        self._world_now, self._drift, self._offset = world_now, drift, offset
+        self.lead = 0.0  #: seconds of the world
+
+    def world(self) -> float:
+        return self._world_now() + self.lead
+
+    def monotonic(self) -> float:
+        return self._offset + self._drift * self.world()
+
+
+class Runner:
+    """Computes a step at once. It knows until when the step would take, and that its KV is not there before."""
+
+    device = SimpleNamespace(asynchronous=True)
+    max_steps = 2
+
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, max_model_len: int, clock: StepClock, overlap: bool, step_s: float
+    ):
+        """step_s: seconds of a step, besides an eighth of it per token."""
+        self.overlap, self._clock, self.block_size = overlap, clock, config.block_size
+        self.step_s, self.token_s = step_s, step_s / 8
+        self._tables = [[-1] * -(-max_model_len // config.block_size) for _ in range(config.max_num_seqs)]
+        self._sequences: dict[int, NewSequence] = {}
+        self._history: dict[int, list[int]] = {}  # slot -> KV after each known token
+        self._kv: list[int | None] = [None] * (num_blocks * config.block_size)
+        self._written_at = [0.0] * num_blocks  # when the newest step that writes into a block ends
+        self._read_until = [0.0] * num_blocks  # when the newest step that reads it ends
+        self._free_at = 0.0
+
+    def prepare(self, plan: StepPlan) -> StepPlan:
+        for sequence in plan.added:
+            self._sequences[sequence.slot] = sequence
+            self._history[sequence.slot] = []
+            for token in sequence.tokens:
+                self._append(sequence.slot, token)
+        for change in plan.blocks:
+            self._tables[change.slot][change.index : change.index + len(change.blocks)] = change.blocks
+        return plan
+
+    def launch(self, plan: StepPlan) -> tuple[float, StepResult]:
+        size, work = self.block_size, StepWork.of(plan)
+        cost = self.step_s + self.token_s * (work.decodes + work.prefill_tokens)
+        ends_at = self._free_at = max(self._free_at, self._clock.world()) + cost
+        result = StepResult(plan.step, [], [None] * len(plan.slots), [None] * len(plan.slots))
+        rows, written = list(zip(plan.slots, plan.starts, plan.counts, strict=True)), set[int]()
+        for slot, start, count in rows:
+            history, table = self._history[slot], self._tables[slot]
+            for position in range(start, start + count):
+                block = table[position // size]
+                cell = block * size + position % size
+                assert cell not in written, "two sequences write one cell"
+                written.add(cell)
+                self._kv[cell], self._written_at[block] = history[position], ends_at
+        for (slot, start, count), samples in zip(rows, plan.samples, strict=True):
+            history, table = self._history[slot], self._tables[slot]
+            end = start + count
+            seen: list[int | None] = []
+            for block in table[: -(-end // size)]:
+                seen += self._kv[block * size : (block + 1) * size]
+                self._read_until[block] = ends_at
+            assert seen[:end] == history[:end], "the KV of other tokens is read"
+            result.tokens.append([])
+            if samples:
+                assert end == len(history)
+                token = sample(self._sequences[slot].seed, history[-1])
+                result.tokens[-1].append(token)
+                self._append(slot, token)
+        return ends_at, result
+
+    def collect(self, launched: tuple[float, StepResult]) -> StepResult:
+        ends_at, result = launched
+        self._clock.lead += max(0.0, ends_at - self._clock.world())
+        return result
+
+    def read(self, block: int, now: float) -> list[int | None]:
+        """What another engine sees in a block."""
+        if now < self._written_at[block]:
+            return [None] * self.block_size
+        return self._kv[block * self.block_size : (block + 1) * self.block_size]
+
+    def write(self, block: int, kv: list[int | None], now: float) -> None:
+        """What another engine has read comes into a block."""
+        assert now >= self._read_until[block], "a step reads what another engine writes"
+        assert now >= self._written_at[block], "a step writes where another engine does"
+        self._kv[block * self.block_size : (block + 1) * self.block_size] = kv
+
+    def _append(self, slot: int, token: int) -> None:
+        history = self._history[slot]
+        history.append(link(history[-1] if history else 0, token))
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,74 @@
+"""Whole clusters, simulated, on bad days. `python -m tests.days SEED` lives through one again and prints its log."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from engine.wire.plan import StepPlan, StepResult
+from tests.days.day import Day, Fault, Outcome, run, shrink
+from tests.days.model import Runner
+
+FAST = 16  # days in every run: some 700 simulated seconds in 3 s of CPU time
+SLOW = 1500
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def live(seed: int) -> Outcome:
+    outcome = run(Day.of(seed))
+    if outcome.error is not None:
+        raise AssertionError(f"python -m tests.days {seed}") from outcome.error
+    return outcome
+
+
+def test_on_bad_days_every_request_gets_its_own_text_and_nothing_is_left_behind():
+    seen = Counter[str]()
+    for seed in range(FAST):
+        seen += live(seed).seen
+    for what in ("ended well", "client left", "replay engine_unavailable", "replay moved", "fetch received"):
+        assert seen[what], f"no day has {what!r}: these days try too little"
+
+
+@pytest.mark.slow
+def test_on_many_bad_days_too():
+    first = int(os.environ.get("TEST_SEED", "0")) % 10**6 * SLOW
+    for seed in range(first, first + SLOW):
+        live(seed)
+
+
+def test_a_seed_is_a_day():
+    first, again = run(Day.of(3)), run(Day.of(3))
+    assert first.log == again.log and first.seconds == again.seconds
+
+
+def test_a_token_drawn_with_another_seed_is_seen(monkeypatch):
+    launch = Runner.launch
+
+    def slip(self: Runner, plan: StepPlan) -> tuple[float, StepResult]:
+        if plan.step == 9:
+            self._sequences = {slot: structs.replace(s, seed=s.seed + 1) for slot, s in self._sequences.items()}
+        return launch(self, plan)
+
+    monkeypatch.setattr(Runner, "launch", slip)
+    assert "another text" in run(Day.of(3)).kind
+
+
+def test_of_the_faults_and_requests_of_a_day_only_those_that_matter_are_kept():
+    day = Day.of(7)
+    wanted = Fault(1.0, "pause", 1, 2, 3.0)
+    day = replace(day, faults=(*day.faults, wanted, *day.faults))
+    ask = day.asks[3]
+    small = shrink(day, lambda other: wanted in other.faults and ask in other.asks)
+    assert small.faults == (wanted,)
+    assert small.asks == (ask,)
