@@ -36,10 +36,10 @@ class Subscriptions:
 
     def subscribe(self, engines: Mapping[str, str]) -> None:
         """Subscribe to these engines, and unsubscribe from all others. engines: command address by engine id."""
-        for engine_id in self._engines.keys() - engines:
+        for engine_id in [engine_id for engine_id in self._engines if engine_id not in engines]:
             self.forget(self._engines.pop(engine_id))
             self._awaiting_snapshot.discard(engine_id)
-        for engine_id in engines.keys() - self._engines:
+        for engine_id in [engine_id for engine_id in engines if engine_id not in self._engines]:
             self._engines[engine_id] = engines[engine_id]
             self._send(engine_id, resync=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import time
 import traceback
@@ -56,8 +55,4 @@ def show(day: Day, outcome: Outcome, small: bool) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings is a part of the day
-        os.execve(
-            sys.executable, [sys.executable, "-m", "tests.days", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"}
-        )
     sys.exit(main())

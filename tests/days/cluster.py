@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Cluster:
         self.network = Network(loop, random.Random(rng.getrandbits(64)))
         self.seen = self.network.seen
         self.log: list[str] = []
+        self.digest = 0  #: of all messages, with their times
         self.addresses: dict[str, tuple[str, Callable[[bytes], Any]]] = {}  # -> node and what takes a message there
         self.engines: dict[str, Engine] = {}
         self.deployments = {"decode": Deployment(self, "decode", size.decode)}
@@ -104,6 +106,7 @@ class Cluster:
 
     def send(self, node: str, kind: str, address: str, message: bytes) -> None:
         """A message over a connection between two processes. kind: name of the sender."""
+        self.digest = zlib.crc32(message, zlib.crc32(f"{self.loop.time()} {address}".encode(), self.digest))
         if address in self.addresses:
             target, take = self.addresses[address]
             self.network.send(node, target, f"{kind} {address}", take, message)
