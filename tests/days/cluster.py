@@ -65,6 +65,9 @@ class Size:
     routing: str = "prefix_aware"
     max_waiting: int = 64
     step_s: float = 0.004
+    lease_s: float = 10.0
+    block_s: float = 0.002
+    """To read a block of another engine."""
 
     def config(self, role: Role) -> EngineConfig:
         return EngineConfig(
@@ -75,6 +78,11 @@ class Size:
                 role=role if self.prefill else "replica",
                 policy=self.policy,  # type: ignore[arg-type]
                 enable_prefix_fetching=self.fetches,
+                lease_s=self.lease_s,
+                heartbeat_s=self.lease_s / 10,
+                progress_s=self.lease_s / 2,
+                accept_s=self.lease_s / 2,
+                fetch_timeout_s=self.lease_s / 2,
             ),
         )
 

@@ -85,6 +85,8 @@ class Day:
             routing=rng.choice(["prefix_aware", "prefix_aware", "power_of_two", "round_robin"]),
             max_waiting=rng.choice([8, 64]),
             step_s=rng.choice([0.004, 0.02, 0.06]),
+            lease_s=rng.choice([10.0, 1.0, 0.3]),
+            block_s=rng.choice([0.0005, 0.004, 0.03]),
         )
         length_s = rng.choice([2.0, 6.0, 15.0])
         prefixes = [tuple(rng.randrange(1, 64) for _ in range(rng.randrange(0, 40))) for _ in range(3)]
@@ -174,14 +176,21 @@ def run(day: Day) -> Outcome:
                 outcome.log, outcome.seen = world.cluster.log, world.cluster.seen
                 outcome.digest = world.cluster.digest
                 world.count()
-            loop.failure = None
-            loop.set_exception_handler(lambda *_: None)
-            for task in asyncio.all_tasks(loop):
-                task.cancel()
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
+            _end(loop)
             asyncio.set_event_loop(None)
             loop.close()
     return outcome
+
+
+def _end(loop: VirtualLoop) -> None:
+    """Cancel what still runs, and look away."""
+    loop.failure = None
+    loop.set_exception_handler(lambda *_: None)
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    with suppress(Exception):
+        loop.run_until(asyncio.ensure_future(asyncio.wait(tasks, timeout=1.0), loop=loop))
 
 
 class World:

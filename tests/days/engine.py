@@ -249,7 +249,7 @@ class Channel:
         self._answers: deque[ReadEnded] = deque()
         self._reads: list[RunningRead] = []
         self._timer: Any = None
-        self.block_s = engine.rng.choice([0.0005, 0.002, 0.02])
+        self.block_s = self._cluster.size.block_s
         self.events: Callable[[], list[HandoffEvent]] = self.endpoint.events
         self.quarantined, self.snapshot, self.stats = (
             self.endpoint.quarantined,
@@ -332,7 +332,7 @@ class Channel:
         elif source is None:
             self._end(read, "connection lost")
         elif (until := self._cluster.network.healed_at(engine.node, source.node)) > now:
-            if until - now > 5.0:
+            if until - now > 5.0:  # the transport gives up
                 self._loop.call_later(5.0, self._end, read, "nothing came for 5 s")
             else:
                 self._loop.call_at(until, self._step, read, done)
