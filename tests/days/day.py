@@ -27,11 +27,18 @@ from tests.days.model import alone
 
 SETTLE_S = 20.0  # after the last request: longer than a lease
 FORGET_S = 60.0  # more on every eighth day: what has ended is remembered for a minute
-ABORTED_S = 1.0  # after its client has left, in which a request ends on a day without late messages
+ABORTED_S = 0.1  # after its client has left, in which its engine hears of that on a day without late messages
+ABORTED_STEPS = 4  # in which the request then ends
 LIMIT_S = 200.0  # after the last request or fault, until all must have ended
-KINDS = (
-    "kill engine", "kill replica", "kill node", "pause", "pause", "cut", "cut", "lose tokens", "lose updates",
-    "datagrams", "move", "move", "drain", "reset cache",
+# what goes wrong on one day: some days have one kind of trouble, and much of it
+THEMES = (
+    ("kill engine", "kill replica", "kill node", "pause", "cut", "lose tokens", "lose updates", "datagrams", "move",
+     "drain", "reset cache"),
+    ("pause",),
+    ("pause", "pause", "reset cache", "kill node"),
+    ("kill engine", "kill replica", "kill node", "lose tokens"),
+    ("cut", "datagrams", "lose updates", "pause"),
+    ("move", "move", "drain", "pause", "kill node"),
 )  # fmt: skip
 
 
@@ -67,6 +74,7 @@ class Day:
     loss: float = 0.0
     repeats: float = 0.0
     late_s: float = 1.0
+    late: float = 0.01
 
     @classmethod
     def of(cls, seed: int) -> Day:
@@ -75,7 +83,7 @@ class Day:
             ingresses=rng.choice([1, 2, 2]),
             decode=rng.choice([1, 2, 2, 3]),
             prefill=rng.choice([0, 1, 1, 2]),
-            num_blocks=rng.choice([24, 26, 32, 48, 96]),
+            num_blocks=rng.choice([24, 24, 28, 40, 96]),
             max_num_seqs=rng.choice([2, 4, 6]),
             max_num_batched_tokens=rng.choice([8, 24, 64]),
             overlap=rng.random() < 0.7,
@@ -91,18 +99,26 @@ class Day:
         length_s = rng.choice([2.0, 6.0, 15.0])
         prefixes = [tuple(rng.randrange(1, 64) for _ in range(rng.randrange(0, 40))) for _ in range(3)]
         asks = tuple(_ask(rng, i, length_s, prefixes, size) for i in range(rng.choice([6, 15, 30])))
+        calm, kinds = rng.random() < 0.25, rng.choice(THEMES)
         faults = tuple(
             Fault(
                 rng.choice(asks).at + rng.uniform(0, 80 * size.step_s),
-                rng.choice(KINDS),
+                rng.choice(kinds),
                 rng.randrange(100),
                 rng.randrange(100),
                 rng.choice([rng.uniform(0, 1), rng.uniform(0, 6), rng.uniform(0, 16)]),
             )
-            for _ in range(rng.choice([0, 2, 6, 12]))
+            for _ in range(0 if calm else rng.choice([2, 6, 12]))
         )
         loss, repeats = rng.choice([0.0, 0.0, 0.02, 0.3]), rng.choice([0.0, 0.05, 0.3])
-        return cls(seed, size, asks, faults, loss, repeats, rng.choice([0.01, 1.0]))
+        if calm:
+            return cls(seed, size, asks, (), 0.0, repeats, 0.01)
+        return cls(seed, size, asks, faults, loss, repeats, rng.choice([0.01, 1.0]), rng.choice([0.01, 0.2]))
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing is lost and nothing is late."""
+        return not (self.faults or self.loss) and self.late_s < self.size.lease_s / 20
 
     @property
     def last_at(self) -> float:
@@ -110,7 +126,11 @@ class Day:
 
 
 def _ask(rng: random.Random, number: int, length_s: float, prefixes: list[tuple[int, ...]], size: Size) -> Ask:
-    prompt = [*rng.choice(prefixes), *(rng.randrange(1, 64) for _ in range(rng.randrange(1, 16)))]
+    prompt = [rng.randrange(1, 64) for _ in range(rng.randrange(1, 16))]
+    if rng.random() < 0.6:
+        prompt = [*rng.choice(prefixes), *prompt]
+    elif rng.random() < 0.6:
+        prompt += [rng.randrange(1, 64) for _ in range(36)]
     timeout_s = rng.choice([None, 30.0, 30.0, 60.0, rng.uniform(0.05, 3.0)])
     params = SamplingParams(
         max_tokens=rng.choice([1, 3, 12, 30, 40]),
@@ -135,7 +155,7 @@ def _ask(rng: random.Random, number: int, length_s: float, prefixes: list[tuple[
         ingress=rng.randrange(size.ingresses),
         client=rng.choice("xyz"),
         requests=requests,
-        leaves_after=rng.uniform(0.0, 4.0) if rng.random() < 0.15 else None,
+        leaves_after=rng.uniform(0.0, 60 * size.step_s) if rng.random() < 0.15 else None,
         slow_s=rng.choice([0.0, 0.0, 0.0, 0.2]),
     )
 
@@ -202,7 +222,7 @@ class World:
         rng = random.Random(self.day.seed + 1)
         self.cluster = cluster = Cluster(self.loop, rng, self.day.size)
         cluster.network.loss, cluster.network.repeats = self.day.loss, self.day.repeats
-        cluster.network.late_s = self.day.late_s
+        cluster.network.late_s, cluster.network.late = self.day.late_s, self.day.late
         cluster.start()
         clients = [asyncio.ensure_future(self._client(ask)) for ask in self.day.asks]
         for fault in self.day.faults:
@@ -219,6 +239,8 @@ class World:
         forgets = self.day.seed % 8 == 0
         await asyncio.sleep(SETTLE_S + FORGET_S * forgets)
         self._check_that_nothing_is_left(forgets)
+        if self.day.is_calm:
+            self._check_that_nothing_failed()
 
     # -- clients -------------------------------------------------------------------------------------------
 
@@ -237,9 +259,8 @@ class World:
             except TimeoutError:
                 self.cluster.note(f"client of {name} has left")
                 self.cluster.seen["client left"] += 1
-                if not self.day.faults and self.day.late_s < ABORTED_S / 10:
-                    await asyncio.sleep(ABORTED_S)
-                    self._check_that_it_has_ended(requests)
+                if self.day.is_calm:
+                    await self._check_that_it_ends({request.request_id for request in requests})
                 return
             except ServingError as error:
                 with_errors = error
@@ -261,11 +282,16 @@ class World:
         if timeout_s is not None:
             assert waited <= timeout_s + TIMEOUT_GRACE_S + 1.0 + ask.slow_s, f"{name} ended late, after {waited:.3f} s"
 
-    def _check_that_it_has_ended(self, requests: list[GenerateRequest]) -> None:
+    async def _check_that_it_ends(self, names: set[str]) -> None:
+        """Check that engines stop to compute these requests, once they hear that their client has left."""
         assert self.cluster is not None
-        names = {request.request_id for request in requests}
-        for engine in self.cluster.engines.values():
-            for name, request in engine.core.scheduler.queue.live.items():
+        await asyncio.sleep(ABORTED_S)
+        for engine in list(self.cluster.engines.values()):
+            scheduler = engine.core.scheduler
+            until = scheduler.totals.steps + ABORTED_STEPS
+            while scheduler.totals.steps < until and scheduler.has_work:
+                await asyncio.sleep(0.01)
+            for name, request in scheduler.queue.live.items():
                 of = request.asked_by.request_id if request.asked_by else name
                 left = of.partition(".")[0] in names and request.state not in (State.FINISHED, State.LEASED)
                 assert not left, f"{name} is still computed, but its client has left"
@@ -387,6 +413,15 @@ class World:
                 if forgotten:
                     _nothing(f"{name}: released", protocol._released)
                 _nothing(f"{name}: worker's reads", channel._reads)
+
+    def _check_that_nothing_failed(self) -> None:
+        """On a day without faults."""
+        assert self.cluster is not None
+        for ingress in self.cluster.ingresses:
+            for reason in ("engine_unavailable", "tokens_lost"):
+                _nothing(f"{ingress.node}: replays, {reason},", ingress.stats.replays[reason])
+        for engine in self.cluster.engines.values():
+            _nothing(f"{engine.engine_id}: leases that expired", engine.channel.endpoint.stats().lease_expiries)
 
     def count(self) -> None:
         """Add up what has happened."""

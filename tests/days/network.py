@@ -10,7 +10,7 @@ from typing import Any
 from tests.days.loop import VirtualLoop
 
 MIN_S, MAX_S = 0.0002, 0.003  # usual delay of a message
-LATE = 0.01  # share of messages that take up to `late_s`
+LATE = 0.01  # share of other messages that take up to `late_s`
 
 
 class Network:
@@ -27,7 +27,7 @@ class Network:
         self._cut: dict[frozenset[str], float] = {}  # two nodes -> until when they do not hear each other
         self._broken: dict[tuple[str, str, str], float] = {}  # connections that lose messages -> until when
         self.loss = self.repeats = 0.0  #: shares of datagrams
-        self.late_s = 1.0
+        self.late_s, self.late = 1.0, LATE  #: longest delay, and the share of datagrams that are late
         self.seen: Counter[str] = Counter()
 
     def cut(self, a: str, b: str, seconds: float) -> None:
@@ -40,8 +40,8 @@ class Network:
         """Return when two nodes hear each other again, or a time that has passed."""
         return self._cut.get(frozenset((a, b)), 0.0)
 
-    def delay(self) -> float:
-        if self._rng.random() < LATE:
+    def delay(self, late: float = LATE) -> float:
+        if self._rng.random() < late:
             return self._rng.uniform(MAX_S, self.late_s)
         return self._rng.uniform(MIN_S, MAX_S)
 
@@ -60,7 +60,7 @@ class Network:
         if self.healed_at(source, target) > now or self._rng.random() < self.loss:
             self.seen["lost datagram"] += 1
             return
-        self._loop.call_at(now + self.delay(), call, *args)
+        self._loop.call_at(now + self.delay(self.late), call, *args)
         if self._rng.random() < self.repeats:
             self.seen["repeated datagram"] += 1
-            self._loop.call_at(now + self.delay(), call, *args)
+            self._loop.call_at(now + self.delay(self.late), call, *args)
