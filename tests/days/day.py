@@ -286,10 +286,10 @@ class World:
         """Check that engines stop to compute these requests, once they hear that their client has left."""
         assert self.cluster is not None
         await asyncio.sleep(ABORTED_S)
-        for engine in list(self.cluster.engines.values()):
+        for engine in [engine for engine in self.cluster.engines.values() if engine.alive]:
             scheduler = engine.core.scheduler
             until = scheduler.totals.steps + ABORTED_STEPS
-            while scheduler.totals.steps < until and scheduler.has_work:
+            while scheduler.totals.steps < until and scheduler.has_work and engine.alive:
                 await asyncio.sleep(0.01)
             for name, request in scheduler.queue.live.items():
                 of = request.asked_by.request_id if request.asked_by else name

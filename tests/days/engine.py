@@ -85,7 +85,7 @@ class Engine:
         self.inbox: deque[bytes] = deque()
         self.outbox: list[Callable[[], None]] = []
         self._turn: Any = None
-        self._released = True
+        self._released, self._release_at = True, 0.0
         self.clock = StepClock(self.loop.time, drift, self.rng.uniform(0, 1000))
         clock = Clock(self.clock.monotonic, self.clock.world)
         self.runner = Runner(config, num_blocks, max_model_len, self.clock, overlap, cluster.size.step_s)
@@ -178,13 +178,13 @@ class Engine:
             return
         if not (was_idle and self.core.idle):
             self.core.scheduler.check()
-        self._released = False
-        self.loop.call_at(self.loop.time() + self.clock.lead, self._release)
+        self._released, self._release_at = False, self.loop.time() + self.clock.lead
+        self.loop.call_at(self._release_at, self._release)
 
     def _release(self) -> None:
         """The world has caught up."""
         self.clock.lead = 0.0
-        if not self.alive or self.paused:
+        if not self.alive or self.paused or self._released:
             return
         self._released = True
         outbox, self.outbox = self.outbox, []
@@ -218,7 +218,7 @@ class Engine:
             self.paused = False
             if self._released:
                 self.wake()
-            else:
+            elif self.loop.time() >= self._release_at:
                 self._release()
             self.channel.resume()
 
@@ -307,19 +307,19 @@ class Channel:
         if isinstance(command, Read):
             self._reads.append(read := RunningRead(command))
             self._go_on(read)
-        elif isinstance(command, StopRead):
+        elif isinstance(command, StopRead | DropSource):
             for read in self._reads:
-                read.stopping |= read.command.read_id == command.read_id
-        elif isinstance(command, DropSource):
-            for read in self._reads:
-                read.stopping |= read.command.source_epoch == command.source_epoch
+                named = read.command.read_id, read.command.source_epoch
+                if getattr(command, "read_id", None) == named[0] or getattr(command, "source_epoch", None) == named[1]:
+                    read.stopping = True
+                    self._loop.call_later(self.block_s, self._step, read, read.done)
         else:
             assert isinstance(command, Attach)
 
     def _go_on(self, read: RunningRead) -> None:
         seconds = self.block_s * self._engine.rng.uniform(0.5, 2.0)
         if self._engine.rng.random() < 0.01:
-            seconds += self._engine.rng.uniform(0, 1.0)
+            seconds += self._engine.rng.uniform(0, self._cluster.size.lease_s / 4)
         self._loop.call_later(seconds, self._step, read, read.done)
 
     def _step(self, read: RunningRead, done: int) -> None:

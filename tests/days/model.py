@@ -90,7 +90,7 @@ class Runner:
         self._sequences: dict[int, NewSequence] = {}
         self._history: dict[int, list[int]] = {}  # slot -> KV after each known token
         self._kv: list[int | None] = [None] * (num_blocks * config.block_size)
-        self._written_at = [0.0] * num_blocks  # when the newest step that writes into a block ends
+        self._written_at = [0.0] * len(self._kv)  # of each cell, when the newest step that writes it ends
         self._read_until = [0.0] * num_blocks  # when the newest step that reads it ends
         self._free_at = 0.0
 
@@ -117,7 +117,7 @@ class Runner:
                 cell = block * size + position % size
                 assert cell not in written, "two sequences write one cell"
                 written.add(cell)
-                self._kv[cell], self._written_at[block] = history[position], ends_at
+                self._kv[cell], self._written_at[cell] = history[position], ends_at
         for (slot, start, count), samples in zip(rows, plan.samples, strict=True):
             history, table = self._history[slot], self._tables[slot]
             end = start + count
@@ -141,15 +141,17 @@ class Runner:
 
     def read(self, block: int, now: float) -> list[int | None]:
         """What another engine sees in a block."""
-        if now < self._written_at[block]:
-            return [None] * self.block_size
-        return self._kv[block * self.block_size : (block + 1) * self.block_size]
+        return [None if now < self._written_at[cell] else self._kv[cell] for cell in self._cells(block)]
 
     def write(self, block: int, kv: list[int | None], now: float) -> None:
         """What another engine has read comes into a block."""
         assert now >= self._read_until[block], "a step reads what another engine writes"
-        assert now >= self._written_at[block], "a step writes where another engine does"
-        self._kv[block * self.block_size : (block + 1) * self.block_size] = kv
+        for cell, value in zip(self._cells(block), kv, strict=True):
+            assert now >= self._written_at[cell], "a step writes where another engine does"
+            self._kv[cell] = value
+
+    def _cells(self, block: int) -> range:
+        return range(block * self.block_size, (block + 1) * self.block_size)
 
     def _append(self, slot: int, token: int) -> None:
         history = self._history[slot]
