@@ -353,6 +353,10 @@ class Router(Subscriptions):
         except asyncio.CancelledError:
             network.send(self.node, replica.node, f"call {self.name}", call.cancel)
             raise
+        except EngineUnavailable:
+            if not replica.up and self.open:  # Serve's router notices a dead actor when its call fails
+                self.update([other for other in self.replicas.values() if other is not replica])
+            raise
 
 
 class Call:

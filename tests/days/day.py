@@ -42,6 +42,9 @@ THEMES = (
 )  # fmt: skip
 
 
+LOSSES = ("kill engine", "kill replica", "kill node", "pause", "cut", "lose tokens", "drain")  # of tokens or engines
+
+
 @dataclass(frozen=True)
 class Ask:
     """What a client asks for. leaves_after: seconds; None if it waits for the end. slow_s: between two looks."""
@@ -318,6 +321,8 @@ class World:
         except (EngineUnavailable, TokensLost):
             replays = max(s.retry.num_replays for s in generation._sequences.values())
             assert replays >= 3, f"{requests[0].request_id} was given up after {replays} replays"
+            losses = sum(fault.kind in LOSSES for fault in self.day.faults)
+            assert losses > 1, f"{requests[0].request_id} was given up after {losses} losses"
             raise
         finally:
             await chunks.aclose()

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from engine.wire.plan import StepPlan, StepResult
 from tests.days.day import Day, Fault, Outcome, run, shrink
+from tests.days.faults import FAULTS, ROOT
 from tests.days.model import Runner
 
 FAST = 16  # days in every run: some 700 simulated seconds in 3 s of CPU time
@@ -72,3 +73,9 @@ def test_of_the_faults_and_requests_of_a_day_only_those_that_matter_are_kept():
     small = shrink(day, lambda other: wanted in other.faults and ask in other.asks)
     assert small.faults == (wanted,)
     assert small.asks == (ask,)
+
+
+def test_thirty_faults_can_be_planted():
+    assert len({fault.says for fault in FAULTS}) == 30
+    for fault in FAULTS:
+        assert (ROOT / fault.file).read_text().count(fault.old) == 1, fault.says
