@@ -44,6 +44,7 @@ class LiveGeneration:
         self._admission, self._channel, self._client = context.admission, context.channel, client
         self._num_unfinished = len(self._sequences)
         self._timed_out = False
+        self._lost: list[Sequence] = []  # whose attempts were lost when the present deltas were taken
         self.admitted = asyncio.Event()  #: set once the request is admitted
 
     async def chunks(self) -> AsyncGenerator[TextChunk]:
@@ -66,7 +67,10 @@ class LiveGeneration:
                 with self._inbox() as inbox:
                     await self._start(inbox)
                     while self._num_unfinished:
-                        for delta in await inbox.take():
+                        deltas = await inbox.take()
+                        if deltas[-1] is None:  # a slow client takes these when the rest may have come for later ones
+                            self._lost = [s for s in self._sequences.values() if s.lost is not None]
+                        for delta in deltas:
                             if (chunk := self._take(delta, inbox)) is not None:
                                 self._admission.charge(queued, len(chunk.token_ids))
                                 yield chunk
@@ -121,7 +125,7 @@ class LiveGeneration:
         for sequence in [s for s in self._sequences.values() if not s.finished]:
             if self._timed_out:
                 raise sequence.retry.timeout()
-            if sequence.lost is not None:
+            if sequence.lost is not None and sequence in self._lost:
                 self._go_on(sequence, sequence.lost, inbox)
 
     def _go_on(self, sequence: Sequence, error: BaseException, inbox: Inbox) -> None:

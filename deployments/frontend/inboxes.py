@@ -32,8 +32,8 @@ class Inbox:
         self.put(None)
 
     async def take(self) -> list[TokenDelta | None]:
-        """Wait for a delta, and return all that have arrived. If there are many, the deltas of each sequence are merged
-        into one, and None is moved to the end.
+        """Wait for a delta, and return all that have arrived, None last. If there are many, the deltas of each sequence
+        are merged into one.
 
         So a slow client gets fewer and larger chunks, and falls no further behind than necessary. A delta that reports
         an error is not merged.
@@ -43,7 +43,7 @@ class Inbox:
             await self._reader
         waiting, self._waiting = self._waiting, []
         if len(waiting) <= MAX_UNMERGED:
-            return waiting
+            return waiting if None not in waiting else [*(delta for delta in waiting if delta is not None), None]
         groups: list[list[TokenDelta]] = []
         newest: dict[str, list[TokenDelta]] = {}  # by request id
         for delta in waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from deployments.frontend import retry as retry_module
 from deployments.frontend import sequence
 from deployments.frontend.retry import RetryState, TokensLost
+from deployments.frontend.token_channel import TokenChannel
 from engine.core.request import Request
 from engine.errors import (
     EngineError,
@@ -26,10 +27,10 @@ from engine.errors import (
     RequestTimeout,
     ServingError,
 )
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.messages import GenerateRequest, TokenBatch, TokenDelta
 from engine.wire.sampling_params import SamplingParams
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, until
-from tests.deployments.replicas.mortal_pool import Death, MortalPool, Outcome, ingress, listen
+from tests.deployments.replicas.mortal_pool import Death, MortalPool, Outcome, answer, ingress, listen
 from tests.examples import examples
 from tests.scrape import Scrape
 
@@ -277,6 +278,41 @@ def test_replays_are_counted_in_the_metrics_and_logged_with_the_first_request_id
             assert scrape.sum("manta_request_replays_total", reason="tokens_lost") == 0
             replayed = [r for r in caplog.records if r.message.startswith("request replayed")]
             assert [r.args[0] for r in replayed] == [api.engine.added[0].request_id] * 3
+
+    run(scenario())
+
+
+class PromptPool(MortalPool):
+    """Engines that say all at once: that of `b` when it is told to."""
+
+    def __init__(self, channel: TokenChannel):
+        super().__init__(channel.address, {})
+        self.channel, self.go = channel, asyncio.Event()
+
+    async def generate(self, request: GenerateRequest, avoid: Sequence[str] = ()) -> None:
+        self.requests.append(request)
+        if request.request_id != "a":
+            await self.go.wait()
+        self.channel.dispatch(TokenBatch(engine_id="e", commands_to="", step=0, deltas=answer(request)))
+
+
+def test_sequence_whose_end_waits_for_a_slow_client_is_not_lost():
+    """Seed 1164 of tests.days: another sequence of the request had ended before."""
+
+    async def scenario() -> None:
+        async with ingress() as one:
+            pool = PromptPool(one.channel)
+            asked = [request("a", max_tokens=2, min_tokens=2), request("b", max_tokens=12)]
+            generation = one.generation(asked, pool, n=2)
+            first, second = generation._sequences.values()
+            ended = []
+            async for chunk in generation.chunks():
+                await until(lambda: first.lost)
+                pool.go.set()
+                await until(lambda: second.lost)
+                ended += [chunk.finish_reason] if chunk.finish_reason else []
+            assert len(ended) == len(pool.requests) == 2
+            pool.close()
 
     run(scenario())
 
