@@ -426,7 +426,8 @@ class World:
             for reason in ("engine_unavailable", "tokens_lost"):
                 _nothing(f"{ingress.node}: replays, {reason},", ingress.stats.replays[reason])
         for engine in self.cluster.engines.values():
-            _nothing(f"{engine.engine_id}: leases that expired", engine.channel.endpoint.stats().lease_expiries)
+            if engine.engine_id.startswith("p"):  # a request that moves may wait too long for its next engine
+                _nothing(f"{engine.engine_id}: leases that expired", engine.channel.endpoint.stats().lease_expiries)
 
     def count(self) -> None:
         """Add up what has happened."""
