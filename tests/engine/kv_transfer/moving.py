@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.output import Event
-from engine.wire.messages import Add, GenerateRequest, TokenDelta, TokenLogprob
+from engine.wire.messages import Add, GenerateRequest, MoveRequests, TokenDelta, TokenLogprob
 from engine.wire.sampling_params import SamplingParams, seed_of
 from tests.engine.kv_transfer.pair import Engine, Pair
 from tests.engine_sockets import Ingress
@@ -65,7 +65,7 @@ class Gate:
             queue = self._server._core.scheduler.queue
             if len(queue.running) == count and all(r.num_output >= tokens for r in queue.running):
                 self._leave = None
-                self._server._move(len(queue.live))  # as on a MoveRequests
+                self._server._endpoint.handle(MoveRequests(len(queue.live)))
         return events
 
 
