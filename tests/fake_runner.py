@@ -353,7 +353,8 @@ class Harness:
         self.plans: list[StepPlan] = []
         self.now = 0.0
         self.clock = 0.0  # of the ledger alone
-        self.ledger = CostLedger(StepTimes(), [group.pool for group in kv_cache.groups], self.clock)
+        pools = [group.pool for group in kv_cache.groups]
+        self.ledger = CostLedger(StepTimes(), pools, [2**30] * len(pools), self.clock)
         self.seen: set[Request] = set()
 
     def add(

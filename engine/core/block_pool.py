@@ -126,6 +126,10 @@ class BlockPool:
             self.usage.divide(block, self._ref_counts[block])
         return self.usage.of(account, blocks)
 
+    def share(self, held: Iterable[int]) -> float:
+        """Return how many of the pool's blocks a holder uses, if each is divided among all who hold it."""
+        return sum(1 / self._ref_counts[block] for block in held)
+
     def num_unshared(self, *tables: list[int]) -> int:
         """Return how many blocks are held only by the owners of these tables. Releasing all tables frees that many."""
         held = Counter(block for blocks in tables for block in blocks)
@@ -216,7 +220,7 @@ class BlockPool:
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self.usage.divide(block, 0)
-            self.usage.taken(account or self.shared, block)
+            self.usage.taken(account or self.shared, block, 0)
             self._ref_counts[block] = 1
         return blocks
 
@@ -226,7 +230,7 @@ class BlockPool:
         if references == 0:
             del self._cached[block]
         self.usage.divide(block, references)
-        self.usage.taken(account or self.shared, block)
+        self.usage.taken(account or self.shared, block, references)
         self._ref_counts[block] = references + 1
 
     def release(self, blocks: list[int], account: BlockAccount | None = None) -> None:

@@ -14,6 +14,20 @@ class BlockAccount:
     """Blocks times nanoseconds. While the holder has references, BlockUsage.of gives the value instead."""
 
 
+@dataclass(frozen=True, slots=True)
+class KVCost:
+    """What the KV blocks of a request had cost when it was summed the last time."""
+
+    byte_ns: float = 0.0
+    """Bytes times nanoseconds."""
+    num_bytes: float = 0.0
+    """Bytes that it used then; of a shared block, its share."""
+    at_ns: int = 0
+    """When that was."""
+    next_sum: int = 0
+    """Number of its tokens from which on it is summed again."""
+
+
 class BlockUsage:
     """Block time of one pool, divided exactly: at any time, a block with n references costs each of them 1/n.
 
@@ -25,8 +39,7 @@ class BlockUsage:
     def __init__(self, num_blocks: int):
         #: Now, in nanoseconds. The owner moves it; all changes until the next move happen at this time.
         self.now_ns = 0
-        #: Time for which blocks had references, over all blocks.
-        self.used_ns = 0
+        self._num_used = self._used_ns = 0
         self._since = [0] * num_blocks
         self._per_reference = [0] * num_blocks
         self._rest = [0] * num_blocks
@@ -35,15 +48,18 @@ class BlockUsage:
         """Charge the holders of a block until now. Called before its number of references changes. references: their
         number so far."""
         if references:
-            elapsed = self.now_ns - self._since[block]
-            self.used_ns += elapsed
-            share, self._rest[block] = divmod(elapsed + self._rest[block], references)
+            elapsed = self.now_ns - self._since[block] + self._rest[block]
+            share, self._rest[block] = divmod(elapsed, references)
             self._per_reference[block] += share
         self._since[block] = self.now_ns
 
-    def taken(self, account: BlockAccount, block: int) -> None:
-        """Record that a holder takes a reference to a block that has been divided until now."""
+    def taken(self, account: BlockAccount, block: int, references: int) -> None:
+        """Record that a holder takes a reference to a block that has been divided until now. references: how many there
+        were."""
         account.block_ns -= self._per_reference[block]
+        if not references:
+            self._num_used += 1
+            self._used_ns -= self.now_ns
 
     def returned(self, account: BlockAccount, block: int, references: int) -> None:
         """Record that a holder drops a reference to a block that has been divided until now. references: how many are
@@ -52,6 +68,13 @@ class BlockUsage:
         if not references:
             account.block_ns += self._rest[block]
             self._rest[block] = 0
+            self._num_used -= 1
+            self._used_ns += self.now_ns
+
+    @property
+    def used_ns(self) -> int:
+        """Time until now for which blocks had references, over all blocks."""
+        return self._used_ns + self._num_used * self.now_ns
 
     def settle(self, ref_counts: Sequence[int]) -> None:
         """Charge all holders until now."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig, HandoffConfig, KVEventsConfig
 from engine.core.block_pool import BlockPool
+from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
 from engine.core.features.adapter_slots import AdapterSlots
@@ -127,6 +128,9 @@ def build_engine(
         scheduler=scheduler,
         grammars=GrammarCompiler(loaded.folder, loaded.model.vocab_size, scheduler.limits.eos_token_ids),
         step_times=step_times,
+        ledger=CostLedger(
+            step_times, [manager.pool for manager in kv_cache.groups], block_bytes(loaded), clock.monotonic()
+        ),
         adapter_loader=GroupLoader(loaded.runner.adapter_loader, group.size, broadcaster),
         tiers=NoTiers() if tiers is None else GroupTiers(tiers.worker, group.size, broadcaster, wake),
         kv_events=make_kv_events(loaded.config.kv_events_config, kv_cache),

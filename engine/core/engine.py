@@ -16,7 +16,7 @@ import msgspec
 
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig
-from engine.core.costs.cost_ledger import CostLedger
+from engine.core.costs.cost_ledger import CostLedger, CostLine
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.engine_stats import stats_of
 from engine.core.features.block_events import KVEvents, NoKVEvents
@@ -88,6 +88,7 @@ class EngineCore:
         scheduler: Scheduler,
         grammars: GrammarCompiler,
         step_times: StepTimes,
+        ledger: CostLedger,
         adapter_loader: GroupLoader,
         tiers: GroupTiers | NoTiers,
         kv_events: KVEvents | NoKVEvents,
@@ -98,13 +99,13 @@ class EngineCore:
     ):
         self._now = clock.monotonic
         self.config, self.model_config = config, model_config
-        self.runner, self.scheduler, self.step_times = runner, scheduler, step_times
-        self.ledger = CostLedger(step_times, [g.pool for g in scheduler.kv_cache.groups], self._now(), runner.tp.size)
+        self.runner, self.scheduler, self.step_times, self.ledger = runner, scheduler, step_times, ledger
         self.max_model_len = scheduler.limits.max_model_len
         self.handoff_channel = channel
         self.image_handoffs = scheduler.images.handoffs
         #: True if the last step had nothing to compute; nor will the next until a command comes or `wake` is called.
         self.idle = True
+        self._waits: CostLine = "idle"  # what the time while it is idle is spent on
         self.last_step_at = self._now()
         self._group, self._grammars, self._broadcaster, self._kv_workers = group, grammars, broadcaster, kv_workers
         self._adapter_loader, self._tiers, self._kv_events = adapter_loader, tiers, kv_events
@@ -189,7 +190,7 @@ class EngineCore:
         compilation is charged."""
         if self.idle:
             self.idle, self.last_step_at = False, now
-            self.ledger.spent("idle", now)
+            self.ledger.spent(self._waits, now)
         if request.params.structured_outputs is not None:
             output = request.tokens[request.num_prompt :]
             compilation = self._grammars.start(request.params.structured_outputs, output, now, client)
@@ -265,7 +266,7 @@ class EngineCore:
         self._broadcaster.check()
         now = self._now()
         if self.idle:
-            self.ledger.spent("stalled" if self.has_work else "idle", now)
+            self.ledger.spent(self._waits, now)
         self.ledger.advance(now)
         self.idle = False
         self._take_tier_answers()
@@ -312,7 +313,8 @@ class EngineCore:
         else:
             self.idle = True
         self.last_step_at = self._now()  # no step is late
-        self.ledger.spent("stalled" if self.has_work else "idle", self.last_step_at)
+        self._waits = "stalled" if self.has_work else "idle"
+        self.ledger.spent(self._waits, self.last_step_at)
 
     # -- handoffs ------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from engine.core.block_usage import BlockAccount
+from engine.core.block_usage import BlockAccount, KVCost
 from engine.spec_decode.draft_length import SequenceDrafts
 from engine.text.free_text import FREE_TEXT, FreeText
 from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
@@ -128,6 +128,8 @@ class RequestHolds:
     """Marks that have not been decided yet, ascending."""
     next_mark: int = NEVER
     """Tokens of the first of them."""
+    renews: bool = True
+    """Whether the request renews the holds that it reads: not if it only moves one from another engine."""
     outcomes: list[HoldOutcome] = field(default_factory=list)
     """Decisions that no delta has reported yet."""
 
@@ -137,6 +139,7 @@ class RequestHolds:
         marks = [HoldMark(min(mark.tokens, num_prompt), mark.ttl_s, mark.left_s) for mark in asked.marks]
         holds = cls(message.client, asked.name, asked.response_id, sorted(marks, key=lambda mark: mark.tokens))
         holds.next_mark = holds.marks[0].tokens if marks else NEVER
+        holds.renews = all(mark.left_s is None for mark in marks)
         return holds
 
     def take_marks(self, computed: int) -> list[HoldMark]:
@@ -188,6 +191,8 @@ class RequestCost:
     """Whether the request has ended, so that it is charged no more."""
     blocks: dict[int, BlockAccount] = field(default_factory=lambda: defaultdict(BlockAccount))
     """Its block time, by KV cache group."""
+    kv: KVCost = field(default_factory=KVCost)
+    """The same in bytes, as it was reported."""
 
 
 @dataclass(slots=True)

@@ -8,13 +8,16 @@ from typing import Literal, get_args
 import msgspec
 
 from engine.core.block_pool import BlockPool
+from engine.core.block_usage import KVCost
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.output import Event
 from engine.core.request import Request
 from engine.wire.messages import SequenceCost
 from engine.wire.plan import StepPlan
+from engine.wire.remote_request import NOBODY
 
 GIB_NS = 2**30 * 1e9
+SUMS = 8  # blocks whose time is summed for each token of a request that reports its cost
 
 CostLine = Literal["requests", "preemption", "replay", "handoff", "overhead", "stalled", "idle"]
 """What an engine's time was spent on:
@@ -23,7 +26,7 @@ preemption  tokens computed again after the request was preempted
 replay      tokens computed again because the engine of a request was lost, or the KV of a request that moved
 handoff     prompts computed for another engine that has not read their KV
 overhead    a step was planned and none computed, or a step computed tokens of requests that had already ended
-stalled     requests waited for a grammar, an adapter, or KV from elsewhere
+stalled     requests waited for a grammar, an adapter, or KV from elsewhere, or their KV for another engine to read it
 idle        there were no requests"""
 
 
@@ -36,16 +39,17 @@ class CostLedger:
     are those of the step before costs the same, however many there are.
     """
 
-    def __init__(self, times: StepTimes, pools: Sequence[BlockPool], now: float, ranks: int = 1):
-        """pools: the pool of each KV cache group, whose block time is measured by the same clock. now: seconds, as in
-        all other methods. ranks: number of ranks that have such pools."""
-        self._times, self._pools, self._ranks = times, pools, ranks
+    def __init__(self, times: StepTimes, pools: Sequence[BlockPool], block_bytes: Sequence[int], now: float):
+        """pools: the pool of each KV cache group, whose block time is measured by the same clock. block_bytes: bytes of
+        a block of each group, on all ranks together. now: seconds, as in all other methods."""
+        self._times, self._pools, self.block_bytes = times, pools, block_bytes
         self._started_ns = self._mark_ns = nanoseconds(now)
         self.ns: dict[CostLine, int] = dict.fromkeys(get_args(CostLine), 0)
-        self._decodes: list[Request] = []
+        self._decodes: list[Request] | None = None  # of the newest step, unless one has left them
         #: What one decode had cost since the start when each of them joined.
         self._joined: dict[Request, int] = {}
         self._per_decode_ns = self._carried_ns = 0
+        self.advance(now)
 
     @property
     def wall_ns(self) -> int:
@@ -54,8 +58,9 @@ class CostLedger:
 
     def advance(self, now: float) -> None:
         """Let the pools measure from `now` on."""
+        self._now_ns = nanoseconds(now)
         for pool in self._pools:
-            pool.usage.now_ns = nanoseconds(now)
+            pool.usage.now_ns = self._now_ns
 
     def spent(self, line: CostLine, until: float) -> int:
         """Account for the time until `until`, and return it in nanoseconds."""
@@ -69,21 +74,21 @@ class CostLedger:
         self.spent("overhead", began_at)
         step_ns = self.spent("requests", ended_at)
         if work.decodes == len(requests) and not plan.drafts:
-            self._decode(requests, step_ns)
+            self._decode(requests, step_ns, self._join(requests))
             return
         weights = self._weights(plan, work)
         total, weight, charged = sum(weights), 0, 0
-        decodes = []
+        decodes = [request for i, request in enumerate(requests) if not weights[i]]
+        new = self._join(decodes)
         for i, (request, start, count) in enumerate(zip(requests, plan.starts, plan.counts, strict=True)):
             if not weights[i]:
-                decodes.append(request)
                 continue
             weight += weights[i]
             upto = step_ns * weight // total
             self._charge(request, start, count, upto - charged)
             charged = upto
         if decodes:
-            self._decode(decodes, step_ns - charged)
+            self._decode(decodes, step_ns - charged, new)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -93,8 +98,7 @@ class CostLedger:
     @property
     def kv_gib_s(self) -> float:
         """Gibibytes of KV cache times the seconds for which they were used, on all ranks."""
-        used = sum(pool.usage.used_ns * pool.block_bytes for pool in self._pools)
-        return used * self._ranks / GIB_NS
+        return sum(pool.usage.used_ns * size for pool, size in zip(self._pools, self.block_bytes, strict=True)) / GIB_NS
 
     def of(self, request: Request) -> int:
         """Return the steps' time that a request has been charged with, in nanoseconds."""
@@ -116,21 +120,34 @@ class CostLedger:
         request, cost = event.request, event.request.cost
         if request in self._joined:
             self._leave(request)
-            self._decodes = []  # it has left them
-        if request.asked_by is not None and not cost.closed and event.delta.finish_reason != "length":
+            self._decodes = None
+        of_other_engine = request.asked_by is not None and request.asked_by.decode is not NOBODY  # else it only moves
+        if of_other_engine and not cost.closed and event.delta.finish_reason != "length":
             self._move("handoff", cost.compute_ns)
             cost.wasted_ns, cost.compute_ns = cost.wasted_ns + cost.compute_ns, 0
         cost.closed = True
 
     def _with_cost(self, event: Event) -> Event:
         request, cost = event.request, event.request.cost
-        byte_ns = 0
-        for group, account in cost.blocks.items():
-            pool, held = self._pools[group], request.tables[group].held if request.tables else []
-            byte_ns += pool.block_bytes * pool.block_time(account, held)
+        if event.delta.finish_reason or len(request.tokens) >= cost.kv.next_sum:
+            self._sum_kv(request)
+        byte_ns = cost.kv.byte_ns + cost.kv.num_bytes * (self._now_ns - cost.kv.at_ns)
         compute_s = (self.of(request) + cost.remote_ns) / 1e9
-        paid = SequenceCost(compute_s, cost.wasted_ns / 1e9, byte_ns * self._ranks / GIB_NS)
+        paid = SequenceCost(compute_s, cost.wasted_ns / 1e9, byte_ns / GIB_NS)
         return Event(request, msgspec.structs.replace(event.delta, cost=paid))
+
+    def _sum_kv(self, request: Request) -> None:
+        """Sum what a request's blocks have cost. That takes time for each block, so it is done again only after
+        1 / SUMS as many tokens; until then, the request is assumed to hold the same blocks."""
+        byte_ns = num_bytes = 0.0
+        num_blocks = 0
+        for group, account in request.cost.blocks.items():
+            pool, held = self._pools[group], request.tables[group].held if request.tables else []
+            byte_ns += self.block_bytes[group] * pool.block_time(account, held)
+            num_bytes += self.block_bytes[group] * pool.share(held)
+            num_blocks += len(held)
+        next_sum = len(request.tokens) + 1 + num_blocks // SUMS
+        request.cost.kv = KVCost(byte_ns, num_bytes, self._now_ns, next_sum)
 
     # -- shares --------------------------------------------------------------------------------------------
 
@@ -169,15 +186,24 @@ class CostLedger:
         cost.known = max(cost.known, min(start + count, len(request.tokens)))
         cost.compute_ns += share
 
-    def _decode(self, requests: list[Request], share: int) -> None:
-        """Charge requests with one token each, in equal parts."""
-        if requests != self._decodes:
-            self._decodes, rows = requests, set(requests)
-            for request in self._joined.keys() - rows:
-                self._leave(request)
-            self._joined.update(dict.fromkeys(rows - self._joined.keys(), self._per_decode_ns))
+    def _decode(self, requests: list[Request], share: int, new: set[Request]) -> None:
+        """Charge requests with one token each, in equal parts. new: those of them that have just joined."""
         each, self._carried_ns = divmod(share + self._carried_ns, len(requests))
         self._per_decode_ns += each
+        for request in [request for request in new if request.asked_by]:  # the rest of its prompt was one token
+            self._leave(request)
+            self._decodes = None
+
+    def _join(self, requests: list[Request]) -> set[Request]:
+        """Make these the requests that decode in a step. Returns those that did not in the step before."""
+        if requests == self._decodes:
+            return set()
+        self._decodes, rows = requests, set(requests)
+        for request in self._joined.keys() - rows:
+            self._leave(request)
+        new = rows - self._joined.keys()
+        self._joined.update(dict.fromkeys(new, self._per_decode_ns))
+        return new
 
     def _leave(self, request: Request) -> None:
         """Charge a request with its decodes."""

@@ -384,6 +384,19 @@ def test_while_all_kv_is_on_its_way_the_engine_is_idle_and_no_step_is_late(make_
     engine.go()
 
 
+def test_time_in_which_requests_wait_for_kv_is_not_idle_although_another_request_arrives(make_engine):
+    engine, _ = decode_engine(make_engine)
+    engine.clock.now += 10.0
+    engine.add("a")
+    engine.step()
+    engine.step()
+    assert engine.core.idle and engine.core.has_work
+    engine.clock.now += 100.0
+    engine.add("b")
+    spent = engine.core.stats().cost_s
+    assert (spent["idle"], spent["stalled"]) == (10.0, 100.0)
+
+
 def test_a_deadline_ends_a_request_whose_kv_is_on_its_way(make_engine):
     engine, woken = decode_engine(make_engine)
     engine.add("a", timeout_s=2.0)

@@ -101,9 +101,10 @@ def test_preempted_requests_give_the_same_bits(pool, folder_of, stages):
 
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_hybrid_models_cached_state_is_found_in_every_stage(pool, folder_of, stages):
-    outcomes = []
+    outcomes, block_bytes = [], []
     for count in (1, stages):
         with pool.engine(staged(folder_of("qwen3_next"), count, determinism="strict")) as core:
+            block_bytes.append(core.ledger.block_bytes)
             prompt, outcome = random_prompt(core, 150, 5), Outcome()
             run(core, {"first": (prompt, {"logprobs": 1})}, outcome)
             assert not outcome.cached
@@ -112,6 +113,7 @@ def test_a_hybrid_models_cached_state_is_found_in_every_stage(pool, folder_of, s
             outcomes.append(outcome)
     assert outcomes[1].bits() == outcomes[0].bits()
     assert outcomes[1].tokens["first"] == outcomes[1].tokens["again"]
+    assert block_bytes[1] == block_bytes[0], "requests pay for the memory of all stages"
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -165,7 +165,7 @@ class Holds:
     def used(self, request: Request, matched: int, now: float) -> None:
         """Renew the holds that a request has read: those of its client within its first `matched` blocks, which were
         cached."""
-        if self._table.by_end and matched:
+        if self._table.by_end and matched and request.holds.renews:
             self.update(now)
             for hold in self._table.prefixes(request.holds.client, request.hashes(matched, self._block_size)):
                 hold.renew(hold.ttl_s, now + hold.ttl_s)

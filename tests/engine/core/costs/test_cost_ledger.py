@@ -6,18 +6,20 @@ import pytest
 
 from engine.core.block_pool import BlockPool
 from engine.core.block_usage import BlockAccount
-from engine.core.costs.cost_ledger import CostLedger
+from engine.core.costs.cost_ledger import SUMS, CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.features.handoffs import HandoffManager
 from engine.core.stats import RequestMetrics
 from engine.wire.messages import SequenceCost
 from engine.wire.plan import StepPlan
+from engine.wire.remote_request import Peer
 from tests.engine.core.test_stats import finished_request
 from tests.fake_handoffs import PrefillHarness
 from tests.fake_runner import Harness
 
 
 def ledger_of(times: StepTimes | None = None) -> CostLedger:
-    return CostLedger(times or StepTimes(), [], 10.0)
+    return CostLedger(times or StepTimes(), [], [], 10.0)
 
 
 def plan_of(*rows: tuple[int, int], drafts: dict[int, list[int]] | None = None) -> StepPlan:
@@ -136,3 +138,95 @@ def test_a_prompt_for_another_engine_costs_it_nothing_if_nobody_reads_it():
     harness.check()
     assert 0 < harness.ledger.ns["handoff"] < harness.ledger.ns["requests"] + harness.ledger.ns["handoff"]
     assert harness.ledger.ns["handoff"] == pytest.approx(harness.ledger.ns["requests"], rel=0.01)
+
+
+def test_the_prompt_of_another_engine_costs_something_even_if_all_but_one_token_is_cached(monkeypatch):
+    told = []
+    finish = HandoffManager.finish
+
+    def finished(handoffs: HandoffManager, *args) -> None:
+        finish(handoffs, *args)
+        told.append(handoffs.actions[-1].first.compute_ns)
+
+    monkeypatch.setattr(HandoffManager, "finish", finished)
+    harness = PrefillHarness(num_blocks=16, max_model_len=24)
+    prompts = {"whole": [1, 2, 3, 4, 5], "rest": [1, 2, 3, 4, 6], "rest in a mixed step": [1, 2, 3, 4, 7]}
+    for name, prompt in prompts.items():
+        harness.add_remote_prefill(name, prompt)
+        if "mixed" in name:
+            harness.add_remote_prefill("other", [9, 10, 11])
+        while harness.step() is not None:
+            pass
+        harness.close(name, "released")
+    assert [plan.num_tokens for plan in harness.plans] == [5, 1, 4]
+    paid = {request.request_id: harness.ledger.of(request) for request in harness.seen}
+    assert sorted(told) == sorted(paid.values()) and all(told)
+
+
+def test_what_a_request_has_cost_before_it_moves_is_not_wasted():
+    harness = Harness(handoffs=HandoffManager(None, Peer("leaving", "", 1)), num_blocks=16, max_model_len=24)
+    harness.add("moves", [1, 2, 3, 4, 5], max_tokens=12)
+    for _ in range(4):
+        harness.step()
+    harness.scheduler.move(1, harness.now)
+    while "moves" not in harness.finished:
+        harness.step()
+    assert harness.finished["moves"].delta.kv_source is not None
+    (request,) = harness.seen
+    cost = costs(harness)["moves"]
+    assert cost.wasted_s == harness.ledger.ns["handoff"] == 0
+    assert cost.compute_s == harness.ledger.of(request) / 1e9 > 0
+
+
+def test_what_is_computed_again_is_known_although_nobody_else_decodes_meanwhile():
+    ledger, both = ledger_of(), [finished_request(RequestMetrics()) for _ in range(2)]
+    first, second = both
+    for i, start in enumerate((4, 5)):
+        spend(ledger, plan_of((start, 1), (start, 1)), both, 10.0 + i, 11.0 + i)
+    second.num_preemptions = 1
+    drafting, again = plan_of((6, 3), drafts={0: [1, 2]}), plan_of((0, 6))
+    ledger.step(StepWork.of(drafting), drafting, [first], 12.0, 13.0)
+    ledger.step(StepWork.of(again), again, [second], 13.0, 14.0)
+    ledger.check(both)
+    assert ledger.seconds["preemption"] == pytest.approx(1.0)
+
+
+def test_kv_memory_counts_while_it_is_used_and_not_only_once_it_is_free():
+    harness = Harness(num_blocks=8, max_model_len=24)
+    harness.add("long", [1, 2, 3, 4, 5], max_tokens=3)
+    harness.step()
+    before_s, harness.clock = harness.ledger.kv_gib_s, harness.clock + 100.0
+    harness.ledger.advance(harness.clock)
+    assert harness.ledger.kv_gib_s == pytest.approx(before_s + 200.0)  # blocks of 1 GiB
+
+
+def test_telling_the_cost_with_every_token_does_not_sum_all_blocks_with_every_token(monkeypatch):
+    summed = []
+    block_time = BlockPool.block_time
+    monkeypatch.setattr(BlockPool, "block_time", lambda *args: summed.append(len(args[2])) or block_time(*args))
+    harness = Harness(num_blocks=128, max_model_len=512, max_num_batched_tokens=512)
+    harness.add("told", [i % 40 + 1 for i in range(300)], max_tokens=100)
+    (request,) = harness.scheduler.queue.live.values()
+    request.cost.reported = True
+    while not harness.outputs["told"]:
+        harness.step()
+    summed.clear()
+    harness.run()
+    assert 0 < sum(summed[:-1]) <= 100 * SUMS, "the last one, at the end, has no blocks"
+    exact = harness.ledger.kv_gib_s
+    assert costs(harness)["told"].kv_gib_s == pytest.approx(exact)
+
+
+@pytest.mark.parametrize("prompt", [5, 300])
+def test_the_cost_that_is_told_with_a_token_is_that_of_all_blocks_so_far(prompt, monkeypatch):
+    told = []
+    monkeypatch.setattr(Harness, "_record", lambda harness, event: told.append((event, harness.ledger.kv_gib_s)))
+    harness = Harness(num_blocks=128, max_model_len=512, max_num_batched_tokens=512)
+    harness.add("told", [i % 40 + 1 for i in range(prompt)], max_tokens=100)
+    (request,) = harness.scheduler.queue.live.values()
+    request.cost.reported = True
+    while harness.scheduler.has_work:
+        harness.step()
+    assert len(told) == 100
+    for event, used in told:
+        assert event.delta.cost.kv_gib_s == pytest.approx(used, rel=0.02)

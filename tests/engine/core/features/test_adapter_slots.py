@@ -32,6 +32,7 @@ class Adapted(Harness):
     def advance(self) -> bool:
         """Return whether anything happened."""
         plan = self.scheduler.schedule(now=0.0)
+        self.check()
         self.loads += self.slots.take_loads()
         if plan is not None:
             running = {request.slot: request for request in self.scheduler.queue.running}

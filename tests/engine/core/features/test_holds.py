@@ -458,6 +458,17 @@ def test_a_hold_that_another_engine_takes_over_lasts_as_long_as_was_promised():
     assert cached(other) == 0
 
 
+def test_a_hold_that_arrives_renews_no_other_hold_with_which_its_prompt_begins():
+    other = make(held_share=1.0, num_blocks=40)
+    held(other, "held", client="alice")
+    other.now = 6.0
+    longer = [*PROMPT, 7, 8, 9, 10]
+    other.add("hold", longer, max_tokens=1, client="alice", hold=[(len(longer), 10.0, 2.0)], hold_name="talk")
+    serve(other, "hold")
+    assert other.cached_of["hold"] == len(PROMPT)
+    assert sorted(given.left_s for given in other.scheduler.holds.give(8, other.now)) == [2.0, 4.0]
+
+
 def test_holds_that_last_longest_are_given_first_and_each_once():
     harness = make(held_share=1.0, num_blocks=40)
     for number, ttl_s in enumerate((10.0, 30.0, 20.0)):
