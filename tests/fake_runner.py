@@ -446,6 +446,7 @@ class Harness:
             self.submit()
 
     def record(self, events: list[Event]) -> None:
+        self.seen.update(event.request for event in events)
         for event in self.ledger.report(events):
             self._record(event)
         self.check()
@@ -464,7 +465,9 @@ class Harness:
         for group, pool in enumerate(manager.pool for manager in self.scheduler.kv_cache.groups):
             pool.usage.settle(pool.ref_counts())
             tables = {r: r.tables[group].held for r in self.seen if len(r.tables) > group}
-            charged = [pool.usage.of(r.cost.blocks[group], tables.get(r, ())) for r in self.seen]
+            charged = [
+                pool.usage.of(r.cost.blocks[group], tables.get(r, ())) for r in self.seen if group in r.cost.blocks
+            ]
             assert min(charged, default=0) >= 0
             shared = Counter(dict(enumerate(pool.ref_counts()))) - Counter(
                 block for held in tables.values() for block in held
