@@ -12,11 +12,9 @@ from engine.config import EngineConfig, SpeculativeConfig
 from engine.errors import ConfigError, EngineUnavailable
 from engine.offline.llm import LLM
 from tests.engine.offline.test_pipeline_parallel import kill_in_the_middle
-from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, pool, run_mixed
+from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, run_mixed
 from tests.models import make_model
 from tests.rank_pool import RankPool
-
-__all__ = ["pool"]  # a fixture
 
 NGRAM = SpeculativeConfig(method="ngram")
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "glm4_moe", "gemma4_moe")
