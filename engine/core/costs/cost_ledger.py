@@ -142,7 +142,8 @@ class CostLedger:
         byte_ns = num_bytes = 0.0
         num_blocks = 0
         for group, account in request.cost.blocks.items():
-            pool, held = self._pools[group], request.tables[group].held if request.tables else []
+            held = request.tables[group].held if group < len(request.tables) else []  # none of states, or after its end
+            pool = self._pools[group]
             byte_ns += self.block_bytes[group] * pool.block_time(account, held)
             num_bytes += self.block_bytes[group] * pool.share(held)
             num_blocks += len(held)
