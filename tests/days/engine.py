@@ -15,6 +15,7 @@ import msgspec
 from engine.clock import Clock
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
+from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
 from engine.core.features.block_events import NoKVEvents
 from engine.core.features.handoffs import HandoffManager
@@ -24,7 +25,6 @@ from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.serving.endpoint import EngineEndpoint
-from engine.core.step_cost import StepTimes
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable

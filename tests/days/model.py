@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from engine.config import EngineConfig
-from engine.core.step_cost import StepWork
+from engine.core.costs.step_cost import StepWork
 from engine.text.text_stream import TextStream
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.plan import NewSequence, StepPlan, StepResult
