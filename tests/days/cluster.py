@@ -309,7 +309,7 @@ class Router(Subscriptions):
 
     def update(self, replicas: Sequence[Replica]) -> None:
         self.replicas = {replica.engine_id: replica for replica in replicas}
-        self.balancer.keep(self.replicas)
+        self.balancer.keep(self.replicas, asyncio.get_running_loop().time())
         self.subscribe({name: replica.engine.address for name, replica in self.replicas.items()})
 
     def _apply(self, update: EngineUpdate) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 from engine.clock import Clock
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
+from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
 from engine.core.features.block_events import NoKVEvents
@@ -128,6 +129,7 @@ class Engine:
             scheduler=scheduler,
             grammars=None,  # type: ignore[arg-type]
             step_times=times,
+            ledger=CostLedger(times, [kv_cache.pool], [size * 1000], clock.monotonic()),
             adapter_loader=GroupLoader(None, 1, NoBroadcaster()),
             tiers=NoTiers(),
             kv_events=NoKVEvents(),

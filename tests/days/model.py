@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from engine.config import EngineConfig
 from engine.core.costs.step_cost import StepWork
 from engine.text.text_stream import TextStream
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.messages import GenerateRequest, StageStats, TokenDelta
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.sampling_params import seed_of
 
@@ -103,6 +103,9 @@ class Runner:
         for change in plan.blocks:
             self._tables[change.slot][change.index : change.index + len(change.blocks)] = change.blocks
         return plan
+
+    def stages(self) -> list[StageStats]:
+        return []
 
     def launch(self, plan: StepPlan) -> tuple[float, StepResult]:
         size, work = self.block_size, StepWork.of(plan)
