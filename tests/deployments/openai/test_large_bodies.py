@@ -170,6 +170,7 @@ LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
         {"messages": [HELLO], "cache_control": {"type": "ephemeral"}, "prompt_cache_options": {"mode": "explicit"}},
     ),
     "stream_options": (CompletionBody, {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}),
+    "usage": (CompletionBody, {"prompt": "a", "usage": {"include": True}}),
     "text to tokenize": (TokenizeBody, {"prompt": "a, b: " * 2_500_000}),
     "messages to tokenize": (TokenizeBody, {"messages": [HELLO] * 4096}),
     "tools to tokenize": (TokenizeBody, {"messages": [HELLO], "tools": [function(i) for i in range(512)]}),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.distributed.cluster_key import ClusterKey
 from engine.kv_transfer.transport import nixl, tcp
-from engine.kv_transfer.transport.base import BlockReads, KVTransport, Progress, TransportError
+from engine.kv_transfer.transport.base import BlockReads, KVTransport, Progress, Region, TransportError
 from engine.kv_transfer.transport.head_map import HeadPart, HeadShard, LayerPart, overlap, parts
 from engine.kv_transfer.transport.memory import BlockMemory
 from engine.kv_transfer.transport.nixl import NixlTransport
@@ -453,7 +453,7 @@ def test_a_flipped_bit_in_a_request_is_refused(make_tcp: Make) -> None:
     progress = Progress(NEVER, 5.0)
     connection = tcp.connect(remote.host, remote.port, progress)
     tcp.greet(connection, remote.key, progress)
-    header = tcp.REQUEST.pack(tcp.MAGIC, 1, 0, 2, 0)[:-8]
+    header = tcp.REQUEST.pack(tcp.MAGIC, 1, 0, 2, 0, 2, 0)[:-8]
     meant, came = (1).to_bytes(4, "little"), (3).to_bytes(4, "little")
     checksum = tcp.digest([header, meant], 0).to_bytes(8, "little")
     tcp.send(connection, [memoryview(header + checksum + came)], progress)
@@ -695,8 +695,9 @@ def test_a_gpu_moves_words_and_not_bytes(head_dim: int, word_bytes: int, monkeyp
     memories = [BlockMemory(cache) for cache in (source, target)]
     for memory in memories:
         memory._stream, memory._words = SimpleNamespace(synchronize=int), memory._in_words(memory.tensor)
-    data = memories[0].gather([7, 2, 3], 1, 2)
-    memories[1].scatter([0, 8, 4], 2, 2, data)
+    slabs = memories[0].layout.slabs
+    data = memories[0].gather([7, 2, 3], Region(1, 2, 0, slabs))
+    memories[1].scatter([0, 8, 4], Region(2, 2, 0, slabs), data)
     assert data.dtype == np.uint8 and memories[1]._words.itemsize == word_bytes
     assert torch.equal(target[[0, 8, 4]][:, :, :, 2:], source[[7, 2, 3]][:, :, :, 1:3])
     assert not target[[1, 2, 3, 5, 6, 7]].any() and not target[:, :, :, :2].any()

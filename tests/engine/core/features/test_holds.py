@@ -742,6 +742,7 @@ class HoldsMachine(SchedulerMachine):
     @rule()
     def clear(self):
         self.h.scheduler.clear_cache()
+        self.answered |= self.h.holds_of.keys()
         self.promises.clear()
         self.h.scheduler.check()
 

@@ -12,6 +12,7 @@ import triton
 from triton.runtime.errors import InterpreterError
 
 from engine.device import CudaEvent
+from engine.kv_transfer.transport.base import Region
 from engine.kv_transfer.transport.memory import BlockMemory
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.ops.gpu import norm
@@ -120,7 +121,8 @@ def moved(streams: Streams, step_ends: Callable[[CudaEvent], None]) -> None:
             memory._stream.wait_stream(torch.cuda.current_stream())
         here.add_(1)
         step_ends(CudaEvent())
-        target.scatter([2], 0, 2, source.gather([1], 0, 2))
+        region = Region(0, 2, 0, source.layout.slabs)
+        target.scatter([2], region, source.gather([1], region))
         there.add_(1)
     assert (there[2] == 2).all()
 
