@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepCost
 from engine.core.features.handoffs import HandoffManager
@@ -49,13 +51,15 @@ def border_handed_over(request: RemoteRequest, harness: Harness) -> int:
 
 
 class DecodeHarness(Harness):
-    """A decode engine. Whatever has not come yet is overwritten with nonsense before every step."""
+    """A decode engine. Whatever has not come yet is overwritten with nonsense before every step. As in EngineCore, a
+    reservation is told only when the steps have ended that were under way by then and may still use its blocks."""
 
     def __init__(self, *, max_attempts: int = 3, **options):
         config = HandoffConfig(role="decode", policy="always", max_attempts=max_attempts)
         self.policy = RemotePrefillPolicy(config, StepCost())
         super().__init__(handoffs=HandoffManager(self.policy, Peer("decode", "", 1), "print"), **options)
         self.open: dict[str, OpenHandoff] = {}
+        self.reserved: deque[tuple[int, OpenHandoff]] = deque()  # with the number of steps that must end first
         self.cancelled: set[str] = set()
         self.forgotten: set[str] = set()
 
@@ -63,9 +67,14 @@ class DecodeHarness(Harness):
         self._forward()
         for handoff in self.open.values():
             self._write(handoff, 0)
+        planned = len(self.plans)
         plan = super().plan()
-        self._forward()
+        self._forward(planned)
         return plan
+
+    def commit(self) -> None:
+        super().commit()
+        self._forward()
 
     def receive(self, handoff_id: str, cached: int = 0) -> None:
         handoff = self.open.pop(handoff_id)
@@ -96,7 +105,9 @@ class DecodeHarness(Harness):
         self._forward()
         self.receive(next(iter(self.open)))
 
-    def _forward(self) -> None:
+    def _forward(self, planned: int | None = None) -> None:
+        """planned: steps planned before the reservations; None for all."""
+        planned = len(self.plans) if planned is None else planned
         for action in self.scheduler.handoffs.actions:
             match action:
                 case OpenHandoff(remote_request, blocks, others):
@@ -105,16 +116,20 @@ class DecodeHarness(Harness):
                     if self.runner.chunk:
                         assert len(others) == len(self.runner.specs)
                         assert len(others[-1]) == (border_handed_over(remote_request, self) > 0)
-                    self.open[remote_request.handoff_id] = action
+                    self.reserved.append((planned, action))
                 case CancelHandoff(handoff_id):
                     self.cancelled.add(handoff_id)
                 case CancelDispatch(handoff_id):
                     self.forgotten.add(handoff_id)
                 case DispatchRemote(remote_request):
-                    assert remote_request.handoff_id in self.open, "it is opened before anybody hears of it"
+                    opened = {*self.open, *(other.remote_request.handoff_id for _, other in self.reserved)}
+                    assert remote_request.handoff_id in opened, "it is opened before anybody hears of it"
                 case _:
                     raise AssertionError(action)
         self.scheduler.handoffs.actions.clear()
+        while self.reserved and self.reserved[0][0] <= len(self.plans) - len(self.prepared):
+            _, opened_now = self.reserved.popleft()
+            self.open[opened_now.remote_request.handoff_id] = opened_now
 
     def _write(self, handoff: OpenHandoff, right: int) -> None:
         """KV of tokens up to `right`, and nonsense behind them."""

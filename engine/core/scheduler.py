@@ -193,6 +193,8 @@ class Scheduler:
         budget = self._plan_running()
         # a step that preempts starts no request, unless it preempted all running ones: then the next in order starts
         if self.totals.preemptions == before or not self._builder.requests:
+            if not self._builder.requests:
+                self._start_limits(len(self.queue.running))  # a preempted request may have used them up
             self._admit(budget, now)
         if not self._builder.requests:
             return None
@@ -213,8 +215,7 @@ class Scheduler:
     def _plan_running(self) -> int:
         """Plan all running requests, in order. Returns the tokens left for waiting ones."""
         budget, queue, draft = self.config.max_num_batched_tokens, list(self.queue.running), self.speculation.draft
-        for limit in self._token_limits:
-            limit.start_step(len(queue))
+        self._start_limits(len(queue))
         for behind, request in zip(range(len(queue) - 1, -1, -1), queue, strict=True):
             if request.state is not State.RUNNING or request.is_undecided:
                 continue  # the first of these were preempted by one before them
@@ -230,6 +231,10 @@ class Scheduler:
                 self._builder.compute(request, count, drafts)
                 budget -= count
         return budget
+
+    def _start_limits(self, sequences: int) -> None:
+        for limit in self._token_limits:
+            limit.start_step(sequences)
 
     def _fit(self, drafts: list[int], request: Request, tokens: int) -> list[int]:
         """Record and return the `drafts` that fit the request's blocks after its first `tokens` tokens."""

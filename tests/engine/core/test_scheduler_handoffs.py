@@ -509,3 +509,16 @@ def test_an_engine_refuses_no_prompt_if(why):
     else:
         h.receive(only_open(h))
     assert not any(h.scheduler.handoffs.stuck(queue, float(now)) for now in range(20))
+
+
+def test_with_stages_too_a_step_that_preempts_its_only_request_starts_the_next():
+    h = DecodeHarness(
+        num_blocks=24, max_model_len=24, block_size=1, depth=2, stages=2, max_num_seqs=1, scheduling_policy="priority",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    for name, priority in (("later", 1), ("first", 0)):
+        h.add(name, [1, 2, 3, 4, 5, 6, 7, 8, 9], priority=priority)
+        h.step()
+        h.receive(next(iter(h.open)))
+    h.run()  # which fails if a step computes nothing although nothing is waited for
+    assert h.scheduler.totals.preemptions

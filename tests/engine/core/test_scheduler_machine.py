@@ -97,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             drafter=drafter,
             propose=weights.propose if weights and not drafter else None,
-            on_device=on_device and stages == 1,  # stages let the host plan drafts
+            on_device=on_device,
             step_cost=(1.0, token_cost),
             draft_cost=draft_cost,
             chunk=chunk,
