@@ -12,6 +12,7 @@ from rich.table import Table
 from cluster.cli.bench.openai_client import OpenAIClient, error_message
 from deployments.observability.timeline import RequestTimeline, SequenceTimeline
 from engine.errors import EngineUnavailable, InvalidApiKey, RequestError, RequestNotFound
+from engine.wire.messages import SequenceCost
 
 TIMEOUT_S = 30.0
 
@@ -96,8 +97,8 @@ def summary_of(timeline: SequenceTimeline) -> list[tuple[str, str]]:
 
 def _cost(timeline: SequenceTimeline) -> str:
     """Return what all attempts of a sequence have cost."""
-    if not (costs := timeline.costs.values()):
+    if not timeline.costs:
         return ""
-    compute_s, wasted_s = sum(cost.compute_s for cost in costs), sum(cost.wasted_s for cost in costs)
-    wasted = f", and {wasted_s:.4f} s for tokens computed again" if wasted_s else ""
-    return f"{compute_s:.4f} s of compute{wasted}, {sum(cost.kv_gib_s for cost in costs):.6f} GiB·s of KV cache"
+    cost = SequenceCost.total(timeline.costs.values())
+    wasted = f", and {cost.wasted_s:.4f} s for tokens computed again" if cost.wasted_s else ""
+    return f"{cost.compute_s:.4f} s of compute{wasted}, {cost.kv_gib_s:.6f} GiB·s of KV cache"

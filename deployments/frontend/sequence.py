@@ -90,16 +90,6 @@ class Usage:
     costs: dict[str, SequenceCost] = field(default_factory=dict)
     """What each attempt has cost, as far as its engine has reported it, by request id."""
 
-    @property
-    def cost(self) -> SequenceCost:
-        """What all attempts have cost together."""
-        costs = self.costs.values()
-        return SequenceCost(
-            sum(cost.compute_s for cost in costs),
-            sum(cost.wasted_s for cost in costs),
-            sum(cost.kv_gib_s for cost in costs),
-        )
-
     def count_holds(self, index: int, delta: TokenDelta) -> None:
         """Record the outcomes of holds, which a sequence's first delta from each engine reports."""
         if delta.holds:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from deployments.frontend.sequence import Usage
+from engine.wire.messages import SequenceCost
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -53,6 +54,11 @@ class CostDetails(msgspec.Struct):
     wasted_seconds: float
     """Share for tokens that had to be computed again; not in `compute_seconds`."""
 
+    @classmethod
+    def of(cls, usage: Usage) -> CostDetails:
+        cost = SequenceCost.total(usage.costs.values())
+        return cls(cost.compute_s, cost.kv_gib_s, cost.wasted_s)
+
 
 class UsageBody(msgspec.Struct):
     prompt_tokens: int
@@ -66,7 +72,6 @@ class UsageBody(msgspec.Struct):
     @classmethod
     def of(cls, usage: Usage, reasoning_tokens: int | None = None, *, with_cost: bool = False) -> UsageBody:
         """Return the usage of a response. reasoning_tokens: None unless the model is known to reason."""
-        cost = usage.cost
         details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
         if reasoning_tokens is not None or usage.has_prediction:
             reasoned = msgspec.UNSET if reasoning_tokens is None else reasoning_tokens
@@ -82,7 +87,7 @@ class UsageBody(msgspec.Struct):
             ),
             completion_tokens_details=details,
             holds=HoldBody.all_of(usage),
-            cost_details=CostDetails(cost.compute_s, cost.kv_gib_s, cost.wasted_s) if with_cost else msgspec.UNSET,
+            cost_details=CostDetails.of(usage) if with_cost else msgspec.UNSET,
         )
 
 

@@ -11,6 +11,7 @@ From the engine:    TokenBatch to each ingress that has requests there, one per 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -166,6 +167,16 @@ class SequenceCost(msgspec.Struct, frozen=True):
     """Its share for tokens that were computed again, which is not in `compute_s`."""
     kv_gib_s: float
     """Gibibytes of KV cache times the seconds for which it held them. Shared blocks are divided among their holders."""
+
+    @classmethod
+    def total(cls, costs: Iterable[SequenceCost]) -> SequenceCost:
+        """Return what several attempts or sequences have cost together."""
+        compute_s = wasted_s = kv_gib_s = 0.0
+        for cost in costs:
+            compute_s, wasted_s, kv_gib_s = (
+                compute_s + cost.compute_s, wasted_s + cost.wasted_s, kv_gib_s + cost.kv_gib_s,
+            )  # fmt: skip
+        return cls(compute_s, wasted_s, kv_gib_s)
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

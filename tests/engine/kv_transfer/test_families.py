@@ -97,6 +97,18 @@ def test_a_prompt_computed_by_another_engine_gives_the_same_tokens_and_log_proba
 
 
 @pytest.mark.slow
+def check_handed_over(configs, ranks, lengths, expected):
+    """All prompts are computed by the prefill engine of a pair, whose answers have the bits of one engine."""
+    with Pair(*configs, ranks) as pair:
+        for length in lengths:
+            pair.ingress.add(f"{length}", prompt(length), logprobs=0)
+        for length in lengths:
+            pair.ingress.last(f"{length}")
+        assert [flat(pair.ingress.deltas[f"{length}"]) for length in lengths] == expected
+        pair.settle()
+        assert sum(pair.decode.status.handoffs.results["received"].values()) == len(lengths)
+
+
 @pytest.mark.parametrize(("decode", "prefill"), [(1, 2), (2, 1), (4, 2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "gpt_oss"])
@@ -107,14 +119,7 @@ def test_with_strict_determinism_pools_of_unequal_size_give_the_bits_of_one_engi
     folder = make_model(tmp_path, family)
     expected = alone(folder, **options)
     configs = make_config(folder, "decode", decode, **options), make_config(folder, "prefill", prefill, **options)
-    with Pair(*configs, ranks) as pair:
-        for length in LENGTHS:
-            pair.ingress.add(f"{length}", prompt(length), logprobs=0)
-        for length in LENGTHS:
-            pair.ingress.last(f"{length}")
-        assert [flat(pair.ingress.deltas[f"{length}"]) for length in LENGTHS] == expected
-        pair.settle()
-        assert sum(pair.decode.status.handoffs.results["received"].values()) == len(LENGTHS)
+    check_handed_over(configs, ranks, LENGTHS, expected)
 
 
 STAGES = {
@@ -156,14 +161,7 @@ def test_engines_with_other_stages_hand_over_the_layers_that_both_hold(tmp_path,
         make_config(folder, "decode", **STAGES[decode], **options),
         make_config(folder, "prefill", **STAGES[prefill], **options),
     )
-    with Pair(*configs, ranks) as pair:
-        for length in BORDERS:
-            pair.ingress.add(f"{length}", prompt(length), logprobs=0)
-        for length in BORDERS:
-            pair.ingress.last(f"{length}")
-        assert [flat(pair.ingress.deltas[f"{length}"]) for length in BORDERS] == expected
-        pair.settle()
-        assert sum(pair.decode.status.handoffs.results["received"].values()) == len(BORDERS)
+    check_handed_over(configs, ranks, BORDERS, expected)
 
 
 @pytest.mark.slow
