@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import time
+
+from benchmarks.vllm_answers import open_answers
 
 
 def main() -> None:
@@ -21,12 +22,7 @@ def main() -> None:
     parser.add_argument("--max-loras", type=int, default=0, help="0 for an engine without adapters")
     parser.add_argument("--max-lora-rank", type=int, default=16)
     args = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")  # what vLLM prints goes elsewhere
-    os.dup2(2, 1)
-    os.environ.update(
-        VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL="WARNING", VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )  # fmt: skip
+    answers = open_answers(kv_cache_gib=1)
     import vllm
     from vllm.lora.request import LoRARequest
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
+
+from benchmarks.vllm_answers import open_answers
 
 
 def main() -> None:
@@ -18,12 +19,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("dtype")
     args = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")  # what vLLM prints goes elsewhere
-    os.dup2(2, 1)
-    os.environ.update(
-        VLLM_CPU_KVCACHE_SPACE="2", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL="WARNING", VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )  # fmt: skip
+    answers = open_answers(kv_cache_gib=2)
     import vllm
 
     asked = json.load(sys.stdin)

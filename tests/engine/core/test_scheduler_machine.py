@@ -78,6 +78,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         more = {"enable_prefix_caching": caching} | self.more_options(data)
         if chunk and self.hands_over:
             windows = (None,)  # states and windows are not handed over together
+        if self.hands_over:
+            num_snapshots = max(num_snapshots, 2)  # StateCacheManager.least; no engine has fewer (runner/memory.py)
         blocks = -(-MAX_MODEL_LEN // block_size)
         least = [  # for one sequence: its window, which may begin inside a block, and what a step computes
             blocks if window is None else min(blocks, -(-(window + step_tokens) // block_size) + 1)
