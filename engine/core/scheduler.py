@@ -191,10 +191,10 @@ class Scheduler:
         before = self.totals.preemptions
         self.holds.update(now)
         budget = self._plan_running()
+        if not self._builder.requests:
+            self._start_limits(len(self.queue.running))  # a preempted request may have used them up
         # a step that preempts starts no request, unless it preempted all running ones: then the next in order starts
         if self.totals.preemptions == before or not self._builder.requests:
-            if not self._builder.requests:
-                self._start_limits(len(self.queue.running))  # a preempted request may have used them up
             self._admit(budget, now)
         if not self._builder.requests:
             return None

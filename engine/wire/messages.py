@@ -11,7 +11,7 @@ From the engine:    TokenBatch to each ingress that has requests there, one per 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -169,14 +169,9 @@ class SequenceCost(msgspec.Struct, frozen=True):
     """Gibibytes of KV cache times the seconds for which it held them. Shared blocks are divided among their holders."""
 
     @classmethod
-    def total(cls, costs: Iterable[SequenceCost]) -> SequenceCost:
+    def total(cls, costs: Collection[SequenceCost]) -> SequenceCost:
         """Return what several attempts or sequences have cost together."""
-        compute_s = wasted_s = kv_gib_s = 0.0
-        for cost in costs:
-            compute_s, wasted_s, kv_gib_s = (
-                compute_s + cost.compute_s, wasted_s + cost.wasted_s, kv_gib_s + cost.kv_gib_s,
-            )  # fmt: skip
-        return cls(compute_s, wasted_s, kv_gib_s)
+        return cls(*(sum(getattr(cost, name) for cost in costs) for name in cls.__struct_fields__))
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
