@@ -3,22 +3,33 @@
 Prints tokens/s of a mixture of 64 narrow experts with random weights (64 experts of 384, 8 per token, hidden size 1024,
 6 layers: 0.45 billion parameters), on one rank and on two with one thread each, and the share of the time in which each
 rank waits. Waiting is the time in which a rank's process uses no CPU, so unequal shares mean unequal work.
+
+    python -m benchmarks.expert_parallel --skewed
+
+Compares whole experts that stay with whole experts that move, if routers prefer the experts that the first rank has at
+first: the rows of these experts in routers' weights are larger. Prints tokens/s, and the mean load of a rank divided by
+the maximum.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, EPLBConfig
 from engine.core.engine import EngineCore
+from engine.model.layers.moe import RouterProduct
+from engine.model.loader import fill_with_noise
+from engine.runner import load as loading
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
@@ -67,8 +78,62 @@ def cpu_seconds(pids: list[int]) -> list[float]:
     return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
 
 
+PREFERRED, FACTOR = 6, 6.0  # experts that routers prefer, and by how much their rows are larger
+WINDOW = 20
+MOVING = {"enable_eplb": True, "eplb_config": EPLBConfig(window_size=WINDOW, step_interval=WINDOW)}
+COPIED = {**MOVING, "eplb_config": EPLBConfig(window_size=WINDOW, step_interval=WINDOW, num_redundant_experts=8)}
+
+
+class SkewedPool(RankPool):
+    """Ranks whose routers prefer some experts."""
+
+    def call(self, rank: int, function: Callable[..., None], *args: Any) -> None:
+        super().call(rank, skewed, function, *args)
+
+
+def skewed(function: Callable[..., None], *args: Any) -> None:
+    loading.fill_with_noise = prefer  # type: ignore[assignment]
+    function(*args)
+
+
+def prefer(model: Any) -> None:
+    fill_with_noise(model)
+    for layer in model.modules():
+        if isinstance(layer, RouterProduct):
+            layer.weight.data[:PREFERRED] *= FACTOR
+
+
+def measure_skew() -> None:
+    loading.fill_with_noise = prefer  # type: ignore[assignment]
+    pool, folder = SkewedPool(), make_folder()
+    layouts = {"experts stay": {}, "experts move": MOVING, "experts move, 8 redundant ones": COPIED}
+    for name, options in layouts.items():
+        window = options or {"eplb_config": EPLBConfig(window_size=WINDOW, step_interval=WINDOW)}
+        config = EngineConfig(
+            model=str(folder), dtype="bfloat16", load_format="dummy", num_threads=1, num_blocks=1024,
+            **WHOLE, **window,
+        )  # fmt: skip
+        with pool.engine(config) as core:
+            for round in range(4):  # experts move while the first ones run
+                for load in ("8 requests", "2 prompts of 1,000"):
+                    pids, started = [os.getpid(), *pool.pids[:1]], time.perf_counter()
+                    before = cpu_seconds(pids)
+                    tokens = compute(core, *LOADS[load])
+                    wall = time.perf_counter() - started
+                    used = [b - a for a, b in zip(before, cpu_seconds(pids), strict=True)]
+                    waits = " ".join(f"{max(0.0, 1 - cpu / wall):4.0%}" for cpu in used)
+                    (stats,) = core.stats().experts
+                    print(
+                        f"{name:32} {round} {load:20} {tokens / wall:7.0f} tokens/s, ranks wait {waits}, balanced "
+                        f"{stats.balancedness:.0%}, {stats.moved} moved", flush=True,
+                    )  # fmt: skip
+    pool.close()
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    if "--skewed" in sys.argv[1:]:
+        return measure_skew()
     pool, folder = RankPool(), make_folder()
     for layout in LAYOUTS:
         config = EngineConfig(

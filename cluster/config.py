@@ -50,7 +50,7 @@ def given(section: Section) -> dict[str, Any]:
 ROLE_KEYS = {"routing", "num_replicas", "min_replicas", "max_replicas"}  # that may differ if roles change
 ALIKE = ("dtype", "quantization", "determinism")  # keys that must agree, or fingerprints of encode engines differ
 # model and handoff are one level higher; EngineConfig reads the JSON objects itself
-JSON_OBJECTS = {"speculative": dict[str, Any] | None, "kv_events_config": dict[str, Any] | None}
+JSON_OBJECTS = dict.fromkeys(("speculative", "kv_events_config", "eplb_config"), dict[str, Any] | None)
 EngineSection = _section_of(EngineConfig, without={"model", "handoff", "encode"}, **JSON_OBJECTS)
 HandoffSection = _section_of(HandoffConfig, without={"role"})
 RoutingSection = _section_of(RoutingConfig, without=set())

@@ -203,6 +203,26 @@ class KVEventsConfig:
         return self.enable_kv_cache_events and self.publisher != "null"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EPLBConfig:
+    """Options of the expert parallel load balancer, named as in vLLM (docs/rank_groups.md)."""
+
+    window_size: int = option(1000, "Number of steps over which the load of experts is measured.")
+    step_interval: int = option(3000, "Number of steps between two decisions to move experts.")
+    num_redundant_experts: int = option(
+        0,
+        "Number of copies, of each layer's experts together, beyond the first copy of each expert. The most loaded "
+        "experts have several copies, on different ranks.",
+    )
+    log_balancedness: bool = option(False, "Log the mean load of a rank divided by the maximum, once per window.")
+
+    def __post_init__(self) -> None:
+        for key, least in (("window_size", 1), ("step_interval", self.window_size), ("num_redundant_experts", 0)):
+            if getattr(self, key) < least:
+                limit = f"at least {least}{' (window_size)' if key == 'step_interval' else ''}"
+                raise ConfigError(f"eplb_config.{key}", getattr(self, key), limit)
+
+
 def parse_section(config: type[T], section: str, options: dict[str, Any]) -> T:
     """Return the dataclass with these options. Raises ConfigError for unknown keys and wrong values."""
     hints = get_type_hints(config)
@@ -376,6 +396,14 @@ class EngineConfig:
         "Give each of the `tensor_parallel` ranks some whole experts of a mixture, instead of a slice of every expert "
         "(docs/rank_groups.md).",
     )
+    enable_eplb: bool = option(
+        False,
+        "Move experts between ranks by their measured load, with `expert_parallel` on at least two ranks "
+        "(docs/rank_groups.md).",
+    )
+    eplb_config: EPLBConfig | None = option(
+        None, "When experts move and how many copies there are, as a JSON object of vLLM's keys."
+    )
     pipeline_parallel: int = option(
         1,
         "Number of stages, each with some of the layers on `tensor_parallel` ranks. For models that are larger than "
@@ -398,9 +426,18 @@ class EngineConfig:
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
-    def layout(self) -> tuple[int, bool]:
+    def layout(self) -> tuple[int, bool, bool]:
         """How layers are split over ranks. Without `determinism: strict`, it may change bits of an answer."""
-        return self.tensor_parallel, self.expert_parallel and self.tensor_parallel > 1
+        return self.tensor_parallel, self.expert_parallel and self.tensor_parallel > 1, self.enable_eplb
+
+    @property
+    def eplb(self) -> EPLBConfig:
+        return self.eplb_config or EPLBConfig()
+
+    @property
+    def redundant_experts(self) -> int | None:
+        """Number of redundant experts of each layer; None if experts do not move."""
+        return self.eplb.num_redundant_experts if self.enable_eplb else None
 
     @property
     def offloads_kv(self) -> bool:
@@ -450,6 +487,15 @@ class EngineConfig:
         if isinstance(self.kv_events_config, dict):
             kv_events = parse_section(KVEventsConfig, "kv_events_config", self.kv_events_config)
             object.__setattr__(self, "kv_events_config", kv_events)
+        if isinstance(self.eplb_config, dict):
+            object.__setattr__(self, "eplb_config", parse_section(EPLBConfig, "eplb_config", self.eplb_config))
+        if self.enable_eplb:
+            if not self.expert_parallel or self.tensor_parallel == 1:
+                raise ConfigError("enable_eplb", True, "false without expert_parallel on at least two ranks")
+            if self.enable_lora:
+                raise ConfigError(
+                    "enable_eplb", True, "false with enable_lora, because adapters of experts do not move"
+                )
         if self.kv_events_config is not None and self.kv_events_config.publishes and not self.enable_prefix_caching:
             raise ConfigError(
                 "enable_prefix_caching",

@@ -13,6 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
@@ -80,6 +81,10 @@ class Device:
         that replays the graph, and a function that destroys it. The output has no defined values before the first
         replay."""
         raise NotImplementedError("a CPU has no graphs")
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Return a context in which the thread's work does not wait for the device's queue, nor the queue for it."""
+        return nullcontext()
 
     def timed(self, run: Callable[[], T]) -> tuple[T, Callable[[], float]]:
         """Return the output of `run`, and a function that returns the seconds that it took on the device. Call the
@@ -161,6 +166,7 @@ class CudaDevice(Device):
         sleep_precisely()
         self._pool: Any = None  # memory shared by all graphs, since only one of them runs at a time
         self._stream: Any = None
+        self._beside: Any = None
 
     def set_current(self) -> None:
         torch.cuda.set_device(self.torch_device)
@@ -187,6 +193,12 @@ class CudaDevice(Device):
         finally:
             torch.cuda.set_stream(before)  # torch leaves its own stream current when a capture fails
         return output, graph.replay, graph.reset
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Use a stream of its own. This has not run on a GPU yet."""
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(self.torch_device)
+        return torch.cuda.stream(self._beside)
 
     def timed(self, run: Callable[[], T]) -> tuple[T, Callable[[], float]]:
         """Measure by events in the queue, without waiting. This has not run on a GPU yet."""

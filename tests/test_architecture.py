@@ -21,7 +21,7 @@ ENGINE_ORDER = [
     {"text", "distributed"},
     {"pooling", "multimodal"},
     {"model"},
-    {"kv_transfer", "kv_offload", "spec_decode", "lora"},
+    {"kv_transfer", "kv_offload", "spec_decode", "lora", "eplb"},
     {"runner"},
     {"core"},
     {"offline"},
@@ -167,7 +167,7 @@ OTHER_MODELS = """
     model/auto_config.py model/torch_compile.py model/fused_rows.py distributed/symmetric_memory.py
     model/stage.py model/config_parts/stage.py model/layers/other_stage.py
     distributed/stage_group.py distributed/step_results.py runner/stages/stage_runner.py runner/stages/stage_times.py
-    runner/drafting.py
+    runner/drafting.py model/expert_split.py model/expert_parallel.py
 """
 
 
@@ -186,7 +186,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     ]
     everything = [file for files in FILES.values() for file in files]
     lengths = []
-    for files, limit in ((set(path) - others, 14_220), (everything, 66_180)):
+    for files, limit in ((set(path) - others, 14_300), (everything, 66_990)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
         lengths.append(lines)

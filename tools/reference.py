@@ -27,6 +27,7 @@ CLASSES = [  # heading, file, class
     ("engine: EngineConfig", "engine/config.py", "EngineConfig"),
     ("engine.speculative", "engine/config.py", "SpeculativeConfig"),
     ("engine.kv_events_config", "engine/config.py", "KVEventsConfig"),
+    ("engine.eplb_config", "engine/config.py", "EPLBConfig"),
     ("handoff of a model", "engine/config.py", "HandoffConfig"),
     ("SamplingParams", "engine/wire/sampling_params.py", "SamplingParams"),
 ]

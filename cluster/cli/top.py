@@ -58,7 +58,6 @@ async def _states(client: OpenAIClient) -> AsyncGenerator[ClusterState]:
 
 def view(state: ClusterState, before: ClusterState | None) -> RenderableType:
     """Return the view of a state. before: earlier state from which rates are computed."""
-    parts: list[RenderableType] = []
     old = {} if before is None else {replica.engine_id: replica for _, _, replica in _replicas(before)}
     elapsed_s = state.at - before.at if before is not None else 0.0
     columns = ["running", "waiting", "tokens/s", "steps/s", "KV used", "cached", "hits"]
@@ -68,7 +67,11 @@ def view(state: ClusterState, before: ClusterState | None) -> RenderableType:
         table.add_row(*_row(role, replica, old.get(replica.engine_id), elapsed_s)[: len(table.columns)])
     waiting = sum(state.waiting.values())
     asleep = "".join(f", {model.model} is asleep" for model in state.models if model.asleep)
-    parts += [Text(f"{time.strftime(CLOCK, time.localtime(state.at))}  {waiting} wait for admission{asleep}"), table]
+    parts: list[RenderableType] = [
+        Text(f"{time.strftime(CLOCK, time.localtime(state.at))}  {waiting} wait for admission{asleep}"),
+        table,
+        *(Text(line) for _, _, replica in _replicas(state) for line in _experts(replica)),
+    ]
     if state.requests:
         parts += ["", _requests(state)]
     happened = [(e.at, f"{e.kind} {e.name}") for e in state.events]
@@ -118,6 +121,19 @@ def _row(role: str, replica: ReplicaStatus, old: ReplicaStatus | None, elapsed_s
         "-" if hits is None else f"{hits:.0%}",
         str(len(replica.live_handoffs)),
     )
+
+
+def _experts(replica: ReplicaStatus) -> list[str]:
+    """Return a line for each stage of a replica whose ranks share whole experts."""
+    lines = []
+    for experts in replica.stats.experts:
+        total = max(1, sum(experts.rank_tokens))
+        loads = " ".join(f"{tokens / total:.0%}" for tokens in experts.rank_tokens)
+        hottest = "".join(f", layer {n} expert {expert} has {share:.0%}" for n, expert, share in experts.top[:1])
+        where = f"{replica.engine_id} stage {experts.stage}" if experts.stage else replica.engine_id
+        balanced = f"balanced {experts.balancedness:.0%}, load of ranks {loads}"
+        lines.append(f"experts of {where}: {balanced}{hottest}, {experts.moved} moved")
+    return lines
 
 
 def _requests(state: ClusterState) -> Table:

@@ -17,9 +17,10 @@ from engine.errors import ConfigError, InvalidParameter, RequestError
 SEVERAL = ("--served-model-name", "--api-key", "--lora-modules")  # flags that take several values in vLLM
 OBJECTS = (  # our flags whose value is a JSON object, which may come in parts: --hf-overrides.rope_theta 1e6
     "--speculative-config", "--hf-overrides", "--override-generation-config", "--default-chat-template-kwargs",
-    "--limit-mm-per-prompt", "--kv-events-config",
+    "--limit-mm-per-prompt", "--kv-events-config", "--eplb-config",
 )  # fmt: skip
 NOT_DRAFTED = ("draft_tensor_parallel_size", "disable_by_batch_size", "max_model_len")  # without effect on outputs
+NOT_BALANCED = ("use_async", "policy", "communicator", "log_balancedness_interval")
 
 
 @dataclass(slots=True)
@@ -183,6 +184,10 @@ def _add_object(command: Command, flag: str, content: dict[str, Any]) -> None:
             command.ignored[f"{flag}.{key}"] = "drafts are made on the model's ranks, and become fewer under load"
     if flag == "--kv-events-config" and content.pop("max_queue_size", None) is not None:
         command.ignored[f"{flag}.max_queue_size"] = "batches are sent at the end of each step, without a queue"
+    if flag == "--eplb-config":
+        for key in [key for key in NOT_BALANCED if key in content]:
+            del content[key]
+            command.ignored[f"{flag}.{key}"] = "experts always move in the background, over TCP"
     command.args += [flag, json.dumps(content)]
 
 

@@ -213,9 +213,8 @@ TABLE = (
         "--pipeline-parallel-size split a model",
     ),
     ignored(
-        "--enable-ep-weight-filter --all2all-backend= --enable-eplb --eplb-config= --expert-placement-strategy= "
-        "--enable-elastic-ep",
-        "with --enable-expert-parallel, ranks have equal numbers of experts and read no others",
+        "--enable-ep-weight-filter --all2all-backend= --expert-placement-strategy= --enable-elastic-ep",
+        "with --enable-expert-parallel, a rank reads only its own experts",
     ),
     ignored(
         "--enable-dbo --ubatch-size= --dbo-decode-token-threshold= --dbo-prefill-token-threshold= "

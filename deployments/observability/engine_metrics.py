@@ -126,6 +126,14 @@ def _stages(field: str) -> Callable[[EngineStats], dict[int, float]]:
     return lambda stats: {number: getattr(stage, field) for number, stage in enumerate(stats.stages)}
 
 
+def _experts(field: str) -> Callable[[EngineStats], dict[int, float]]:
+    return lambda stats: {experts.stage: getattr(experts, field) for experts in stats.experts}
+
+
+def _rank_tokens(stats: EngineStats) -> dict[int, dict[int, int]]:
+    return {experts.stage: dict(enumerate(experts.rank_tokens)) for experts in stats.experts}
+
+
 def _adapters_resident(stats: EngineStats) -> int | None:
     return len(stats.adapters) if stats.max_loras else None
 
@@ -267,6 +275,22 @@ LABELLED: list[Row] = [
         _stages("wait_s"),
         "stage",
     ),
+    (
+        Gauge,
+        "manta_expert_balancedness",
+        "Mean load of a rank's experts divided by the maximum, in the last window.",
+        _experts("balancedness"),
+        "stage",
+    ),
+    (
+        Counter,
+        "manta_expert_tokens",
+        "Tokens for which a rank computed one of its experts, over all layers.",
+        _rank_tokens,
+        "stage",
+        "rank",
+    ),
+    (Counter, "manta_experts_moved", "Copies of experts that moved between ranks.", _experts("moved"), "stage"),
     (Counter, "manta_moves", "Running requests that moved, by outcome.", "moves", "outcome"),
     (Counter, "manta_kv_fetches", "Prompts of which another engine had more cached, by outcome.", "fetches", "outcome"),
 ]

@@ -35,6 +35,8 @@ from engine.core.scheduler import Scheduler
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
+from engine.eplb.group_experts import GroupExperts, NoMoves
+from engine.eplb.rank_experts import RankExperts
 from engine.errors import ConfigError
 from engine.kv_offload.group_tiers import GroupTiers, NoTiers
 from engine.kv_offload.rank_tiers import RankTiers
@@ -132,6 +134,7 @@ def build_engine(
             step_times, [manager.pool for manager in kv_cache.groups], block_bytes(loaded), clock.monotonic()
         ),
         adapter_loader=GroupLoader(loaded.runner.adapter_loader, group.size, broadcaster),
+        experts=make_experts(loaded, broadcaster),
         tiers=NoTiers() if tiers is None else GroupTiers(tiers.worker, group.size, broadcaster, wake),
         kv_events=make_kv_events(loaded.config.kv_events_config, kv_cache),
         kv_workers=kv_workers,
@@ -179,6 +182,14 @@ def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | 
     from engine.distributed.plan_broadcast import PlanBroadcaster
 
     return PlanBroadcaster(group, tells_tokens=config.pipeline_parallel > 1 < config.tensor_parallel)
+
+
+def make_experts(loaded: Loaded, broadcaster: PlanBroadcaster | NoBroadcaster) -> GroupExperts:
+    config, experts = loaded.config, loaded.runner.experts
+    if not isinstance(experts, RankExperts):
+        return NoMoves()
+    stages, ranks = config.pipeline_parallel, config.num_ranks
+    return GroupExperts(experts, broadcaster, config.eplb, stages=stages, ranks=ranks if config.enable_eplb else 0)
 
 
 def make_channel(
@@ -388,7 +399,7 @@ def images_only(config: EngineConfig) -> EngineConfig:
     """Return the options of an engine that only encodes images, with all options for language models off."""
     return replace(
         config, enforce_eager=True, speculative=None, torch_compile=False, kv_cache_dtype="auto", enable_lora=False,
-        expert_parallel=False,
+        expert_parallel=False, enable_eplb=False,
     )  # fmt: skip
 
 

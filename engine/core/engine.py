@@ -26,6 +26,7 @@ from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
+from engine.eplb.group_experts import GroupExperts
 from engine.errors import (
     EngineUnavailable,
     InvalidParameter,
@@ -90,6 +91,7 @@ class EngineCore:
         step_times: StepTimes,
         ledger: CostLedger,
         adapter_loader: GroupLoader,
+        experts: GroupExperts,
         tiers: GroupTiers | NoTiers,
         kv_events: KVEvents | NoKVEvents,
         kv_workers: ExitStack,
@@ -109,6 +111,7 @@ class EngineCore:
         self.last_step_at = self._now()
         self._group, self._grammars, self._broadcaster, self._kv_workers = group, grammars, broadcaster, kv_workers
         self._adapter_loader, self._tiers, self._kv_events = adapter_loader, tiers, kv_events
+        self._experts = experts
         self._adapter_calls: dict[int, str] = {}  # ids of LoadAdapter, by the number of the command
         self._compiling: dict[Request, Compilation] = {}
         self._grammar_compiled = threading.Event()
@@ -277,7 +280,7 @@ class EngineCore:
         return events, plan
 
     def _launch(self, plan: StepPlan) -> None:
-        submitted_at, work = self._now(), StepWork.of(plan)
+        submitted_at, work, plan = self._now(), StepWork.of(plan), self._experts.mark(plan)
         self._broadcaster.send(plan)
         inputs, launch = self.runner.prepare(plan), self.runner.launch
         launched = self._executor.submit(launch, inputs) if self._executor else launch(inputs)
@@ -427,6 +430,7 @@ class EngineCore:
             prefill_tokens=times.prefill_tokens,
             prefills=times.prefills,
             stages=self.runner.stages(),
+            experts=self._experts.stats,
             cost_s=self.ledger.seconds,
             kv_gib_s=self.ledger.kv_gib_s,
         )

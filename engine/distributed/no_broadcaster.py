@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from engine.wire.kv_offload import TierAnswer, TierCommand
 from engine.wire.lora import AdapterAnswer, AdapterLoad
-from engine.wire.plan import StepPlan, StepResult
+from engine.wire.plan import ExpertAnswer, StepPlan, StepResult
 
-A = TypeVar("A", AdapterAnswer, TierAnswer)
+A = TypeVar("A", AdapterAnswer, TierAnswer, ExpertAnswer)
 T = TypeVar("T")
 
 

@@ -25,7 +25,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout
 from engine.wire.kv_offload import TierAnswer, TierCommand
 from engine.wire.lora import AdapterAnswer, AdapterLoad
-from engine.wire.plan import SampledStep, StepPlan, StepResult
+from engine.wire.plan import ExpertAnswer, SampledStep, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ ANSWER = b"answer "  # with it begins the topic that stands for a RankAnswer: no
 TOPIC = re.compile(rb"rank (\d{1,6})")
 NAME = "plans"  # name of the socket in metrics
 
-RankAnswer = AdapterAnswer | TierAnswer
-A = TypeVar("A", AdapterAnswer, TierAnswer)
+RankAnswer = AdapterAnswer | TierAnswer | ExpertAnswer
+A = TypeVar("A", AdapterAnswer, TierAnswer, ExpertAnswer)
 
 
 class Launched(Protocol):
@@ -112,7 +112,7 @@ class PlanBroadcaster:
         self._socket.send(self._encode(PlanMessage(self._number, None, 0, 0, command)), zmq.NOBLOCK)
 
     def take_answers(self, kind: type[A]) -> list[A]:
-        """Return the answers of this kind to `command` since the last call. Raises like `check`."""
+        """Return the answers of this kind to commands and plans since the last call. Raises like `check`."""
         self.check()
         answers = [answer for answer in self._answers if isinstance(answer, kind)]
         self._answers = [answer for answer in self._answers if not isinstance(answer, kind)]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup, TPGroup
+from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup, Mailbox, TPGroup
 from engine.errors import EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,9 @@ class StageGroup(TPGroup):
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
         """Return the value of every rank of every stage."""
         return self.all_ranks.exchange(value, timeout_s)
+
+    def mailbox(self, timeout_s: float) -> Mailbox:
+        return self._own.mailbox(timeout_s)
 
     @contextmanager
     def starting(self) -> Iterator[None]:

@@ -58,6 +58,7 @@ class TPGroup:
     vocab_multiple = 1  #: divisor of the number of vocabulary rows on a rank
     link_copies = 0.0  #: hidden states of whole steps that a link to another stage keeps at a time
     expert_parallel = False  #: whether each rank has some whole experts, instead of a slice of every expert
+    redundant_experts: int | None = None  #: slots of a layer beyond one for each expert; None if experts do not move
     stage, stages = 0, 1  #: number of this pipeline stage, and how many there are
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
@@ -133,6 +134,11 @@ class TPGroup:
         Raises RendezvousTimeout, which names the missing ranks, or StartupError if another rank failed.
         """
         return [value]
+
+    def mailbox(self, timeout_s: float) -> Mailbox:
+        """Connect to the other ranks once more, for messages beside the collectives. Every rank has to call this.
+        Raises StartupError."""
+        raise NotImplementedError("one rank has nobody to write to")
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -277,6 +283,15 @@ class ConnectedGroup(TPGroup):
             return connect(store, self.rank, self.size, self.host, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise StartupError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
+
+    def mailbox(self, timeout_s: float) -> Mailbox:
+        store = dist.PrefixStore("mailbox", self._open_store())
+        try:
+            mail = Mailbox(gloo(store, self.rank, self.size, self.host, timedelta(seconds=timeout_s)))
+        except RuntimeError as error:
+            raise StartupError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
+        self.on_abort(mail.abort)
+        return mail
 
     def on_abort(self, call: Callable[[str], None]) -> None:
         """Register a function that `abort` is to call, with its reason."""
@@ -450,6 +465,23 @@ class ProcessGroup:
                 work.wait()
         except RuntimeError as error:
             raise EngineUnavailable(f"a collective failed, perhaps because another rank has died: {error}") from error
+
+
+class Mailbox:
+    """Sends tensors in host memory from rank to rank, by gloo. The messages of one rank to another arrive in order.
+    Tensors must be contiguous, and must live until the wait has ended."""
+
+    def __init__(self, group: Any):
+        self._group = group
+
+    def send(self, x: Tensor, rank: int) -> dist.Work:
+        return self._group.send([x.view(-1).view(torch.uint8)], rank, 0)
+
+    def receive(self, x: Tensor, rank: int) -> dist.Work:
+        return self._group.recv([x.view(-1).view(torch.uint8)], rank, 0)
+
+    def abort(self, reason: str) -> None:
+        threading.Thread(target=self._group.abort, name="abort mail", daemon=True).start()
 
 
 def gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:

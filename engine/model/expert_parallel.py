@@ -18,11 +18,22 @@ def check_experts(config: EngineConfig, model: ModelConfig) -> None:
         return
     if model.moe is None:
         raise ConfigError("expert_parallel", True, f"left out for {model.architecture}, which has no experts")
-    check_count(model.moe.num_experts, config.tensor_parallel)
+    if config.tensor_parallel > 1:
+        check_count(model.moe.num_experts, config.tensor_parallel, config.redundant_experts)
 
 
-def check_count(num_experts: int, ranks: int) -> None:
-    """Raise ConfigError if a rank would have no expert."""
+def check_count(num_experts: int, ranks: int, redundant: int | None) -> None:
+    """Raise ConfigError if a rank would have no expert, or if experts move (`redundant` is not None) and ranks would
+    have unequal numbers of slots, or more slots than there are experts."""
     if num_experts < ranks:
         limit = f"at most the model's number of experts ({num_experts}) with expert_parallel"
         raise ConfigError("tensor_parallel", ranks, limit)
+    if redundant is None:
+        return
+    key, most = "eplb_config.num_redundant_experts", num_experts * (ranks - 1)
+    if (num_experts + redundant) % ranks:
+        fits = redundant + -(num_experts + redundant) % ranks
+        limit = f"such that ranks have equal numbers of experts, as with {fits}: the model has {num_experts}"
+        raise ConfigError(key, redundant, limit)
+    if redundant > most:
+        raise ConfigError(key, redundant, f"at most {most}, with which every rank has all {num_experts} experts")

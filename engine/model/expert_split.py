@@ -7,12 +7,16 @@ computes its own experts' part of a token, and the ranks add these parts up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device import copy_to
 from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
 from engine.model.expert_parallel import check_count
 
 TOKENS_AT_ONCE = 256
@@ -30,13 +34,84 @@ class Products(Protocol):
     def combine_rows(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor: ...
 
 
+class ExpertLoad:
+    """Counts the tokens of each expert of a layer, on the layer's device."""
+
+    def __init__(self, counts: Tensor, real: Tensor):
+        """counts: [num_experts] int64, to which tokens are added. real: int64, 1 for each token of a step, in its
+        order, and 0 for padding."""
+        self._counts, self._real = counts, real
+
+    def add(self, experts: Tensor) -> None:
+        """Count the tokens of a step. experts: [tokens, k]."""
+        tokens, k = experts.shape
+        self._counts.index_add_(0, experts.flatten(), self._real[:tokens, None].expand(tokens, k).flatten())
+
+
+class NoLoad(ExpertLoad):
+    """Stand-in for ExpertLoad where nothing is counted."""
+
+    def __init__(self) -> None:
+        pass
+
+    def add(self, experts: Tensor) -> None:
+        pass
+
+
+class ExpertSlots:
+    """Which slot of this rank holds an expert. Slots hold the rank's own experts, in order."""
+
+    def __init__(self, num_experts: int, own: range):
+        self.count = len(own)
+        #: [num_experts] int64: the expert's slot on this rank; `count` if another rank has it.
+        self._table = torch.full((num_experts,), self.count, dtype=torch.int64)
+        self._table[own.start : own.stop] = torch.arange(len(own))
+
+    def local(self, experts: Tensor) -> Tensor:
+        """Return the slot of each expert [tokens, k]: `count` if another rank computes the pair."""
+        return self._table[experts]
+
+
+class MovableSlots(ExpertSlots):
+    """Slots whose experts change while the engine runs. Some experts have copies on several ranks, which take turns
+    over the tokens of a step. Each rank has the same number of slots, at first some of them empty."""
+
+    def __init__(self, num_experts: int, own: range, tp: TPGroup, redundant: int):
+        super().__init__(num_experts, own)
+        self.count = (num_experts + redundant) // tp.size
+        self._rank = tp.rank
+        #: [num_experts, ranks] int64: the slot of each copy if it is on this rank, else `count`.
+        self._table = torch.full((num_experts, tp.size), self.count, dtype=torch.int64)
+        self._table[own.start : own.stop, 0] = torch.arange(len(own))
+        self._copies = torch.ones(num_experts, dtype=torch.int64)
+
+    def local(self, experts: Tensor) -> Tensor:
+        turn = torch.arange(len(experts), device=experts.device)[:, None] % self._copies[experts]
+        return self._table[experts, turn]
+
+    def set(self, placement: Sequence[Sequence[int]]) -> None:
+        """Take another placement into use: the expert in each slot of each rank, -1 in an empty one."""
+        table = np.full(self._table.shape, self.count)
+        copies = np.zeros(len(table), dtype=np.int64)
+        for rank, held in enumerate(placement):
+            for slot, expert in enumerate(held):
+                if expert >= 0:
+                    if rank == self._rank:
+                        table[expert, copies[expert]] = slot
+                    copies[expert] += 1
+        for target, values in ((self._table, table), (self._copies, copies)):
+            target.copy_(copy_to(values, target.device))
+
+
 class SlicedExperts:
     """Each rank has a slice of every expert, so ranks have equal work whatever the router chooses."""
 
     spread = False  #: whether other ranks have experts that this rank lacks
+    load: ExpertLoad = NoLoad()
 
     def __init__(self, num_experts: int, tp: TPGroup):
-        self.own = range(num_experts)  #: the experts of this rank, whole or sliced
+        self.own = range(num_experts)  #: the experts of this rank when it starts, whole or sliced
+        self.num_slots = num_experts  #: experts for which this rank has room
         self.slices = tp  #: the group whose ranks have the slices of each of these experts
 
     def partials(self, layer: Products, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
@@ -45,8 +120,8 @@ class SlicedExperts:
 
 
 class SpreadExperts(SlicedExperts):
-    """Each rank has some whole experts: neighbours, in the order of ranks. A rank sums what its experts contribute to a
-    token, so the ranks exchange as much as with slices."""
+    """Each rank has some whole experts: at first neighbours, in the order of ranks. A rank sums what its experts
+    contribute to a token, so the ranks exchange as much as with slices."""
 
     spread = True
 
@@ -56,14 +131,13 @@ class SpreadExperts(SlicedExperts):
         self.own = range(num_experts * tp.rank // tp.size, num_experts * (tp.rank + 1) // tp.size)
         self.slices = TPGroup.single()
         self.slices.parts = tp.parts * tp.size
-
-    def local(self, experts: Tensor) -> Tensor:
-        """Return each expert's number among those of this rank. An expert of another rank has the number len(own)."""
-        local = experts - self.own.start
-        return torch.where((local >= 0) & (local < len(self.own)), local, len(self.own))
+        self.slots = ExpertSlots(num_experts, self.own)
+        if tp.redundant_experts is not None:
+            self.slots = MovableSlots(num_experts, self.own, tp, tp.redundant_experts)
+        self.num_slots = self.slots.count
 
     def partials(self, layer: Products, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
-        return layer.mix(x, self.local(experts), weights)
+        return layer.mix(x, self.slots.local(experts), weights)
 
 
 class ExchangedExperts(SpreadExperts):
@@ -74,17 +148,30 @@ class ExchangedExperts(SpreadExperts):
     """
 
     def partials(self, layer: Products, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
-        chunks = zip(*(part.split(TOKENS_AT_ONCE) for part in (x, experts, weights)), strict=True)
+        local = self.slots.local(experts)
+        chunks = zip(*(part.split(TOKENS_AT_ONCE) for part in (x, experts, local, weights)), strict=True)
         parts = zip(*(self._partials(layer, *chunk) for chunk in chunks), strict=True)
         return [torch.cat(chunks) for chunks in parts]
 
-    def _partials(self, layer: Products, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
-        local, ranks, parts = self.local(experts), range(self.tp.size), self.tp.parts
-        sums = []
+    def _partials(self, layer: Products, x: Tensor, experts: Tensor, local: Tensor, weights: Tensor) -> list[Tensor]:
+        ranks, parts, sums = range(self.tp.size), self.tp.parts, []
         for i in range(parts):
             rows = torch.stack([layer.pair_rows(rank * parts + i, x, local) for rank in ranks])
             sums.append(layer.combine_rows(self.tp.reduce_scatter(rows), experts, weights))
         return sums
+
+
+class MovingExperts(ExchangedExperts):
+    """Whole experts that move between ranks, on a CPU, whose sums have no fixed order otherwise. The bits of a token do
+    not depend on where its experts are: each rank gets the rows of all experts of a token in its own columns, and adds
+    them up in the router's order."""
+
+    def _partials(self, layer: Products, x: Tensor, experts: Tensor, local: Tensor, weights: Tensor) -> list[Tensor]:
+        rows = layer.pair_rows(0, x, local)
+        columns = self.tp.reduce_scatter(torch.stack(rows.chunk(self.tp.size, dim=-1)))
+        out = rows.new_zeros(len(x), x.shape[1])
+        out.chunk(self.tp.size, dim=-1)[self.tp.rank].copy_(layer.combine_rows(columns, experts, weights))
+        return [out]
 
 
 def row_bytes(tp: TPGroup, experts_per_token: int, hidden_size: int, item_bytes: int) -> int:
@@ -92,9 +179,16 @@ def row_bytes(tp: TPGroup, experts_per_token: int, hidden_size: int, item_bytes:
     return (tp.size - 1) * tp.parts * experts_per_token * hidden_size * item_bytes
 
 
-def split_experts(num_experts: int, tp: TPGroup) -> SlicedExperts:
-    """Raises ConfigError if there are fewer experts than ranks."""
+def split_experts(num_experts: int, hidden_size: int, tp: TPGroup) -> SlicedExperts:
+    """Raises ConfigError if the experts cannot be spread over the ranks."""
     if not tp.expert_parallel or tp.size == 1:
         return SlicedExperts(num_experts, tp)
-    check_count(num_experts, tp.size)
-    return (ExchangedExperts if tp.fixed_order else SpreadExperts)(num_experts, tp)
+    check_count(num_experts, tp.size, tp.redundant_experts)
+    if tp.fixed_order:
+        return ExchangedExperts(num_experts, tp)
+    if tp.redundant_experts is None or torch.get_default_device().type != "cpu":
+        return SpreadExperts(num_experts, tp)
+    if hidden_size % tp.size:
+        limit = f"a divisor of the model's hidden_size ({hidden_size}) with enable_eplb"
+        raise ConfigError("tensor_parallel", tp.size, limit)
+    return MovingExperts(num_experts, tp)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
+from engine.eplb.layer_slots import add_slots
 from engine.errors import ConfigError
 from engine.lora.adapter_loader import AdapterLoader
 from engine.lora.model_adapters import ModelAdapters
@@ -35,7 +36,7 @@ def load_model(setup: RankSetup) -> Model:
     if config.determinism == "strict":
         fixed_order.check(config, setup.model, device, setup.dtype)
         group = fixed_order.FixedOrder(setup.tp)
-    group.expert_parallel = config.expert_parallel
+    group.expert_parallel, group.redundant_experts = config.expert_parallel, config.redundant_experts
     model = build_model(setup.model, group, setup.dtype, device)
     if config.expert_parallel and setup.model.transformers and not any(isinstance(m, Experts) for m in model.modules()):
         raise ConfigError("expert_parallel", True, f"left out for {setup.model.architecture}, which has no experts")
@@ -51,6 +52,8 @@ def load_model(setup: RankSetup) -> Model:
         load_weights(model, setup.folder, setup.tp)
     parameters = count_parameters(model)
     pack_weights(model)
+    if config.redundant_experts is not None:
+        add_slots(model)
     if not config.enable_lora:
         fused_rows.fuse(model)
     if isinstance(group, fixed_order.FixedOrder) and device.type == "cuda":

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.device import DeviceEvent
 from engine.distributed.tp_group import TPGroup
+from engine.eplb.rank_experts import open_experts
 from engine.model.config import ModelConfig
 from engine.model.low_rank import AdapterRows
 from engine.model.ops import sampling
@@ -94,6 +95,7 @@ class ModelRunner:
             self.model, model_config, self.dtype, device, together=self.device.asynchronous
         )
         self.image_inbox = allocate_inbox(setup)
+        self.experts = open_experts(config, self.model, tp, self.device)
         self._pooler = Pooler(model_config, self.model, folder, dtype=self.dtype, device=self.device)
         dummy_step = partial(run_dummy_step, setup, self.model, self.kv_scales)
         if config.torch_compile:
@@ -124,6 +126,7 @@ class ModelRunner:
             adapter_tile_rows=self._adapter_rows.tile_rows,
         )
         self._warm_up()
+        self.experts.reset()
 
     def _open_graphs(self) -> None:
         """Create the graphs that replay steps, if possible: CUDA graphs and block tables on a GPU, a graph of kernels
@@ -191,6 +194,7 @@ class ModelRunner:
                 self.kv_caches[change.group][block, :, :, :, start:] = 0
         self.states.restore(inputs.plan.restored)
         self._adapter_rows.begin(inputs.adapter_rows)
+        self.experts.begin(inputs.plan.experts, inputs.plan.num_tokens)
         self._encoder_cache.update(inputs.plan, self.image_inbox, inputs.received_blocks)
         return self._finish(self._forward(inputs, history), inputs, history)
 
@@ -236,6 +240,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release connections of the runner. The group of ranks is closed by its owner."""
+        self.experts.close()
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its result."""

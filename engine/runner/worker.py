@@ -99,6 +99,8 @@ class Worker:
                 for moved in tiers.worker.answers() if tiers is not None else ():
                     self._receiver.answer(moved)
                     loading -= 1
+                for report in self._runner.experts.answers():
+                    self._receiver.answer(report)
                 if message is None:
                     continue
                 command = message.command

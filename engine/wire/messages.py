@@ -275,6 +275,21 @@ class StageStats(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds in which it did not: it waited for hidden states, for a step, or for its link."""
 
 
+class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of a pipeline stage whose ranks share whole experts."""
+
+    stage: int
+    rank_tokens: list[int]
+    """Tokens for which each rank has computed an expert since the start, over all layers. The copies of an expert count
+    as if they had equal shares."""
+    balancedness: float
+    """Mean load of a rank divided by the maximum, in the last window: 1 if ranks have equal loads."""
+    top: list[tuple[int, int, float]]
+    """The most loaded experts of the last window: layer, expert, and its share of the layer's load."""
+    moved: int = 0
+    """Copies of experts that have moved since the start."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of one engine, and totals since its start.
 
@@ -352,6 +367,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """None in an engine that keeps no holds."""
     stages: list[StageStats] = []
     """Pipeline stages in order; empty in an engine with one."""
+    experts: list[ExpertStats] = []
+    """Of each stage, once a window has been measured; empty unless ranks share whole experts."""
     cost_s: dict[str, float] = {}
     """Seconds since the start, by what they were spent on (CostLine)."""
     kv_gib_s: float = 0.0

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.wire.messages import TokenLogprob
+from engine.wire.messages import ExpertStats, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
@@ -66,6 +66,28 @@ class ReceivedImage(msgspec.Struct, frozen=True, array_like=True):
     num_embeds: int
 
 
+class ExpertOrder(NamedTuple):
+    """What ranks do with their experts before a step (engine/eplb/)."""
+
+    measure: bool = False
+    """Read the load since the last time, and begin to count again."""
+    move: bool = False
+    """Begin to move experts by this load."""
+    commit: bool = False
+    """Use the experts that have arrived on all ranks."""
+
+
+class ExpertAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What a rank tells rank 0 about its experts: one of these."""
+
+    load: ExpertStats | None = None
+    """From the first rank of each stage, after `measure`."""
+    arrived: bool = False
+    """Experts of a layer have arrived, and wait for `commit`."""
+    done: bool = False
+    """All moves have taken effect."""
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step. `slots`, `starts`, `counts` and `samples` are parallel: one entry per sequence that computes tokens."""
 
@@ -97,6 +119,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     restored: list[StateRestore] = []
     saved: list[StateSave] = []
     """At most one per sequence."""
+    experts: ExpertOrder | None = None
 
     @property
     def num_tokens(self) -> int:

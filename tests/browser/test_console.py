@@ -12,7 +12,7 @@ import pytest
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from engine.wire.handoff_stats import HandoffInfo
-from engine.wire.messages import HoldStats, StageStats
+from engine.wire.messages import ExpertStats, HoldStats, StageStats
 from tests.browser.staged_cluster import PREFILL, staged_cluster
 
 expect = pytest.importorskip(
@@ -187,6 +187,18 @@ def test_a_replica_shows_its_pipeline_stages_with_their_ranks_and_how_much_each_
     expect(first.locator(".stages > li").nth(0)).to_contain_text("stage 0: 20 layers")
     expect(first.locator(".stages > li").nth(0).locator(".ranks i")).to_have_count(2)
     expect(first.locator('.stages [data-fact="busy"]')).to_have_text(["computes 75 %", "computes 25 %"])
+
+
+def test_a_replica_shows_how_its_experts_are_balanced_over_its_ranks(stage, page):
+    page.goto(f"{stage.url}#cluster")
+    first = page.locator(".replica").filter(has=page.locator(".id", has_text="a1"))
+    expect(first.locator(".experts")).to_be_hidden(timeout=SLOW_MS)
+    experts = ExpertStats(stage=0, rank_tokens=[40, 10], balancedness=0.625, top=[(3, 7, 0.5)], moved=12)
+    stage.pool.more_stats = {"experts": [experts]}
+    expect(first.locator(".experts .ranks i")).to_have_count(2, timeout=SLOW_MS)
+    expect(first.locator('.experts [data-fact="balanced"]')).to_have_text("balanced 63 %, 12 moved")
+    expect(first.locator(".experts b").nth(1)).to_have_attribute("style", "width: 25%;")
+    assert "layer 3, expert 7: 50 %" in first.locator(".experts > li").get_attribute("title")
 
 
 def test_an_encode_pool_stands_above_the_others(stage, page):

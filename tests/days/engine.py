@@ -28,6 +28,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.serving.endpoint import EngineEndpoint
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
+from engine.eplb.group_experts import NoMoves
 from engine.errors import EngineUnavailable
 from engine.kv_offload.group_tiers import NoTiers
 from engine.kv_transfer.endpoint import HandoffEndpoint
@@ -131,6 +132,7 @@ class Engine:
             step_times=times,
             ledger=CostLedger(times, [kv_cache.pool], [size * 1000], clock.monotonic()),
             adapter_loader=GroupLoader(None, 1, NoBroadcaster()),
+            experts=NoMoves(),
             tiers=NoTiers(),
             kv_events=NoKVEvents(),
             kv_workers=ExitStack(),

@@ -99,10 +99,13 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
         yield from check_adapters(model, layers)
     if engine.expert_parallel and shape.moe is not None:
         experts, ranks = shape.moe.num_experts, engine.tensor_parallel
-        largest = -(-experts // ranks)
+        largest = -(-(experts + (engine.redundant_experts or 0)) // ranks)
         yield Finding("ok", topic, f"{experts} experts over {ranks} ranks: at most {largest} of each layer per rank")
         of_experts = weight_bytes(folder, dtype, stage=shape.stage, part=".experts.") // ranks
         weights += int(of_experts * (largest * ranks / experts - 1))
+        if engine.enable_eplb and on_gpu:  # room for those of one layer that arrive
+            count = sum(layer in shape.stage.layers for layer in shape.moe.layers)
+            weights += of_experts * largest * ranks // (experts * max(1, count))
     if here and (torch.cuda.is_available() or not on_gpu):
         yield check_kv_cache(topic, engine, shape, dtype, weights, on_gpu=on_gpu)
 

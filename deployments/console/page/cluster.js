@@ -120,6 +120,7 @@ function makeReplica(replica) {
       fact("holds", "holds"), fact("moved", "moved in, out")
     ),
     h("ol", { class: "stages", hidden: "" }),
+    h("ol", { class: "experts", hidden: "" }),
     h("div", {},
       h("div", { class: "blocks", role: "img" }, h("i", { class: "used" }), h("i", { class: "cached" })),
       h("ul", { class: "legend" }, ...["used", "cached", "free"].map((name) => h("li", { class: name, "data-fact": name }))))
@@ -148,6 +149,9 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
   stages.hidden = !stats.stages.length;
   keep(stages, stats.stages.map((stage, number) => ({ ...stage, number })), (stage) => String(stage.number), makeStage,
     (element, stage) => updateStage(element, stage, rates.stages[stage.number]));
+  const experts = card.querySelector(".experts");
+  experts.hidden = !stats.experts.length;
+  keep(experts, stats.experts, ({ stage }) => String(stage), makeExperts, updateExperts);
   card.querySelector(".blocks").setAttribute("aria-label",
     `KV blocks: ${stats.blocks_used} used, ${stats.blocks_cached} cached, ${stats.blocks_free} free`);
   const holds = stats.holds?.holds ? [`${count(stats.holds.holds)} holds keep ${count(stats.holds.blocks)} blocks, ${count(stats.holds.device_blocks)} of them here`] : [];
@@ -170,6 +174,19 @@ function updateStage(element, { busy_s, wait_s }, lately) {
   const share = lately ?? busy_s / (busy_s + wait_s || 1);
   setText(element.querySelector('[data-fact="busy"]'), `computes ${percent(share)}`);
   for (const filled of element.querySelectorAll("b")) filled.style.setProperty("width", `${100 * share}%`);
+}
+
+function makeExperts({ stage, rank_tokens }) {
+  const drawn = rank_tokens.map((_, rank) => h("i", { title: `rank ${rank}` }, h("b", {})));
+  return h("li", {}, h("span", {}, `experts${stage ? `, stage ${stage}` : ""}`), h("div", { class: "ranks" }, ...drawn),
+    h("span", { class: "muted", "data-fact": "balanced" }, "–"));
+}
+
+function updateExperts(element, { rank_tokens, balancedness, top, moved }) {
+  setText(element.querySelector('[data-fact="balanced"]'), `balanced ${percent(balancedness)}, ${count(moved)} moved`);
+  const most = Math.max(1, ...rank_tokens);
+  element.querySelectorAll("b").forEach((filled, rank) => filled.style.setProperty("width", `${(100 * rank_tokens[rank]) / most}%`));
+  element.title = top.map(([layer, expert, share]) => `layer ${layer}, expert ${expert}: ${percent(share)} of the layer's load`).join("\n");
 }
 
 const marker = (id, name) =>

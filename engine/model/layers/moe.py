@@ -148,7 +148,7 @@ class Experts(Sharded):
         self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup, format: WeightFormat | None = None
     ):
         super().__init__()
-        self.tp, self.num_experts, self.split = tp, moe.num_experts, split_experts(moe.num_experts, tp)
+        self.tp, self.num_experts, self.split = tp, moe.num_experts, split_experts(moe.num_experts, hidden_size, tp)
         slices, count = self.split.slices, len(self.split.own)
         rows = Shard.of_rank((moe.intermediate_size, hidden_size), OUTPUTS, slices, "moe_intermediate_size")
         columns = Shard.of_rank((hidden_size, moe.intermediate_size), INPUTS, slices, "moe_intermediate_size")
@@ -183,6 +183,7 @@ class Experts(Sharded):
 
     def partials(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         """Return this rank's summands of the result. The result is the sum of all ranks' summands."""
+        self.split.load.add(experts)
         return self.split.partials(self, x, experts, weights)
 
     def mix(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:

@@ -139,6 +139,7 @@ class StageRunner(ModelRunner):
 
     def close(self) -> None:
         self._results.close()
+        super().close()
 
     def _write_learned(self) -> None:
         """Write the tokens of earlier steps to the history."""

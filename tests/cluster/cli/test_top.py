@@ -12,7 +12,7 @@ from deployments.console.cluster_watcher import ClusterEvent, ClusterState
 from deployments.observability.timeline import SequenceTimeline
 from deployments.replicas.pools import ModelReplicas, ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
-from engine.wire.messages import EngineStatus
+from engine.wire.messages import EngineStatus, ExpertStats
 from tests.engine_stats import engine_stats
 
 
@@ -65,6 +65,21 @@ def test_a_narrow_terminal_continues_names_in_the_next_line_and_cuts_nothing():
         rows = [line for line in table.splitlines() if line]
         starts = next(row.index(name[:8]) for row in rows if name[:8] in row)
         assert name in "".join(row[starts:].split(" ")[0] for row in rows)
+
+
+def test_ranks_that_share_experts_are_shown_with_their_load_and_the_hottest_expert():
+    now = state(12.0, 300)
+    experts = [
+        ExpertStats(stage=0, rank_tokens=[75, 25], balancedness=2 / 3, top=[(3, 7, 0.5), (1, 2, 0.25)], moved=4),
+        ExpertStats(stage=1, rank_tokens=[0, 0], balancedness=1.0, top=[]),
+    ]
+    replica = now.models[0].decode[0]
+    stats = msgspec.structs.replace(replica.stats, experts=experts)
+    now.models[0].decode[0] = msgspec.structs.replace(replica, stats=stats)
+    text = printed(now, None)
+    assert "experts of decode-m-a1: balanced 67%, load of ranks 75% 25%, layer 3 expert 7 has 50%, 4 moved" in text
+    assert "experts of decode-m-a1 stage 1: balanced 100%, load of ranks 0% 0%, 0 moved" in text
+    assert "experts of" not in printed(state(12.0, 300), None)
 
 
 def test_without_a_look_before_there_are_no_rates_and_a_model_may_be_asleep():

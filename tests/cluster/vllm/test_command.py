@@ -112,6 +112,17 @@ def test_kv_events_have_the_same_keys_but_no_queue_to_bound():
     assert found["models"][0]["engine"]["kv_events_config"] == {"enable_kv_cache_events": True}
 
 
+def test_experts_move_as_in_vllm():
+    config = (
+        '{"window_size": 100, "step_interval": 200, "num_redundant_experts": 8, "use_async": true, "policy": "default"}'
+    )
+    flags = "-ep", "-tp", "8", "--enable-eplb", "--eplb-config", config
+    engine = configured("pocket", *flags)["models"][0]["engine"]
+    assert engine["enable_eplb"] is True
+    assert engine["eplb_config"] == {"window_size": 100, "step_interval": 200, "num_redundant_experts": 8}
+    assert list(translated(["pocket", *flags]).ignored) == ["--eplb-config.use_async", "--eplb-config.policy"]
+
+
 def test_experts_are_spread_over_ranks_and_not_over_replicas():
     assert configured("pocket", "-ep", "-tp", "8")["models"][0]["engine"]["expert_parallel"] is True
     assert (

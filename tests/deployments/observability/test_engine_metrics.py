@@ -14,7 +14,7 @@ from deployments.replicas.pools import ReplicaStatus
 from engine.core.stats import RequestMetrics
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.messages import EngineStatus, GenerateRequest, PeerPool, SpecDecodeStats, StageStats
+from engine.wire.messages import EngineStatus, ExpertStats, GenerateRequest, PeerPool, SpecDecodeStats, StageStats
 from tests.deployments.replicas.fake_prefill import status
 
 STATS = HandoffStats(
@@ -95,6 +95,19 @@ def test_each_pipeline_stage_has_a_series_of_the_time_in_which_it_computed_and_w
     assert (found["manta_stage_busy_seconds_total", "0"], found["manta_stage_wait_seconds_total", "0"]) == (3.0, 1.0)
     assert (found["manta_stage_busy_seconds_total", "1"], found["manta_stage_wait_seconds_total", "1"]) == (2.5, 1.5)
     assert not any(name[0].startswith("manta_stage") for name in series(told))
+
+
+def test_ranks_that_share_experts_have_series_of_their_load():
+    told = status("decode-m-1")
+    experts = [
+        ExpertStats(stage=0, rank_tokens=[30, 10], balancedness=0.8, top=[(3, 7, 0.4)], moved=2),
+        ExpertStats(stage=1, rank_tokens=[20, 20], balancedness=1.0, top=[]),
+    ]
+    found = series(msgspec.structs.replace(told, stats=msgspec.structs.replace(told.stats, experts=experts)))
+    assert [found["manta_expert_balancedness", stage] for stage in ("0", "1")] == [0.8, 1.0]
+    assert [found["manta_expert_tokens_total", "0", rank] for rank in ("0", "1")] == [30, 10]
+    assert found["manta_experts_moved_total", "0"] == 2
+    assert not any("expert" in name[0] for name in series(told))
 
 
 def test_engine_that_hands_nothing_over_has_no_series_of_handoffs():

@@ -114,9 +114,9 @@ def test_experts_that_do_not_divide_evenly_are_spread_all_the_same():
     tp = [TPGroup(rank, 4) for rank in range(4)]
     for rank in tp:
         rank.expert_parallel = True
-    assert [split_experts(10, rank).own for rank in tp] == [range(2), range(2, 5), range(5, 7), range(7, 10)]
+    assert [split_experts(10, 64, rank).own for rank in tp] == [range(2), range(2, 5), range(5, 7), range(7, 10)]
     with pytest.raises(ConfigError, match=r"tensor_parallel must be at most the model's number of experts \(3\)"):
-        split_experts(3, tp[0])
+        split_experts(3, 64, tp[0])
 
 
 @pytest.mark.parametrize("name", ["fp8_blocks", "awq", "ct_int8"])
