@@ -378,7 +378,8 @@ class ModelSection(Section):
             return HandoffConfig(role="decode" if self.switches_roles and role == "prefill" else role, **asked)
         if asked.get("move_requests") or asked.get("enable_prefix_fetching"):
             return HandoffConfig(role="replica", **asked)
-        if self.decode.bounds[1] == 1 or not asked.get("move_requests", True):
+        shares_experts = self._options(role).get("data_parallel", 1) > 1
+        if self.decode.bounds[1] == 1 or shares_experts or not asked.get("move_requests", True):
             return None
         # NIXL opens memory that nothing protects, so it is used only if the section asks for moves, or names it
         return HandoffConfig(role="replica", **{"transport": "tcp", **asked})
@@ -393,7 +394,7 @@ class ModelSection(Section):
         return GroupSpec(
             num_cpus=pool.num_cpus,
             num_gpus=pool.num_gpus,
-            num_ranks=self.engine_config(role).num_ranks,
+            num_ranks=self.engine_config(role).world_size,
             accelerator_type=pool.accelerator_type,
             label_selector=pool.label_selector,
             strategy=pool.placement_strategy,
@@ -424,7 +425,7 @@ class ModelSection(Section):
         return Limits(
             min_replicas=low,
             max_replicas=high,
-            max_num_seqs=self.engine_config(role).max_num_seqs,
+            max_num_seqs=self.engine_config(role).slots,
             upscale_delay_s=pool.upscale_delay_s,
             downscale_delay_s=pool.downscale_delay_s,
             scale_to_zero_delay_s=pool.scale_to_zero_delay_s,

@@ -66,7 +66,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         request_timeout_s=ingress.request_timeout_s,
         admission=AdmissionLimits(
             max_num_seqs=engine.max_num_seqs,
-            num_engines=max(1, model.decode.bounds[0]),
+            num_engines=max(1, model.decode.bounds[0] * engine.data_parallel),
             num_ingresses=ingress.num_replicas,
             max_waiting=ingress.max_waiting,
             max_waiting_tokens=ingress.max_waiting_tokens,

@@ -46,4 +46,4 @@ class Decode(EngineDeployment):
                 raise OtherModel(request.request_id, self._model.weights, self._model.vocabulary)
         if context.holder is not None:
             requests = [request.with_holder(context.holder) for request in requests]
-        await self._engine.run_requests(requests)
+        await self._engines.choose(context.engine).run_requests(requests)

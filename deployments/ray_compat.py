@@ -40,6 +40,11 @@ def engine_id_of(replica_id: Any) -> str:
     return f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
 
 
+def engine_ids(replica: str, count: int) -> list[str]:
+    """Return the ids of the engines of a replica. replica: id of its only engine if it has one."""
+    return [replica] if count == 1 else [f"{replica}.dp{number}" for number in range(count)]
+
+
 def roles_of(application: str, deployment: str) -> str:
     """Return the name under which the roles of a deployment's engines are shared: a dict by engine id, in msgpack."""
     return f"roles/{application}/{deployment}"

@@ -393,8 +393,13 @@ class EngineConfig:
     tensor_parallel: int = option(1, "Number of ranks that share each layer, or each stage's layers.")
     expert_parallel: bool = option(
         False,
-        "Give each of the `tensor_parallel` ranks some whole experts of a mixture, instead of a slice of every expert "
-        "(docs/rank_groups.md).",
+        "Give each of the `tensor_parallel` or `data_parallel` ranks some whole experts of a mixture, instead of a "
+        "slice of every expert (docs/rank_groups.md).",
+    )
+    data_parallel: int = option(
+        1,
+        "Number of engines that share the experts of a mixture. Each has its own requests, scheduler and KV cache, and "
+        "computes attention itself; needs `expert_parallel` (docs/rank_groups.md).",
     )
     enable_eplb: bool = option(
         False,
@@ -423,12 +428,24 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of one engine."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
-    def layout(self) -> tuple[int, bool, bool]:
+    def world_size(self) -> int:
+        """Ranks of all engines that share experts."""
+        return self.num_ranks * self.data_parallel
+
+    @property
+    def slots(self) -> int:
+        """Maximum number of sequences that run at a time in all engines that share experts."""
+        return self.max_num_seqs * self.data_parallel
+
+    @property
+    def layout(self) -> tuple[int, bool, bool, int]:
         """How layers are split over ranks. Without `determinism: strict`, it may change bits of an answer."""
-        return self.tensor_parallel, self.expert_parallel and self.tensor_parallel > 1, self.enable_eplb
+        spread = self.expert_parallel and self.tensor_parallel > 1
+        return self.tensor_parallel, spread, self.enable_eplb, self.data_parallel
 
     @property
     def eplb(self) -> EPLBConfig:
@@ -458,7 +475,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for key in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel", "pipeline_parallel",
-                    "encoder_cache_size", "max_loras"):  # fmt: skip
+                    "data_parallel", "encoder_cache_size", "max_loras"):  # fmt: skip
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "at least 1")
         if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
@@ -480,6 +497,7 @@ class EngineConfig:
         if not self.max_hold_s > 0:
             raise ConfigError("max_hold_s", self.max_hold_s, "above 0")
         check_choices(self)
+        self._check_data_parallel()
         self._check_offloading()
         if isinstance(self.speculative, dict):
             speculative = parse_section(SpeculativeConfig, "speculative", self.speculative)
@@ -514,6 +532,19 @@ class EngineConfig:
         if self.max_num_seqs > self.max_num_batched_tokens:
             limit = f"at least max_num_seqs ({self.max_num_seqs}), so that every sequence can decode in one step"
             raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, limit)
+
+    def _check_data_parallel(self) -> None:
+        if self.data_parallel == 1:
+            return
+        if not self.expert_parallel:
+            limit = "1 without expert_parallel; for independent engines, use replicas instead"
+            raise ConfigError("data_parallel", self.data_parallel, limit)
+        supported = {"tensor_parallel": 1, "pipeline_parallel": 1, "enable_lora": False, "torch_compile": False,
+                     "enable_eplb": False, "handoff": None, "encode": None}  # fmt: skip
+        for key, needed in supported.items():
+            value, told = getattr(self, key), "left out" if needed is None else str(needed).lower()
+            if value != needed:
+                raise ConfigError(key, getattr(value, "role", value), f"{told} with data_parallel above 1")
 
     def _check_offloading(self) -> None:
         for key in ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_store_size", "kv_offloading_ttl_s",

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from placement.rank_order import RankLocation
 
 if TYPE_CHECKING:  # torch takes seconds to import, and processes that start ranks do not need it
     from engine.core.server import EngineServer
-    from engine.distributed.tp_group import ConnectedGroup
+    from engine.distributed.tp_group import ConnectedGroup, TPGroup
     from engine.runner.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -28,12 +29,20 @@ RAYLET_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class RankTask:
-    """Task that all ranks of one engine share."""
+class EngineTask:
+    """One engine of a replica."""
 
-    config: EngineConfig
     engine_id: str
     status_to: str  #: ZMQ address to which the engine reports
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """Task that all ranks of one replica share."""
+
+    config: EngineConfig
+    replica: str  #: name of the replica in logs
+    engines: Sequence[EngineTask]  #: one, or several that share experts
     timeout_s: float  #: seconds for the ranks to find each other
     log: LogConfig
     key: ClusterKey  #: cluster key of its sockets and those of other replicas
@@ -41,15 +50,15 @@ class RankTask:
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """Answer of rank 0 once all ranks have loaded."""
+    """Answer of the first rank of an engine once all ranks have loaded."""
 
     address: str  #: ZMQ address on which the engine takes commands
     max_model_len: int
 
 
 class RankActor:
-    """Hosts the engine on rank 0, and a worker on other ranks. A dead rank is never restarted; its replica is
-    replaced."""
+    """Hosts an engine on its first rank, and a worker on its other ranks. A dead rank is never restarted; its replica
+    is replaced."""
 
     def __init__(self) -> None:
         # else torch would print a page about a lost connection when rank 0 ends first
@@ -71,7 +80,7 @@ class RankActor:
 
         config = task.config
         _take_device(config)
-        self._group = TPGroup.listen(config.num_ranks, host, key=task.key, **group_options(config))
+        self._group = TPGroup.listen(config.world_size, host, key=task.key, **group_options(config))
         return self._group.address
 
     def start(self, task: RankTask, rank: int, rank_0: str) -> RankReady | None:
@@ -80,16 +89,18 @@ class RankActor:
 
         rank_0: address of rank 0, if there are several ranks.
         """
-        log_to_console(f"{task.engine_id}/rank{rank}", task.log)
+        log_to_console(f"{task.replica}/rank{rank}", task.log)
         location = self.location()
         logger.info(
             "rank starts pid=%d node=%s host=%s gpus=%s",
             os.getpid(), location.node, location.host, ",".join(location.devices) or None,
         )  # fmt: skip
         _take_device(task.config)
-        if rank == 0:
-            return self._lead(task, location.host)
-        self._follow(task, rank, rank_0, location.host)
+        group = self._join(task, rank, rank_0)
+        engine, rank_of_engine = divmod(rank, task.config.num_ranks)
+        if rank_of_engine == 0:
+            return self._lead(task.config, task.engines[engine], group, location.host)
+        self._follow(task.config, group, location.host)
         return None
 
     def run(self) -> None:
@@ -99,23 +110,35 @@ class RankActor:
         """
         self._process.run()
 
-    def _lead(self, task: RankTask, host: str) -> RankReady:
-        from engine.core.server import EngineServer
-        from engine.distributed.tp_group import TPGroup
+    def _join(self, task: RankTask, rank: int, rank_0: str) -> TPGroup:
+        """Return all ranks of the replica, once they have joined."""
+        from engine.distributed.tp_group import TPGroup, group_options
 
+        config = task.config
+        if config.world_size == 1:
+            return TPGroup.single(task.key)
         if self._group is not None:
             self._group.join(task.timeout_s)
-        group = self._group or TPGroup.single(task.key)
-        server = EngineServer(task.config, engine_id=task.engine_id, status_to=task.status_to, host=host, group=group)
+            return self._group
+        return TPGroup.connect(rank, config.world_size, rank_0, task.timeout_s, key=task.key, **group_options(config))
+
+    def _lead(self, config: EngineConfig, engine: EngineTask, ranks: TPGroup, host: str) -> RankReady:
+        from engine.core.server import EngineServer
+        from engine.distributed.data_parallel_group import engine_group
+
+        server = EngineServer(
+            config,
+            engine_id=engine.engine_id,
+            status_to=engine.status_to,
+            host=host,
+            group=engine_group(config, ranks),
+        )
         self._process = server
         return RankReady(server.address, server.max_model_len)
 
-    def _follow(self, task: RankTask, rank: int, rank_0: str, host: str) -> None:
-        from engine.distributed.tp_group import TPGroup, group_options
+    def _follow(self, config: EngineConfig, group: TPGroup, host: str) -> None:
         from engine.runner.worker import Worker
 
-        config = task.config
-        group = TPGroup.connect(rank, config.num_ranks, rank_0, task.timeout_s, key=task.key, **group_options(config))
         self._process = Worker(config, group, host)
 
 

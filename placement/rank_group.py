@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
 from engine.errors import EngineUnavailable, ServingError, StartupError
 from placement.cuda_device import rank_options
-from placement.rank_actor import RankActor, RankReady, RankTask
+from placement.rank_actor import EngineTask, RankActor, RankReady, RankTask
 from placement.rank_order import meeting_host, rank_order
 from placement.spec import GroupSpec
 
@@ -28,20 +28,23 @@ RELAYED = re.compile(r"rank \d+( cannot be reached|: )")  # matches errors about
 
 
 class RankGroup:
-    """The rank actors of an engine, from their start until one of them dies. The control actor owns them, so they die
+    """The rank actors of a replica, from their start until one of them dies. The control actor owns them, so they die
     with it."""
 
     def __init__(self, spec: GroupSpec):
         self._spec = spec
         self._ranks: list[Any] = []  # actor handles, by bundle until the ranks' order is known, then by rank
 
-    async def start(self, config: EngineConfig, *, engine_id: str, status_to: str, key: ClusterKey) -> RankReady:
-        """Start all ranks and wait until the model is loaded.
+    async def start(
+        self, config: EngineConfig, replica: str, engines: Sequence[EngineTask], key: ClusterKey
+    ) -> list[str]:
+        """Start all ranks and wait until the model is loaded. Returns the address at which each engine takes commands.
+        replica: its name in logs.
 
         Raises the StartupError of the rank that failed, or EngineUnavailable if one died or took too long.
         """
         try:
-            return await self._start(config, engine_id, status_to, key)
+            return await self._start(config, replica, engines, key)
         except BaseException:
             self.kill()
             raise
@@ -65,7 +68,9 @@ class RankGroup:
         for rank in self._ranks:
             ray.kill(rank)
 
-    async def _start(self, config: EngineConfig, engine_id: str, status_to: str, key: ClusterKey) -> RankReady:
+    async def _start(
+        self, config: EngineConfig, replica: str, engines: Sequence[EngineTask], key: ClusterKey
+    ) -> list[str]:
         deadline = time.monotonic() + self._spec.startup_timeout_s
         self._ranks = self._create()
         locations = await self._all([rank.location.remote() for rank in self._ranks], deadline)
@@ -73,15 +78,15 @@ class RankGroup:
         self._ranks = [self._ranks[bundle] for bundle in order]
         # as one line, because Ray shows only one of several processes' lines that differ only in numbers
         logger.info("ranks placed %s", "; ".join(f"rank {rank}: {locations[b]}" for rank, b in enumerate(order)))
-        task = RankTask(config, engine_id, status_to, self._spec.startup_timeout_s, self._spec.log, key)
+        task = RankTask(config, replica, engines, self._spec.startup_timeout_s, self._spec.log, key)
         rank_0 = ""
         if len(order) > 1:
             host = meeting_host([locations[bundle].host for bundle in order])
             (rank_0,) = await self._all([self._ranks[0].listen.remote(task, host)], deadline)
         started = [actor.start.remote(task, rank, rank_0) for rank, actor in enumerate(self._ranks)]
-        ready: RankReady = (await self._all(started, deadline))[0]
-        logger.info("ranks ready engine_id=%s ranks=%d", engine_id, len(self._ranks))
-        return ready
+        ready: list[RankReady | None] = await self._all(started, deadline)
+        logger.info("ranks ready engine_id=%s ranks=%d", replica, len(self._ranks))
+        return [engine.address for engine in ready if engine is not None]
 
     def _create(self) -> list[Any]:
         """Create one actor per bundle."""

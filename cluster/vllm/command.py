@@ -60,7 +60,7 @@ def translated(args: list[str]) -> Command:
             continue
         name, equals, value = word.partition("=")
         _take(command, _dashed(name), value if equals else None, rest)
-    _check_experts(command)
+    _share_experts(command)
     for flag, content in command.objects.items():
         _add_object(command, flag, content)
     return command
@@ -203,14 +203,12 @@ def _add_images(command: Command, limits: dict[str, Any]) -> None:
         command.ignored[f"--limit-mm-per-prompt.{kind}"] = "models take text and images"
 
 
-def _check_experts(command: Command) -> None:
-    """Raise RequestError if vLLM would distribute experts over replicas. This is not supported: each of our replicas
-    has all experts."""
-    seen = command.seen
-    size = next((seen[name] for name in ("--data-parallel-size", "-dp") if name in seen), "1")
-    if size != "1" and not {"--enable-expert-parallel", "-ep"}.isdisjoint(command.args):
-        instead = f"use --tensor-parallel-size {size}, which spreads the experts of a replica over {size} GPUs"
-        raise RequestError(f"--enable-expert-parallel with --data-parallel-size is not supported: {instead}")
+def _share_experts(command: Command) -> None:
+    """Let the engines of --data-parallel-size share the experts of one replica if vLLM would distribute experts over
+    them. Otherwise they are independent replicas."""
+    size = next((command.seen[name] for name in ("--data-parallel-size", "-dp") if name in command.seen), None)
+    if size is not None and not {"--enable-expert-parallel", "-ep"}.isdisjoint(command.args):
+        command.args[command.args.index(f"--num-replicas={size}")] = f"--data-parallel={size}"
 
 
 def _with_file(args: list[str]) -> list[str]:

@@ -45,7 +45,7 @@ def refused(flags: str, instead: str) -> Row:
 
 
 TABLE = (
-    same("--data-parallel-size= -dp=", "--num-replicas"),
+    same("--data-parallel-size= -dp=", "--num-replicas"),  # with --enable-expert-parallel: --data-parallel
     same("--num-gpu-blocks-override=", "--num-blocks"),
     same("--async-scheduling", "--overlap"),
     same("--uvicorn-log-level=", "--log-level"),

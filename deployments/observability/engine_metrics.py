@@ -291,6 +291,19 @@ LABELLED: list[Row] = [
         "rank",
     ),
     (Counter, "manta_experts_moved", "Copies of experts that moved between ranks.", _experts("moved"), "stage"),
+    (
+        Counter,
+        "manta_shared_steps",
+        "Steps with engines that share experts: own ones, and those in which an engine only served others.",
+        lambda stats: {} if stats.shared is None else stats.shared.steps,
+        "kind",
+    ),
+    (
+        Counter,
+        "manta_shared_wait_seconds",
+        "Seconds in which an engine waited for engines that share its experts to begin a step.",
+        lambda stats: None if stats.shared is None else stats.shared.wait_s,
+    ),
     (Counter, "manta_moves", "Running requests that moved, by outcome.", "moves", "outcome"),
     (Counter, "manta_kv_fetches", "Prompts of which another engine had more cached, by outcome.", "fetches", "outcome"),
 ]

@@ -19,6 +19,7 @@ from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.hold_moves import move_holds
 from deployments.replicas.rebalancing import rebalance
 from deployments.replicas.remote_dispatcher import RemotePool
+from deployments.replicas.replica_engines import ReplicaEngines
 from deployments.replicas.scaling_report import ReplicaReport
 from deployments.replicas.serve_pool import ServePool, ServeRemotePool
 from deployments.replicas.warm_start import MAX_PREFIXES, warm_start
@@ -30,7 +31,7 @@ from engine.wire.lora import LoRARequest
 from engine.wire.messages import ErrorInfo, PeerPool
 from engine.wire.model_identity import ModelIdentity
 from placement.console_log import log_to_console
-from placement.rank_actor import RankReady
+from placement.rank_actor import EngineTask
 from placement.rank_group import RankGroup
 from placement.spec import GroupSpec
 
@@ -42,11 +43,12 @@ EXIT_DELAY_S = 0.2  # before the process ends, so that open calls get their answ
 
 
 class EngineDeployment:
-    """Control actor of one engine. Neither tokens nor KV pass through it."""
+    """Control actor of one engine, or of several that share experts. Neither tokens nor KV pass through it."""
 
-    _engine: EngineReplica
+    _engines: ReplicaEngines[EngineReplica]
+    _engine: EngineReplica  # the only engine, or the first
     _ranks: RankGroup | None = None  # until the constructor starts them
-    _commands_to: str  # address on which the engine takes commands
+    _commands_to: list[str]  # addresses on which the engines take commands
     _model: ModelIdentity
     _tasks: Sequence[asyncio.Task[None]] = ()
     _departure: asyncio.Task[None] | None = None  # waits for the end, and then lets requests and holds move
@@ -69,32 +71,39 @@ class EngineDeployment:
 
     async def _start_engine(
         self, config: EngineConfig, spec: GroupSpec, peers: Mapping[PeerPool, RemotePool] | None = None
-    ) -> RankReady:
-        """Start the engine, and return once the model is loaded. Raises StartupError or EngineUnavailable.
+    ) -> None:
+        """Start the engines, and return once the model is loaded. Raises StartupError or EngineUnavailable.
 
         peers: pools that can compute prompts or encode images for this engine.
         """
-        engine_id = ray_compat.engine_id_of(serve.get_replica_context().replica_id)
-        log_to_console(engine_id, spec.log)
+        replica = ray_compat.engine_id_of(serve.get_replica_context().replica_id)
+        log_to_console(replica, spec.log)
         key = await asyncio.to_thread(ray_compat.cluster_key)
-        self._engine = EngineReplica(
-            ray.util.get_node_ip_address(), spec.stall_timeout_s, peers, key, ray.get_runtime_context().get_node_id()
-        )
+        host, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        engines = {
+            engine_id: EngineReplica(host, spec.stall_timeout_s, peers, key, node)
+            for engine_id in ray_compat.engine_ids(replica, config.data_parallel)
+        }
+        self._engines = ReplicaEngines(engines)
+        self._engine = self._engines.all[0]
         self._ranks = ranks = RankGroup(spec)
-        ready = await ranks.start(config, engine_id=engine_id, status_to=self._engine.status_to, key=key)
-        self._engine.connect(ready.address)
-        self._commands_to = ready.address
+        tasks = [EngineTask(engine_id, engine.status_to) for engine_id, engine in engines.items()]
+        self._commands_to = await ranks.start(config, replica, tasks, key)
+        for engine, address in zip(self._engines.all, self._commands_to, strict=True):
+            engine.connect(address)
         self._model = await asyncio.to_thread(lambda: ModelIdentity.of(engine_folder(config)))
-        self._tasks = [asyncio.create_task(self._engine.run()), asyncio.create_task(self._exit_with_engine(ranks))]
-        return ready
+        self._tasks = [asyncio.create_task(engine.run()) for engine in self._engines.all]
+        self._tasks = [*self._tasks, asyncio.create_task(self._exit_with_engine(ranks))]
 
     async def record_replica_metadata(self) -> dict[str, str]:
         """Return what all routers need to know about this replica (routing/router.py). Serve calls it once."""
-        return {"commands_to": self._commands_to, "weights": self._model.weights, "vocabulary": self._model.vocabulary}
+        commands_to = " ".join(self._commands_to)
+        return {"commands_to": commands_to, "weights": self._model.weights, "vocabulary": self._model.vocabulary}
 
     async def status(self) -> bytes:
-        """Return the newest ReplicaStatus in msgpack. Raises EngineUnavailable if the engine hangs or is gone."""
-        return msgspec.msgpack.encode(self._engine.status())
+        """Return the newest ReplicaStatus of each engine, in msgpack. Raises EngineUnavailable if one hangs or is
+        gone."""
+        return msgspec.msgpack.encode(self._engines.statuses())
 
     async def load_adapter(self, lora: LoRARequest, call: RoutingContext) -> ErrorInfo | None:
         """Make the engine read an adapter. Returns the error if it cannot, else None. Raises EngineUnavailable."""
@@ -120,29 +129,29 @@ class EngineDeployment:
         )
 
     async def reset_prefix_cache(self) -> None:
-        self._engine.reset_prefix_cache()
+        self._engines.reset_prefix_cache()
 
     async def release_holds(self, name: str, client: str | None) -> None:
-        self._engine.release_holds(name, client)
+        self._engines.release_holds(name, client)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers of a ReplicaReport. Serve calls it once a second if the model is autoscaled."""
         try:
-            return ReplicaReport.of(self._engine.status()).numbers()
+            return ReplicaReport.of_all(self._engines.statuses()).numbers()
         except EngineUnavailable:
             return {}
 
     async def check_health(self) -> None:
-        """Raise EngineUnavailable if the engine is unhealthy. Serve replaces the replica after three failures."""
-        self._engine.check_health()
+        """Raise EngineUnavailable if an engine is unhealthy. Serve replaces the replica after three failures."""
+        self._engines.check_health()
 
     async def _exit_with_engine(self, ranks: RankGroup) -> None:
-        """End this process when a rank dies or the engine hangs.
+        """End this process when a rank dies or an engine hangs.
 
         If Serve stopped a hanging replica in an orderly way, it would wait `drain_s` in vain for the replica's
         requests.
         """
-        ends = [asyncio.create_task(ranks.run()), asyncio.create_task(self._engine.until_unhealthy())]
+        ends = [asyncio.create_task(ranks.run()), asyncio.create_task(self._engines.until_unhealthy())]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -150,7 +159,7 @@ class EngineDeployment:
                 end.cancel()
         reason = done.pop().result()
         logger.error("replica exits, because its engine ended: %s", reason)
-        self._engine.fail(reason)
+        self._engines.fail(reason)
         ranks.kill()  # those whose `run` failed still live
         # Serve replaces the group at once when the process exits; failing health checks would take much longer
         asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)

@@ -7,7 +7,8 @@ controller, which should not load an engine's modules: this file imports those f
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -67,6 +68,20 @@ class ReplicaReport:
             decode_sequence_s=stats.decode_seconds_per_sequence,
             token_s=stats.prompt_seconds_per_token,
             prefill_role=float(status.role == "prefill"),
+        )
+
+    @classmethod
+    def of_all(cls, statuses: Sequence[EngineStatus]) -> ReplicaReport:
+        """Return the report of a replica with several engines, which compute at the same time."""
+        reports = [cls.of(status) for status in statuses]
+        count = len(reports)
+        sums = {field.name: sum(getattr(report, field.name) for report in reports) for field in fields(cls)}
+        return replace(
+            cls(**sums),
+            decode_step_s=sums["decode_step_s"] / count,
+            decode_sequence_s=sums["decode_sequence_s"] / count**2,  # each has a part of the sequences
+            token_s=sums["token_s"] / count**2,
+            prefill_role=sums["prefill_role"] / count,
         )
 
     def numbers(self) -> dict[str, float]:

@@ -183,7 +183,8 @@ async def _deployment_status(handle: DeploymentHandle) -> Any:
 
 async def _statuses(handle: DeploymentHandle) -> list[ReplicaStatus]:
     answers = await ray_compat.broadcast(handle, "status", STATUS_TIMEOUT_S)
-    return [msgspec.msgpack.decode(answer, type=ReplicaStatus) for answer in answers if isinstance(answer, bytes)]
+    of_replicas = [msgspec.msgpack.decode(a, type=list[ReplicaStatus]) for a in answers if isinstance(a, bytes)]
+    return [status for statuses in of_replicas for status in statuses]
 
 
 def _translate(error: Exception) -> ServingError:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ import ray
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from deployments import ray_compat
-from deployments.ray_compat import CallRouter, engine_id_of
+from deployments.ray_compat import CallRouter, engine_id_of, engine_ids
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.routing_context import CallOutcome, RoutingContext
@@ -35,7 +35,13 @@ def eligible_replicas(
     """
     fitting = [r for r in candidates if call.model in (None, _model_of(r))] or candidates
     fitting = [r for r in fitting if roles.get(engine_id_of(r.replica_id), call.role) == call.role] or fitting
-    return [r for r in fitting if engine_id_of(r.replica_id) not in call.avoid] or fitting
+    return [r for r in fitting if engines_of(r).keys().isdisjoint(call.avoid)] or fitting
+
+
+def engines_of(replica: RunningReplica) -> dict[str, str]:
+    """Return the ids of a replica's engines, each with the address at which it takes commands; "" if unknown."""
+    addresses = replica.replica_metadata.get("commands_to", "").split() or [""]
+    return dict(zip(engine_ids(engine_id_of(replica.replica_id), len(addresses)), addresses, strict=True))
 
 
 def _model_of(replica: RunningReplica) -> ModelIdentity:
@@ -71,19 +77,21 @@ class EngineRouter(CallRouter):
         pending_request.routing_context.should_backoff = True  # else Serve would retry a full pool without a pause
         eligible = eligible_replicas(candidate_replicas, call, self._balancer.roles)
         with_capacity = self.select_available_replicas(eligible) or eligible
-        replicas = {engine_id_of(replica.replica_id): replica for replica in with_capacity}
+        replicas = {engine_id: replica for replica in with_capacity for engine_id in engines_of(replica)}
         self._balancer.use_stats(call.stats)
         decision = self._balancer.choose(call.prompt, list(replicas))
         call.holder = decision.holder
         more = f", {decision.holder.num_tokens} by {decision.holder.engine.engine_id}" if decision.holder else ""
-        best = decision.engines[0]
+        best = call.engine = decision.engines[0]
         role = f" ({self._balancer.roles[best]})" if best in self._balancer.roles else ""
         call.note(f"routed to {best}{role}: {decision.reason}, {decision.cached_tokens} tokens cached there{more}")
         if decision.lost_hold:
             call.note("a part of the prompt was held on a replica that is gone: the hold is broken")
-        loop, end = asyncio.get_running_loop(), partial(self._end, call.prompt.request_id, best)
+        loop = asyncio.get_running_loop()
+        end = partial(self._end, call.prompt.request_id, list(engines_of(replicas[best])))
         call.placed(partial(loop.call_soon_threadsafe, end))
-        return [[replicas[engine_id]] for engine_id in decision.engines]
+        ranked = {replicas[engine_id].replica_id: replicas[engine_id] for engine_id in decision.engines}
+        return [[replica] for replica in ranked.values()]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -95,24 +103,26 @@ class EngineRouter(CallRouter):
 
     def _subscribe(self) -> None:
         """Subscribe to the engines of the current replicas, and to no others."""
-        engines = {engine_id_of(replica_id): replica for replica_id, replica in self.curr_replicas.items()}
+        engines = {e: address for r in self.curr_replicas.values() for e, address in engines_of(r).items()}
         if self._subscriber is not None:
             self._balancer.keep(engines, time.monotonic())
-            addresses = {e: replica.replica_metadata.get("commands_to") for e, replica in engines.items()}
-            self._subscriber.subscribe({e: address for e, address in addresses.items() if address is not None})
+            self._subscriber.subscribe({engine_id: address for engine_id, address in engines.items() if address})
 
     def _apply(self, update: EngineUpdate) -> bool:
         understood = self._balancer.update(update)
         self._balancer.count_broken_holds(time.monotonic())
-        load = self._balancer.placements.engine(update.engine_id).load
-        for replica_id in self.curr_replicas:
-            if engine_id_of(replica_id) == update.engine_id:
+        for replica_id, replica in self.curr_replicas.items():
+            engines = engines_of(replica)
+            if update.engine_id in engines:
                 # correct Serve's own count of open calls: it learns late that gRPC calls have ended, and polls
                 # replicas that had no call for some seconds
-                self.on_new_queue_len_info(replica_id, load.sequences)
+                loads = [self._balancer.placements.engine(engine_id).load for engine_id in engines]
+                self.on_new_queue_len_info(replica_id, sum(load.sequences for load in loads))
         return understood
 
-    def _end(self, request_id: str, engine_id: str, outcome: CallOutcome) -> None:
+    def _end(self, request_id: str, engines: Sequence[str], outcome: CallOutcome) -> None:
+        """Record that a call has ended. engines: those of the replica that had it, which die together."""
         self._balancer.end(request_id, confirmed=outcome == "answered")
         if outcome == "lost":
-            self._balancer.mark_unhealthy(engine_id)
+            for engine_id in engines:
+                self._balancer.mark_unhealthy(engine_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from deployments.routing.config import Role
 from deployments.routing.prefix_index import block_keys
@@ -67,8 +67,8 @@ EMPTY = PromptDigest("", 0, ())
 class RoutingContext:
     """Context of one call. The router runs in the caller's process, but possibly in another thread.
 
-    The replica gets only `holder` from the context. The caller closes the context when the call has ended; Serve may
-    learn of that later: over gRPC, it learns that a replica has accepted a call only when the call ends.
+    The replica gets only `holder` and `engine` from the context. The caller closes the context when the call has ended;
+    Serve may learn of that later: over gRPC, it learns that a replica has accepted a call only when the call ends.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class RoutingContext:
         self.stats = RoutingStats() if stats is None else stats
         self.note = note or (lambda _: None)
         self.holder: KVHolder | None = None  #: set by the router: an engine from which the chosen one may fetch KV
+        self.engine = ""  #: set by the router: id of the chosen engine
         self._outcome: CallOutcome | None = None
         self._release: Callable[[CallOutcome], object] | None = None
 
@@ -103,5 +104,5 @@ class RoutingContext:
         if self._release is not None:
             self._release(outcome)
 
-    def __reduce__(self) -> tuple[type[RoutingContext], tuple[()], dict[str, KVHolder | None]]:
-        return RoutingContext, (), {"holder": self.holder}
+    def __reduce__(self) -> tuple[type[RoutingContext], tuple[()], dict[str, Any]]:
+        return RoutingContext, (), {"holder": self.holder, "engine": self.engine}

@@ -49,6 +49,7 @@ from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
 from engine.model.state import max_drafts, state_specs
 from engine.runner.kv_cache import group_needs, window_step_tokens
+from engine.runner.launching.launcher import Launcher, LaunchThread
 from engine.runner.memory import snapshot_border, snapshot_bytes, snapshot_interval
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_setup import read_model, without_idle_moves
@@ -127,6 +128,7 @@ def build_engine(
         loaded.model,
         group=group,
         runner=loaded.runner,
+        launcher=make_launcher(loaded.runner, group),
         scheduler=scheduler,
         grammars=GrammarCompiler(loaded.folder, loaded.model.vocab_size, scheduler.limits.eos_token_ids),
         step_times=step_times,
@@ -190,6 +192,20 @@ def make_experts(loaded: Loaded, broadcaster: PlanBroadcaster | NoBroadcaster) -
         return NoMoves()
     stages, ranks = config.pipeline_parallel, config.num_ranks
     return GroupExperts(experts, broadcaster, config.eplb, stages=stages, ranks=ranks if config.enable_eplb else 0)
+
+
+def make_launcher(runner: ModelRunner, group: TPGroup) -> Launcher:
+    """Return what launches steps: a thread for overlap on devices whose calls block. With other ranks a thread is
+    needed even without overlap, to notice a rank that hangs while a step waits for it."""
+    if group.expert_exchange is not None:
+        from engine.distributed.data_parallel_group import DataParallelGroup
+        from engine.runner.launching.wave_launcher import WaveLauncher
+
+        assert isinstance(group, DataParallelGroup)
+        return WaveLauncher(runner, group)
+    if group.size > 1 or (runner.overlap and not runner.device.asynchronous):
+        return LaunchThread(runner)
+    return Launcher(runner)
 
 
 def make_channel(

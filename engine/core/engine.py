@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -37,6 +37,7 @@ from engine.kv_offload.group_tiers import GroupTiers, NoTiers
 from engine.kv_transfer.no_channel import NoChannel
 from engine.lora.group_loader import GroupLoader
 from engine.model.config import ModelConfig
+from engine.runner.launching.launcher import Launcher
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.wire.handoff import AcceptPrefill, RefusePrefill
@@ -86,6 +87,7 @@ class EngineCore:
         *,
         group: TPGroup,
         runner: ModelRunner,
+        launcher: Launcher,
         scheduler: Scheduler,
         grammars: GrammarCompiler,
         step_times: StepTimes,
@@ -102,6 +104,7 @@ class EngineCore:
         self._now = clock.monotonic
         self.config, self.model_config = config, model_config
         self.runner, self.scheduler, self.step_times, self.ledger = runner, scheduler, step_times, ledger
+        self._launcher = launcher
         self.max_model_len = scheduler.limits.max_model_len
         self.handoff_channel = channel
         self.image_handoffs = scheduler.images.handoffs
@@ -123,14 +126,6 @@ class EngineCore:
         #: Actions for other engines and commands to the tiers, by the plan that made them, each with the number of
         #: steps that must end first.
         self._reserved: deque[tuple[int, list[HandoffOutput], list[TierCommand]]] = deque()
-        # A thread for overlap on devices whose calls block. With other ranks it is needed even without overlap, to
-        # notice a rank that hangs while a step waits for it.
-        threaded = group.size > 1 or (runner.overlap and not runner.device.asynchronous)
-        self._executor = ThreadPoolExecutor(1, "model", runner.device.set_current) if threaded else None
-        if self._executor is not None:
-            # An interrupt while the executor starts its thread would make the interpreter wait for that thread for ever
-            # (CPython does not register it), so it starts here and not in the first step.
-            self._executor.submit(int).result()
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -282,8 +277,7 @@ class EngineCore:
     def _launch(self, plan: StepPlan) -> None:
         submitted_at, work, plan = self._now(), StepWork.of(plan), self._experts.mark(plan)
         self._broadcaster.send(plan)
-        inputs, launch = self.runner.prepare(plan), self.runner.launch
-        launched = self._executor.submit(launch, inputs) if self._executor else launch(inputs)
+        launched = self._launcher.launch(self.runner.prepare(plan))
         self._in_flight.append(StepInFlight(launched, submitted_at, work))
         self._num_launched += 1
 
@@ -305,6 +299,7 @@ class EngineCore:
     def _wait_for_grammars(self) -> None:
         """Wait briefly if a request needs a grammar, a mask, an adapter or pinned blocks; otherwise become idle. Called
         when no step can be planned."""
+        self._launcher.rest()
         if (
             self._compiling
             or self._adapter_loader.loading
@@ -431,6 +426,7 @@ class EngineCore:
             prefills=times.prefills,
             stages=self.runner.stages(),
             experts=self._experts.stats,
+            shared=self._launcher.shared(),
             cost_s=self.ledger.seconds,
             kv_gib_s=self.ledger.kv_gib_s,
         )
@@ -451,8 +447,7 @@ class EngineCore:
         self._kv_events.close()
         self._grammars.close()
         self._adapter_loader.close()
-        if self._executor:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+        self._launcher.close()
         self.handoff_channel.close()  # before the other ranks end: they may be reading
         self.image_handoffs.channel.close()
         self._kv_workers.close()

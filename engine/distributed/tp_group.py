@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 
 from engine.device import is_gpu, numba_found
 from engine.distributed.collectives import Collectives
+from engine.distributed.expert_exchange import ExpertExchange
 from engine.distributed.symmetric_memory import SIZES, SymmetricMemory, open_symmetric_memory
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 
@@ -60,6 +61,8 @@ class TPGroup:
     expert_parallel = False  #: whether each rank has some whole experts, instead of a slice of every expert
     redundant_experts: int | None = None  #: slots of a layer beyond one for each expert; None if experts do not move
     stage, stages = 0, 1  #: number of this pipeline stage, and how many there are
+    #: What spreads the experts over several engines, each of which has one rank; None for an engine with all experts.
+    expert_exchange: ExpertExchange | None = None
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
         """key: cluster key of this engine's sockets, which other engines must have; None admits all peers."""

@@ -14,20 +14,27 @@ if TYPE_CHECKING:
 def check_experts(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError if the experts of a model cannot be spread over its ranks. The experts of a model that
     transformers' own code computes are known only once the model is built."""
+    engines = config.data_parallel
+    if engines > 1 and (model.transformers or model.moe is None):
+        why = "which transformers' own code computes" if model.transformers else "which has no experts to share"
+        limit = f"1 for {model.architecture}, {why}; for independent engines, use replicas instead"
+        raise ConfigError("data_parallel", engines, limit)
     if not config.expert_parallel or model.transformers:
         return
     if model.moe is None:
         raise ConfigError("expert_parallel", True, f"left out for {model.architecture}, which has no experts")
-    if config.tensor_parallel > 1:
+    if engines > 1:
+        check_count(model.moe.num_experts, engines, None, "data_parallel")
+    elif config.tensor_parallel > 1:
         check_count(model.moe.num_experts, config.tensor_parallel, config.redundant_experts)
 
 
-def check_count(num_experts: int, ranks: int, redundant: int | None) -> None:
+def check_count(num_experts: int, ranks: int, redundant: int | None, option: str = "tensor_parallel") -> None:
     """Raise ConfigError if a rank would have no expert, or if experts move (`redundant` is not None) and ranks would
-    have unequal numbers of slots, or more slots than there are experts."""
+    have unequal numbers of slots, or more slots than there are experts. option: what sets the number of ranks."""
     if num_experts < ranks:
         limit = f"at most the model's number of experts ({num_experts}) with expert_parallel"
-        raise ConfigError("tensor_parallel", ranks, limit)
+        raise ConfigError(option, ranks, limit)
     if redundant is None:
         return
     key, most = "eplb_config.num_redundant_experts", num_experts * (ranks - 1)

@@ -1,12 +1,15 @@
-"""How the experts of a layer are divided among the ranks of a tensor-parallel group.
+"""How the experts of a layer are divided among ranks.
 
-Ordinarily each rank has a slice of every expert. With `expert_parallel`, each rank has some experts whole. All ranks
-have all tokens in either case, since attention is tensor parallel. So no token is sent to its experts. Each rank
-computes its own experts' part of a token, and the ranks add these parts up.
+Ordinarily each rank of a tensor-parallel group has a slice of every expert. With `expert_parallel`, each rank has some
+experts whole. All ranks have all tokens in either case, since attention is tensor parallel. So no token is sent to its
+experts. Each rank computes its own experts' part of a token, and the ranks add these parts up.
+
+With `data_parallel` the ranks belong to different engines, each with its own tokens. Then the tokens are exchanged too.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.device import copy_to
+from engine.distributed.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.expert_parallel import check_count
@@ -125,10 +129,11 @@ class SpreadExperts(SlicedExperts):
 
     spread = True
 
-    def __init__(self, num_experts: int, tp: TPGroup):
+    def __init__(self, num_experts: int, tp: TPGroup, spread_over: TPGroup | ExpertExchange | None = None):
+        """spread_over: the ranks that have the experts; those of `tp` by default."""
         super().__init__(num_experts, tp)
-        self.tp = tp
-        self.own = range(num_experts * tp.rank // tp.size, num_experts * (tp.rank + 1) // tp.size)
+        self.tp, ranks = tp, spread_over or tp
+        self.own = range(num_experts * ranks.rank // ranks.size, num_experts * (ranks.rank + 1) // ranks.size)
         self.slices = TPGroup.single()
         self.slices.parts = tp.parts * tp.size
         self.slots = ExpertSlots(num_experts, self.own)
@@ -174,6 +179,60 @@ class MovingExperts(ExchangedExperts):
         return [out]
 
 
+class SharedExperts(SpreadExperts):
+    """Whole experts spread over the ranks of several engines. Every rank gets the tokens of all engines, and returns
+    the sum of what its experts contribute to each."""
+
+    at_once = sys.maxsize  #: tokens of an exchange
+
+    def __init__(self, num_experts: int, tp: TPGroup, exchange: ExpertExchange):
+        super().__init__(num_experts, tp, exchange)
+        self.exchange = exchange
+
+    def partials(self, layer: Products, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
+        found = []
+        for start, counts in self.exchange.chunks(len(x), self.at_once):
+            own = slice(start, start + self.at_once)
+            found.append(self._partials(layer, counts, x[own], experts[own], weights[own]))
+        return [torch.cat(chunks) for chunks in zip(*found, strict=True)]
+
+    def _partials(
+        self, layer: Products, counts: list[int], x: Tensor, experts: Tensor, weights: Tensor
+    ) -> list[Tensor]:
+        """Return the summands of some rows. counts: numbers of these rows in each engine."""
+        mixed = layer.mix(*self._gather(counts, x, experts, weights))
+        return [self.exchange.scatter(part, counts) for part in mixed]
+
+    def _gather(self, counts: list[int], x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, experts and weights of all engines' rows. The experts are numbers among those of this rank."""
+        parts = x, weights.to(x.dtype), experts.int()
+        packed = [part.contiguous().view(torch.uint8) for part in parts]  # one exchange is faster than three
+        found = self.exchange.gather(torch.cat(packed, dim=1), counts)
+        columns = found.split([part.shape[1] for part in packed], dim=1)
+        every_x, every_weights, every_expert = (
+            column.clone(memory_format=torch.contiguous_format).view(part.dtype)  # a view needs an aligned address
+            for column, part in zip(columns, parts, strict=True)
+        )
+        return every_x, self.slots.local(every_expert.long()), every_weights
+
+
+class SharedExpertsInOrder(SharedExperts):
+    """Experts of several engines, whose sums have a fixed order (fixed_order.py). The bits are those of one engine that
+    has all experts: it would add up the same rows in the same order."""
+
+    at_once = TOKENS_AT_ONCE
+
+    def _partials(
+        self, layer: Products, counts: list[int], x: Tensor, experts: Tensor, weights: Tensor
+    ) -> list[Tensor]:
+        every_x, local, _ = self._gather(counts, x, experts, weights)
+        sums = []
+        for part in range(self.slices.parts):
+            rows = self.exchange.scatter(layer.pair_rows(part, every_x, local), counts)
+            sums.append(layer.combine_rows(rows, experts, weights) if len(x) else x)
+        return sums
+
+
 def row_bytes(tp: TPGroup, experts_per_token: int, hidden_size: int, item_bytes: int) -> int:
     """Return the bytes that a rank sends for each token and layer in an exchange of rows."""
     return (tp.size - 1) * tp.parts * experts_per_token * hidden_size * item_bytes
@@ -181,6 +240,9 @@ def row_bytes(tp: TPGroup, experts_per_token: int, hidden_size: int, item_bytes:
 
 def split_experts(num_experts: int, hidden_size: int, tp: TPGroup) -> SlicedExperts:
     """Raises ConfigError if the experts cannot be spread over the ranks."""
+    if (exchange := tp.expert_exchange) is not None:
+        check_count(num_experts, exchange.size, None, "data_parallel")
+        return (SharedExpertsInOrder if tp.fixed_order else SharedExperts)(num_experts, tp, exchange)
     if not tp.expert_parallel or tp.size == 1:
         return SlicedExperts(num_experts, tp)
     check_count(num_experts, tp.size, tp.redundant_experts)

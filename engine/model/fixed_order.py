@@ -115,6 +115,7 @@ class FixedOrder(TPGroup):
             raise ConfigError("tensor_parallel", tp.size, f"1, 2, 4 or {PARTS} with determinism: strict")
         super().__init__(tp.rank, tp.size)
         self.parts, self.vocab_multiple = PARTS // tp.size, OUTPUTS_MULTIPLE
+        self.expert_exchange = tp.expert_exchange
         self._tp = tp
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:

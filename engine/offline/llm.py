@@ -50,6 +50,7 @@ from engine.wire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.multimodal.processor import ImageProcessor
+    from engine.offline.engine_group import Answer, EngineGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class _Sequence:
 
 class LLM:
     """One engine in this process; with `tensor_parallel` or `pipeline_parallel`, the other ranks are child processes.
+    With `data_parallel`, the other engines are child processes, and requests are spread over all of them.
 
     >>> llm = LLM("pocket")
     >>> llm.chat([{"role": "user", "content": "What is an ocean?"}])[0].outputs[0].text
@@ -110,14 +112,20 @@ class LLM:
         """Stop the engine's thread and the other ranks. Memory is freed with the object."""
         _close(self._core, self._ranks)
 
-    def _start(self) -> EngineCore:
-        if self.config.num_ranks == 1:
+    def _start(self) -> EngineCore | EngineGroup:
+        if self.config.world_size == 1:
             return build_engine(self.config)
-        group = TPGroup.listen(self.config.num_ranks, key=ClusterKey.generate(), **group_options(self.config))
+        group = TPGroup.listen(self.config.world_size, key=ClusterKey.generate(), **group_options(self.config))
         self._ranks = RankProcesses(self.config, group, group.address)
+        core: EngineCore | EngineGroup
         try:
             group.join(RENDEZVOUS_TIMEOUT_S)
-            core = build_engine(self.config, group)
+            if self.config.data_parallel == 1:
+                core = build_engine(self.config, group)
+            else:
+                from engine.offline.engine_group import start_engines  # here, since one rank does without pyzmq
+
+                core = start_engines(self.config, group)
         except BaseException:
             group.close()
             self._ranks.close()
@@ -130,6 +138,7 @@ class LLM:
         return self._core.max_model_len
 
     def stats(self) -> EngineStats:
+        """Return the state of the engine; with `data_parallel`, that of the first."""
         return self._core.stats()
 
     def generate(
@@ -351,13 +360,14 @@ class LLM:
             self._core.check(request)
         ended: dict[str, TokenDelta] = {}
         live: set[str] = set()
+        room = 2 * self.config.slots
         # sorted by length, because an encoder computes requests of equal length together
         queue = iter(sorted(requests, key=lambda request: len(request.prompt), reverse=True))
         with _progress(progress) as bar:
             task = bar.add_task("pooling", total=len(requests), speed="")
             try:
                 while len(ended) < len(requests):
-                    for request in itertools.islice(queue, 2 * self.config.max_num_seqs - len(live)):
+                    for request in itertools.islice(queue, room - len(live)):
                         self._core.add(request)
                         live.add(request.request_id)
                     for event in self._core.step():
@@ -402,7 +412,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Keep up to twice `max_num_seqs` requests in the engine: those that run, and as many waiting. Yields the
         requests that the engine refuses."""
-        while len(live) < 2 * self.config.max_num_seqs:
+        while len(live) < 2 * self.config.slots:
             job = next(queue, None)
             if job is None:
                 return
@@ -416,7 +426,7 @@ class LLM:
                     output.finish_reason, output.error = "error", str(error)
                 yield request
 
-    def _record(self, event: Event, live: dict[str, _Sequence]) -> RequestOutput | None:
+    def _record(self, event: Event | Answer, live: dict[str, _Sequence]) -> RequestOutput | None:
         """Add a delta to its request. Returns the request once all its sequences have ended."""
         delta = event.delta
         sequence = live[delta.request_id]
@@ -446,7 +456,7 @@ class LLM:
         return request if request.finished else None
 
 
-def _close(core: EngineCore, ranks: RankProcesses | None) -> None:
+def _close(core: EngineCore | EngineGroup, ranks: RankProcesses | None) -> None:
     core.close()
     if ranks:
         ranks.close()

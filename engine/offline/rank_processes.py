@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ class RankProcesses:
         self._closing = threading.Event()
         self.processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(1, config.num_ranks):
+            for rank in range(1, config.world_size):
                 self._start(RankTask(rank, address, config, group.key))
         except BaseException:
             self.close()
@@ -95,11 +96,12 @@ class RankProcesses:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends its ranks in order
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankTask)
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    parent = Parent()
+    threading.Thread(target=parent.wait, name="parent", daemon=True).start()
     logging.basicConfig(format=f"rank{task.rank} %(message)s", level=logging.WARNING)
     status = 0
     try:
-        _run(task)
+        _run(task, parent)
     except ServingError as error:
         logger.error("rank %d ends: %s", task.rank, error)
         status = FAILED
@@ -108,7 +110,7 @@ def main() -> None:
     os._exit(status)
 
 
-def _run(task: RankTask) -> None:
+def _run(task: RankTask, parent: Parent) -> None:
     import torch  # here, since it takes seconds in which the parent may die
 
     from engine.distributed.tp_group import TPGroup, group_options
@@ -118,16 +120,39 @@ def _run(task: RankTask) -> None:
     if torch.cuda.is_available() and config.device != "cpu":
         torch.cuda.set_device(task.rank)
     group = TPGroup.connect(
-        task.rank, config.num_ranks, task.address, RENDEZVOUS_TIMEOUT_S, key=task.key, **group_options(config)
+        task.rank, config.world_size, task.address, RENDEZVOUS_TIMEOUT_S, key=task.key, **group_options(config)
     )
-    Worker(config, group).run()
+    if config.data_parallel == 1:
+        Worker(config, group).run()
+        return
+    from engine.offline.engine_group import start_server  # here, since engines of one rank do without pyzmq
+
+    server = start_server(config, group)
+    parent.at_end(server.stop)
+    server.run()
 
 
-def _end_with_parent() -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    # after a delay: rank 0 ends the broadcast before it closes the pipe, so an orderly end may be under way
-    threading.Timer(END_TIMEOUT_S / 2, os._exit, (PARENT_DIED,)).start()
+class Parent:
+    """The parent process, with which this one ends."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._at_end: Callable[[], None] = lambda: None
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Register a function that ends this process in order."""
+        self._at_end = call
+        if self._ended.is_set():
+            call()
+
+    def wait(self) -> None:
+        """Wait for the parent to end, and then end this process."""
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        self._ended.set()
+        self._at_end()
+        # after a delay: rank 0 ends the broadcast before it closes the pipe, so an orderly end may be under way
+        threading.Timer(END_TIMEOUT_S / 2, os._exit, (PARENT_DIED,)).start()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ def can_capture(setup: RankSetup) -> bool:
     config, model, asynchronous, why = setup.config, setup.model, setup.device.asynchronous, None
     if config.enforce_eager:
         why = "enforce_eager"
+    elif setup.tp.expert_exchange is not None:
+        why = "tokens of other engines are exchanged"
     elif asynchronous and not model.stage.is_whole:
         why = "pipeline stages have no CUDA graphs yet"
     elif not asynchronous and (config.torch_compile or model.transformers):

@@ -290,6 +290,15 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of experts that have moved since the start."""
 
 
+class SharedSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps that an engine has taken together with engines that share its experts, since its start."""
+
+    steps: dict[str, int]
+    """Steps by whether they were its `own`, or it only `served` the other engines."""
+    wait_s: float
+    """Seconds in which it waited for the other engines to begin a step."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of one engine, and totals since its start.
 
@@ -369,6 +378,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Pipeline stages in order; empty in an engine with one."""
     experts: list[ExpertStats] = []
     """Of each stage, once a window has been measured; empty unless ranks share whole experts."""
+    shared: SharedSteps | None = None
+    """None in an engine that shares no experts."""
     cost_s: dict[str, float] = {}
     """Seconds since the start, by what they were spent on (CostLine)."""
     kv_gib_s: float = 0.0

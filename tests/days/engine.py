@@ -43,6 +43,7 @@ from engine.kv_transfer.protocol.messages import (
 )
 from engine.lora.group_loader import GroupLoader
 from engine.model.kv_groups import KVCacheSpec
+from engine.runner.launching.launcher import Launcher
 from engine.wire.handoff import HandoffAction, HandoffEvent
 from engine.wire.messages import Command
 from engine.wire.pooling_params import SupportedTasks
@@ -127,6 +128,7 @@ class Engine:
             SimpleNamespace(supported_tasks=SupportedTasks(), head="lm", vocab_size=VOCAB),  # type: ignore[arg-type]
             group=TPGroup.single(),
             runner=self.runner,  # type: ignore[arg-type]
+            launcher=Launcher(self.runner),  # type: ignore[arg-type]
             scheduler=scheduler,
             grammars=None,  # type: ignore[arg-type]
             step_times=times,

@@ -98,14 +98,14 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
         weights += layers.slot_bytes
         yield from check_adapters(model, layers)
     if engine.expert_parallel and shape.moe is not None:
-        experts, ranks = shape.moe.num_experts, engine.tensor_parallel
+        experts, ranks = shape.moe.num_experts, engine.tensor_parallel * engine.data_parallel
         largest = -(-(experts + (engine.redundant_experts or 0)) // ranks)
         yield Finding("ok", topic, f"{experts} experts over {ranks} ranks: at most {largest} of each layer per rank")
-        of_experts = weight_bytes(folder, dtype, stage=shape.stage, part=".experts.") // ranks
-        weights += int(of_experts * (largest * ranks / experts - 1))
+        of_experts = weight_bytes(folder, dtype, stage=shape.stage, part=".experts.")
+        weights += of_experts * largest // experts - of_experts // engine.tensor_parallel
         if engine.enable_eplb and on_gpu:  # room for those of one layer that arrive
             count = sum(layer in shape.stage.layers for layer in shape.moe.layers)
-            weights += of_experts * largest * ranks // (experts * max(1, count))
+            weights += of_experts * largest // (experts * max(1, count))
     if here and (torch.cuda.is_available() or not on_gpu):
         yield check_kv_cache(topic, engine, shape, dtype, weights, on_gpu=on_gpu)
 
@@ -119,7 +119,7 @@ def check_kv_cache(
         _, total = torch.cuda.mem_get_info()
         free, less = int(total * engine.gpu_memory_utilization) - weights, ", minus the memory of a step's activations"
     else:
-        free, less = kv_cache.free_host_bytes() // engine.num_ranks - weights, ""
+        free, less = kv_cache.free_host_bytes() // engine.world_size - weights, ""
     if free <= 0:
         message = f"the weights ({weights / GIB:.2f} GiB per rank) do not fit into memory"
         return Finding("problem", topic, message, "Raise tensor_parallel or pipeline_parallel, or use a smaller model")

@@ -149,6 +149,7 @@ class Experts(Sharded):
     ):
         super().__init__()
         self.tp, self.num_experts, self.split = tp, moe.num_experts, split_experts(moe.num_experts, hidden_size, tp)
+        self.row_size, self.k = hidden_size, moe.experts_per_token
         slices, count = self.split.slices, len(self.split.own)
         rows = Shard.of_rank((moe.intermediate_size, hidden_size), OUTPUTS, slices, "moe_intermediate_size")
         columns = Shard.of_rank((hidden_size, moe.intermediate_size), INPUTS, slices, "moe_intermediate_size")
@@ -185,6 +186,12 @@ class Experts(Sharded):
         """Return this rank's summands of the result. The result is the sum of all ranks' summands."""
         self.split.load.add(experts)
         return self.split.partials(self, x, experts, weights)
+
+    def serve(self) -> None:
+        """Compute this rank's experts for the tokens of other engines, without tokens of its own."""
+        x = torch.empty(0, self.row_size, dtype=self.dtype, device=self.device)
+        experts = torch.empty(0, self.k, dtype=torch.int64, device=self.device)
+        self.partials(x, experts, x.new_empty(experts.shape))
 
     def mix(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         """Return the weighted sums of each token's products, one for each part. experts: numbers among the experts of

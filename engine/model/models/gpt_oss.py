@@ -56,6 +56,7 @@ class GptOssExperts(Experts):
             raise ConfigError("quantization", cfg.quantization.method, "mxfp4 or left out, for the experts of gpt-oss")
         num, hidden, size = cfg.moe.num_experts, cfg.hidden_size, cfg.moe.intermediate_size
         self.tp, self.num_experts, self.split = tp, num, split_experts(num, hidden, tp)
+        self.row_size, self.k = hidden, cfg.moe.experts_per_token
         own = self.split.own
         part = Shard.of_rank((hidden, size), INPUTS, self.split.slices, "intermediate_size")
         self.rows = Shard((num, 2 * size, hidden), 1, 2 * part.start, 2 * part.size, own)

@@ -123,13 +123,16 @@ def test_experts_move_as_in_vllm():
     assert list(translated(["pocket", *flags]).ignored) == ["--eplb-config.use_async", "--eplb-config.policy"]
 
 
-def test_experts_are_spread_over_ranks_and_not_over_replicas():
+def test_experts_are_spread_over_ranks_or_over_engines_that_share_them_and_not_over_replicas():
     assert configured("pocket", "-ep", "-tp", "8")["models"][0]["engine"]["expert_parallel"] is True
     assert (
         configured("pocket", "--enable-expert-parallel", "-dp", "1")["models"][0]["engine"]["expert_parallel"] is True
     )
-    with pytest.raises(RequestError, match="--tensor-parallel-size 8, which spreads the experts"):
-        translated(["pocket", "-dp", "8", "--enable-expert-parallel"])
+    for flags in (["-dp", "8", "-ep"], ["--enable-expert-parallel", "--data-parallel-size=8"]):
+        found = configured("pocket", *flags)["models"][0]
+        assert (found["engine"]["data_parallel"], found["engine"]["expert_parallel"]) == (8, True)
+        assert "decode" not in found
+    assert configured("pocket", "-dp", "8")["models"][0]["decode"]["num_replicas"] == 8
 
 
 def test_a_file_of_flags_stands_for_them_and_the_command_line_comes_first(tmp_path):

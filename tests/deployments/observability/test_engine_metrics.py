@@ -14,7 +14,15 @@ from deployments.replicas.pools import ReplicaStatus
 from engine.core.stats import RequestMetrics
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.messages import EngineStatus, ExpertStats, GenerateRequest, PeerPool, SpecDecodeStats, StageStats
+from engine.wire.messages import (
+    EngineStatus,
+    ExpertStats,
+    GenerateRequest,
+    PeerPool,
+    SharedSteps,
+    SpecDecodeStats,
+    StageStats,
+)
 from tests.deployments.replicas.fake_prefill import status
 
 STATS = HandoffStats(
@@ -108,6 +116,15 @@ def test_ranks_that_share_experts_have_series_of_their_load():
     assert [found["manta_expert_tokens_total", "0", rank] for rank in ("0", "1")] == [30, 10]
     assert found["manta_experts_moved_total", "0"] == 2
     assert not any("expert" in name[0] for name in series(told))
+
+
+def test_engines_that_share_experts_have_series_of_their_steps_and_waits():
+    told = status("decode-m-1.dp1")
+    shared = SharedSteps(steps={"own": 3, "served": 5}, wait_s=0.5)
+    found = series(msgspec.structs.replace(told, stats=msgspec.structs.replace(told.stats, shared=shared)))
+    assert found["manta_shared_steps_total", "own"] == 3.0 and found["manta_shared_steps_total", "served"] == 5.0
+    assert found["manta_shared_wait_seconds_total",] == 0.5
+    assert not any(name[0].startswith("manta_shared") for name in series(told))
 
 
 def test_engine_that_hands_nothing_over_has_no_series_of_handoffs():

@@ -59,3 +59,10 @@ def test_serve_gets_nothing_but_numbers_by_name():
     numbers = {**ReplicaReport.of(status()).numbers(), **queue_report("m", 3, 700)}
     assert all(isinstance(value, int | float) for value in numbers.values())
     assert (numbers["waiting/m"], numbers["waiting_tokens/m"]) == (3, 700)
+
+
+def test_engines_that_share_experts_are_reported_as_one_replica_that_is_faster():
+    one, both = ReplicaReport.of(status()), ReplicaReport.of_all([status(), status()])
+    assert ReplicaReport.of_all([status()]) == one
+    assert (both.running, both.blocks_total, both.output_tokens_total) == (16, 200, 154)
+    assert (both.decode_step_s, both.decode_sequence_s, both.token_s) == (0.01, 0.001, 0.0015)

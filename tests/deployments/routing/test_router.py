@@ -227,7 +227,59 @@ def test_what_engines_report_is_also_what_serve_takes_for_their_open_calls():
     asyncio.run(scenario())
 
 
-def test_only_the_holder_of_its_prefix_travels_with_a_routed_call():
+def test_a_replica_of_engines_that_share_experts_is_chosen_by_its_engines():
+    """Each engine has its own load and cached prefixes; the replica is told which engine was chosen."""
+
+    async def scenario() -> None:
+        addresses = " ".join(f"tcp://127.0.0.1:{port}" for port in (9, 10))
+        replicas = [FakeReplica(name, replica_metadata={"commands_to": addresses}) for name in ("a", "b")]
+        async with router(*replicas) as r:
+            calls = [plain(number) for number in range(8)]
+            found = [(await route(r, call), call.engine) for call in calls]
+            engines = [f"decode-m-{name}.dp{number}" for name in "ab" for number in range(2)]
+            assert sorted(engine for _, engine in found) == sorted(engines * 2)
+            assert all(engine.startswith(f"decode-m-{name}.") for name, engine in found)
+            assert pickle.loads(pickle.dumps(calls[0])).engine == found[0][1]
+            assert r._balancer.placements.engine(engines[0]).load.sequences == 2
+            calls[0].close("lost")
+            await asyncio.sleep(0)
+            lost = found[0][1].partition(".")[0]
+            assert r._balancer._unhealthy == {f"{lost}.dp0", f"{lost}.dp1"}, "they die together"
+            avoiding = RoutingContext(prompt("next", [1] * 40), RoutingStats(), [f"{lost}.dp1"])
+            assert f"decode-m-{await route(r, avoiding)}" != lost
+            r.update_replicas([replicas[1]])
+            assert r._balancer.placements.records.keys() == {"decode-m-b.dp0", "decode-m-b.dp1"}
+
+    asyncio.run(scenario())
+
+
+def test_serve_takes_the_sum_of_what_the_engines_of_a_replica_report():
+    async def scenario() -> None:
+        metadata = {"commands_to": "tcp://127.0.0.1:9 tcp://127.0.0.1:10"}
+        async with router(FakeReplica("a", replica_metadata=metadata)) as r:
+            call = plain(0)
+            await route(r, call)
+            call.close("ended")
+            await asyncio.sleep(0)
+            for engine, sequences in (("decode-m-a.dp0", 7), ("decode-m-a.dp1", 4)):
+                assert r._apply(
+                    EngineUpdate(
+                        engine_id=engine,
+                        number=1,
+                        snapshot=True,
+                        load=EngineLoad(sequences=sequences),
+                        stored=b"",
+                        removed=b"",
+                        admitted=[],
+                        prefilled=[],
+                    )
+                )
+            assert r.replica_queue_len_cache.get(ReplicaID("a", POOL)) == 11
+
+    asyncio.run(scenario())
+
+
+def test_only_the_holder_of_its_prefix_and_the_engine_travel_with_a_routed_call():
     long = RoutingContext(PromptDigest("r", 10_000, list(range(10_000))), RoutingStats(), ["decode-m-a"])
     assert len(cloudpickle.dumps(long)) < 200
     arrived = pickle.loads(pickle.dumps(long))

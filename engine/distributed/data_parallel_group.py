@@ -1,0 +1,114 @@
+"""Data-parallel engines: several engines, each with its own requests and KV, that share the experts of one model.
+
+The group of all ranks has one rank for each engine. It exchanges rows of mixture layers (expert_exchange.py), and wakes
+engines that have nothing to compute. For everything else an engine is alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.device import is_gpu
+from engine.distributed.expert_exchange import ExpertExchange
+from engine.distributed.sockets import PullSocket, PushSockets, Waker
+from engine.distributed.tp_group import ConnectedGroup, TPGroup
+
+logger = logging.getLogger(__name__)
+
+NAME = "waves"  # name of the socket in metrics
+
+
+class Wave(msgspec.Struct, frozen=True, tag=True):
+    """Asks an engine to take part in a wave of steps. Waves count from 0; a wave that is over is ignored."""
+
+    number: int
+
+
+class DataParallelGroup(TPGroup):
+    """The only rank of one of several engines. Its start and its end are those of all engines."""
+
+    def __init__(self, all_engines: ConnectedGroup, device: str = "cpu"):
+        """Connect the engines. Every rank has to call this at the same time. Raises StartupError."""
+        super().__init__(0, 1, all_engines.key)
+        self.all_engines = all_engines
+        self.host, self.local_size = all_engines.host, all_engines.local_size
+        self.expert_exchange = ExpertExchange(all_engines, "cuda" if is_gpu(device) else "cpu")
+        with self.starting():
+            self.waves = Waves(all_engines)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        with self.all_engines.starting():
+            yield
+
+    def before_close(self, release: Callable[[], None]) -> None:
+        self.all_engines.before_close(release)
+
+    def abort(self, reason: str) -> None:
+        self.all_engines.abort(reason)
+
+    def close(self) -> None:
+        self.waves.close()
+        self.all_engines.close()
+
+
+class Waves:
+    """Messages by which an engine that has something to compute wakes the others."""
+
+    def __init__(self, engines: ConnectedGroup):
+        """Every engine has to create its end at the same time."""
+        self._context = zmq.Context()
+        self._inbox: PullSocket[Wave] = PullSocket(self._context, engines.host, Wave, name=NAME, key=engines.key)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._end, self._closing = Waker(), False
+        self._listener: threading.Thread | None = None
+        addresses = engines.exchange(self._inbox.address)
+        self._others = [address for rank, address in enumerate(addresses) if rank != engines.rank]
+        self._peers = PushSockets(self._context, key=engines.key)
+        for address in self._others:
+            self._peers.connect(address)
+
+    def start(self, number: int) -> None:
+        """Tell the other engines that a wave starts. Called by one thread."""
+        for address in self._others:
+            self._peers.send(address, self._encode(Wave(number)))
+
+    def listen(self, call: Callable[[Wave], None]) -> None:
+        """Call a function, in another thread, for every wave that another engine starts."""
+
+        poller = zmq.Poller()
+        poller.register(self._inbox.socket, zmq.POLLIN)
+        poller.register(self._end, zmq.POLLIN)
+
+        def receive() -> None:
+            while not self._closing:
+                poller.poll()
+                for wave in self._inbox.messages():
+                    call(wave)
+
+        self._listener = threading.Thread(target=receive, name="waves", daemon=True)
+        self._listener.start()
+
+    def close(self) -> None:
+        self._closing = True
+        self._end.wake()
+        if self._listener is not None:
+            self._listener.join()
+        self._end.close()
+        self._context.destroy(linger=0)
+
+
+def engine_group(config: EngineConfig, ranks: TPGroup) -> TPGroup:
+    """Return the ranks of one engine. ranks: all ranks that have joined. Every rank has to call this at the same time.
+    Raises StartupError."""
+    if config.data_parallel == 1:
+        return ranks
+    assert isinstance(ranks, ConnectedGroup)
+    return DataParallelGroup(ranks, config.device)

@@ -1,0 +1,155 @@
+"""Several engines that share experts, used like one EngineCore: the first in this process, the others in children."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.core.build import build_engine
+from engine.core.engine import EngineCore
+from engine.core.server import EngineServer
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.sockets import PullSocket, PushSockets
+from engine.distributed.tp_group import ConnectedGroup
+from engine.errors import EngineUnavailable
+from engine.wire.messages import (
+    Abort,
+    Add,
+    Command,
+    EngineStats,
+    EngineStatus,
+    GenerateRequest,
+    Notice,
+    TokenBatch,
+    TokenDelta,
+)
+
+HOST = "127.0.0.1"
+POLL_MS = 50  # how soon the loss of an engine is noticed while only others compute
+
+
+class Answer(msgspec.Struct, frozen=True, gc=False):
+    """Output of a step for one request."""
+
+    delta: TokenDelta
+
+
+class Inbox:
+    """Where the engines in children send tokens, and their states."""
+
+    def __init__(self, key: ClusterKey | None):
+        self.context = zmq.Context()
+        self.tokens: PullSocket[TokenBatch] = PullSocket(self.context, HOST, TokenBatch, name="tokens", key=key)
+        self.notices: PullSocket[Notice] = PullSocket(self.context, HOST, Notice, name="engine_notices", key=key)
+
+
+def start_engines(config: EngineConfig, ranks: ConnectedGroup) -> EngineGroup:
+    """Load the first engine, and wait for the others. ranks: one rank of each engine, all joined. Raises
+    StartupError."""
+    inbox = Inbox(ranks.key)
+    try:
+        ranks.exchange(inbox.notices.address)
+        core = build_engine(config, DataParallelGroup(ranks, config.device))
+        return EngineGroup(core, ranks, inbox)
+    except BaseException:
+        inbox.context.destroy(linger=0)
+        raise
+
+
+def start_server(config: EngineConfig, ranks: ConnectedGroup) -> EngineServer:
+    """Load the engine of a child, and wait for the others. Raises StartupError."""
+    status_to = ranks.exchange("")[0]
+    name, group = f"engine {ranks.rank}", DataParallelGroup(ranks, config.device)
+    server = EngineServer(config, engine_id=name, status_to=status_to, host=ranks.host, group=group)
+    ranks.exchange(server.address)
+    return server
+
+
+class EngineGroup:
+    """Gives each request to the engine with the fewest. Used by one thread."""
+
+    def __init__(self, core: EngineCore, ranks: ConnectedGroup, inbox: Inbox):
+        """core: the first engine. ranks: one rank of each engine. Waits until all engines have loaded. Raises
+        StartupError."""
+        self._core, self._inbox = core, inbox
+        self.max_model_len = core.max_model_len
+        self._addresses = ranks.exchange("")
+        self._peers = PushSockets(inbox.context, key=ranks.key)
+        self._live: dict[str, int] = {}  # request id -> engine
+        self._numbers = [0] * ranks.size  # of live requests
+        self._stats: dict[str, EngineStats] = {}
+        self._lost: str | None = None
+        self._encode = msgspec.msgpack.Encoder().encode
+        ranks.on_abort(self._lose)
+
+    def check(self, message: GenerateRequest) -> None:
+        """As in EngineCore."""
+        self._core.check(message)
+
+    def add(self, message: GenerateRequest) -> None:
+        """Take a request, or raise a ServingError. Engines in children report errors later, in deltas."""
+        engine = self._numbers.index(min(self._numbers))
+        if engine == 0:
+            self._core.add(message)
+        else:
+            self._send(engine, Add(msgspec.structs.replace(message, reply_to=self._inbox.tokens.address)))
+        self._live[message.request_id] = engine
+        self._numbers[engine] += 1
+
+    def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Answer | None:
+        """End a request, if it is live. Its last delta is returned only by the first engine."""
+        engine = self._forget(request_id)
+        if engine is None:
+            return None
+        if engine:
+            self._send(engine, Abort(request_id, reason))
+            return None
+        event = self._core.abort(request_id, reason)
+        return None if event is None else Answer(event.delta)
+
+    def step(self) -> list[Answer]:
+        """Take a step in this process, if there is one, and return what all engines have answered since the last call.
+        Raises EngineUnavailable if an engine is lost."""
+        if self._lost is not None:
+            raise EngineUnavailable(self._lost)
+        if not self._core.has_work:
+            self._inbox.tokens.socket.poll(POLL_MS)
+        deltas = [event.delta for event in self._core.step()]
+        for batch in self._inbox.tokens.messages():
+            deltas += [delta for delta in batch.deltas if delta.request_id in self._live]
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._forget(delta.request_id)
+        return [Answer(delta) for delta in deltas]
+
+    def stats(self) -> EngineStats:
+        """Return the state of the first engine."""
+        return self._core.stats()
+
+    def all_stats(self) -> list[EngineStats]:
+        """Return the state of each engine. Those in children report it once a second."""
+        for notice in self._inbox.notices.messages():
+            if isinstance(notice, EngineStatus):
+                self._stats[notice.engine_id] = notice.stats
+        return [self._core.stats(), *(self._stats[name] for name in sorted(self._stats))]
+
+    def close(self) -> None:
+        """End the first engine. The children end with their pipes."""
+        self._core.close()
+        self._inbox.context.destroy(linger=0)
+
+    def _send(self, engine: int, command: Command) -> None:
+        self._peers.send(self._addresses[engine], self._encode(command))
+
+    def _forget(self, request_id: str) -> int | None:
+        engine = self._live.pop(request_id, None)
+        if engine is not None:
+            self._numbers[engine] -= 1
+        return engine
+
+    def _lose(self, reason: str) -> None:
+        self._lost = reason

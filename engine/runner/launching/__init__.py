@@ -1,0 +1,1 @@
+"""Where the steps of a rank are launched."""

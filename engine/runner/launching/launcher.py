@@ -1,0 +1,47 @@
+"""Where the steps of one rank are launched: in the calling thread, or in a separate one."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from engine.runner.inputs import StepInputs
+from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.wire.messages import SharedSteps
+
+
+class Launcher:
+    """Launches steps in the calling thread."""
+
+    def __init__(self, runner: ModelRunner):
+        self._runner = runner
+
+    def launch(self, inputs: StepInputs) -> LaunchedStep | Future[LaunchedStep]:
+        return self._runner.launch(inputs)
+
+    def rest(self) -> None:
+        """Say that there is nothing to launch until the next call of `launch`. Raises EngineUnavailable if nothing can
+        be launched any more."""
+
+    def shared(self) -> SharedSteps | None:
+        """Return the steps taken together with engines that share experts; None if there are none."""
+        return None
+
+    def close(self) -> None:
+        """Wait for the launches under way."""
+
+
+class LaunchThread(Launcher):
+    """Launches steps in a thread, in the order of the calls."""
+
+    def __init__(self, runner: ModelRunner):
+        super().__init__(runner)
+        self._executor = ThreadPoolExecutor(1, "model", runner.device.set_current)
+        # An interrupt while the executor starts its thread would make the interpreter wait for that thread for ever
+        # (CPython does not register it), so it starts here and not in the first step.
+        self._executor.submit(int).result()
+
+    def launch(self, inputs: StepInputs) -> Future[LaunchedStep]:
+        return self._executor.submit(self._runner.launch, inputs)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,162 @@
+"""Engines that share experts, each a process: the bits of one engine that has all experts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine import SamplingParams
+from engine.config import EngineConfig, SpeculativeConfig
+from engine.errors import ConfigError, EngineUnavailable, StartupError
+from engine.offline.llm import LLM
+from engine.wire.messages import GenerateRequest
+from tests.engine.offline.test_rank_processes import wait_until
+from tests.engine.offline.test_tensor_parallel import BUSY, MAX_TOKENS, Outcome, make_config, random_prompt, run
+from tests.models import make_model
+from tests.shared_engines import running
+
+NGRAM = SpeculativeConfig(method="ngram")
+FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "gpt_oss", "glm4_moe")
+FAST = {("qwen3_moe", "bfloat16", 2), ("deepseek_v3", "float32", 2), ("qwen3_next", "float32", 2)}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    @cache
+    def make(family: str) -> Path:
+        return make_model(tmp_path_factory.mktemp(family), family)
+
+    return make
+
+
+def shared(folder: Path, engines: int, **options: Any) -> EngineConfig:
+    defaults = {"determinism": "strict", "expert_parallel": engines > 1, "data_parallel": engines}
+    return make_config(folder, 1, **{**BUSY, **defaults, **options})
+
+
+def requests(engine: Any) -> list[dict[str, tuple[list[int], dict[str, Any]]]]:
+    """Rounds of requests: many of every kind, then prefixes that are cached, then one request alone."""
+    long, longer = random_prompt(engine, 33, 1), random_prompt(engine, 40, 2)
+    random = {"temperature": 1.0, "seed": 7}
+    many = {
+        "greedy": (long, {}),
+        "greedy too": (longer, {}),
+        "random": (long[:9], random),
+        "filtered": (longer[:5], {**random, "top_p": 0.8, "min_p": 0.02}),
+        "few": (long[:20], {**random, "top_k": 5}),
+        "edited": (longer[:17], {"repetition_penalty": 1.5, "min_tokens": 5}),
+        "with logprobs": (long[3:30], {"logprobs": 3, "prompt_logprobs": 2}),
+        "repeats": ([5, 6, 7] * 8, {"logprobs": 0}),
+    }
+    again = {"again": (long, {}), "goes on": (longer[:30] + long[:3], random)}
+    return [many, again, {"alone": (longer[:11], {"logprobs": 2})}]
+
+
+def run_rounds(engine: Any) -> Outcome:
+    outcome = Outcome()
+    for some in requests(engine):
+        run(engine, some, outcome)  # after each round, all engines are idle
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def on_one_engine(pool, folder_of):
+    @cache
+    def outcome(family: str, dtype: str) -> Outcome:
+        with pool.engine(shared(folder_of(family), 1, dtype=dtype)) as core:
+            return run_rounds(core)
+
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "engines", "options"),
+    [
+        pytest.param(
+            family, dtype, engines, options,
+            marks=() if (family, dtype, engines) in FAST and not options else pytest.mark.slow,
+        )
+        for family in FAMILIES
+        for dtype in ("float32", "bfloat16")
+        for engines in (2, 4)
+        for options in ({}, {"speculative": NGRAM}, {"overlap": True})
+        if not options or (engines == 2 and family in ("qwen3_moe", "qwen3_next"))
+    ],
+)  # fmt: skip
+def test_engines_that_share_experts_give_the_bits_of_one(
+    pool, folder_of, on_one_engine, family, dtype, engines, options
+):
+    with running(pool, shared(folder_of(family), engines, dtype=dtype, **options)) as group:
+        outcome = run_rounds(group)
+        stats = group.group.all_stats()
+    assert outcome.bits() == on_one_engine(family, dtype).bits()
+    assert len(set(outcome.tokens["greedy"])) > 2, "output that repeats one token would prove nothing"
+    assert outcome.cached > 0 or family == "qwen3_next"
+    assert stats[0].generation_tokens < sum(map(len, outcome.tokens.values())), "other engines answered too"
+
+
+def test_a_request_alone_is_computed_by_one_engine_and_served_by_the_other(pool, folder_of):
+    with running(pool, shared(folder_of("qwen3_moe"), 2)) as group:
+        for i in range(3):
+            run(group, {f"{i}": ([5, 6, 7 + i], {})}, Outcome())  # type: ignore[arg-type]
+        assert group.stats().generation_tokens == 3 * MAX_TOKENS
+        wait_until(lambda: len(group.group.all_stats()) == 2)
+        assert group.group.all_stats()[1].steps == 0, "it serves without steps of its own"
+
+
+@pytest.mark.parametrize("determinism", [None, "strict"])
+def test_engines_that_talk_through_gloo_give_the_tokens_of_one(pool, folder_of, on_one_engine, determinism):
+    config = shared(folder_of("qwen3_moe"), 2, determinism=determinism)
+    with running(pool, config, shared_memory=False) as group:
+        assert run_rounds(group).tokens == on_one_engine("qwen3_moe", "float32").tokens
+
+
+def test_aborted_requests_end_in_every_engine_and_the_others_go_on(pool, folder_of, on_one_engine):
+    with running(pool, shared(folder_of("qwen3_moe"), 2)) as group:
+        for i in range(4):
+            params = SamplingParams(max_tokens=200, ignore_eos=True)
+            group.add(GenerateRequest(request_id=f"endless {i}", prompt=[3, 4, 5 + i], params=params))
+        seen: set[str] = set()
+        while len(seen) < 4:
+            seen |= {event.delta.request_id for event in group.step()}
+        for i in range(4):
+            group.group.abort(f"endless {i}")
+        assert not group.has_work
+        assert run_rounds(group).bits() == on_one_engine("qwen3_moe", "float32").bits()
+
+
+@pytest.mark.slow
+def test_the_death_of_an_engine_ends_the_group_with_an_error_and_a_new_group_replays_to_the_same_text(folder_of):
+    folder = str(folder_of("qwen3_moe"))
+    options = {"dtype": "float32", "determinism": "strict", "num_threads": 1, "device": "cpu", "block_size": 4,
+               "max_num_seqs": 8, "num_blocks": 256}  # fmt: skip
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
+    prompts = [[5, 6, 7 + i] for i in range(16)]
+    with LLM(folder, **options) as alone:
+        expected = [request.outputs[0].token_ids for request in alone.generate(prompts, params, progress=False)]
+    with LLM(folder, data_parallel=4, expert_parallel=True, **options) as llm:
+        assert llm._ranks is not None
+        victim = llm._ranks.processes[1]
+        lengths = [params if i else replace(params, max_tokens=5) for i in range(len(prompts))]  # one ends first
+        jobs = [(llm.request(prompt, p), p) for prompt, p in zip(prompts, lengths, strict=True)]
+        done = llm.run(jobs, progress=False)
+        next(done)
+        os.kill(victim.pid, signal.SIGKILL)
+        with pytest.raises(EngineUnavailable, match=r"rank \d"):
+            list(done)
+    with LLM(folder, data_parallel=4, expert_parallel=True, **options) as again:
+        found = [request.outputs[0].token_ids for request in again.generate(prompts, params, progress=False)]
+    assert found == expected
+
+
+def test_what_engines_cannot_share_is_refused_before_a_process_starts(folder_of, tmp_path):
+    with pytest.raises(ConfigError, match="data_parallel must be 1 for LlamaForCausalLM, which has no experts"):
+        LLM(str(make_model(tmp_path, "llama")), data_parallel=2, expert_parallel=True, device="cpu")
+    with pytest.raises(StartupError, match="data_parallel must be at most the model's number of experts"):
+        LLM(str(folder_of("qwen3_moe")), data_parallel=64, expert_parallel=True, device="cpu")

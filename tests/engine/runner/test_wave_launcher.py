@@ -1,0 +1,138 @@
+"""Threads that launch the steps of engines which share experts: they step together, and sleep together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.tp_group import TPGroup
+from engine.errors import EngineUnavailable
+from engine.runner.launching import wave_launcher
+from engine.runner.launching.wave_launcher import WaveLauncher
+from tests.engine.offline.test_rank_processes import wait_until
+
+TIMEOUT_S = 30.0
+
+
+class Engine:
+    """One of several engines whose steps only note themselves."""
+
+    def __init__(self, group: DataParallelGroup):
+        self.group, self.steps, self.begun = group, list[str](), list[int | None]()
+        self.fails = False
+        exchange = group.expert_exchange
+        assert exchange is not None
+        begin = exchange.begin
+
+        def noting(rows: int | None) -> bool:
+            self.begun.append(rows)
+            return begin(rows)
+
+        exchange.begin = noting  # type: ignore[method-assign]
+        runner: Any = SimpleNamespace(
+            model=nn.Module(), device=SimpleNamespace(set_current=lambda: None), launch=self._launch
+        )
+        self.launcher = WaveLauncher(runner, group)
+
+    def _launch(self, inputs: Any) -> Any:
+        if self.fails:
+            raise ValueError("a step failed")
+        self.steps.append(inputs.name)
+        return inputs.name
+
+    def launch(self, name: str, rows: int = 1) -> Any:
+        return self.launcher.launch(SimpleNamespace(name=name, batch=SimpleNamespace(positions=[0] * rows)))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.launcher.close()
+        self.group.close()
+
+
+@contextmanager
+def engines(size: int) -> Iterator[list[Engine]]:
+    first = TPGroup.listen(size, device="cpu")
+    with ThreadPoolExecutor(size) as pool:
+        others = [pool.submit(TPGroup.connect, r, size, first.address, TIMEOUT_S, device="cpu") for r in range(1, size)]
+        first.join(TIMEOUT_S)
+        ranks = [first, *(other.result() for other in others)]
+        found = [Engine(group) for group in pool.map(DataParallelGroup, ranks)]
+    try:
+        yield found
+    finally:
+        for engine in found:
+            engine.close()
+
+
+def asleep(found: list[Engine]) -> bool:
+    """Whether no wave is under way: all engines have said in the same step that they have none."""
+    return (
+        all(engine.begun and engine.begun[-1] is None for engine in found)
+        and len({len(engine.begun) for engine in found}) == 1
+    )
+
+
+def test_engines_without_requests_serve_one_that_has_some_and_then_all_sleep(monkeypatch):
+    monkeypatch.setattr(wave_launcher, "LATE_S", TIMEOUT_S)
+    with engines(3) as found:
+        assert not any(engine.begun for engine in found), "an idle engine waits without exchanges"
+        for name in "abc":
+            assert found[1].launch(name, rows=2).result(TIMEOUT_S) == name
+        found[1].launcher.rest()
+        wait_until(lambda: asleep(found))
+        assert [engine.steps for engine in found] == [[], ["a", "b", "c"], []]
+        assert found[1].begun == [2, 2, 2, None], "the others wait for it between two steps"
+        assert not any(found[0].begun) and not any(found[2].begun)
+        begun = len(found[0].begun)
+        found[0].launch("later").result(TIMEOUT_S)
+        found[0].launcher.rest()
+        wait_until(lambda: asleep(found) and len(found[0].begun) > begun)
+        assert found[0].steps == ["later"]
+
+
+def test_engines_that_start_at_the_same_time_share_their_steps():
+    with engines(2) as found:
+        for i in range(20):
+            launched = [engine.launch(str(i)) for engine in found]
+            for step in launched:
+                step.result(TIMEOUT_S)
+        for engine in found:
+            engine.launcher.rest()
+        wait_until(lambda: asleep(found))
+        assert [engine.steps for engine in found] == [[str(i) for i in range(20)]] * 2
+
+
+def test_an_engine_that_is_late_once_is_served_meanwhile(monkeypatch):
+    monkeypatch.setattr(wave_launcher, "LATE_S", 0.01)
+    with engines(2) as found:
+        found[0].launch("a").result(TIMEOUT_S)  # and it neither launches another step nor rests
+        assert found[1].launch("b").result(TIMEOUT_S) == "b"
+        found[1].launcher.rest()
+        wait_until(lambda: asleep(found))
+
+
+def test_a_step_that_fails_ends_its_engine_and_the_steps_of_all_others():
+    with engines(2) as found:
+        found[0].fails = True
+        with pytest.raises(ValueError, match="a step failed"):
+            found[0].launch("a").result(TIMEOUT_S)
+        with pytest.raises(EngineUnavailable, match="a step failed"):
+            found[0].launch("b")
+        with pytest.raises(EngineUnavailable, match="a step failed"):
+            found[0].launcher.rest()
+        found[0].close()
+        with pytest.raises(EngineUnavailable, match="rank 0 is gone"):
+            found[1].launch("c").result(TIMEOUT_S)
+
+
+def test_an_aborted_group_refuses_steps_with_the_reason():
+    with engines(2) as found:
+        found[0].group.abort("engine 1 died")
+        with pytest.raises(EngineUnavailable, match="engine 1 died"):
+            found[0].launch("a").result(TIMEOUT_S)

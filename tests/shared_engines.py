@@ -1,0 +1,54 @@
+"""Engines that share experts: the first in this process, the others in those of a RankPool."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.distributed.tp_group import TPGroup, group_options
+from engine.offline.engine_group import EngineGroup, start_engines, start_server
+from tests.rank_pool import TIMEOUT_S, RankPool
+
+
+class Engines:
+    """An EngineGroup as the tests of EngineCore use it."""
+
+    def __init__(self, group: EngineGroup):
+        self.group, core = group, group._core
+        self.model_config, self.scheduler = core.model_config, core.scheduler
+        self.add, self.step, self.stats = group.add, group.step, group.stats
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.group._live)
+
+
+@contextmanager
+def running(pool: RankPool, config: EngineConfig, **options: Any) -> Iterator[Engines]:
+    options = {**group_options(config), "device": "cpu", **options}
+    ranks = TPGroup.listen(config.world_size, **options)
+    for rank in range(1, config.world_size):
+        pool.call(rank, run_server, config, rank, ranks.address, options)
+    ranks.join(TIMEOUT_S)
+    group = start_engines(config, ranks)
+    try:
+        yield Engines(group)
+    finally:
+        with ranks.starting():
+            ranks.exchange("the test has ended")
+        group.close()
+    for rank in range(1, config.world_size):
+        pool.answer(rank)
+
+
+def run_server(config: EngineConfig, rank: int, address: str, options: dict[str, Any]) -> None:
+    ranks = TPGroup.connect(rank, config.world_size, address, TIMEOUT_S, **options)
+    server = start_server(config, ranks)
+    serving = threading.Thread(target=server.run)
+    serving.start()
+    ranks.exchange("")  # until the test has ended
+    server.stop()
+    serving.join(TIMEOUT_S)
