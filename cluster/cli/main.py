@@ -163,18 +163,23 @@ def doctor(
         str | None,
         typer.Option(help="Address of a Ray cluster. Default: $RAY_ADDRESS, or a cluster on this machine."),
     ] = None,
+    network_gbit: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Bandwidth of a node, in Gbit/s. Default: that of its GPUs' data sheets."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what this machine and its Ray cluster can run, and what is missing.
 
     Lists packages, GPUs, ports and the cluster's nodes. For a configuration, it also says whether its replicas fit, how
-    large their weights are, and how much KV cache remains. Exit code 1 if there is a problem.
+    large their weights are, how much KV cache remains, and on GPUs which layout (tensor and pipeline parallel, experts
+    over ranks) is expected to serve most. Exit code 1 if there is a problem.
 
     Example: manta doctor --config serve_config_pd.yaml
     """
     from cluster.cli.check.doctor import examine
 
-    findings = list(examine(config, address))
+    findings = list(examine(config, address, network_gbit))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch
     from cluster.simulator.planner import Candidate, Plan
     from cluster.simulator.results import PoolUse, Report
     from cluster.simulator.spec import GoodputSlo
+    from cluster.simulator.trace import Trace
 
 
 @with_flags
@@ -53,6 +55,10 @@ def simulate(
             raise InvalidParameter("--html", str(html), "left out with --plan, which has no single run to show")
         check_plan(options, max_gpus)
     traffic = find_trace(options)
+    if plan and options.tensor_parallel is None and options.cost is None:
+        options, told = with_layout(options, traffic, max_gpus)
+        if not as_json:
+            show("layouts of a replica, by formulas", *told)
     spec = make_cluster(options, traffic)
     with progress_bar() as progress:
         if plan:
@@ -76,6 +82,25 @@ def simulate(
     else:
         show_report(report, spec.slo)
     raise typer.Exit(1 if plan and found.best is None else 0)
+
+
+def with_layout(options: SimulationOptions, traffic: Trace, max_gpus: int) -> tuple[SimulationOptions, list[str]]:
+    """Return the options with the best layout of a replica, and what there is to say about it. The simulator knows
+    only tensor parallel ranks inside a machine, so other layouts are named, and not simulated."""
+    from cluster.cli.layouts import find_layouts, lines, machines_of
+    from cluster.planning.layouts import Load
+    from cluster.simulator.cost_model import find_card, find_model
+
+    cards = max_gpus // (2 if options.prefill_replicas else 1)  # of each pool
+    nodes, devices = max(1, cards // options.cards_per_node), min(options.cards_per_node, cards)
+    machines = machines_of(find_card(options.card), nodes, devices, options.network_gbit)
+    load = Load(context=traffic.longest, itl_s=options.tpot_ms / 1000, max_num_seqs=options.max_num_seqs)
+    found = find_layouts(find_model(options.model), machines, load)
+    known = next(layout for layout in found if layout.ranks == layout.tensor and layout.tensor_inside)
+    told = lines(found, load)
+    if known is not found[0]:
+        told.append(f"simulated: {known.name}, because the simulator knows neither stages nor sums between machines")
+    return replace(options, tensor_parallel=known.tensor), told
 
 
 def show_report(report: Report, slo: GoodputSlo) -> None:

@@ -197,13 +197,14 @@ class Card:
     memory: float  #: bytes
     network: float  #: bytes per second that one card can send to another machine through its own NIC
     host: float  #: bytes per second between the card and host memory, in each direction
+    peers: float  #: bytes per second that one card can send to others in its machine
 
 
 CARDS = {
-    "a100": Card(312e12, 2.039e12, 80e9, 25e9, 25e9),  # SXM 80 GB, 200 Gb/s, PCIe 4
-    "h100": Card(989e12, 3.35e12, 80e9, 50e9, 50e9),  # SXM, 400 Gb/s, PCIe 5
-    "h200": Card(989e12, 4.8e12, 141e9, 50e9, 50e9),
-    "l4": Card(121e12, 0.3e12, 24e9, 3.1e9, 25e9),  # 25 Gb/s, PCIe 4
+    "a100": Card(312e12, 2.039e12, 80e9, 25e9, 25e9, 300e9),  # SXM 80 GB, 200 Gb/s, PCIe 4, NVLink 3
+    "h100": Card(989e12, 3.35e12, 80e9, 50e9, 50e9, 450e9),  # SXM, 400 Gb/s, PCIe 5, NVLink 4
+    "h200": Card(989e12, 4.8e12, 141e9, 50e9, 50e9, 450e9),
+    "l4": Card(121e12, 0.3e12, 24e9, 3.1e9, 25e9, 25e9),  # 25 Gb/s, PCIe 4, no NVLink
 }
 
 
@@ -218,6 +219,8 @@ class ModelShape:
     weight_bytes: float
     heads: int
     kv_heads: int
+    layers: int
+    hidden: int
     config: ModelConfig | None = None  #: of a model folder
 
     @classmethod
@@ -225,7 +228,8 @@ class ModelShape:
         """Return the shape of a dense model in bfloat16."""
         kv_bytes = 2 * 2 * layers * kv_heads * head_dim
         pair_flops = 4.0 * layers * heads * head_dim
-        return cls(parameters, parameters, pair_flops, kv_bytes, 2 * parameters, heads, kv_heads)
+        sizes = heads, kv_heads, layers, heads * head_dim
+        return cls(parameters, parameters, pair_flops, kv_bytes, 2 * parameters, *sizes)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelShape:
@@ -243,7 +247,8 @@ class ModelShape:
         reading = zip(layers_reading(cfg), cfg.kv_groups, strict=True)
         pair_flops = 4.0 * cfg.num_heads * sum(layers * group.spec.head_dim for layers, group in reading)
         kv_bytes = cfg.kv_bytes_per_token(item)
-        return cls(total, active, pair_flops, kv_bytes, item * total, cfg.num_heads, cfg.num_kv_heads, cfg)
+        sizes = cfg.num_heads, cfg.num_kv_heads, cfg.num_layers, cfg.hidden_size
+        return cls(total, active, pair_flops, kv_bytes, item * total, *sizes, cfg)
 
 
 MODELS = {

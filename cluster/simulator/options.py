@@ -74,7 +74,13 @@ class SimulationOptions:
         **ENGINE,
     )
     card: str = option("h100", "a100, h100, h200 or l4.", **ENGINE)
-    tensor_parallel: int = option(1, "Cards per replica.", **ENGINE, min=1)
+    tensor_parallel: int | None = option(
+        None,
+        "Cards per replica. Default: 1, or with --plan the number with which a card computes most tokens per second.",
+        **ENGINE,
+        min=1,
+    )
+    cards_per_node: int = option(8, "Cards of a machine, for the layout that --plan chooses.", **ENGINE, min=1)
     cost: Path | None = option(
         None,
         "File with the measured cost of steps, written by `python -m benchmarks.simulator.fit`. "

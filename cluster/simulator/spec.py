@@ -128,16 +128,17 @@ def check_plan(options: SimulationOptions, max_gpus: int) -> None:
     for flag, value, what in changing:
         if value:
             raise InvalidParameter(flag, value, f"left out with --plan, because planned clusters have a fixed {what}")
-    min_gpus = options.tensor_parallel * (2 if options.prefill_replicas else 1)
+    min_gpus = (options.tensor_parallel or 1) * (2 if options.prefill_replicas else 1)
     if max_gpus < min_gpus:
-        limit = f"at least {min_gpus}, the GPUs of the smallest cluster (--tensor-parallel {options.tensor_parallel})"
+        cards = options.tensor_parallel or 1
+        limit = f"at least {min_gpus}, the GPUs of the smallest cluster (--tensor-parallel {cards})"
         raise InvalidParameter("--max-gpus", max_gpus, limit)
 
 
 def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
     """Return the cluster described by the options. Raises ServingError."""
     _check(options)
-    model, card, ranks = find_model(options.model), find_card(options.card), options.tensor_parallel
+    model, card, ranks = find_model(options.model), find_card(options.card), options.tensor_parallel or 1
     _check_ranks(ranks, model.heads, model.kv_heads, options.model)
     engine = EngineConfig(
         block_size=options.block_size,
@@ -259,6 +260,6 @@ def _too_small(options: SimulationOptions, longest: int, capacity: int) -> Inval
         return InvalidParameter("--num-blocks", options.num_blocks, limit)
     limit = (
         f"enough cards for the weights and the KV of the longest request of --trace ({longest} tokens; "
-        f"{capacity} fit on {options.tensor_parallel} {options.card})"
+        f"{capacity} fit on {options.tensor_parallel or 1} {options.card})"
     )
-    return InvalidParameter("--tensor-parallel", options.tensor_parallel, limit)
+    return InvalidParameter("--tensor-parallel", options.tensor_parallel or 1, limit)

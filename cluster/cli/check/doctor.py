@@ -16,6 +16,7 @@ import torch
 from packaging.requirements import Requirement
 
 from cluster.cli.check.finding import Finding
+from cluster.cli.check.layout_fit import check_layouts
 from cluster.cli.check.model_fit import check_models
 from cluster.cli.check.names import check_distributions, check_folder
 from cluster.cli.check.nodes import find_nodes
@@ -31,9 +32,9 @@ EXTRAS = {"nixl": "KV between pools over RDMA", "otel": "traces"}
 GPU_QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
 
 
-def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
+def examine(config: Path | None, address: str | None, network_gbit: float | None = None) -> Iterator[Finding]:
     """Examine machine, cluster and configuration. address: address of a Ray cluster; None for one on this machine, if
-    any.
+    any. network_gbit: bandwidth of a node; None for that of its cards' data sheets.
 
     Raises StartupError if there is no cluster at `address`.
     """
@@ -60,7 +61,7 @@ def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
             names = check_serve_config(serve_config)
             yield Finding("ok", "configuration", f"{config} is fine; models: {', '.join(names)}")
             here = found is None or (address is None and len(found) == 1)
-            yield from check_fit(serve_config, nodes, here=here)
+            yield from check_fit(serve_config, nodes, here=here, network_gbit=network_gbit)
         except StartupError as error:
             yield Finding("problem", "configuration", str(error))
     if found is None:  # else the running cluster occupies the ports itself
@@ -68,12 +69,18 @@ def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
 
 
 def check_fit(
-    serve_config: Mapping[str, Any], nodes: Sequence[Node] | None = None, *, here: bool = True
+    serve_config: Mapping[str, Any],
+    nodes: Sequence[Node] | None = None,
+    *,
+    here: bool = True,
+    network_gbit: float | None = None,
 ) -> Iterator[Finding]:
-    """Check whether the models of a configuration fit. nodes: nodes of the cluster, by default this machine. here:
-    whether the nodes are this machine."""
+    """Check whether the models of a configuration fit, and say which layout suits them. nodes: nodes of the cluster, by
+    default this machine. here: whether the nodes are this machine. network_gbit: bandwidth of a node."""
     for _, application in ours(serve_config):
-        yield from check_models(AppConfig.of(application), nodes or [this_machine()], here=here)
+        config = AppConfig.of(application)
+        yield from check_models(config, nodes or [this_machine()], here=here)
+        yield from check_layouts(config, nodes or [this_machine()], network_gbit)
 
 
 def check_packages() -> Iterator[Finding]:

@@ -116,6 +116,24 @@ def test_a_plan_says_that_two_pools_were_not_tried_and_what_tries_them():
     assert "two pools: none is good enough" in said
 
 
+def test_a_plan_chooses_the_layout_of_a_replica_and_says_why():
+    options = ["simulate", *FEW, "--plan", "--model", "llama-3.1-70b"]
+    said = " ".join(CliRunner().invoke(cli.app, options, env={"COLUMNS": "400"}).stdout.split())
+    assert "best: tensor_parallel 4: 32.9 GiB of weights per rank, 3840 KiB per token inside a node" in said
+    assert "because on 2 ranks weights and KV do not fit" in said
+    assert "one pool: 1 replica, 4 GPUs" in said
+    assert "best:" not in CliRunner().invoke(cli.app, [*options, "--tensor-parallel", "8"]).stdout
+
+
+def test_a_plan_names_a_layout_that_the_simulator_does_not_know():
+    options = ["--plan", "--model", "llama-3.1-70b", "--card", "l4", "--cards-per-node", "4", "--network-gbit", "1"]
+    result = CliRunner().invoke(cli.app, ["simulate", *FEW, *options, "--tpot-ms", "2000"], env={"COLUMNS": "400"})
+    said = " ".join(result.stdout.split())
+    assert "best: tensor_parallel 4, pipeline_parallel 2: " in said
+    assert "simulated: tensor_parallel 4, because the simulator knows neither stages nor sums between machines" in said
+    assert "tensor_parallel must be enough cards for 141 GB of weights" in str(result.exception)
+
+
 def test_every_option_is_a_flag_with_a_help_text_and_its_default():
     shown = " ".join(CliRunner().invoke(cli.app, ["simulate", "--help"], env={"COLUMNS": "400"}).stdout.split())
     for field in fields(SimulationOptions):
