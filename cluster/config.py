@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cluster.autoscaling.slo import POLICIES, POLICY, Limits, PoolSettings, RoleSettings, Slo
+from deployments.billing.prices import FREE, Prices
 from deployments.console.config import ConsoleConfig
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields, expected
@@ -17,10 +18,11 @@ from deployments.multimodal.config import ImageConfig
 from deployments.observability.tracing import TracingConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.formats.families import ReasoningParserName, ToolCallParserName
+from deployments.quotas.limits import KeyLimits
 from deployments.routing.config import Role, RoutingConfig
 from deployments.storage.config import StoreConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
-from engine.errors import ConfigError, without_credentials
+from engine.errors import ConfigError, Described, without_credentials
 from engine.model.checkpoint import smollm2
 from placement.console_log import LogConfig, LogFormat, LogLevel
 from placement.spec import GroupSpec, Strategy
@@ -55,6 +57,7 @@ EngineSection = _section_of(EngineConfig, without={"model", "handoff", "encode"}
 HandoffSection = _section_of(HandoffConfig, without={"role"})
 RoutingSection = _section_of(RoutingConfig, without=set())
 ImageSection = _section_of(ImageConfig, without=set())
+PricesSection = _section_of(Prices, without=set())
 
 
 class PoolSection(Section):
@@ -126,6 +129,7 @@ class IngressSection(Section):
         default=None, min_length=1
     )  #: file of keys, on every node with an ingress; without keys every client is admitted
     api_keys: list[str] = Field(default=[])  #: more keys, in the form of that file's lines (`manta hash-key`)
+    key_limits: dict[str, KeyLimits] = Field(default={})  #: limits by the names of keys (docs/quotas.md)
     console: bool = True  #: serve the page at `/` (docs/console.md)
     console_texts: bool = False
     """Show prompts and outputs of requests on the console's page and in `manta explain`, to everyone who has a key."""
@@ -133,7 +137,9 @@ class IngressSection(Section):
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)  #: limit for a request's body that is not a file
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: limit for a file; body_timeout_s grows in proportion
     body_timeout_s: float = Field(default=60.0, gt=0)  #: time for a request's body to arrive; else 408
-    admin_keys: list[str] = Field(default=[])  #: names of keys that may load and unload LoRA adapters; empty for all
+    admin_keys: list[str] = Field(default=[])
+    """Names of keys that may load and unload LoRA adapters, empty for all; and that may make and change API keys."""
+    allow_runtime_key_updating: bool = False  #: admin_keys may make API keys and change limits (docs/quotas.md)
     allow_runtime_lora_updating: bool = False  #: requests may load and unload LoRA adapters (docs/lora.md)
     cors_origins: list[str] = Field(default=[])  #: origins of web pages that may send requests; `*` for all
     unknown_fields: UnknownFields = "ignore"  #: `ignore` or `refuse` request fields that no API here has
@@ -156,6 +162,7 @@ class IngressSection(Section):
             api_keys_file=self.api_keys_file,
             api_keys=tuple(self.api_keys),
             admin_keys=tuple(self.admin_keys),
+            allow_key_updating=self.allow_runtime_key_updating,
             allow_lora_updating=self.allow_runtime_lora_updating,
             root_path=self.root_path,
             max_body_bytes=self.max_body_bytes,
@@ -163,9 +170,31 @@ class IngressSection(Section):
             body_timeout_s=self.body_timeout_s,
             cors_origins=tuple(self.cors_origins),
             unknown_fields=self.unknown_fields,
+            key_limits=self.key_limits,
+            num_ingresses=self.num_replicas,
         )
         auth.keys()
         return auth
+
+    def check_limits(self, models: list[ModelSection]) -> None:
+        """Raise ConfigError for limits of keys that could not be kept."""
+        if self.allow_runtime_key_updating and not self.admin_keys:
+            raise ConfigError("ingress.admin_keys", [], "at least one name, because of allow_runtime_key_updating")
+        if self.allow_runtime_key_updating and self.store is None:
+            raise ConfigError("ingress.store", None, "given, because it keeps the keys of allow_runtime_key_updating")
+        if self.key_limits and self.api_keys_file is None and not self.api_keys:
+            raise ConfigError("ingress.api_keys_file", None, "given, or ingress.api_keys, because of key_limits")
+        if self.key_limits and self.num_replicas > 1 and self.store is None:
+            raise ConfigError("ingress.store", None, "given, because several ingresses share the key_limits")
+        for name, limits in self.key_limits.items():
+            path, unpriced = f"ingress.key_limits.{name}", [model.name for model in models if not model.has_prices]
+            if unpriced and any(budget.max_budget is not None for budget in limits.budget_limits):
+                limit = f"left out, because model {unpriced[0]!r} has no prices; max_engine_seconds needs none"
+                raise ConfigError(f"{path}.budget_limits.max_budget", Described("a number"), limit)
+            by_priority = any(model.engine_config().scheduling_policy == "priority" for model in models)
+            if limits.priority and not by_priority:
+                limit = "0, because no model has the scheduling_policy priority"
+                raise ConfigError(f"{path}.priority", limits.priority, limit)
 
     def store_config(self) -> StoreConfig:
         """Return the options of the store of responses and answers. Raises ConfigError."""
@@ -235,6 +264,7 @@ class ModelSection(Section):
     lora_modules: list[LoraModule] = Field(default=[])  #: LoRA adapters; a mapping of names to paths also works
     lora: LoraSection = LoraSection()  #: other sources of LoRA adapters (docs/lora.md)
     slo: SloSection = SloSection()  #: latency targets of autoscaling: `ttft_ms`, `itl_ms` (docs/autoscaling.md)
+    prices: PricesSection = PricesSection()  # type: ignore[valid-type]  #: money for costs (docs/costs.md)
     sdc_check_every: int | None = Field(default=None, ge=1)
     """Recompute one in this many answers on another replica while all replicas are idle, to detect silent data
     corruption; for example 1000 (docs/sdc_check.md)."""
@@ -253,6 +283,18 @@ class ModelSection(Section):
     @classmethod
     def _list_modules(cls, given: Any) -> Any:
         return [{"name": name, "path": path} for name, path in given.items()] if isinstance(given, dict) else given
+
+    @property
+    def has_prices(self) -> bool:
+        return self.price_list() != FREE
+
+    def price_list(self) -> Prices:
+        """Return the prices. Raises ConfigError if one is negative."""
+        prices: dict[str, float] = dict(self.prices)
+        for name, price in prices.items():
+            if price < 0:
+                raise ConfigError(f"prices.{name} of model {self.name!r}", price, "at least 0")
+        return Prices(**prices)
 
     @property
     def has_adapters(self) -> bool:
@@ -292,6 +334,7 @@ class ModelSection(Section):
 
     def check(self, path: str) -> None:
         """Raise ConfigError for contradictory keys. path: position of this section."""
+        self.price_list()
         for role, pool in self.pools.items():
             pool.check(f"{path}.{role}")
             try:
@@ -525,6 +568,7 @@ class AppConfig(Section):
             tracing.check_installed()
         config.ingress.store_config()
         config.ingress.image_config()
+        config.ingress.check_limits(config.models)
         return config
 
 
@@ -549,8 +593,12 @@ def _path(location: tuple[int | str, ...]) -> str:
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:
     """Return the keys of the section at `location`."""
     section: Any = AppConfig
+    is_name = False  # of an entry of a mapping
     for part in location:
-        if isinstance(part, str):
+        if isinstance(part, str) and not is_name:
             annotation = section.model_fields[part].annotation
-            section = next(iter(get_args(annotation)), annotation)
+            is_name = get_origin(annotation) is dict
+            section = next(iter(get_args(annotation)[is_name:]), annotation)
+        else:
+            is_name = False
     return list(section.model_fields)

@@ -82,6 +82,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,
         adapters=_adapters(model) if engine.enable_lora else None,
+        prices=model.price_list(),
     )
 
 

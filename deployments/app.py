@@ -17,13 +17,15 @@ from deployments.adapters.table import AdapterTable, MemoryTable
 from deployments.anthropic.routes import AnthropicRoutes
 from deployments.console.config import ConsoleConfig
 from deployments.console.routes import ConsoleRoutes
+from deployments.frontend.managed_keys import ManagedKeys
 from deployments.hold_routes import HoldRoutes
 from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
 from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.middleware import AuthConfig, AuthMiddleware, RootPathMiddleware
-from deployments.http.route import add_routes
+from deployments.http.route import Route, add_routes
 from deployments.jobs.jobs import Jobs
+from deployments.key_routes import KeyRoutes
 from deployments.observability.telemetry import MetricsMiddleware, Telemetry
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.routes import BatchRoutes
@@ -35,6 +37,7 @@ from deployments.openai.served_models import ServedModels
 from deployments.openapi import openapi_document
 from deployments.operator_routes import OperatorRoutes
 from deployments.pooling.routes import PoolingRoutes
+from deployments.quotas.quotas import Quotas
 from deployments.storage.config import StoreConfig, open_store
 from engine.errors import ServingError
 
@@ -56,11 +59,16 @@ def http_app(
     api_keys = auth.keys()
     served, values = ServedModels(models, tables), open_store(store)
     telemetry.stats.store_errors = values.errors
-    jobs = Jobs(values, store.idempotency_ttl_s)
+    jobs, quotas = Jobs(values, store.idempotency_ttl_s), Quotas(values, auth.key_limits, auth.num_ingresses)
     idempotent = IdempotentRoutes(jobs)
     batch_routes = BatchRoutes(app, served, batches, auth, values if values.shared else None)
-    app.router.lifespan_context = _then(app.router.lifespan_context, jobs.close)
+    app.router.lifespan_context = _then(app.router.lifespan_context, quotas.close, jobs.close)
     stored = ResponseStore(values, store.response_ttl_s)
+    key_routes: list[Route] = []
+    if api_keys is not None and auth.allow_key_updating:
+        managed = ManagedKeys(values, api_keys, quotas, auth.key_limits)
+        app.router.lifespan_context = _inside(app.router.lifespan_context, managed.followed)
+        key_routes = KeyRoutes(managed, quotas, auth.admin_keys).routes()
     routes = [
         *OpenAIRoutes(served, idempotent, auth.unknown_fields).routes(),
         *PoolingRoutes(served, auth.unknown_fields).routes(),
@@ -69,6 +77,7 @@ def http_app(
         *idempotent.routes(),
         *batch_routes.routes(),
         *(AdapterRoutes(served, auth.admin_keys, auth.unknown_fields).routes() if auth.allow_lora_updating else []),
+        *key_routes,
         *HoldRoutes(served).routes(),
         *OperatorRoutes(served, telemetry).routes(),
         *(ConsoleRoutes(served, telemetry, console).routes() if console.enabled else []),
@@ -84,7 +93,7 @@ def http_app(
     async def on_error(request: Request, error: Exception) -> Response:
         return error_response(error, request.scope)
 
-    app.add_middleware(AuthMiddleware, api_keys=api_keys, config=auth)
+    app.add_middleware(AuthMiddleware, api_keys=api_keys, quotas=quotas, config=auth)
     if auth.cors_origins:  # outside the check of keys: a browser's preflight request has no key
         app.add_middleware(CORSMiddleware, allow_origins=auth.cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(MetricsMiddleware, telemetry=telemetry)  # it sees every response
@@ -93,10 +102,23 @@ def http_app(
     return app
 
 
-def _then(
-    lifespan: Callable[[Any], AbstractAsyncContextManager[Any]], close: Callable[[], Awaitable[None]]
+def _inside(
+    lifespan: Callable[[Any], AbstractAsyncContextManager[Any]], block: Callable[[], AbstractAsyncContextManager[None]]
 ) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
-    """Return the lifespan of an application, extended by a call of `close` at its end."""
+    """Return the lifespan of an application inside this block."""
+
+    @asynccontextmanager
+    async def both(app: FastAPI) -> AsyncGenerator[Any]:
+        async with block(), lifespan(app) as state:
+            yield state
+
+    return both
+
+
+def _then(
+    lifespan: Callable[[Any], AbstractAsyncContextManager[Any]], *closes: Callable[[], Awaitable[None]]
+) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
+    """Return the lifespan of an application, extended by these calls at its end, in this order."""
 
     @asynccontextmanager
     async def both(app: FastAPI) -> AsyncGenerator[Any]:
@@ -104,6 +126,7 @@ def _then(
             async with lifespan(app) as state:
                 yield state
         finally:
-            await close()
+            for close in closes:
+                await close()
 
     return both

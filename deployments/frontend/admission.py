@@ -108,6 +108,10 @@ class Admission:
         """Count output tokens against the client of a running request."""
         self._queue.charge(queued, output_tokens)
 
+    def settle(self, queued: QueuedRequest, seconds: float) -> None:
+        """Charge a request that has just ended with the time of the engines that it has taken, instead of tokens."""
+        self._queue.settle(queued, seconds)
+
     def _start(self) -> None:
         """Start the requests that may run now. Called after every change of the queue."""
         for queued in self._queue.start():

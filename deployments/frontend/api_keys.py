@@ -57,6 +57,8 @@ class ApiKeys:
         self._polled_at = time.monotonic()
         self._version: _Version | None = None
         self._keys: dict[str, ApiKey] = {}  # by digest
+        self.managed: dict[str, ApiKey] = {}
+        """Keys that were made while the server runs, by digest."""
         if path is None:
             return
         self._version, self._keys = _read(path)
@@ -70,9 +72,8 @@ class ApiKeys:
             raise InvalidApiKey("this server wants an API key: Authorization: Bearer <key>, or X-Api-Key: <key>")
         digest = hash_key(key)
         # compare with all keys, each in constant time, so that the time reveals nothing about them
-        matches = [
-            found for known, found in [*self._fixed.items(), *self._keys.items()] if hmac.compare_digest(known, digest)
-        ]
+        every = [*self._fixed.items(), *self._keys.items(), *self.managed.items()]
+        matches = [found for known, found in every if hmac.compare_digest(known, digest)]
         if not matches:
             raise InvalidApiKey("the API key is unknown")
         return matches[0]
@@ -81,7 +82,8 @@ class ApiKeys:
         """Return the models to which the keys of this name are limited; None for all models. Several keys may have this
         name."""
         self._reload_if_changed()
-        limits = [key.models for key in (*self._fixed.values(), *self._keys.values()) if key.name == name]
+        every = (*self._fixed.values(), *self._keys.values(), *self.managed.values())
+        limits = [key.models for key in every if key.name == name]
         return None if None in limits or not limits else frozenset().union(*filter(None, limits))
 
     def _reload_if_changed(self) -> None:

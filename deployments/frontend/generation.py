@@ -10,6 +10,7 @@ from deployments.frontend.inboxes import Inbox
 from deployments.frontend.sequence import Aborted, AttemptError, Record, Sequence, SequenceContext, Usage
 from deployments.frontend.sequence_metrics import Reason
 from deployments.observability.telemetry import current_request
+from deployments.quotas.key_quota import Demand, Used, current_quota
 from engine.errors import Overloaded
 from engine.text.text_stream import TextChunk
 from engine.wire.messages import GenerateRequest, TokenDelta
@@ -32,8 +33,10 @@ class LiveGeneration:
         self.usage = Usage(
             prompt_tokens=sum(len(requests[0].prompt) for requests in prompts),
             has_prediction=bool(prompts[0][0].prediction),
+            prices=context.prices,
         )
         http, self._sequences = current_request(), dict[str, Sequence]()  # by request id of the present attempt
+        self._quota = current_quota()
         for requests in prompts:
             context.stats.histograms["request_params_n"].observe(len(requests))
             for request in requests:
@@ -43,6 +46,7 @@ class LiveGeneration:
                 self._sequences[request.request_id] = sequence
         self._admission, self._channel, self._client = context.admission, context.channel, client
         self._num_unfinished = len(self._sequences)
+        self._demand = Demand(self.usage.prompt_tokens, len(self._sequences), prompts[0][0].params.max_tokens)
         self._timed_out = False
         self._lost: list[Sequence] = []  # whose attempts were lost when the present deltas were taken
         self.admitted = asyncio.Event()  #: set once the request is admitted
@@ -60,7 +64,10 @@ class LiveGeneration:
             for metrics in all_metrics:
                 metrics.waits()
             left_s = self._left_s()
-            async with self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as queued:
+            async with (
+                self._quota.charged(self._demand, self._used),
+                self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as queued,
+            ):
                 self.admitted.set()
                 for metrics in all_metrics:
                     metrics.admitted()
@@ -74,6 +81,8 @@ class LiveGeneration:
                             if (chunk := self._take(delta, inbox)) is not None:
                                 self._admission.charge(queued, len(chunk.token_ids))
                                 yield chunk
+                if len(self.usage.costs) >= len(self._sequences):
+                    self._admission.settle(queued, self.usage.cost.compute_s)
         except Aborted:
             raise  # counts as `abort`
         except Exception as error:
@@ -82,6 +91,12 @@ class LiveGeneration:
         finally:
             for metrics in all_metrics:
                 metrics.ended(left, failure)
+
+    def _used(self) -> Used:
+        """Return what the request has used so far."""
+        usage, cost = self.usage, self.usage.cost
+        money = usage.prices.of(cost)
+        return Used(self.admitted.is_set(), usage.prompt_tokens, usage.completion_tokens, cost.compute_s, money)
 
     @contextmanager
     def _inbox(self) -> Iterator[Inbox]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.billing.prices import FREE, Prices
 from deployments.frontend.admission import Admission
 from deployments.frontend.inboxes import Inbox, Inboxes
 from deployments.frontend.retry import RetryState, TokensLost
@@ -51,6 +52,7 @@ class SequenceContext:
     max_replays: int
     """Maximum number of times that a sequence resumes in another engine."""
     sdc_check: SdcCheck | None = None
+    prices: Prices = FREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,12 @@ class Usage:
 
     costs: dict[str, SequenceCost] = field(default_factory=dict)
     """What each attempt has cost, as far as its engine has reported it, by request id."""
+    prices: Prices = FREE
+
+    @property
+    def cost(self) -> SequenceCost:
+        """What all attempts have cost."""
+        return SequenceCost.total(self.costs.values())
 
     def count_holds(self, index: int, delta: TokenDelta) -> None:
         """Record the outcomes of holds, which a sequence's first delta from each engine reports."""

@@ -15,6 +15,7 @@ from starlette.types import Scope
 
 from deployments.frontend.sequence import ReportedError
 from deployments.observability.telemetry import CLIENT_LEFT
+from deployments.quotas.errors import QuotaExceeded
 from engine.errors import BodyTimeout, Overloaded, PromptTooLong, ServingError, UnsupportedMediaType
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,8 @@ def error_response(error: Exception, scope: Scope) -> Response:
     if status in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
         headers["Retry-After"] = str(math.ceil(retry_after_s))
-    if status in (408, 409):  # OpenAI's clients would retry by themselves, in vain
+    budget = isinstance(error, QuotaExceeded) and error.budget
+    if status in (408, 409) or budget:  # OpenAI's clients would retry by themselves, in vain
         headers["X-Should-Retry"] = "false"
     if isinstance(error, BodyTimeout):
         headers["Connection"] = "close"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -13,9 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.api_keys import ApiKeys
 from deployments.http.context import ALLOWED_MODELS, API_KEY_NAME, BACKGROUND_CLIENT
-from deployments.http.errors import error_response, get_path
+from deployments.http.errors import error_response, get_path, is_anthropic
 from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
 from deployments.http.validation import UnknownFields
+from deployments.quotas.key_quota import NO_QUOTA, NoQuota
+from deployments.quotas.limits import KeyLimits
+from deployments.quotas.quotas import Quotas, current
 from engine.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -37,7 +41,9 @@ class AuthConfig:
     api_keys: tuple[str, ...] = ()
     """Further keys, as lines of such a file. Without any keys all clients are admitted."""
     admin_keys: tuple[str, ...] = ()
-    """Names of the keys that may load and unload adapters; empty for all."""
+    """Names of the keys that may load and unload adapters, empty for all; and that may make and change keys."""
+    allow_key_updating: bool = False
+    """Whether requests with these keys may make and change keys."""
     allow_lora_updating: bool = False
     """Whether requests may load and unload adapters."""
     root_path: str = ""
@@ -51,6 +57,10 @@ class AuthConfig:
     """Origins of web pages that may send requests from a browser; `*` for all."""
     unknown_fields: UnknownFields = "ignore"
     """Whether fields that no API here has are ignored or refused."""
+    key_limits: Mapping[str, KeyLimits] = field(default_factory=dict)
+    """Limits by the names of keys."""
+    num_ingresses: int = 1
+    """Number of ingresses that share the limits."""
 
     def keys(self) -> ApiKeys | None:
         """Return the admitted keys; None to admit all clients. Raises ConfigError."""
@@ -112,32 +122,43 @@ class RootPathMiddleware:
 
 
 class AuthMiddleware:
-    """ASGI middleware that checks the API key and the body's size, and stores the key's name in the request's state."""
+    """ASGI middleware that checks the API key and the body's size, and stores the key's name in the request's state.
+    The limits of the key apply to what the request computes."""
 
-    def __init__(self, app: ASGIApp, api_keys: ApiKeys | None, config: AuthConfig):
-        self._app, self._api_keys, self._config = app, api_keys, config
+    def __init__(self, app: ASGIApp, api_keys: ApiKeys | None, quotas: Quotas, config: AuthConfig):
+        self._app, self._api_keys, self._quotas, self._config = app, api_keys, quotas, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            self._check(scope)
+            quota = self._check(scope)
         except ServingError as error:
             await error_response(error, scope)(scope, receive, send)
         else:
             limit = self._max_bytes(scope)
             timeout_s = self._config.body_timeout_s * max(1.0, limit / self._config.max_body_bytes)
-            await self._app(scope, _BodyLimit(receive, limit, timeout_s), send)
+            receive = _BodyLimit(receive, limit, timeout_s)
+            if quota is NO_QUOTA:
+                await self._app(scope, receive, send)
+                return
+            with current(quota):
+                await self._app(scope, receive, _with_headers(quota, is_anthropic(get_path(scope)), send))
 
-    def _check(self, scope: Scope) -> None:
-        """Check a request's headers. Raises InvalidApiKey, UnsupportedMediaType or BodyTooLarge."""
+    def _check(self, scope: Scope) -> NoQuota:
+        """Check a request's headers, and return the limits of its API key. Raises InvalidApiKey, UnsupportedMediaType
+        or BodyTooLarge."""
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
         if self._api_keys is not None and BACKGROUND_CLIENT in state:
             state[ALLOWED_MODELS] = self._api_keys.models_of(state.get(API_KEY_NAME, ""))
         elif self._api_keys is not None and not is_open(get_path(scope)):
             key = self._api_keys.find(_key(headers))
             state[API_KEY_NAME], state[ALLOWED_MODELS] = key.name, key.models
+        quota = NO_QUOTA
+        if self._quotas.limits and (name := state.get(API_KEY_NAME)) is not None:
+            quota = self._quotas.of(name)
+            state[ALLOWED_MODELS] = self._quotas.models_of(name, state.get(ALLOWED_MODELS))
         encoding = headers.get("content-encoding", "identity")
         if encoding.strip().lower() not in ("identity", ""):
             raise UnsupportedMediaType(encoding, "identity", "Content-Encoding")
@@ -145,9 +166,23 @@ class AuthMiddleware:
         limit = self._max_bytes(scope)
         if length.isdecimal() and len(length) < 20 and int(length) > limit:
             raise BodyTooLarge(limit)
+        return quota
 
     def _max_bytes(self, scope: Scope) -> int:
         return self._config.max_upload_bytes if get_path(scope) == UPLOAD_PATH else self._config.max_body_bytes
+
+
+def _with_headers(quota: NoQuota, anthropic: bool, send: Send) -> Send:
+    """Return a `send` that adds what is left of the limits to the response's headers."""
+
+    async def with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            more = quota.headers(anthropic=anthropic)
+            pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in more.items()]
+            message = {**message, "headers": [*message["headers"], *pairs]}
+        await send(message)
+
+    return with_headers
 
 
 class _BodyLimit:

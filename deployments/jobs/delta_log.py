@@ -81,7 +81,11 @@ class LoggedGeneration:
     ):
         """ids: ids of the events made of the chunks."""
         self.prompts = [requests[0].prompt for requests in prompts]
-        self.usage = Usage(prompt_tokens=sum(map(len, self.prompts)), has_prediction=bool(prompts[0][0].prediction))
+        self.usage = Usage(
+            prompt_tokens=sum(map(len, self.prompts)),
+            has_prediction=bool(prompts[0][0].prediction),
+            prices=frontend.prices,
+        )
         self._requests = [request for requests in prompts for request in requests]
         self._firsts = {id(requests[0]) for requests in prompts}
         self._frontend, self._log, self._ids = frontend, log, ids

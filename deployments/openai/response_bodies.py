@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from deployments.billing.prices import FREE
 from deployments.frontend.sequence import Usage
-from engine.wire.messages import SequenceCost
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -56,7 +56,7 @@ class CostDetails(msgspec.Struct):
 
     @classmethod
     def of(cls, usage: Usage) -> CostDetails:
-        cost = SequenceCost.total(usage.costs.values())
+        cost = usage.cost
         return cls(cost.compute_s, cost.kv_gib_s, cost.wasted_s)
 
 
@@ -67,6 +67,8 @@ class UsageBody(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
     holds: list[HoldBody] | msgspec.UnsetType = msgspec.UNSET
+    cost: float | msgspec.UnsetType = msgspec.UNSET
+    """Money by the model's prices, if it has any."""
     cost_details: CostDetails | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
@@ -87,6 +89,7 @@ class UsageBody(msgspec.Struct):
             ),
             completion_tokens_details=details,
             holds=HoldBody.all_of(usage),
+            cost=usage.prices.of(usage.cost) if with_cost and usage.prices != FREE else msgspec.UNSET,
             cost_details=CostDetails.of(usage) if with_cost else msgspec.UNSET,
         )
 

@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -17,6 +18,7 @@ import msgspec
 
 from deployments.adapters.adapter import Adapter
 from deployments.adapters.sources import AdapterSources
+from deployments.billing.prices import FREE, Prices
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
 from deployments.frontend.sdc_check import SdcCheck
@@ -37,6 +39,7 @@ from deployments.openai.holds.marked_text import MarkedText, common_prefix, hold
 from deployments.openai.response_bodies import DetokenizedText, Tokens
 from deployments.openai.sampling_body import INT32, GenerationBody
 from deployments.openai.template_body import TemplateBody, TokenizeBody
+from deployments.quotas.key_quota import current_quota
 from deployments.replicas.pools import EnginePool
 from engine.errors import (
     Described,
@@ -115,6 +118,7 @@ class ModelInfo:
     """Adapters of the model; None if its engines compute none."""
     adapter: Adapter | None = None
     """The adapter with which requests are computed; None for the model itself."""
+    prices: Prices = FREE
 
     def adapted(self, adapter: Adapter) -> ModelInfo:
         """Return the facts about the model with this adapter, which is listed as a separate model."""
@@ -158,6 +162,7 @@ class ServedModel:
             stats=stats,
             timelines=telemetry.timelines,
             max_replays=info.max_replays,
+            prices=info.prices,
             sdc_check=None
             if info.sdc_check_every is None
             else SdcCheck(info.sdc_check_every, pool, channel, self.admission, stats, exact=info.same_bits),
@@ -177,7 +182,8 @@ class ServedModel:
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run tokenization or detokenization in a thread, and return its result. The thread pool does nothing else, so
         that other work of an ingress, such as reading a file, never waits for long texts."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
+        call = partial(copy_context().run, work, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def check_priority(self, priority: int) -> None:
         """Raise InvalidParameter for a priority if the engines ignore priorities."""
@@ -189,7 +195,7 @@ class ServedModel:
 
         priority: priority that the client asks for. A background request gets a priority below all others.
         """
-        limit_s = self.info.request_timeout_s
+        limit_s, quota = self.info.request_timeout_s, current_quota()
         return GenerateRequest(
             # clients may reuse an id, but engines must never see two live requests with the same id
             request_id=f"{context.response_id}-{secrets.token_hex(4)}",
@@ -197,11 +203,12 @@ class ServedModel:
             reply_to=self.frontend.channel.address,
             client=context.client,
             timeout_s=min(context.timeout_s or limit_s, limit_s),
-            priority=0 if not self.info.has_priorities else INT32 if context.background else priority,
+            priority=0 if not self.info.has_priorities else INT32 if context.background else quota.lowered(priority),
             cache_salt=cache_salt,
             session_id=context.session_id,
             model=self.info.identity,
             lora=None if self.info.adapter is None else self.info.adapter.lora,
+            report_cost=quota.counts_cost,
         )
 
     async def check_health(self) -> None:
@@ -215,7 +222,7 @@ class ServedModel:
 
     async def chat(self, body: ChatBody, context: RequestContext) -> ChatOutput:
         """Start a chat. Raises RequestError, and Overloaded before any work is done."""
-        self._check_admission(context)
+        self.check_admission(context)
         self._format.check(body)
         timeout_s = self.info.request_timeout_s if context.timeout_s is None else context.timeout_s
         images = await self._load_images(body.messages, context.response_id, timeout_s)
@@ -253,7 +260,7 @@ class ServedModel:
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
         """Start a completion. Raises RequestError, and Overloaded before any work is done."""
-        self._check_admission(context)
+        self.check_admission(context)
         requests, texts = await self.in_thread(self._prepare_completion, body, context)
         prompts = [sequences[0].prompt for sequences in requests]
         generation = await context.source.start(self.frontend, requests, context.client, self.info.fingerprint)
@@ -271,9 +278,11 @@ class ServedModel:
             service_tier=self._served_tier(body),
         )
 
-    def _check_admission(self, context: RequestContext) -> None:
-        """Raise Overloaded if admission would refuse the request, unless there is nothing to compute."""
+    def check_admission(self, context: RequestContext) -> None:
+        """Raise Overloaded if admission or a limit of the API key would refuse the request, unless there is nothing to
+        compute."""
         if not context.source.started:
+            current_quota().check()
             self.admission.check(context.client)
 
     async def tokenize(self, body: TokenizeBody) -> Tokens:
@@ -467,7 +476,11 @@ class ServedModel:
             raise InvalidParameter("n", body.n, f"at most {MAX_SEQUENCES // len(prompts)} with {len(prompts)} prompts")
         request = self.new_request(context, body.priority or body.tier_priority, body.cache_salt)
         request = msgspec.structs.replace(
-            request, prediction=prediction or [], mm_features=mm_features or [], report_cost=body.reports_cost
+            request,
+            prediction=prediction or [],
+            mm_features=mm_features or [],
+            # an engine does not see the end of an answer at a stop string
+            report_cost=body.reports_cost or request.report_cost or bool(params.stop),
         )
         sequences = [params.sequence(j) for j in range(body.n)]
         name = context.session_id or body.prompt_cache_key

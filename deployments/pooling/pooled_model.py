@@ -111,7 +111,7 @@ class PooledModel:
         """Raise RequestError or Overloaded for problems that can be found without looking at the texts."""
         self._info.supported_tasks.check(task, params.dimensions, f"model {self._info.name!r}")
         self._model.check_priority(body.priority)
-        self._model.admission.check(context.client)
+        self._model.check_admission(context)
 
     async def _tokenize(
         self, texts: Sequence[Input], params: PoolingParams, encode: Encode[Input], name: str

@@ -5,6 +5,10 @@ Fairness is the Virtual Token Counter of arXiv:2401.00588: every client has a co
 the client with the smallest counter is next. A client that returns starts no lower than the clients that kept waiting,
 so it gains nothing by its absence. No capacity is reserved for any client.
 
+Tokens are only an estimate, since some cost much more time than others: a cached prompt costs almost nothing, and a
+decode in a small batch costs as much as many tokens of a prompt. When a request has ended, its client is charged with
+the time that it has really taken instead, in tokens of average cost.
+
 When the queue is full, a new request replaces the newest requests of the client that fills most of the queue. So a
 client that floods the queue loses its own requests, and a client with few requests is always admitted. If there are no
 other clients, the new request itself is refused.
@@ -17,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # what a token costs; the paper's values
+FADES = 0.02  # weight of a request in the mean cost of a token
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +32,7 @@ class QueuedRequest:
     sequences: int
     prompt_tokens: int  #: total of all its prompts
     state: Literal["new", "waiting", "running", "gone"] = "new"
+    charged: float = 0.0  #: weighted tokens so far
 
 
 @dataclass(slots=True)
@@ -55,6 +61,7 @@ class FairQueue:
         self._max_waiting, self._max_tokens = max_waiting, max_waiting_tokens
         self._clients: dict[str, _Client] = {}
         self._floor = 0.0  # counter of the client served last, before it was charged
+        self._mean_tokens = self._mean_s = 0.0  # of recent requests that have ended
 
     def is_full_for(self, client: str) -> bool:
         """Return whether even a request of one sequence and no tokens would be refused."""
@@ -87,14 +94,26 @@ class FairQueue:
             queued.state = "running"
             client.num_running += 1
             self._floor = client.served
-            client.served += PROMPT_WEIGHT * queued.prompt_tokens
+            self._charge(queued, PROMPT_WEIGHT * queued.prompt_tokens)
             self.num_running += queued.sequences
             started.append(queued)
         return started
 
     def charge(self, queued: QueuedRequest, output_tokens: int) -> None:
         """Count output tokens of a running request against its client."""
-        self._clients[queued.client].served += OUTPUT_WEIGHT * output_tokens
+        self._charge(queued, OUTPUT_WEIGHT * output_tokens)
+
+    def settle(self, queued: QueuedRequest, seconds: float) -> None:
+        """Charge a running request, which has just ended, with the time that it has taken instead of its tokens."""
+        known = self._mean_tokens > 0
+        self._mean_tokens += (FADES if known else 1.0) * (queued.charged - self._mean_tokens)
+        self._mean_s += (FADES if known else 1.0) * (seconds - self._mean_s)
+        if self._mean_s > 0:
+            self._charge(queued, seconds * self._mean_tokens / self._mean_s - queued.charged)
+
+    def _charge(self, queued: QueuedRequest, tokens: float) -> None:
+        queued.charged += tokens
+        self._clients[queued.client].served += tokens
 
     def leave(self, queued: QueuedRequest) -> None:
         """Remove a request, waiting or running. Does nothing if it has already left."""

@@ -57,6 +57,39 @@ def test_parsers_of_answers_are_chosen_per_model():
         AppConfig.parse({"models": [{**MODEL, "tool_call_parser": "python"}]})
 
 
+KEYS = {"api_keys": ["alice:" + 64 * "0"]}
+BUDGET = {"budget_duration": "1d", "max_budget": 5}
+
+
+@pytest.mark.parametrize(
+    ("ingress", "message"),
+    [
+        ({"key_limits": {"alice": {}}}, "ingress.api_keys_file must be given"),
+        ({**KEYS, "num_replicas": 2, "key_limits": {"alice": {}}}, "ingress.store must be given"),
+        ({**KEYS, "key_limits": {"alice": {"budget_limits": [BUDGET]}}}, "model 'pocket' has no prices"),
+        ({**KEYS, "key_limits": {"alice": {"budget_limits": [{"budget_duration": "1d"}]}}}, "max_budget or max_engine"),
+        ({**KEYS, "key_limits": {"alice": {"priority": 1}}}, "ingress.key_limits.alice.priority must be 0"),
+        ({**KEYS, "key_limits": {"alice": {"rpm": 1}}}, "one of the known keys .rpm_limit, tpm_limit"),
+        ({**KEYS, "allow_runtime_key_updating": True}, "ingress.admin_keys must be at least one name"),
+        (
+            {**KEYS, "allow_runtime_key_updating": True, "admin_keys": ["alice"]},
+            "ingress.store must be given",
+        ),
+    ],
+)
+def test_limits_of_keys_that_could_not_be_kept_are_refused(ingress, message):
+    with pytest.raises(ConfigError, match=message):
+        AppConfig.parse({"models": [MODEL], "ingress": ingress})
+
+
+def test_a_budget_of_money_needs_prices_and_prices_are_not_negative():
+    ingress = {**KEYS, "key_limits": {"alice": {"budget_limits": [BUDGET]}}}
+    config = AppConfig.parse({"models": [{**MODEL, "prices": {"engine_hour": 2.0}}], "ingress": ingress})
+    assert config.ingress.auth().key_limits["alice"].budget_limits[0].max_budget == 5
+    with pytest.raises(ConfigError, match="at least 0"):
+        AppConfig.parse({"models": [{**MODEL, "prices": {"engine_hour": -1}}]})
+
+
 def test_pools_share_the_engine_section_but_for_keys_of_their_own():
     prefill = {"engine": {"tensor_parallel": 2, "max_num_batched_tokens": 8192}, "num_cpus": 4}
     engine = {"tensor_parallel": 1, "max_num_batched_tokens": 512, "dtype": "float32"}

@@ -53,6 +53,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"import json|for i in|python -c|.*manta simulate": HERE,
     r"manta bench offline": "tests/cluster/cli/bench",
     r"curl .*(v1/models|embeddings|rerank)": "tests/serve/test_embeddings.py",
+    r"curl .*key/generate": "tests/deployments/test_key_routes.py",
     r"curl": SERVER,
     r"claude": "tests/clients/test_command_lines.py",
     r"python -m tools.pocket": HOURS,

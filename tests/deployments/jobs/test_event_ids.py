@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deployments.billing.prices import FREE
 from deployments.jobs.delta_log import DeltaLog, LoggedGeneration
 from deployments.jobs.errors import AnswerDiverged
 from deployments.jobs.event_ids import ChoicePosition, EventIds, Position, parse_event_id
@@ -24,7 +25,10 @@ PLAIN = SamplingParams()
 DONE = (-1, 0, 0, 1, 1, True)
 Event = tuple[int, int, int, int, int, bool]  # choice, first and last token, number in its group, their count, ended
 FRONTEND = cast(
-    Any, SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=lambda i: bytes([i]), is_special=lambda i: False))
+    Any,
+    SimpleNamespace(
+        tokenizer=SimpleNamespace(token_bytes=lambda i: bytes([i]), is_special=lambda i: False), prices=FREE
+    ),
 )
 
 

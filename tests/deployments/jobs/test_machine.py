@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from deployments.billing.prices import FREE
 from deployments.jobs import job as job_module
 from deployments.jobs.errors import IdempotencyKeyInUse
 from deployments.jobs.event_ids import Position, parse_event_id
@@ -53,6 +54,7 @@ class Ingress:
         self.frontend = SimpleNamespace(
             ingress=self,
             tokenizer=SimpleNamespace(token_bytes=lambda i: bytes([i]), is_special=lambda i: False),
+            prices=FREE,
         )
         self.dead, self.moves = False, asyncio.Event()
         self.moves.set()

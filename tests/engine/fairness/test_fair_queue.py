@@ -53,6 +53,21 @@ def test_clients_get_equal_tokens_not_equal_requests():
     assert abs(served["long"] - served["short"]) <= 2 * 21
 
 
+def test_clients_get_equal_time_of_engines_where_that_is_known_however_many_tokens_they_get():
+    queue = FairQueue(1, 1000, 100_000)
+    fill(queue, "prompts", 300, tokens=50)
+    fill(queue, "answers", 300)
+    seconds = {"prompts": 0.0, "answers": 0.0}
+    for _ in range(300):
+        (ticket,) = queue.start()
+        count, took = (1, 0.1) if ticket.client == "prompts" else (20, 0.5)
+        queue.charge(ticket, count)
+        queue.settle(ticket, took)
+        queue.leave(ticket)
+        seconds[ticket.client] += took
+    assert abs(seconds["prompts"] - seconds["answers"]) < 0.1 * sum(seconds.values())
+
+
 def test_being_away_earns_nothing():
     queue = FairQueue(1, 1000, 10_000)
     fill(queue, "a", 1)

@@ -1,0 +1,117 @@
+"""API keys and limits that were changed while the server runs. The store has them, the keys only as digests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from deployments.frontend.api_keys import ApiKey, ApiKeys
+from deployments.quotas.limits import KeyLimits
+from deployments.quotas.quotas import Quotas
+from deployments.storage.key_value import KeyValueStore, StoreUnavailable, sealed
+
+logger = logging.getLogger(__name__)
+
+STORED = "manta:api_keys"
+POLL_S = 1.0
+"""Seconds after which an ingress notices a change at the latest, if the store answers."""
+TTL_S = 100 * 365 * 86400.0
+TRIES = 16  # to write before another ingress does
+
+
+class ManagedKey(msgspec.Struct):
+    """All keys of one name."""
+
+    digests: list[str] = []
+    """Of the keys that are not in the configuration."""
+    limits: dict[str, Any] | None = None
+    """Fields of KeyLimits, in place of those of the configuration; None for those."""
+
+
+class KeyTable(msgspec.Struct):
+    version: int = 0
+    """Number of changes."""
+    keys: dict[str, ManagedKey] = {}
+    """By name."""
+
+
+class ManagedKeys:
+    def __init__(self, store: KeyValueStore, api_keys: ApiKeys, quotas: Quotas, configured: Mapping[str, KeyLimits]):
+        """configured: limits of the configuration, by name."""
+        self._store, self._api_keys, self._quotas, self._configured = store, api_keys, quotas, configured
+        self._value: bytes | None = None
+        self.table = KeyTable()
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncGenerator[None]:
+        """Follow the changes of other ingresses inside the block."""
+        task = asyncio.create_task(self._follow())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def change(self, edit: Callable[[KeyTable], None]) -> None:
+        """Apply a change, which may be tried several times. Raises StoreUnavailable, StoredValueCorrupt, and what
+        `edit` raises."""
+        for _ in range(TRIES):
+            stored = await self._read()
+            table = self._decoded(stored)
+            edit(table)
+            table.version += 1
+            new = sealed(msgspec.json.encode(table))
+            if await self._written(stored, new):
+                self._use(new)
+                return
+        raise StoreUnavailable("other ingresses change the keys all the time")
+
+    def limits_of(self, name: str) -> KeyLimits:
+        return self._quotas.limits.get(name, KeyLimits())
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                value = await self._read()
+                if value is not None and value != self._value:
+                    self._use(value)
+            except Exception as error:  # noqa: BLE001  keep this task running, with the keys as they were
+                logger.error("API keys of the store stay as they were: %s", error)
+            await asyncio.sleep(POLL_S)
+
+    async def _read(self) -> bytes | None:
+        """Return what is stored. If the store has lost it, store again what was known."""
+        stored = await self._store.get(STORED)
+        known = self._value
+        if known is not None and self._decoded(stored).version < self.table.version:
+            await self._written(stored, known)
+            stored = await self._store.get(STORED)
+        return stored
+
+    async def _written(self, stored: bytes | None, new: bytes) -> bool:
+        if stored is None:
+            return await self._store.add(STORED, new, TTL_S)
+        return await self._store.replace(STORED, stored, new, TTL_S)
+
+    def _decoded(self, stored: bytes | None) -> KeyTable:
+        return KeyTable() if stored is None else self._store.unsealed(STORED, stored, _decode)
+
+    def _use(self, value: bytes) -> None:
+        self._value, self.table = value, self._decoded(value)
+        changed = {
+            name: KeyLimits.model_validate(key.limits)
+            for name, key in self.table.keys.items()
+            if key.limits is not None
+        }
+        self._quotas.limits = {**self._configured, **changed}
+        self._api_keys.managed = {
+            digest: ApiKey(name, None) for name, key in self.table.keys.items() for digest in key.digests
+        }
+        logger.info("API keys of the store read keys=%d", len(self._api_keys.managed))
+
+
+_decode = msgspec.json.Decoder(KeyTable).decode

@@ -1,0 +1,190 @@
+"""Routes that make API keys and change their limits while the server runs, with LiteLLM's paths and fields."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import msgspec
+import pydantic
+from fastapi import Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from deployments.frontend.api_keys import hash_key
+from deployments.frontend.managed_keys import KeyTable, ManagedKey, ManagedKeys
+from deployments.http.context import key_name
+from deployments.http.json_body import json_response, read_json
+from deployments.http.route import Route
+from deployments.http.validation import ForeignFields, validation_error
+from deployments.quotas.limits import KeyLimits
+from deployments.quotas.quotas import Quotas
+from engine.errors import Described, InvalidParameter, NotPermitted, RequestError
+
+NAME = r"^[^\s:]{1,256}$"
+MIN_KEY = 16  # characters, since only a plain hash protects it
+
+Fields = TypeVar("Fields", bound=BaseModel)
+
+
+class GenerateKeyBody(KeyLimits):
+    key_alias: str = Field(pattern=NAME)
+    """Name of the key. Keys of one name share their limits."""
+    key: str | None = Field(default=None, min_length=MIN_KEY, max_length=1024)
+    """The key; None to have a new one made."""
+
+
+class UpdateKeyBody(KeyLimits):
+    """Limits that are left out stay as they are; null removes one."""
+
+    key_alias: str = Field(pattern=NAME)
+
+
+class DeleteKeyBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    key_aliases: list[str] = Field(default=[], max_length=1000)
+    keys: list[str] = Field(default=[], max_length=1000)
+
+
+class KeyQuery(BaseModel):
+    key_alias: str | None = None
+    """Name of the key; None for the key of the request."""
+
+
+class NewKey(msgspec.Struct):
+    key: str
+    """Shown only now."""
+    key_alias: str
+
+
+class DeletedKeys(msgspec.Struct):
+    deleted_keys: list[str]
+
+
+class LimitUse(msgspec.Struct):
+    limit: float
+    used: float
+    """What was spent, and what ingresses have reserved."""
+    reset_at: str | None
+    """When counting begins again; None if nothing is used up."""
+
+
+class KeyInfo(msgspec.Struct):
+    key_alias: str
+    limits: dict[str, Any]
+    used: dict[str, LimitUse]
+
+
+class KeyList(msgspec.Struct):
+    keys: list[str]
+    """Names of the keys that were made here, or whose limits were."""
+
+
+class KeyRoutes:
+    def __init__(self, keys: ManagedKeys, quotas: Quotas, admin_keys: Collection[str]):
+        """admin_keys: names of the keys that may use the routes."""
+        self._keys, self._quotas, self._admin_keys = keys, quotas, admin_keys
+
+    def routes(self) -> list[Route]:
+        make, change = "Make an API key.", "Change the limits of an API key."
+        info, delete = "Limits of an API key, and what was used of them.", "Delete API keys."
+        return [
+            Route("POST", "/key/generate", self.generate, make, body=GenerateKeyBody, result=NewKey),
+            Route("POST", "/key/update", self.update, change, body=UpdateKeyBody, result=KeyInfo),
+            Route("POST", "/key/delete", self.delete, delete, body=DeleteKeyBody, result=DeletedKeys),
+            Route("GET", "/key/info", self.info, info, body=KeyQuery, result=KeyInfo),
+            Route("GET", "/key/list", self.list_keys, "Names of API keys.", result=KeyList),
+        ]
+
+    async def generate(self, request: Request) -> Response:
+        self._check_key(request)
+        body = await _read(request, GenerateKeyBody)
+        key = body.key or f"sk-{secrets.token_urlsafe(32)}"
+        limits = _limits(body, KeyLimits())
+
+        def edit(table: KeyTable) -> None:
+            digest = hash_key(key)
+            if any(digest in known.digests for known in table.keys.values()):
+                raise InvalidParameter("key", Described("one that exists"), "a new key")
+            entry = table.keys.setdefault(body.key_alias, ManagedKey())
+            entry.digests.append(digest)
+            if body.model_fields_set - {"key_alias", "key"}:
+                entry.limits = limits
+
+        await self._keys.change(edit)
+        return json_response(NewKey(key, body.key_alias))
+
+    async def update(self, request: Request) -> Response:
+        self._check_key(request)
+        body = await _read(request, UpdateKeyBody)
+
+        def edit(table: KeyTable) -> None:
+            entry = table.keys.setdefault(body.key_alias, ManagedKey())
+            entry.limits = _limits(body, self._keys.limits_of(body.key_alias))
+
+        await self._keys.change(edit)
+        return json_response(await self._info(body.key_alias))
+
+    async def delete(self, request: Request) -> Response:
+        self._check_key(request)
+        body = await _read(request, DeleteKeyBody)
+        digests = {hash_key(key): key for key in body.keys}
+        deleted: list[str] = []
+
+        def edit(table: KeyTable) -> None:
+            deleted.clear()
+            for name in body.key_aliases:
+                if table.keys.pop(name, None) is not None:
+                    deleted.append(name)
+            for name, entry in list(table.keys.items()):
+                found = [digest for digest in entry.digests if digest in digests]
+                entry.digests = [digest for digest in entry.digests if digest not in digests]
+                deleted.extend(name for _ in found)
+            if not deleted:
+                raise RequestError("none of these keys was made here; keys of the configuration are deleted there")
+
+        await self._keys.change(edit)
+        return json_response(DeletedKeys(deleted))
+
+    async def info(self, request: Request) -> Response:
+        """Answer about the key of the request, or, to an admin, about any key."""
+        name = request.query_params.get("key_alias") or key_name(request) or ""
+        if name != key_name(request):
+            self._check_key(request)
+        return json_response(await self._info(name))
+
+    async def list_keys(self, request: Request) -> Response:
+        self._check_key(request)
+        return json_response(KeyList(sorted(self._keys.table.keys.keys() | self._quotas.limits.keys())))
+
+    async def _info(self, name: str) -> KeyInfo:
+        limits = self._keys.limits_of(name)
+        used = {
+            limit.name: LimitUse(limit.value, taken, None if limit.duration is None else _date(limit.window(now)[1]))
+            for limit, taken, now in await self._quotas.used(name, limits)
+        }
+        return KeyInfo(name, limits.model_dump(mode="json", exclude_defaults=True), used)
+
+    def _check_key(self, request: Request) -> None:
+        if key_name(request) not in self._admin_keys:
+            raise NotPermitted("only keys of ingress.admin_keys may make and change API keys")
+
+
+async def _read(request: Request, kind: type[Fields]) -> Fields:
+    try:
+        return kind.model_validate_json(await read_json(request))
+    except pydantic.ValidationError as error:
+        raise validation_error(error, ForeignFields()) from None
+
+
+def _limits(given: KeyLimits, before: KeyLimits) -> dict[str, Any]:
+    """Return the limits that a body sets. before: the others."""
+    fields = KeyLimits.model_fields.keys() & given.model_fields_set
+    changed = {name: getattr(given, name) for name in fields}
+    return KeyLimits(**{**dict(before), **changed}).model_dump(mode="json")
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

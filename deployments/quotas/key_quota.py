@@ -1,0 +1,287 @@
+"""The limits of one API key in one ingress, and what one request needs of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import msgspec
+
+from deployments.quotas.errors import QuotaExceeded
+from deployments.quotas.leased_quota import Charge, LeasedQuota, Needs
+from deployments.quotas.limits import KeyLimits, Limit, Unit
+from deployments.storage.key_value import KeyValueStore, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+SYNC_TIMEOUT_S = 0.25
+"""Seconds for which a request may wait for the store. Then the ingress spends its part of what is left by itself."""
+RETRY_S = 1.0
+"""Seconds without the store, after it has not answered."""
+TRIES = 16  # to write before another ingress does
+TTL_S = 100 * 86400.0  # of a key's record: longer than any usual budget
+FADES = 0.05  # weight of a request in the means from which the next one is estimated
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is known of a request before it runs."""
+
+    prompt_tokens: int
+    sequences: int
+    max_tokens: int | None
+    """Maximum number of output tokens of each sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a request has used when it ends."""
+
+    started: bool
+    """Whether it was admitted."""
+    prompt_tokens: int
+    output_tokens: int
+    engine_seconds: float
+    money: float
+
+
+class NoQuota:
+    """The quota of requests whose API key has no limits."""
+
+    counts_cost = False
+    """Whether engines must report what the request costs."""
+
+    def lowered(self, priority: int) -> int:
+        """Return the priority of a request that asks for this one. Smaller numbers run first."""
+        return priority
+
+    def check(self) -> None:
+        """Raise QuotaExceeded if the request would be refused. Call it before doing any work for the request."""
+
+    def charged(self, demand: Demand, used: Callable[[], Used]) -> AbstractAsyncContextManager[None]:
+        """Charge the request while it runs. used: returns what it has used, at the end. Entering raises QuotaExceeded
+        and StoreUnavailable."""
+        return nullcontext()
+
+    def headers(self, *, anthropic: bool) -> dict[str, str]:
+        """Return the headers that tell clients how much of each limit is left."""
+        return {}
+
+
+NO_QUOTA = NoQuota()
+_current: ContextVar[NoQuota] = ContextVar("quota", default=NO_QUOTA)
+
+
+def current_quota() -> NoQuota:
+    """Return the quota of the HTTP request on which the current task works."""
+    return _current.get()
+
+
+class Means:
+    """What requests of a key have recently used, from which the next one is estimated."""
+
+    def __init__(self) -> None:
+        self.output_tokens = 0.0
+        self.per_token: dict[Unit, float] = {}
+
+    def of(self, demand: Demand) -> dict[Unit, float]:
+        output = self.output_tokens if demand.max_tokens is None else min(self.output_tokens, demand.max_tokens)
+        tokens = demand.prompt_tokens + demand.sequences * output
+        return {"tokens": tokens, **{unit: each * tokens for unit, each in self.per_token.items()}}
+
+    def observe(self, demand: Demand, used: Used) -> None:
+        self.output_tokens += self._weight * (used.output_tokens / demand.sequences - self.output_tokens)
+        tokens = max(1, used.prompt_tokens + used.output_tokens)
+        costs: dict[Unit, float] = {"engine_seconds": used.engine_seconds, "money": used.money}
+        for unit, cost in costs.items():
+            known = self.per_token.get(unit, cost / tokens)
+            self.per_token[unit] = known + FADES * (cost / tokens - known)
+
+    @property
+    def _weight(self) -> float:
+        return FADES if self.per_token else 1.0
+
+
+class KeyQuota:
+    """All requests of one key in this ingress."""
+
+    def __init__(
+        self,
+        name: str,
+        limits: KeyLimits,
+        store: KeyValueStore,
+        holder: str,
+        num_holders: int,
+        wall: Callable[[], float] = time.time,
+    ):
+        """holder: name of this ingress, which no other ingress has. num_holders: number of ingresses. wall: returns
+        seconds since 1970."""
+        self.name, self.limits, self.means = name, limits, Means()
+        self._store, self._wall = store, wall
+        self._all = limits.all()
+        self.leased = LeasedQuota(holder, self._all, num_holders, wall())
+        self._asking = asyncio.Lock()
+        self._num_proposals = 0
+        self._reached = True
+        self._retry_at = 0.0
+
+    def change(self, limits: KeyLimits) -> None:
+        self.limits, self._all = limits, limits.all()
+        self.leased.change(self._all, self._wall())
+
+    @property
+    def counts_cost(self) -> bool:
+        return bool(self.limits.budget_limits)
+
+    async def take(self, needs: Needs) -> Charge:
+        """Charge a request with what it probably needs. Raises QuotaExceeded, and StoreUnavailable if nothing is known
+        of a limit."""
+        reached = True
+        for last in (False, False, True):
+            now = self._wall()
+            if (charge := self.leased.take(needs, now)) is not None:
+                return charge
+            if last:
+                break
+            self.check(needs)
+            self.leased.want(needs)
+            try:
+                reached = await self.sync()
+            finally:
+                self.leased.want(needs, -1)
+            if not reached:
+                self.leased.go_alone(now)
+        short = self.leased.short_of(needs, now)
+        if not reached and any(map(self.leased.is_unknown, short)):
+            raise StoreUnavailable(f"it has the limits of API key {self.name!r}")
+        raise self._exceeded(short[0])
+
+    def check(self, needs: Needs) -> None:
+        """Raise QuotaExceeded if there was not enough a moment ago."""
+        if (limit := self.leased.refused(needs, self._wall())) is not None:
+            raise self._exceeded(limit)
+
+    def settle(self, charge: Charge, used: Needs) -> None:
+        self.leased.settle(charge, used, self._wall())
+
+    async def sync(self, *, leaving: bool = False) -> bool:
+        """Write what has been spent, and reserve what will be needed. Returns whether the store answered. Callers that
+        come meanwhile share one exchange."""
+        asked = self._num_proposals
+        async with self._asking:
+            if self._num_proposals == asked or leaving:
+                self._reached = await self._exchange(leaving)
+            return self._reached
+
+    async def _exchange(self, leaving: bool) -> bool:
+        if time.monotonic() < self._retry_at:
+            return False
+        key = record_key(self.name)
+        try:
+            async with asyncio.timeout(SYNC_TIMEOUT_S):
+                for _ in range(TRIES):
+                    stored = await self._store.get(key)
+                    new = self._propose(stored, leaving)
+                    if stored is None:
+                        written = await self._store.add(key, new, TTL_S)
+                    else:
+                        written = await self._store.replace(key, stored, new, TTL_S)
+                    if written:
+                        self.leased.commit(self._wall())
+                        return True
+        except (StoreUnavailable, TimeoutError) as error:
+            logger.warning("quota not written key=%s error=%s", self.name, error or type(error).__name__)
+        self._retry_at = time.monotonic() + RETRY_S
+        return False
+
+    def _propose(self, stored: bytes | None, leaving: bool) -> bytes:
+        self._num_proposals += 1
+        try:
+            return self.leased.propose(stored, self._wall(), leaving)
+        except msgspec.DecodeError as error:
+            raise StoreUnavailable(f"the record of API key {self.name!r} cannot be read ({error})") from error
+
+    def _exceeded(self, limit: Limit) -> QuotaExceeded:
+        wait_s = 1.0 if limit.duration is None else max(1.0, self.leased.ends_at(limit) - self._wall())
+        budget = limit.unit in ("money", "engine_seconds")
+        return QuotaExceeded(self.name, limit.name, limit.value, wait_s, budget)
+
+    def headers(self, *, anthropic: bool) -> dict[str, str]:
+        """See NoQuota.headers."""
+        found: dict[str, str] = {}
+        for limit in self._all:
+            if limit.field not in ("rpm_limit", "tpm_limit"):
+                continue
+            unit, ends_at = limit.unit, self.leased.ends_at(limit)
+            left, whole = str(int(self.leased.remaining(limit))), str(int(limit.value))
+            if anthropic:
+                reset = datetime.fromtimestamp(ends_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+                prefix = f"anthropic-ratelimit-{unit}"
+                found |= {f"{prefix}-limit": whole, f"{prefix}-remaining": left, f"{prefix}-reset": reset}
+            else:
+                reset = f"{max(0.0, ends_at - self._wall()):.3f}s"
+                names = (f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset"))
+                found |= dict(zip(names, (whole, left, reset), strict=True))
+        return found
+
+
+def record_key(name: str) -> str:
+    """Return the key in the store of what was spent by keys of this name."""
+    return f"manta:quota:{name}"
+
+
+class RequestQuota(NoQuota):
+    """The limits that apply to one HTTP request. It counts once, also if it is computed in several parts."""
+
+    def __init__(self, key: KeyQuota):
+        self.counts_cost = key.counts_cost
+        self._key, self._counted, self._num_running = key, False, 0
+        self._has_slots = key.limits.max_parallel_requests is not None
+        self._slot: Charge | None = None
+
+    def lowered(self, priority: int) -> int:
+        return max(priority, self._key.limits.priority) if priority else self._key.limits.priority
+
+    def check(self) -> None:
+        self._key.check({"requests": 1, "parallel": 1, "tokens": 1})
+
+    @asynccontextmanager
+    async def charged(self, demand: Demand, used: Callable[[], Used]) -> AsyncGenerator[None]:
+        counts, self._counted = not self._counted, True
+        needs: dict[Unit, float] = {"requests": float(counts), "parallel": 0.0, **self._key.means.of(demand)}
+        slot: dict[Unit, float] = {"parallel": 1.0}
+        self._num_running += 1
+        try:
+            if self._has_slots and self._num_running == 1:
+                self._slot = await self._key.take(slot)
+            charge = await self._key.take(needs)
+            try:
+                yield
+            finally:
+                self._settle(charge, demand, used(), counts)
+        finally:
+            self._num_running -= 1
+            if not self._num_running and self._slot is not None:
+                self._key.settle(self._slot, {})
+                self._slot = None
+
+    def _settle(self, charge: Charge, demand: Demand, used: Used, counts: bool) -> None:
+        if not used.started:
+            self._key.settle(charge, {})
+            return
+        tokens = used.prompt_tokens + used.output_tokens
+        requests = float(counts)
+        self._key.settle(
+            charge,
+            {"requests": requests, "tokens": tokens, "engine_seconds": used.engine_seconds, "money": used.money},
+        )
+        self._key.means.observe(demand, used)
+
+    def headers(self, *, anthropic: bool) -> dict[str, str]:
+        return self._key.headers(anthropic=anthropic)

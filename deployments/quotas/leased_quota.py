@@ -1,0 +1,244 @@
+"""One ingress's part of the limits of one key. Pure Python: no clock, no store.
+
+The ingress reserves a part of each limit in the store, and spends from that without asking. Now and then it writes what
+it has spent, takes as much again as it will soon need, and gives back the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from deployments.quotas.limits import Limit, Unit
+from deployments.quotas.record import LEASE_S, QuotaRecord, Share, Window, decode
+
+AHEAD_S = 1.5
+"""Seconds for which an ingress reserves what it has recently needed."""
+PAUSE_S = 0.25
+"""Seconds after which an ingress asks again for what it did not get."""
+LEAST = 1e-9  # cost that each request needs, since nothing else may be known of its cost
+
+Needs = Mapping[Unit, float]
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one request was charged with, by the name of the limit."""
+
+    amounts: dict[str, float] = field(default_factory=dict)
+    starts: dict[str, float] = field(default_factory=dict)
+    """Windows in which that was."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """This ingress's part of one limit, in the present window."""
+
+    start: float
+    end: float
+    free: float | None
+    """What no ingress had spent or reserved when the store was asked the last time; None if it was never asked."""
+    spent: float = 0.0
+    reserve: float = 0.0
+    """What it may spend without asking; negative if requests have cost more than expected."""
+    wanted: float = 0.0
+    """What waits for a reserve."""
+    used: float = 0.0
+    """What was spent since the store was asked the last time."""
+    recent: float = 0.0
+    """What was recently spent in a second."""
+    refused_until: float = 0.0
+    granted_alone: bool = False
+    """Whether it has taken a part of `free` without the store."""
+    written: Share = field(default_factory=lambda: Share(0.0, 0.0))
+
+    def spend(self, amount: float) -> None:
+        self.spent += amount
+        self.reserve -= amount
+        self.used += amount
+
+
+class LeasedQuota:
+    def __init__(self, holder: str, limits: Sequence[Limit], num_holders: int, now: float):
+        """holder: name of this ingress. num_holders: number of ingresses. now: seconds since 1970, as everywhere."""
+        self._holder, self._num_holders = holder, num_holders
+        self._limits: dict[str, Limit] = {}
+        self._tallies: dict[str, Tally] = {}
+        self._in_flight = 0
+        self._asked_at = now
+        self._seen: bytes | None = None
+        self._proposal: tuple[QuotaRecord, dict[str, float]] | None = None
+        self.change(limits, now)
+
+    def change(self, limits: Sequence[Limit], now: float) -> None:
+        """Replace the limits. What has been spent stays spent."""
+        self._limits = {limit.name: limit for limit in limits}
+        self._tallies = {
+            name: self._tallies.get(name) or Tally(*limit.window(now), free=None)
+            for name, limit in self._limits.items()
+        }
+        for tally in self._tallies.values():
+            tally.refused_until = 0.0
+
+    def take(self, needs: Needs, now: float) -> Charge | None:
+        """Charge a request with what it probably needs. Returns None if the reserve is too small."""
+        if self.short_of(needs, now):
+            return None
+        charge = Charge()
+        for name, limit in self._limits.items():
+            tally, amount = self._tallies[name], _need(limit, needs)
+            tally.spend(amount)
+            charge.amounts[name], charge.starts[name] = amount, tally.start
+        self._in_flight += 1
+        return charge
+
+    def settle(self, charge: Charge, used: Needs, now: float) -> None:
+        """Correct a charge by what the request has really used. Called once, when it has ended."""
+        self._roll(now)
+        self._in_flight -= 1
+        for name, amount in charge.amounts.items():
+            limit, tally = self._limits.get(name), self._tallies.get(name)
+            if limit is None or tally is None:
+                continue
+            more = -amount if limit.duration is None else used.get(limit.unit, 0.0) - amount
+            if tally.start == charge.starts[name] or more > 0:
+                tally.spend(more)
+
+    def short_of(self, needs: Needs, now: float) -> list[Limit]:
+        """Return the limits of which the reserve is too small."""
+        self._roll(now)
+        return [
+            limit
+            for name, limit in self._limits.items()
+            if (need := _need(limit, needs)) and self._tallies[name].reserve < need
+        ]
+
+    def refused(self, needs: Needs, now: float) -> Limit | None:
+        """Return a limit of which there was not enough a moment ago."""
+        return next(
+            (limit for limit in self.short_of(needs, now) if now < self._tallies[limit.name].refused_until), None
+        )
+
+    def want(self, needs: Needs, sign: int = 1) -> None:
+        """Ask the store for this too, the next time. sign: -1 once it is no longer needed."""
+        for name, limit in self._limits.items():
+            tally = self._tallies[name]
+            tally.wanted = max(0.0, tally.wanted + sign * _need(limit, needs))
+
+    def is_unknown(self, limit: Limit) -> bool:
+        """Return whether the store was never asked about a limit."""
+        return self._tallies[limit.name].free is None
+
+    def remaining(self, limit: Limit) -> float:
+        """Return how much of a limit is left, as far as is known."""
+        tally = self._tallies[limit.name]
+        free = limit.value if tally.free is None else tally.free
+        return min(limit.value, max(0.0, free + tally.reserve))
+
+    def ends_at(self, limit: Limit) -> float:
+        """Return when the window of a limit ends."""
+        return self._tallies[limit.name].end
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the store has everything, and nothing is reserved."""
+        return not self._in_flight and all(
+            tally.written == Share(tally.spent, 0.0) and not tally.wanted for tally in self._tallies.values()
+        )
+
+    def go_alone(self, now: float) -> None:
+        """Reserve this ingress's part of what is free, without the store, which does not answer. Does nothing if it has
+        that already, or does not know what is free."""
+        self._roll(now)
+        for tally in self._tallies.values():
+            if not tally.granted_alone and tally.free is not None:
+                part = max(0.0, tally.free) / self._num_holders
+                tally.granted_alone, tally.reserve, tally.free = True, tally.reserve + part, tally.free - part
+
+    def propose(self, stored: bytes | None, now: float, leaving: bool = False) -> bytes:
+        """Return what to write into the store in place of `stored`. Call `commit` if that was possible.
+
+        leaving: whether to reserve nothing. Raises msgspec.DecodeError.
+        """
+        self._roll(now)
+        record = self._record(stored, now)
+        if self._seen is not None and self._holder not in record.leases:
+            self._forget_written()
+        record.expire(now)
+        num_live = 1 + record.num_live(now, self._holder)
+        more: dict[str, float] = {}
+        for name, limit in self._limits.items():
+            tally = self._tallies[name]
+            window = record.windows.get(name)
+            if window is not None and window.start > tally.start:  # this machine's clock is behind
+                self._tallies[name] = tally = self._next(tally, limit, window.start)
+            if window is None or window.start < tally.start:
+                window = record.windows[name] = Window(tally.start, {})
+            left = max(0.0, limit.value - window.taken(self._holder) - tally.spent)
+            wish = 0.0 if leaving else self._wish(tally, left / (2 * num_live), now)
+            reserved = min(left, math.floor(wish) if limit.is_whole else wish)
+            if reserved < tally.reserve:
+                tally.reserve = reserved  # it must no longer be spent, even if the answer of the store is lost
+            else:
+                more[name] = reserved - tally.reserve
+            window.shares[self._holder] = Share(tally.spent, reserved)
+        record.leases[self._holder] = now + LEASE_S
+        record.version += 1
+        self._proposal = record, more
+        return record.encode()
+
+    def commit(self, now: float) -> None:
+        """Use what the last proposal has reserved. The store has it now."""
+        assert self._proposal is not None
+        record, more = self._proposal
+        self._proposal = None
+        for name, limit in self._limits.items():
+            tally, window = self._tallies[name], record.windows.get(name)
+            if window is None or window.start != tally.start:
+                continue  # a new window, or a limit, that has come since
+            share = window.shares[self._holder]
+            tally.written, tally.granted_alone = share, False
+            tally.free = limit.value - window.taken(self._holder) - share.spent - share.reserved
+            tally.reserve += more.get(name, 0.0)
+            decay = 0.5 ** (now - self._asked_at)
+            tally.recent, tally.used = max(tally.used, tally.recent * decay), 0.0
+            if tally.wanted > tally.reserve:
+                tally.refused_until = min(tally.end, now + PAUSE_S)
+        self._asked_at, self._seen = now, record.encode()
+
+    def _record(self, stored: bytes | None, now: float) -> QuotaRecord:
+        seen = None if self._seen is None else decode(self._seen)
+        epoch = f"{self._holder}@{now}"
+        if stored is None:
+            new = QuotaRecord(epoch)
+            return new if seen is None else new.with_lost(seen)
+        record = decode(stored)
+        return record if seen is None else record.with_lost(seen)
+
+    def _forget_written(self) -> None:
+        """Start from nothing: after a long silence, what this ingress had written counts for ENDED."""
+        for tally in self._tallies.values():
+            tally.spent -= tally.written.spent + tally.written.reserved
+            tally.written = Share(0.0, 0.0)
+
+    def _wish(self, tally: Tally, fair: float, now: float) -> float:
+        """Return what to reserve: what is wanted now, and what will soon be needed unless that is unfair."""
+        recent = max(tally.used, tally.recent * 0.5 ** (now - self._asked_at))
+        return tally.wanted + min(AHEAD_S * max(0.0, recent), fair)
+
+    def _roll(self, now: float) -> None:
+        """Begin new windows."""
+        for name, limit in self._limits.items():
+            if now >= (tally := self._tallies[name]).end:
+                self._tallies[name] = self._next(tally, limit, now)
+
+    def _next(self, tally: Tally, limit: Limit, now: float) -> Tally:
+        start, end = limit.window(now)
+        free = None if tally.free is None else limit.value
+        return Tally(start, end, free, wanted=tally.wanted, used=tally.used, recent=tally.recent)
+
+
+def _need(limit: Limit, needs: Needs) -> float:
+    need = needs.get(limit.unit, 0.0)
+    return max(need, LEAST) if limit.unit in ("money", "engine_seconds") else need

@@ -1,0 +1,113 @@
+"""Limits of one API key, with LiteLLM's names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+DURATION = r"^[1-9]\d{0,4}(s|m|h|d|mo)$"
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+MONDAY = 4 * 86400  # the first Monday since 1970
+PRIORITY = 2**31 - 1
+
+Unit = Literal["requests", "tokens", "parallel", "money", "engine_seconds"]
+"""What a limit counts: requests, tokens of prompts and answers, requests at a time, and the costs of requests."""
+
+
+class BudgetLimit(BaseModel):
+    """What a key may spend in each day, month or other time."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    budget_duration: str = Field(pattern=DURATION)  #: `1d`, `7d`, `1mo`; in UTC, weeks begin on Mondays
+    max_budget: float | None = Field(default=None, ge=0)  #: money, by the models' `prices`
+    max_engine_seconds: float | None = Field(default=None, ge=0)  #: seconds of engines (`compute_seconds`)
+
+    @model_validator(mode="after")
+    def _limits_something(self) -> BudgetLimit:
+        if self.max_budget is None and self.max_engine_seconds is None:
+            raise PydanticCustomError("empty", "an object with max_budget or max_engine_seconds")
+        return self
+
+
+class KeyLimits(BaseModel):
+    """Limits of all API keys of one name together (docs/quotas.md). None: no limit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rpm_limit: int | None = Field(default=None, ge=0)  #: requests per minute
+    tpm_limit: int | None = Field(default=None, ge=0)  #: tokens of prompts and answers per minute
+    max_parallel_requests: int | None = Field(default=None, ge=0)  #: requests at a time
+    budget_limits: tuple[BudgetLimit, ...] = Field(default=())  #: costs, each in its time
+    models: tuple[str, ...] | None = Field(default=None)  #: models and adapters that requests may name; None: all
+    priority: int = Field(default=0, ge=-PRIORITY, le=PRIORITY)
+    """Priority of its requests. They may ask for a lower priority (a greater number), not for a higher one."""
+
+    def all(self) -> list[Limit]:
+        """Return everything that is counted."""
+        limits = [
+            Limit("rpm_limit", "requests", self.rpm_limit, "1m"),
+            Limit("tpm_limit", "tokens", self.tpm_limit, "1m"),
+            Limit("max_parallel_requests", "parallel", self.max_parallel_requests, None),
+        ]
+        for budget in self.budget_limits:
+            limits.append(Limit("max_budget", "money", budget.max_budget, budget.budget_duration))
+            limits.append(
+                Limit("max_engine_seconds", "engine_seconds", budget.max_engine_seconds, budget.budget_duration)
+            )
+        return [limit for limit in limits if limit.given is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One number that is counted, and its maximum."""
+
+    field: str
+    """Its name in KeyLimits or BudgetLimit."""
+    unit: Unit
+    given: float | None
+    duration: str | None
+    """Time after which counting begins again; None if nothing is used up."""
+
+    @property
+    def name(self) -> str:
+        """Name that no other limit of a key has."""
+        return self.field if self.duration is None else f"{self.field}/{self.duration}"
+
+    @property
+    def value(self) -> float:
+        return self.given or 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it counts whole numbers."""
+        return self.unit in ("requests", "parallel")
+
+    def window(self, now: float) -> tuple[float, float]:
+        """Return the time that is counted together: its start and its end, in seconds since 1970. All time is one
+        window if nothing is used up."""
+        return (0.0, float("inf")) if self.duration is None else window(self.duration, now)
+
+
+def window(duration: str, now: float) -> tuple[float, float]:
+    """Return the start and the end of the window of a duration, in seconds since 1970."""
+    match = re.fullmatch(r"(\d+)(\D+)", duration)
+    assert match is not None
+    count, unit = int(match[1]), match[2]
+    if unit == "mo":
+        day = datetime.fromtimestamp(now, UTC)
+        months = (day.year * 12 + day.month - 1) // count * count
+        return _month(months), _month(months + count)
+    seconds = count * SECONDS[unit]
+    start = MONDAY + (now - MONDAY) // seconds * seconds
+    return start, start + seconds
+
+
+def _month(months: int) -> float:
+    """Return when a month begins. months: months since the year 0."""
+    return datetime(months // 12, months % 12 + 1, 1, tzinfo=UTC).timestamp()

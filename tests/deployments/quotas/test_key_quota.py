@@ -1,0 +1,249 @@
+"""Limits of API keys over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from deployments.frontend.api_keys import key_line
+from deployments.http.middleware import AuthConfig
+from deployments.quotas import key_quota
+from deployments.quotas.key_quota import KeyQuota
+from deployments.quotas.limits import BudgetLimit, KeyLimits
+from deployments.storage.config import StoreConfig
+from tests.deployments.fake_api import FakeApi, fake_api, says, until
+from tests.deployments.real_api import real_api
+from tests.models import make_model
+
+LINES = tuple(key_line(name, f"sk-{name}") for name in ("small", "other"))
+NOON = 1_800_014_400.5
+ASKED: dict[str, Any] = {"model": "fake", "prompt": "hi there", "max_tokens": 4}
+
+
+@pytest.fixture(autouse=True)
+def noon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No window ends during a test, and the machine may be busy."""
+    real = KeyQuota.__init__
+
+    def at_noon(self: KeyQuota, *args: Any, **more: Any) -> None:
+        real(self, *args, **more, wall=lambda: NOON)
+
+    monkeypatch.setattr(KeyQuota, "__init__", at_noon)
+    monkeypatch.setattr(key_quota, "SYNC_TIMEOUT_S", 30.0)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+def limited(**limits: Any) -> AuthConfig:
+    return AuthConfig(api_keys=LINES, key_limits={"small": KeyLimits(**limits)})
+
+
+def client(api: FakeApi, key: str = "small") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url="http://fake/v1", api_key=f"sk-{key}", http_client=api.client, max_retries=0)
+
+
+def test_a_key_over_its_limit_is_told_which_limit_and_when_to_come_again_and_others_are_not_affected():
+    async def scenario() -> None:
+        async with fake_api(says("hello"), auth=limited(rpm_limit=2, tpm_limit=1000)) as api:
+            for _ in range(2):
+                answer = await client(api).completions.with_raw_response.create(**ASKED)
+            found = answer.headers
+            assert found["x-ratelimit-limit-requests"] == "2"
+            assert found["x-ratelimit-remaining-requests"] == "0"
+            assert found["x-ratelimit-reset-requests"] == "59.500s"
+            assert 0 < int(found["x-ratelimit-remaining-tokens"]) < 1000
+            with pytest.raises(openai.RateLimitError) as refused:
+                await client(api).completions.create(**ASKED)
+            assert refused.value.code == "rate_limit_exceeded" and refused.value.param == "rpm_limit/1m"
+            assert "'small'" in refused.value.message and "2" in refused.value.message
+            assert refused.value.response.headers["retry-after"] == "60"
+            assert (await client(api).models.list()).data, "only what engines compute counts"
+            other = await client(api, "other").completions.with_raw_response.create(**ASKED)
+            assert not any(name.startswith("x-ratelimit") for name in other.headers)
+
+    run(scenario())
+
+
+def test_anthropics_clients_get_anthropics_headers():
+    async def scenario() -> None:
+        async with fake_api(says("hello"), auth=limited(rpm_limit=1)) as api:
+            body = {"model": "fake", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+            headers = {"x-api-key": "sk-small"}
+            answer, refused = [await api.client.post("/v1/messages", json=body, headers=headers) for _ in range(2)]
+            assert answer.headers["anthropic-ratelimit-requests-limit"] == "1"
+            assert answer.headers["anthropic-ratelimit-requests-remaining"] == "0"
+            assert answer.headers["anthropic-ratelimit-requests-reset"] == "2027-01-15T12:01:00Z"
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "60"
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+
+    run(scenario())
+
+
+def test_tokens_count_as_they_were_used_and_streams_are_refused_before_they_begin():
+    async def scenario() -> None:
+        async with fake_api(says("hello"), auth=limited(tpm_limit=60)) as api:
+            usage = (await client(api).completions.create(**ASKED)).usage
+            assert usage is not None
+            raw = await client(api).completions.with_raw_response.create(**ASKED)
+            # the second is only estimated, from the first, when its headers are sent; both are alike
+            assert int(raw.headers["x-ratelimit-remaining-tokens"]) == 60 - 2 * usage.total_tokens
+            with pytest.raises(openai.RateLimitError) as refused:
+                await client(api).completions.create(**{**ASKED, "prompt": "hi " * 100, "stream": True})
+            assert refused.value.code == "rate_limit_exceeded"
+
+    run(scenario())
+
+
+def test_only_so_many_requests_run_at_a_time_and_one_that_ends_or_is_left_makes_room():
+    async def scenario() -> None:
+        async with fake_api(says("hello"), auth=limited(max_parallel_requests=1)) as api:
+            for ends in (True, False):
+                api.engine.paused.set()
+                before = len(api.engine.added)
+                first = asyncio.create_task(client(api).completions.create(**ASKED))
+                await until(lambda before=before: len(api.engine.added) > before)
+                with pytest.raises(openai.RateLimitError) as refused:
+                    await client(api).completions.create(**ASKED)
+                assert refused.value.param == "max_parallel_requests"
+                if ends:
+                    api.engine.paused.clear()
+                    await first
+                else:
+                    first.cancel()
+                    await asyncio.wait([first])
+                    api.engine.paused.clear()
+                await client(api).completions.create(**ASKED)
+
+    run(scenario())
+
+
+def test_an_embedding_of_many_inputs_is_one_request():
+    async def scenario() -> None:
+        async with fake_api(auth=limited(rpm_limit=1, max_parallel_requests=1)) as api:
+            found = await client(api).embeddings.create(model="fake", input=["hi"] * 100)
+            assert len(found.data) == 100
+            with pytest.raises(openai.RateLimitError):
+                await client(api).embeddings.create(model="fake", input="hi")
+
+    run(scenario())
+
+
+def test_a_request_that_is_wrong_or_whose_answer_is_kept_counts_for_nothing():
+    async def scenario() -> None:
+        async with fake_api(says("hello"), auth=limited(rpm_limit=2)) as api:
+            with pytest.raises(openai.BadRequestError):
+                await client(api).completions.create(**{**ASKED, "max_tokens": -1})
+            again = {"extra_headers": {"Idempotency-Key": "once"}}
+            texts = {(await client(api).completions.create(**ASKED, **again)).id for _ in range(5)}
+            assert len(texts) == 1
+            await client(api).completions.create(**ASKED)
+            with pytest.raises(openai.RateLimitError):
+                await client(api).completions.create(**ASKED)
+
+    run(scenario())
+
+
+def test_models_that_the_limits_leave_out_do_not_exist():
+    async def scenario() -> None:
+        async with fake_api(says("hello"), names=("fake", "large"), auth=limited(models=("fake",))) as api:
+            await client(api).completions.create(**ASKED)
+            with pytest.raises(openai.NotFoundError):
+                await client(api).completions.create(**{**ASKED, "model": "large"})
+            await client(api, "other").completions.create(**{**ASKED, "model": "large"})
+
+    run(scenario())
+
+
+def test_a_key_has_a_priority_which_its_requests_may_only_lower():
+    async def scenario() -> None:
+        async with fake_api(says("hello"), auth=limited(priority=2), has_priorities=True) as api:
+            for asked, key in ((0, "small"), (1, "small"), (3, "small"), (1, "other")):
+                await client(api, key).completions.create(**ASKED, extra_body={"priority": asked})
+            assert [request.priority for request in api.engine.added] == [2, 2, 3, 1]
+
+    run(scenario())
+
+
+def test_several_ingresses_share_the_limits_by_their_store(tmp_path: Path):
+    async def scenario() -> None:
+        store, auth = StoreConfig(url=f"sqlite://{tmp_path}/store"), limited(rpm_limit=10)
+        async with fake_api(says("hello"), auth=auth, store=store) as one, fake_api(
+            says("hello"), auth=auth, store=store
+        ) as two:  # fmt: skip
+            answered = 0
+            for i in range(24):
+                try:
+                    await client((one, two)[i % 2]).completions.create(**ASKED)
+                    answered += 1
+                except openai.RateLimitError:
+                    pass
+            assert answered == 10
+        async with fake_api(says("hello"), auth=auth, store=store) as third:
+            with pytest.raises(openai.RateLimitError):
+                await client(third).completions.create(**ASKED)
+
+    run(scenario())
+
+
+def test_a_store_that_was_never_reached_is_told_apart_from_a_limit_that_is_used_up(tmp_path: Path):
+    async def scenario() -> None:
+        store = StoreConfig(url=f"unix://{tmp_path}/nobody")
+        async with fake_api(says("hello"), auth=limited(rpm_limit=10), store=store) as api:
+            with pytest.raises(openai.InternalServerError) as refused:
+                await client(api).completions.create(**ASKED)
+            assert refused.value.status_code == 503 and refused.value.code == "store_unavailable"
+            await client(api, "other").completions.create(**ASKED)
+
+    run(scenario())
+
+
+def test_what_is_reserved_is_given_back_when_nothing_is_asked(monkeypatch: pytest.MonkeyPatch):
+    from deployments.quotas import quotas
+
+    monkeypatch.setattr(quotas, "RENEW_S", 0.01)
+    began, real = time.monotonic(), KeyQuota.__init__
+
+    def in_haste(self: KeyQuota, *args: Any, **more: Any) -> None:
+        real(self, *args, **more)
+        self._wall = lambda: NOON + min(50.0, 20 * (time.monotonic() - began))
+
+    monkeypatch.setattr(KeyQuota, "__init__", in_haste)
+
+    async def scenario() -> None:
+        async with fake_api(says("hello"), auth=limited(rpm_limit=100)) as api:
+            for _ in range(5):
+                await client(api).completions.create(**ASKED)
+            tasks = [task for task in asyncio.all_tasks() if "_renew" in repr(task)]
+            assert len(tasks) == 1
+            await until(tasks[0].done)
+
+    run(scenario())
+
+
+def test_a_budget_is_spent_by_what_requests_have_really_cost(tmp_path: Path):
+    folder = make_model(tmp_path / "model", "llama", tokenizer=True)
+    budget = BudgetLimit(budget_duration="1d", max_engine_seconds=1e-4)
+
+    async def scenario() -> None:
+        async with real_api(folder, auth=limited(budget_limits=(budget,))) as api:
+            theirs = openai.AsyncOpenAI(base_url=f"{api.client.base_url}/v1", api_key="sk-small", max_retries=0)
+            asked: Any = {"model": "tiny", "prompt": "The fox", "max_tokens": 8, "temperature": 0.0}
+            stream = await theirs.completions.create(**asked, stream=True)
+            assert [chunk async for chunk in stream], "what runs is not cut off"
+            for _ in range(2):
+                with pytest.raises(openai.RateLimitError) as refused:
+                    await theirs.completions.create(**asked)
+            assert refused.value.code == "insufficient_quota"
+            assert refused.value.param == "max_engine_seconds/1d"
+            headers = refused.value.response.headers
+            assert headers["x-should-retry"] == "false" and headers["retry-after"] == str(12 * 3600)
+
+    run(scenario())

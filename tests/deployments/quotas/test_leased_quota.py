@@ -1,0 +1,299 @@
+"""Several ingresses share limits through a store that may be slow, dead or empty, and die themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from deployments.quotas.leased_quota import Charge, LeasedQuota, Needs
+from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit
+from deployments.quotas.record import KEEP_S, LEASE_S, decode
+from tests.examples import examples
+
+MINUTE, HOLDERS = 60.0, 3
+START = 1_800_000_000.0 // MINUTE * MINUTE
+LIMITS = KeyLimits(rpm_limit=20, tpm_limit=100, max_parallel_requests=4)
+
+
+@dataclass(slots=True)
+class Open:
+    """A request under way, and what its ingress has charged for it."""
+
+    charge: Charge
+    needs: dict[str, float]
+    start: float
+
+
+@dataclass(slots=True)
+class Ingress:
+    name: str
+    quota: LeasedQuota
+    requests: list[Open] = field(default_factory=list)
+    exchange: tuple[bytes | None, bytes] | None = None
+    """What the store had, and what is to be written."""
+
+
+class Ingresses(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = START
+        self.store: bytes | None = None
+        self.num_started = 0
+        self.limits = LIMITS.all()
+        self.live = [self.start() for _ in range(HOLDERS)]
+        #: What has really been used, by window and unit.
+        self.used: Counter[tuple[float, str]] = Counter()
+        #: By how much that may exceed the limit.
+        self.excess: Counter[tuple[float, str]] = Counter()
+
+    def start(self) -> Ingress:
+        self.num_started += 1
+        name = f"ingress-{self.num_started}"
+        return Ingress(name, LeasedQuota(name, self.limits, HOLDERS, self.now))
+
+    @property
+    def window(self) -> float:
+        return self.now // MINUTE * MINUTE
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(times=st.integers(1, 4))
+    def all_renew(self, times: int) -> None:
+        for _ in range(times):
+            self.now += 1.0
+            for ingress in self.live:
+                ingress.exchange = None
+                self.exchange(ingress)
+
+    @rule(number=st.integers(0, HOLDERS - 1), tokens=st.integers(1, 30), asks=st.booleans())
+    def request(self, number: int, tokens: int, asks: bool) -> None:
+        ingress = self.live[number]
+        needs: dict = {"requests": 1.0, "tokens": float(tokens), "parallel": 1.0}
+        charge = ingress.quota.take(needs, self.now)
+        if charge is None and asks and ingress.exchange is None:
+            ingress.quota.want(needs)
+            self.exchange(ingress)
+            ingress.quota.want(needs, -1)
+            charge = ingress.quota.take(needs, self.now)
+        if charge is not None:
+            ingress.requests.append(Open(charge, needs, self.window))
+            for unit, amount in needs.items():
+                self.used[self.window if unit != "parallel" else 0.0, unit] += amount
+
+    @rule(number=st.integers(0, HOLDERS - 1), which=st.integers(0, 9), tokens=st.integers(0, 60))
+    def request_ends(self, number: int, which: int, tokens: int) -> None:
+        ingress = self.live[number]
+        if not ingress.requests:
+            return
+        ended = ingress.requests.pop(which % len(ingress.requests))
+        more = tokens - ended.needs["tokens"]
+        ingress.quota.settle(ended.charge, {"requests": 1.0, "tokens": float(tokens)}, self.now)
+        self.used[0.0, "parallel"] -= 1
+        if ended.start == self.window or more > 0:
+            self.used[self.window, "tokens"] += more
+            self.excess[self.window, "tokens"] += max(0.0, more)
+
+    @rule(number=st.integers(0, HOLDERS - 1))
+    def exchange_begins(self, number: int) -> None:
+        ingress = self.live[number]
+        if ingress.exchange is None:
+            ingress.exchange = self.store, ingress.quota.propose(self.store, self.now)
+
+    @rule(number=st.integers(0, HOLDERS - 1), answer=st.sampled_from(["written", "lost", "failed"]))
+    def exchange_ends(self, number: int, answer: str) -> None:
+        """lost: written, but the ingress does not learn it."""
+        ingress = self.live[number]
+        if ingress.exchange is None:
+            return
+        (expected, new), ingress.exchange = ingress.exchange, None
+        if answer != "failed" and self.store == expected:
+            self.store = new
+            if answer == "written":
+                ingress.quota.commit(self.now)
+
+    @rule(number=st.integers(0, HOLDERS - 1))
+    def the_store_does_not_answer(self, number: int) -> None:
+        quota = self.live[number].quota
+        quota.short_of({}, self.now)  # begins new windows
+        before = {limit.unit: quota._tallies[limit.name].reserve for limit in self.limits}
+        quota.go_alone(self.now)
+        for limit in self.limits:
+            window = self.window if limit.duration else 0.0
+            self.excess[window, limit.unit] += quota._tallies[limit.name].reserve - before[limit.unit]
+
+    @rule(number=st.integers(0, HOLDERS - 1))
+    def ingress_dies(self, number: int) -> None:
+        dead, self.live[number] = self.live[number], self.start()
+        self.used[0.0, "parallel"] -= len(dead.requests)  # their engines end them
+
+    @rule(number=st.integers(0, HOLDERS - 1))
+    def the_store_loses_its_values(self, number: int) -> None:
+        """Just after an ingress has read them."""
+        ingress = self.live[number]
+        ingress.exchange = None
+        self.exchange(ingress)
+        self.store = None
+        self.exchange(ingress)
+
+    def exchange(self, ingress: Ingress) -> None:
+        self.store = ingress.quota.propose(self.store, self.now)
+        ingress.quota.commit(self.now)
+
+    @invariant()
+    def no_more_is_used_than_the_limit_and_what_requests_cost_more_than_expected(self) -> None:
+        for limit in self.limits:
+            if limit.duration:
+                key = self.window, limit.unit
+                assert self.used[key] <= limit.value + self.excess[key] + 1e-6, f"{limit.name} at {self.now - START}"
+
+    @rule()
+    def all_write_and_nothing_that_was_spent_is_lost(self) -> None:
+        """Neither what dead ingresses have spent."""
+        for ingress in self.live:
+            ingress.exchange = None
+            self.exchange(ingress)
+        record = decode(self.store or b"")
+        for limit in self.limits:
+            if limit.duration:
+                taken = record.windows[limit.name].taken("nobody")
+                assert taken >= self.used[self.window, limit.unit] - 1e-6, f"{limit.name} at {self.now - START}"
+
+    def teardown(self) -> None:
+        self.all_write_and_nothing_that_was_spent_is_lost()
+
+
+TestIngresses = Ingresses.TestCase
+TestIngresses.settings = settings(max_examples=examples(400), stateful_step_count=60, deadline=None)
+
+
+def needs(tokens: float = 1.0) -> Needs:
+    return {"requests": 1.0, "tokens": tokens, "parallel": 1.0}
+
+
+class Shared:
+    """A store that answers, and ingresses that renew every second."""
+
+    def __init__(self, limits: KeyLimits, names: str = "ab", now: float = START):
+        self.now, self.value = now, None
+        self.limits: list[Limit] = limits.all()
+        self.quotas = {name: LeasedQuota(name, self.limits, len(names), now) for name in names}
+
+    def exchange(self, name: str, now: float | None = None, *, leaving: bool = False) -> None:
+        now = self.now if now is None else now
+        self.value = self.quotas[name].propose(self.value, now, leaving)
+        self.quotas[name].commit(now)
+
+    def take(self, name: str, asked: Needs) -> Charge | None:
+        quota = self.quotas[name]
+        if (charge := quota.take(asked, self.now)) is not None:
+            return charge
+        quota.want(asked)
+        self.exchange(name)
+        quota.want(asked, -1)
+        return quota.take(asked, self.now)
+
+    def taken(self, limit: str) -> float:
+        assert self.value is not None
+        return decode(self.value).windows[limit].taken("nobody")
+
+
+def test_all_of_a_limit_can_be_used_and_no_more_over_several_ingresses():
+    shared = Shared(KeyLimits(rpm_limit=10))
+    charges = [shared.take("ab"[i % 2], needs()) for i in range(20)]
+    assert sum(charge is not None for charge in charges) == 10
+    shared.now += MINUTE
+    assert shared.take("a", needs()) is not None
+
+
+def test_what_a_dead_ingress_had_reserved_counts_as_spent_after_its_lease_and_its_requests_have_ended():
+    shared = Shared(KeyLimits(tpm_limit=100, max_parallel_requests=2))
+    for _ in range(2):
+        assert shared.take("a", needs(30)) is not None
+    assert shared.take("b", needs(1)) is None, "all slots are taken"
+    had = shared.taken("tpm_limit/1m")
+    assert had > 60, "a has also reserved some"
+    shared.now += LEASE_S + 1
+    assert shared.take("b", needs(1)) is not None
+    assert shared.take("b", needs(6)) is None, "a may have spent what it had reserved"
+
+
+def test_an_ingress_that_was_only_silent_gets_back_what_it_had_not_spent():
+    shared = Shared(KeyLimits(tpm_limit=100))
+    charge = shared.take("a", needs(80))
+    shared.now += LEASE_S + 1
+    assert shared.take("b", needs(40)) is None
+    assert charge is not None
+    shared.quotas["a"].settle(charge, {"tokens": 10}, shared.now)
+    shared.exchange("a", leaving=True)
+    assert shared.value is not None
+    assert decode(shared.value).windows["tpm_limit/1m"].shares["a"].spent == 10
+    shared.now += 1
+    assert shared.take("b", needs(40)) is not None
+
+
+@pytest.mark.parametrize("silence_s", [60.0, KEEP_S + 60.0])
+def test_a_budget_counts_each_request_once_however_long_its_ingress_was_silent(silence_s):
+    shared = Shared(KeyLimits(budget_limits=(BudgetLimit(budget_duration="1mo", max_engine_seconds=100.0),)))
+    for _ in range(3):
+        charge = shared.take("a", {"engine_seconds": 1.0})
+        assert charge is not None
+        shared.quotas["a"].settle(charge, {"engine_seconds": 2.0}, shared.now)
+        shared.exchange("a", leaving=True)
+        assert shared.quotas["a"].is_settled
+        shared.now += silence_s
+        shared.exchange("b", leaving=True)
+    assert shared.taken("max_engine_seconds/1mo") == pytest.approx(6.0)
+
+
+def test_a_budget_that_is_used_up_refuses_requests_of_which_nothing_is_known():
+    shared = Shared(KeyLimits(budget_limits=(BudgetLimit(budget_duration="1d", max_budget=1.0),)))
+    charge = shared.take("a", {"money": 0.0})
+    assert charge is not None
+    shared.quotas["a"].settle(charge, {"money": 1.5}, shared.now)
+    assert shared.take("a", {"money": 0.0}) is None
+    shared.now += 86400
+    assert shared.take("a", {"money": 0.0}) is not None, "the debt is forgotten with the day in which it was made"
+
+
+def test_a_clock_that_is_behind_uses_the_window_of_the_others():
+    shared = Shared(KeyLimits(rpm_limit=10), now=START + MINUTE - 1)
+    assert shared.take("b", needs()) is not None
+    late, shared.now = shared.now, START + MINUTE + 1
+    for _ in range(10):
+        assert shared.take("a", needs()) is not None
+    shared.now = late
+    assert sum(shared.take("b", needs()) is not None for _ in range(9)) < 9, "it had reserved some in the minute before"
+    shared.exchange("b")
+    assert shared.take("b", needs()) is None
+
+
+def test_without_a_store_an_ingress_spends_its_part_of_what_was_left_and_never_what_it_does_not_know():
+    shared = Shared(KeyLimits(rpm_limit=100), "abcd")
+    for _ in range(20):
+        assert shared.take("a", needs()) is not None
+    shared.exchange("a", leaving=True)
+    for quota in (shared.quotas["a"], shared.quotas["b"]):
+        quota.go_alone(shared.now)
+        quota.go_alone(shared.now)
+    taken = dict.fromkeys("ab", 0)
+    for name in taken:
+        while shared.quotas[name].take(needs(), shared.now) is not None:
+            taken[name] += 1
+    assert taken == {"a": 20, "b": 0}
+    assert shared.quotas["b"].is_unknown(shared.limits[0])
+
+
+def test_limits_that_change_keep_what_was_spent():
+    shared = Shared(KeyLimits(rpm_limit=10), "a")
+    for _ in range(8):
+        assert shared.take("a", needs()) is not None
+    shared.quotas["a"].change(KeyLimits(rpm_limit=9, tpm_limit=5).all(), shared.now)
+    assert shared.take("a", needs()) is not None
+    assert shared.take("a", needs()) is None
