@@ -6,7 +6,10 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 
@@ -28,17 +31,22 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory, folder) -> Iterator[Serving]:
+    with served(tmp_path_factory.mktemp("serve"), folder, STAGES, pipeline_parallel=STAGES) as serving:
+        yield serving
+
+
+@contextmanager
+def served(tmp_path: Path, folder: Path, num_ranks: int, **engine: Any) -> Iterator[Serving]:
+    """Serve a model by one replica, each of whose ranks has a node of its own."""
     model = {
         "name": MODEL,
         "model": str(folder),
-        "engine": {"pipeline_parallel": STAGES, "device": "cpu", "num_blocks": 2048},
+        "engine": {"device": "cpu", "num_blocks": 2048, **engine},
         "decode": {"num_cpus": 0.25, "label_selector": POOL, "placement_strategy": "STRICT_SPREAD"},
     }
     ingress = {"name": "ingress", "ray_actor_options": {"num_cpus": 0.1, "label_selector": {"pool": "!decode"}}}
-    cluster = FakeCluster([HEAD, *[NODE] * STAGES])
-    server = ServeRun(
-        tmp_path_factory.mktemp("serve"), {"models": [model]}, address=cluster.address, deployments=[ingress]
-    )
+    cluster = FakeCluster([HEAD, *[NODE] * num_ranks])
+    server = ServeRun(tmp_path, {"models": [model]}, address=cluster.address, deployments=[ingress])
     serving = Serving(cluster, server, {MODEL: 1})
     try:
         serving.wait_for_all()
@@ -51,8 +59,12 @@ def serving(tmp_path_factory, folder) -> Iterator[Serving]:
 
 
 def test_stages_on_three_nodes_answer_as_one_rank_does(serving, folder):
+    check_answers(serving, folder, STAGES)
+
+
+def check_answers(serving: Serving, folder: Path, num_ranks: int) -> None:
     (replica,) = serving.replicas(MODEL)
-    assert len({rank.node for rank in replica.ranks}) == STAGES
+    assert len({rank.node for rank in replica.ranks}) == num_ranks
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     with LLM(str(folder), device="cpu", num_blocks=64, num_threads=1) as one:
         alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, progress=False)]
@@ -61,6 +73,11 @@ def test_stages_on_three_nodes_answer_as_one_rank_does(serving, folder):
 
 @pytest.mark.parametrize("stage", range(STAGES))  # first, middle, last
 def test_a_stage_killed_in_the_middle_of_16_streams_changes_no_text(serving, stage):
+    check_kill(serving, stage)
+
+
+def check_kill(serving: Serving, rank: int) -> None:
+    """Kill a rank in the middle of 16 streams, and compare their texts with the text of a stream without a fault."""
     serving.wait_for_all()
     expected = text(serving.ask(MODEL, max_tokens=LONG, timeout_s=60))
     (replica,) = serving.replicas(MODEL)
@@ -69,7 +86,7 @@ def test_a_stage_killed_in_the_middle_of_16_streams_changes_no_text(serving, sta
         running = [pool.submit(serving.stream, MODEL, event, LONG) for event in started]
         assert all(event.wait(60) for event in started)
         assert not any(stream.done() for stream in running)
-        os.kill(replica.ranks[stage].pid, signal.SIGKILL)
+        os.kill(replica.ranks[rank].pid, signal.SIGKILL)
         answers = [stream.result(timeout=120) for stream in running]
     assert {answer.error for answer in answers} == {None}
     assert {answer.text for answer in answers} == {expected}
