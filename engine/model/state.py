@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 64
+CHUNK = 32
 RING = 16
 """Convolution inputs that are kept, the one of position p at index p % RING. This is more than the convolution reads,
 so rejected drafts cannot overwrite an input that it still needs."""

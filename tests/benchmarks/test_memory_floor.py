@@ -3,6 +3,7 @@ import torch
 
 from benchmarks.memory_floor import kv_bytes, measure_bandwidth, weight_bytes
 from engine.model.config import ModelConfig
+from engine.model.state import CHUNK
 from tests.models import COMMON, make_model
 
 HIDDEN, VOCAB, LAYERS, INTERMEDIATE = (
@@ -52,7 +53,7 @@ def test_a_sliding_window_ends_what_is_read(tmp_path):
 
 def test_a_recurrent_layer_reads_its_state_however_long_the_sequence_is(tmp_path):
     cfg = config(tmp_path, "qwen3_5")  # one of four layers has attention
-    state, conv, rows = 4 * 16 * 32 * 4, 16 * (2 * 2 * 16 + 4 * 32) * 4, 64 * (2 * 16 + 4 * 32 + 4) * 4
+    state, conv, rows = 4 * 16 * 32 * 4, 16 * (2 * 2 * 16 + 4 * 32) * 4, CHUNK * (2 * 16 + 4 * 32 + 4) * 4
     for length in (10, 300):
         assert kv_bytes(cfg, torch.float32, [length]) == length * 2 * 2 * 16 * 4 + 3 * (state + conv + rows // 2)
 

@@ -23,10 +23,11 @@ NATIVE = ("gpt_oss", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_moe", "mix
 QUICK = {"gpt_oss", "gemma4", "qwen3_moe", "Llama4ForCausalLM"}  # Gemma 3 is below
 RECURRENT = ("qwen3_5", "nemotron_h", "lfm2", "kimi_linear")
 # States, KV behind windows, or latents.
-OTHER_RECURRENT = ("qwen3_next", "bamba", "falcon_h1", "granite4_moe")
+OTHER_RECURRENT = ("qwen3_next", "qwen3_5_moe", "bamba", "falcon_h1", "granite4", "granite4_moe", "lfm2_moe")
 KEPT_APART = (
     *("qwen3_5", "gemma3", *RECURRENT[1:], "gemma4", "gpt_oss", "gemma3n"),
     *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", *OTHER_RECURRENT),
+    *("deepseek_v2", "minicpm3", "gemma2", "gemma4_moe"),
 )
 BORDERS = (200, 129, 128, 64, 20)  # tokens behind borders of states, and none before one
 LENGTHS = (33, 8, 1)  # more than the windows of 8 tokens, as many, and too few for a block

@@ -17,7 +17,7 @@ from engine.model.families import FAMILIES
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.models.registry import model_class
 from engine.model.quantization.mxfp4 import MXFP4
-from engine.model.state import state_specs
+from engine.model.state import CHUNK, state_specs
 from tests.models import make_model
 
 # As published on the Hub, before transformers 5.
@@ -468,7 +468,7 @@ def test_the_language_model_of_qwen_3_5_is_read_as_published(read):
     assert cfg.recurrent is not None
     assert [i for i in range(32) if i not in cfg.recurrent.layers] == list(range(3, 32, 4))
     assert cfg.rope[3] == RopeConfig(theta=1e7, partial_rotary_factor=0.25)
-    (kept, *_), rows = state_specs(cfg.recurrent, "bfloat16"), 64
+    (kept, *_), rows = state_specs(cfg.recurrent, "bfloat16"), CHUNK
     assert kept.kept_bytes == 4 * 32 * 128 * 128 + 2 * 16 * 8192, "2 MiB, and the inputs of the convolution"
     assert kept.row_bytes == 4 * rows * (16 * 128 + 32 * 128 + 32)
 

@@ -199,7 +199,7 @@ def generate(core: EngineCore, tokens: int = 7) -> list[tuple[int, float]]:
 def test_a_model_gives_the_same_bits_in_one_region_and_kernel_by_kernel(architecture, quantization, tmp_path):
     options = {"quantization": quantization, "num_blocks": 128}
     core = make_core(tmp_path, architecture, enable_prefix_caching=False, **options)
-    tokens = 60 if architecture in HYBRIDS else 7  # states move after 64 tokens
+    tokens = 60 if architecture in HYBRIDS else 7  # so that states move
     first, second = generate(core, tokens), generate(core, tokens)
     assert core.runner._step_graph is not None
     eager = make_core(tmp_path, architecture, enforce_eager=True, **options)
