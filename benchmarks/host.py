@@ -42,7 +42,7 @@ SAMPLINGS = {
     "greedy": GREEDY,
     "temperature": SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=None),
     "top_p": SamplingParams(temperature=1.0, top_p=0.9, top_k=20, ignore_eos=True, max_tokens=None),
-    "drafts": GREEDY,  # by n-grams, three for half of the sequences in each step, all accepted
+    "drafts": GREEDY,  # by n-grams, three for each sequence, all accepted
     "eagle3": GREEDY,  # three drafts of a head for each sequence, none accepted, since its weights are random
 }
 HEAD: dict[str, Any] = {
@@ -111,7 +111,7 @@ def measure(sampling: str, sequences: int, steps: int) -> HostTime:
 
 
 def step(core: EngineCore) -> None:
-    """Let a step end. With a head that drafts, a step is planned only once the step before has ended."""
+    """Let a step end. With drafts, a step is planned only once the step before has ended."""
     scheduler = core.scheduler
     ended = scheduler.totals.steps - len(scheduler.planned)
     while scheduler.totals.steps - len(scheduler.planned) == ended:

@@ -380,7 +380,8 @@ def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSp
         drafter = SuffixDrafter(config)
     recurrent = loaded.model.recurrent
     bound = any_number if recurrent is None else partial(max_drafts, kernel=recurrent.kernel)
-    return Speculator(config, drafter, step_times.drafting.of, loaded.model.vocab_size, bound)
+    costs, stages = step_times.drafting.of, loaded.config.pipeline_parallel
+    return Speculator(config, drafter, costs, loaded.model.vocab_size, bound, stages=stages)
 
 
 def make_images(loaded: Loaded, open_channel: OpenChannel, ranks: list[KVWorkerInfo]) -> EncoderCacheManager | TextOnly:

@@ -188,6 +188,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step. Returns None if nothing can be computed now."""
+        if self.speculation.waits_for(self.planned, len(self.queue.running)):
+            return None
         before = self.totals.preemptions
         self.holds.update(now)
         budget = self._plan_running()

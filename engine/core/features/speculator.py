@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from itertools import islice, takewhile
 
@@ -13,9 +13,11 @@ from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.predicted_text import PredictedText
 from engine.wire.messages import SpecDecodeStats
-from engine.wire.plan import ON_DEVICE
+from engine.wire.plan import ON_DEVICE, StepPlan
 
 LOADED = 0.25  # if drafts pay only above this acceptance rate, the engine is so loaded that they gain little
+
+MANY = 0.25  # share of the requests with drafts in flight for which the others wait; a guess, not measured on a GPU
 
 
 def any_number(position: int) -> int:
@@ -29,6 +31,9 @@ class NoSpeculation:
     has_weights = False
     lookahead = 0
     stats: SpecDecodeStats | None = None
+
+    def waits_for(self, planned: Iterable[tuple[StepPlan, list[Request]]], running: int) -> bool:
+        return False
 
     def draft(self, request: Request, count: int, capacity: int) -> list[int]:
         return []
@@ -62,15 +67,18 @@ class Speculator:
         step_cost: Callable[[int], tuple[float, float, float]],
         vocab_size: int,
         max_drafts: Callable[[int], int] = any_number,
+        *,
+        stages: int = 1,
     ):
         """drafter: None if a drafter with weights runs in the model runner.
         step_cost: DraftCost.of; takes the number of sequences.
-        max_drafts: returns how many drafts may follow the token at a position in one step."""
+        max_drafts: returns how many drafts may follow the token at a position in one step.
+        stages: of the pipeline, which different requests have to fill."""
         self._limit, self._drafter = config.num_speculative_tokens, drafter
         self._step_cost, self._vocab_size, self._max_drafts = step_cost, vocab_size, max_drafts
         self._cost = 0, 0.0, 0.0, 0.0
         self._step = self._undrafted = StepDrafts(*self._cost)
-        self._num_proposed = 0  # per request, in the step planned last
+        self._num_proposed, self._stages = 0, stages  # the first per request, in the step planned last
         self.totals = SpecDecodeStats()
 
     @property
@@ -101,6 +109,16 @@ class Speculator:
             ]
             self._num_proposed = self._undrafted.num_proposals(sequences, self._limit)
         return self._num_proposed
+
+    def waits_for(self, planned: Iterable[tuple[StepPlan, list[Request]]], running: int) -> bool:
+        """Return whether the next step should be planned only after those in flight. running: number of requests.
+
+        A request cannot be planned while its drafts are verified. If all others were, these two groups would run in
+        turns from then on, each with half of the rows, and a step reads all weights for them. To wait costs the time
+        that the host takes to plan, and nothing while a drafter with weights runs.
+        """
+        drafted = sum(len(plan.drafts) for plan, _ in planned) if self._stages == 1 else 0
+        return drafted > 0 and (self.has_weights or drafted >= MANY * running)
 
     def start_step(self, sequences: int) -> None:
         """Begin to plan a step. sequences: number of running sequences."""

@@ -13,7 +13,7 @@ from engine.wire.messages import GenerateRequest
 from engine.wire.plan import ON_DEVICE
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
-from tests.fake_drafter import WildDrafter
+from tests.fake_drafter import WildDrafter, draft_always
 from tests.fake_runner import VOCAB, Harness, expected_output
 
 FORM = StructuredOutputsParams(regex="what the fake grammar says")
@@ -138,6 +138,23 @@ def test_with_overlap_a_request_without_a_proposal_is_planned_ahead():
         h.plan()
         assert (h.plan() is None) == waits
         h.run()
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_with_overlap_requests_that_came_at_different_times_verify_their_drafts_in_the_same_steps(weights, monkeypatch):
+    draft_always(monkeypatch)
+    if weights:
+        h = Harness(num_blocks=64, max_model_len=64, depth=2, propose=WildDrafter(kinds=("half",)).propose)
+    else:
+        h = make("half", depth=2)
+    for name, prompt in (("a", PROMPT), ("b", [4, 5])):
+        h.add(name, prompt, max_tokens=30)
+        for _ in range(3):
+            h.step()
+    first = len(h.plans)
+    for _ in range(6):
+        h.step()
+    assert {len(plan.slots) for plan in h.plans[first:]} == {2}
 
 
 def test_the_tokens_of_a_step_come_in_one_delta():
