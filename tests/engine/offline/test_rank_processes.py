@@ -89,7 +89,7 @@ SLOW_END = """
 import atexit, threading
 from engine.offline import rank_processes
 
-rank_processes._run = lambda task: atexit.register(threading.Event().wait)
+rank_processes._run = lambda task, parent: atexit.register(threading.Event().wait)
 rank_processes.main()
 """
 

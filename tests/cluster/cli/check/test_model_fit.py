@@ -161,11 +161,14 @@ def test_the_rank_with_most_experts_needs_most_memory(tmp_path, monkeypatch):
     weights = []
     monkeypatch.setattr(model_fit, "check_kv_cache", lambda topic, engine, shape, dtype, bytes, on_gpu: (
         weights.append(bytes), Finding("ok", topic, ""))[1])  # fmt: skip
-    for spread in (False, True):
-        messages = told(config(folder, engine={"tensor_parallel": 2, "expert_parallel": spread}))
-        assert any("5 experts over 2 ranks: at most 3 of each layer per rank" in text for text in messages) == spread
-    of_experts = weight_bytes(folder, torch.float32, part=".experts.")
-    assert weights[1] - weights[0] == int(of_experts // 2 * (6 / 5 - 1)) > 0
+    for layout in ({"tensor_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": True},
+                   {"data_parallel": 2, "expert_parallel": True}):  # fmt: skip
+        messages = told(config(folder, engine=layout))
+        known = any("5 experts over 2 ranks: at most 3 of each layer per rank" in text for text in messages)
+        assert known == ("expert_parallel" in layout)
+    of_experts, whole = (weight_bytes(folder, torch.float32, part=part) for part in (".experts.", ""))
+    assert weights[1] - weights[0] == of_experts * 3 // 5 - of_experts // 2 > 0
+    assert weights[2] == whole - of_experts + of_experts * 3 // 5, "all other weights are whole in each engine"
 
 
 def test_an_encode_engine_loads_what_encodes_images_and_keeps_embeddings(tmp_path):
