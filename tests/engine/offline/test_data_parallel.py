@@ -132,8 +132,8 @@ def test_aborted_requests_end_in_every_engine_and_the_others_go_on(pool, folder_
 
 
 @pytest.mark.slow
-def test_the_death_of_an_engine_ends_the_group_with_an_error_and_a_new_group_replays_to_the_same_text(folder_of):
-    folder = str(folder_of("qwen3_moe"))
+def test_the_death_of_an_engine_ends_the_group_with_an_error_and_a_new_group_replays_to_the_same_text(tmp_path):
+    folder = str(make_model(tmp_path, "qwen3_moe", tokenizer=True))
     options = {"dtype": "float32", "determinism": "strict", "num_threads": 1, "device": "cpu", "block_size": 4,
                "max_num_seqs": 8, "num_blocks": 256}  # fmt: skip
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
