@@ -130,6 +130,7 @@ def ingress(
         edge.store_config(),
         config.console_config(),
         edge.image_config(),
+        edge.usage_config(),
     )
 
 

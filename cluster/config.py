@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cluster.autoscaling.slo import POLICIES, POLICY, Limits, PoolSettings, RoleSettings, Slo
 from deployments.billing.prices import FREE, Prices
+from deployments.billing.usage_files import UsageConfig
 from deployments.console.config import ConsoleConfig
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields, expected
@@ -154,6 +155,10 @@ class IngressSection(Section):
     """Folder for the contents of files and batches, shared by all ingresses; on several machines, `store` must be a
     Redis, too; null for none (docs/batches.md)."""
     images: ImageSection = ImageSection()  # type: ignore[valid-type]  #: limits on request images (docs/images.md)
+    usage_dir: str | None = Field(
+        default=None, min_length=1
+    )  #: folder of daily files of usage and costs (docs/costs.md)
+    currency: str = Field(default="USD", pattern="^[A-Z]{3}$")  #: of the models' `prices`, for these files
     batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of a batch at a time, if no other requests wait
 
     def auth(self) -> AuthConfig:
@@ -210,6 +215,9 @@ class IngressSection(Section):
     def image_config(self) -> ImageConfig:
         """Return the limits on images. Raises ConfigError."""
         return ImageConfig(**dict(self.images))
+
+    def usage_config(self) -> UsageConfig:
+        return UsageConfig(folder=self.usage_dir, currency=self.currency)
 
     def batches(self) -> BatchConfig:
         return BatchConfig(folder=self.batch_dir, max_in_flight=self.batch_max_in_flight)

@@ -63,6 +63,7 @@ def http_app(
     idempotent = IdempotentRoutes(jobs)
     batch_routes = BatchRoutes(app, served, batches, auth, values if values.shared else None)
     app.router.lifespan_context = _then(app.router.lifespan_context, quotas.close, jobs.close)
+    app.router.lifespan_context = _inside(app.router.lifespan_context, telemetry.usage_files.written)
     stored = ResponseStore(values, store.response_ttl_s)
     key_routes: list[Route] = []
     if api_keys is not None and auth.allow_key_updating:

@@ -25,6 +25,7 @@ from deployments import ray_compat
 from deployments.adapters.gcs_table import GcsTable
 from deployments.adapters.table import AdapterTable
 from deployments.app import http_app
+from deployments.billing.usage_files import NO_USAGE_FILES, UsageConfig, UsageFiles
 from deployments.console.config import ConsoleConfig
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http import in_process
@@ -97,6 +98,7 @@ class Ingress:
         store: StoreConfig,
         console: ConsoleConfig,
         images: ImageConfig,
+        usage: UsageConfig,
     ):
         """pools: for each model, the handle of its decode replicas, and the handles of the replicas that compute
         prompts or images for them."""
@@ -105,7 +107,10 @@ class Ingress:
         log_to_console(f"ingress-{ingress_id}", log)
         traces = None if tracing is None else Tracing(tracing)
         node = ray.get_runtime_context().get_node_id()
-        self._telemetry = Telemetry(ingress_id, traces, IngressPeers(), node=node, keeps_texts=console.texts)
+        files = NO_USAGE_FILES if usage.folder is None else UsageFiles(usage, ingress_id)
+        self._telemetry = Telemetry(
+            ingress_id, traces, IngressPeers(), node=node, keeps_texts=console.texts, usage_files=files
+        )
         key = await asyncio.to_thread(ray_compat.cluster_key)
         self._channel = TokenChannel(ray.util.get_node_ip_address(), self._telemetry.stats, key)
         engines = [

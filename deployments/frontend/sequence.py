@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.billing.prices import FREE, Prices
+from deployments.billing.usage_files import NO_USAGE_FILES, NoUsageFiles
 from deployments.frontend.admission import Admission
 from deployments.frontend.inboxes import Inbox, Inboxes
 from deployments.frontend.retry import RetryState, TokensLost
@@ -53,6 +54,7 @@ class SequenceContext:
     """Maximum number of times that a sequence resumes in another engine."""
     sdc_check: SdcCheck | None = None
     prices: Prices = FREE
+    usage_files: NoUsageFiles = NO_USAGE_FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,8 @@ class Sequence:
             context.admission.availability,
             quiet=request.pooling is not None and index > 0,
             texts=self._texts if context.timelines.keeps_texts else None,
+            prices=context.prices,
+            usage_files=context.usage_files,
         )
         self._tokenizer = context.tokenizer
         self._text = TextStream(request.params, context.tokenizer, index)

@@ -9,6 +9,9 @@ from typing import Literal
 
 import msgspec
 
+from deployments.billing.prices import FREE, Prices
+from deployments.billing.totals import UsageTotals, payer_of
+from deployments.billing.usage_files import NO_USAGE_FILES, NoUsageFiles
 from deployments.frontend.availability import Availability
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
@@ -34,12 +37,15 @@ class SequenceMetrics:
         availability: Availability,
         quiet: bool = False,
         texts: Callable[[], tuple[str, str]] | None = None,
+        prices: Prices = FREE,
+        usage_files: NoUsageFiles = NO_USAGE_FILES,
     ):
         """quiet: whether another sequence represents this one in logs, traces and timelines, unless an error occurs.
         texts: function that returns the prompt and output to show in the timeline."""
         self.answered = False  #: whether the current attempt has produced a token
         self._http, self._stats, self._timelines = http, stats, timelines
         self._availability, self._quiet, self._texts = availability, quiet, texts
+        self._payer, self._prices, self._usage_files = payer_of(request.client), prices, usage_files
         self._timeline = SequenceTimeline(
             request_id=request.request_id,
             model=model,
@@ -131,6 +137,7 @@ class SequenceMetrics:
             self._stats.finished[reason] += 1
             if timeline.adapter is not None:
                 self._stats.count_adapter(timeline.adapter)
+            self._count_usage()
         if reason in ("stop", "length"):
             self._stats.histograms["e2e_request_latency_seconds"].observe(timeline.seconds)
             self._stats.operation(self._http.operation).observe(timeline)
@@ -158,6 +165,22 @@ class SequenceMetrics:
             logger.log(level, "request failed request_id=%s error=%s", timeline.request_id, error)
         if trace is not None and not quiet:
             trace.sequence(timeline, self._times)
+
+    def _count_usage(self) -> None:
+        timeline = self._timeline
+        cost = SequenceCost.total(timeline.costs.values())
+        used = UsageTotals(
+            1,
+            timeline.prompt_tokens,
+            timeline.cached_tokens,
+            timeline.output_tokens,
+            cost.compute_s,
+            cost.wasted_s,
+            cost.kv_gib_s,
+            self._prices.of(cost),
+        )
+        self._stats.count_usage(self._payer, used)
+        self._usage_files.add(self._payer, timeline.model, timeline.adapter, used)
 
     def _note(self, what: str, at: float | None = None) -> None:
         """Add an event to the timeline. at: time on the monotonic clock; None for now."""

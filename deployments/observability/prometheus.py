@@ -39,6 +39,11 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 MODEL_LABELS = ["model_name", "ingress"]
 ROUTE_LABELS = ["handler", "method", "ingress"]
 
+
+def _by_key(field: str) -> Callable[[ModelStats], dict[str, float]]:
+    return lambda model: {key: getattr(used, field) for key, used in model.usage.items()}
+
+
 REPLICAS: list[Row] = [
     (Gauge, "manta_up", "Healthy replicas.", lambda replicas: len(replicas.decode)),
     (Gauge, "manta_asleep", "1 while the model is scaled to zero.", "asleep"),
@@ -62,6 +67,16 @@ MODELS: list[Row] = [
         "move_pauses",
     ),
     (Counter, "manta_adapter_requests", "Ended requests of LoRA adapters.", "adapters", "adapter"),
+    *(
+        (Counter, f"manta_key_{name}", f"{text} of ended requests, by API key.", _by_key(field), "key")
+        for name, text, field in (
+            ("prompt_tokens", "Prompt tokens", "prompt_tokens"),
+            ("output_tokens", "Output tokens", "output_tokens"),
+            ("compute_seconds", "Engine seconds", "compute_s"),
+            ("wasted_seconds", "Engine seconds for tokens that were computed again", "wasted_s"),
+            ("cost", "Money", "cost"),
+        )
+    ),
     (Counter, "manta_sdc_checks", "Answers that were computed again, and compared.", "sdc_checks", "result"),
 ]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from deployments.billing.totals import UsageTotals
 from deployments.observability.timeline import SequenceTimeline
 from deployments.routing.stats import RoutingStats
 from engine.wire.histogram import SECONDS, TOKENS, Histogram
 
 REPLAY_REASONS = ("engine_unavailable", "tokens_lost", "other_model", "overloaded", "moved")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-MAX_ADAPTERS, OTHERS = 100, "(others)"  # that are counted by their names
+MAX_NAMES, OTHERS = 100, "(others)"  # adapters, and API keys, that are counted by their names
 
 
 DURATIONS = [0.01 * 2**i for i in range(14)]
@@ -50,7 +51,9 @@ class ModelStats(msgspec.Struct):
     move_pauses: Histogram = msgspec.field(default_factory=lambda: Histogram.over(SECONDS))
     """Seconds without a token of sequences that moved to another engine."""
     adapters: dict[str, int] = {}
-    """Ended sequences of LoRA adapters: by name for the first MAX_ADAPTERS, the rest as OTHERS."""
+    """Ended sequences of LoRA adapters: by name for the first MAX_NAMES, the rest as OTHERS."""
+    usage: dict[str, UsageTotals] = {}
+    """What ended sequences have used, by the name of the API key, bounded likewise; empty for clients without a key."""
     sdc_checks: dict[str, int] = msgspec.field(default_factory=lambda: {"equal": 0, "different": 0})
     """Answers recomputed to detect silent data corruption, by outcome (deployments/frontend/sdc_check.py)."""
     histograms: dict[str, Histogram] = msgspec.field(
@@ -65,8 +68,12 @@ class ModelStats(msgspec.Struct):
     """By gen_ai.operation.name."""
 
     def count_adapter(self, name: str) -> None:
-        label = name if name in self.adapters or len(self.adapters) < MAX_ADAPTERS else OTHERS
+        label = name if name in self.adapters or len(self.adapters) < MAX_NAMES else OTHERS
         self.adapters[label] = self.adapters.get(label, 0) + 1
+
+    def count_usage(self, key: str, used: UsageTotals) -> None:
+        label = key if key in self.usage or len(self.usage) < MAX_NAMES else OTHERS
+        self.usage.setdefault(label, UsageTotals()).add(used)
 
     def operation(self, name: str) -> OperationStats:
         return self.operations.setdefault(name, OperationStats())

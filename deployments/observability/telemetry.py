@@ -10,6 +10,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.billing.usage_files import NO_USAGE_FILES, NoUsageFiles
 from deployments.observability.stats import IngressStats
 from deployments.observability.timeline import IngressOverview, RequestTimeline, RequestTimelines, SequenceTimeline
 from deployments.observability.tracing import RequestTrace, Tracing, operation_of
@@ -75,9 +76,10 @@ class Telemetry:
         *,
         node: str = "",
         keeps_texts: bool = False,
+        usage_files: NoUsageFiles = NO_USAGE_FILES,
     ):
         """node: as in IngressStats. keeps_texts: whether timelines contain prompts and outputs."""
-        self.tracing = tracing
+        self.tracing, self.usage_files = tracing, usage_files
         self.timelines = RequestTimelines(ingress_id, keeps_texts=keeps_texts)
         self.stats = IngressStats(ingress_id, node)
         self._peers = peers

@@ -163,6 +163,7 @@ class ServedModel:
             timelines=telemetry.timelines,
             max_replays=info.max_replays,
             prices=info.prices,
+            usage_files=telemetry.usage_files,
             sdc_check=None
             if info.sdc_check_every is None
             else SdcCheck(info.sdc_check_every, pool, channel, self.admission, stats, exact=info.same_bits),

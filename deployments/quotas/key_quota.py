@@ -196,7 +196,7 @@ class KeyQuota:
                         self.leased.commit(self._wall())
                         return True
         except (StoreUnavailable, TimeoutError) as error:
-            logger.warning("quota not written key=%s error=%s", self.name, error or type(error).__name__)
+            logger.debug("quota not written key=%s error=%s", self.name, error or type(error).__name__)
         self._retry_at = time.monotonic() + RETRY_S
         return False
 

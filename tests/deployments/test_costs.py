@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 
+from cluster.config import IngressSection, ModelSection
+from cluster.model_info import model_info
+from deployments.billing.usage_files import UsageConfig, UsageFiles
+from deployments.frontend.api_keys import key_line
+from deployments.http.middleware import AuthConfig
 from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
 from tests.models import make_model
 
@@ -76,5 +82,26 @@ def test_the_cost_of_a_prompt_includes_the_engine_that_computed_it(folder):
             assert cost["compute_s"] == answer["usage"]["cost_details"]["compute_seconds"]
             scrape = await api.scrape_when(lambda s: s.sum("vllm:num_requests_running") == 0)
             assert cost["compute_s"] > scrape.sum("manta_engine_seconds_total", engine="decode-1", spent_on="requests")
+
+    run(scenario())
+
+
+def test_prices_turn_costs_into_money_in_answers_metrics_and_files(folder, tmp_path):
+    section = ModelSection(name="tiny", model=str(folder), prices={"engine_hour": 3600.0})
+    info = replace(model_info(section, IngressSection()), identity=None)
+    files = UsageFiles(UsageConfig(folder=str(tmp_path)), "ingress-1")
+    auth = AuthConfig(api_keys=(key_line("alice", "sk-alice"),))
+
+    async def scenario() -> None:
+        async with real_api(folder, info=info, auth=auth, usage_files=files) as api:
+            api.client.headers["authorization"] = "Bearer sk-alice"
+            usage = (await api.complete(**ASKED, **COST))["usage"]
+            assert usage["cost"] == usage["cost_details"]["compute_seconds"] > 0
+            found = await api.scrape_when(lambda s: s.sum("manta_key_output_tokens_total") > 0)
+            assert found.sum("manta_key_output_tokens_total", key="alice") == usage["completion_tokens"]
+            assert found.sum("manta_key_cost_total", key="alice") == pytest.approx(usage["cost"])
+            files.write()
+            (file,) = tmp_path.iterdir()
+            assert f"{usage['cost']}" in file.read_text() and "alice" in file.read_text()
 
     run(scenario())
