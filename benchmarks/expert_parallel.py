@@ -78,10 +78,10 @@ def cpu_seconds(pids: list[int]) -> list[float]:
     return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
 
 
-PREFERRED, FACTOR = 6, 6.0  # experts that routers prefer, and by how much their rows are larger
-WINDOW = 20
-MOVING = {"enable_eplb": True, "eplb_config": EPLBConfig(window_size=WINDOW, step_interval=WINDOW)}
-COPIED = {**MOVING, "eplb_config": EPLBConfig(window_size=WINDOW, step_interval=WINDOW, num_redundant_experts=8)}
+PREFERRED, FACTOR = 16, 6.0  # experts that routers prefer, and by how much their rows are larger
+WINDOW, ONCE = 40, 10**6  # steps of a window; an interval after which no run moves experts again
+MOVING = {"enable_eplb": True, "eplb_config": EPLBConfig(window_size=WINDOW, step_interval=ONCE)}
+COPIED = {**MOVING, "eplb_config": EPLBConfig(window_size=WINDOW, step_interval=ONCE, num_redundant_experts=8)}
 
 
 class SkewedPool(RankPool):
@@ -114,7 +114,7 @@ def measure_skew() -> None:
             **WHOLE, **window,
         )  # fmt: skip
         with pool.engine(config) as core:
-            for round in range(4):  # experts move while the first ones run
+            for round in range(3):  # experts move while the first one runs
                 for load in ("8 requests", "2 prompts of 1,000"):
                     pids, started = [os.getpid(), *pool.pids[:1]], time.perf_counter()
                     before = cpu_seconds(pids)

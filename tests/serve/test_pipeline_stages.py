@@ -47,7 +47,7 @@ def served(tmp_path: Path, folder: Path, num_ranks: int, **engine: Any) -> Itera
     ingress = {"name": "ingress", "ray_actor_options": {"num_cpus": 0.1, "label_selector": {"pool": "!decode"}}}
     cluster = FakeCluster([HEAD, *[NODE] * num_ranks])
     server = ServeRun(tmp_path, {"models": [model]}, address=cluster.address, deployments=[ingress])
-    serving = Serving(cluster, server, {MODEL: 1})
+    serving = Serving(cluster, server, {MODEL: 1}, {MODEL: num_ranks})
     try:
         serving.wait_for_all()
         wait_until(lambda: serving.ask(MODEL).status_code == 200)

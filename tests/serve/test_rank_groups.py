@@ -79,10 +79,10 @@ class Answer:
 
 
 class Serving:
-    """A cluster with a `serve run` on it. models: how many replicas each has."""
+    """A cluster with a `serve run` on it. models: how many replicas each has. ranks: of a replica of each."""
 
-    def __init__(self, cluster: FakeCluster, server: ServeRun, models: dict[str, int]):
-        self.cluster, self.server, self.models = cluster, server, models
+    def __init__(self, cluster: FakeCluster, server: ServeRun, models: dict[str, int], ranks: dict[str, int] = RANKS):
+        self.cluster, self.server, self.models, self.ranks = cluster, server, models, ranks
         self.times: list[str] = []
 
     def replicas(self, model: str) -> list[Replica]:
@@ -97,7 +97,7 @@ class Serving:
             Replica(pid, [rank for key, rank in sorted(ranks.items()) if key[0] == engine_id])
             for engine_id, pid in controls.items()
         ]
-        return [r for r in found if len(r.ranks) == RANKS[model] and all(map(lives, r.pids))]
+        return [r for r in found if len(r.ranks) == self.ranks[model] and all(map(lives, r.pids))]
 
     def wait_for_all(self) -> None:
         wait_until(lambda: all(len(self.replicas(name)) == n for name, n in self.models.items()), timeout_s=120)
