@@ -94,7 +94,7 @@ def with_layout(options: SimulationOptions, traffic: Trace, max_gpus: int) -> tu
     cards = max_gpus // (2 if options.prefill_replicas else 1)  # of each pool
     nodes, devices = max(1, cards // options.cards_per_node), min(options.cards_per_node, cards)
     machines = machines_of(find_card(options.card), nodes, devices, options.network_gbit)
-    load = Load(context=traffic.longest, itl_s=options.tpot_ms / 1000, max_num_seqs=options.max_num_seqs)
+    load = Load(traffic.mean, traffic.longest, options.tpot_ms / 1000, options.max_num_seqs)
     found = find_layouts(find_model(options.model), machines, load)
     known = next(layout for layout in found if layout.ranks == layout.tensor and layout.tensor_inside)
     told = lines(found, load)

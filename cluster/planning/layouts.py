@@ -70,7 +70,8 @@ class Machines:
 class Load:
     """What a layout is judged by."""
 
-    context: int = 4096  #: tokens of a sequence, prompt and answer
+    context: int = 4096  #: mean tokens of a sequence, prompt and answer
+    longest: int = 0  #: tokens of the longest sequence, for which a replica must have room
     itl_s: float = 0.05  #: limit of the time between tokens
     max_num_seqs: int = 256
 
@@ -214,7 +215,7 @@ def judge(
         experts = link.seconds(2 * model.expert_layers, batch * sent) if data > 1 else 0.0
         return max(memory, compute) + exchange + experts
 
-    most = min(load.max_num_seqs * data, max(0, kv_tokens) // load.context)
+    most = 0 if kv_tokens <= load.longest else min(load.max_num_seqs * data, kv_tokens // load.context)
     sequences = most
     while sequences > 1 and itl(sequences) > load.itl_s:
         sequences //= 2

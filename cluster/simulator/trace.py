@@ -69,6 +69,11 @@ class Trace:
         """Tokens of the longest request, prompt and output together."""
         return int((self.prompt_tokens + self.output_tokens).max(initial=1))
 
+    @property
+    def mean(self) -> int:
+        """Mean tokens of a request, prompt and output together."""
+        return max(1, int((self.prompt_tokens + self.output_tokens).sum()) // max(1, len(self)))
+
     def prompt(self, index: int) -> list[int]:
         """Return the token ids of a prompt. Two prompts have equal tokens exactly as far as the trace gives them equal
         hash_ids."""

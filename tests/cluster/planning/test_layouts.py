@@ -83,6 +83,12 @@ def test_experts_with_latent_attention_get_groups_with_their_own_kv():
     assert layout.kv_tokens > 2 * find(DEEPSEEK, nodes, 16, 1, False, 1).kv_tokens
 
 
+def test_there_is_room_for_the_longest_sequence_too():
+    load = Load(context=1000, longest=600_000)
+    assert all(layout.kv_tokens > load.longest for layout in plan(LLAMA_8B, H100, load) if layout.sequences)
+    assert best(LLAMA_8B, H100, load).ranks > best(LLAMA_8B, H100, Load(context=1000)).ranks == 1
+
+
 def test_nothing_fits_and_why():
     layout = best(DEEPSEEK, H100)
     assert layout.sequences == 0 and "does not fit" in str(layout)
