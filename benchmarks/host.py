@@ -75,10 +75,9 @@ class HostTime:
     total_us: float
 
 
-def measure(sampling: str, sequences: int, steps: int) -> HostTime:
-    """Measure decode steps of so many sequences, one step planned ahead, as on a GPU."""
+def decoding_core(sampling: str, sequences: int, **options: Any) -> EngineCore:
+    """Return an engine with so many new sequences, on a device that computes nothing. options: of EngineConfig."""
     torch.set_num_threads(1)
-    drafts = sampling == "drafts"
     with tempfile.TemporaryDirectory() as folder:
         head = Path(folder) / "head"
         head.mkdir()
@@ -94,11 +93,17 @@ def measure(sampling: str, sequences: int, steps: int) -> HostTime:
             core = build_engine(EngineConfig(
                 model=folder, load_format="dummy", max_num_seqs=sequences, num_blocks=32 * sequences, block_size=64,
                 max_num_batched_tokens=max(1024, 4 * sequences), num_threads=1, enable_prefix_caching=True,
-                speculative=drafters.get(sampling),
+                speculative=drafters.get(sampling), **options,
             ))  # fmt: skip
     for i in range(sequences):
         prompt = [3 + (i + j) % 900 for j in range(CONTEXT)]
         core.add(GenerateRequest(request_id=str(i), prompt=prompt, params=SAMPLINGS[sampling]))
+    return core
+
+
+def measure(sampling: str, sequences: int, steps: int) -> HostTime:
+    """Measure decode steps of so many sequences, one step planned ahead, as on a GPU."""
+    core, drafts = decoding_core(sampling, sequences), sampling == "drafts"
     with idle_compute(core), drafts_of_any_cost():
         while any(request.num_output == 0 for request in core.scheduler.queue.live.values()):
             core.step()

@@ -139,7 +139,8 @@ class IngressSection(Section):
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: limit for a file; body_timeout_s grows in proportion
     body_timeout_s: float = Field(default=60.0, gt=0)  #: time for a request's body to arrive; else 408
     admin_keys: list[str] = Field(default=[])
-    """Names of keys that may load and unload LoRA adapters, empty for all; and that may make and change API keys."""
+    """Names of keys that may load and unload LoRA adapters and fetch the tape, empty for all; and that may make and
+    change API keys."""
     allow_runtime_key_updating: bool = False  #: admin_keys may make API keys and change limits (docs/quotas.md)
     allow_runtime_lora_updating: bool = False  #: requests may load and unload LoRA adapters (docs/lora.md)
     cors_origins: list[str] = Field(default=[])  #: origins of web pages that may send requests; `*` for all

@@ -80,7 +80,7 @@ def http_app(
         *(AdapterRoutes(served, auth.admin_keys, auth.unknown_fields).routes() if auth.allow_lora_updating else []),
         *key_routes,
         *HoldRoutes(served).routes(),
-        *OperatorRoutes(served, telemetry).routes(),
+        *OperatorRoutes(served, telemetry, auth.admin_keys).routes(),
         *(ConsoleRoutes(served, telemetry, console).routes() if console.enabled else []),
     ]
     add_routes(app, routes)

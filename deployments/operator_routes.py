@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Sequence
 
 from fastapi import Request, Response
 
+from deployments.http.context import key_name
 from deployments.http.debug import LiveHandoffs, ServerLoad, Version, live_handoffs
 from deployments.http.json_body import json_response
 from deployments.http.route import Route
@@ -14,16 +17,19 @@ from deployments.observability.prometheus import CONTENT_TYPE, render_metrics
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import RequestTimeline
 from deployments.openai.served_models import ServedModels
+from engine.errors import NotPermitted
 
 
 class OperatorRoutes:
-    def __init__(self, models: ServedModels, telemetry: Telemetry):
-        self._models, self._telemetry = models, telemetry
+    def __init__(self, models: ServedModels, telemetry: Telemetry, admin_keys: Sequence[str] = ()):
+        """admin_keys: names of the API keys that may fetch the tape; empty for all keys."""
+        self._models, self._telemetry, self._admin_keys = models, telemetry, admin_keys
 
     def routes(self) -> list[Route]:
         healthy = "200 if every model has an engine that makes progress."
         forget = "Empty the prefix caches of all engines."
         of_node = "Prometheus metrics of the node whose proxy was asked."
+        taped = "What the schedulers of all engines have decided, for `manta replay`; no text."
         explained = "The timeline of a request; never its text."
         return [
             Route("GET", "/health", self.health, healthy),
@@ -37,6 +43,7 @@ class OperatorRoutes:
             Route("GET", "/metrics", self.metrics, "Prometheus metrics.", result="text/plain"),
             Route("GET", "/metrics/node", self.node_metrics, of_node, result="text/plain"),
             Route("GET", "/debug/handoffs", self.handoffs, "KV in transfer between engines.", result=LiveHandoffs),
+            Route("GET", "/debug/tape", self.tape, taped, result="application/octet-stream"),
             Route("GET", "/debug/requests/{name:path}", self.explain, explained, result=RequestTimeline),
         ]
 
@@ -67,6 +74,17 @@ class OperatorRoutes:
 
     async def handoffs(self) -> Response:
         return json_response(await live_handoffs(self._models.pools()))
+
+    async def tape(self, request: Request) -> Response:
+        """Return the tapes of all engines, as a file of tapes. They share a key that nobody keeps."""
+        if self._admin_keys and key_name(request) not in self._admin_keys:
+            raise NotPermitted("only keys of ingress.admin_keys may fetch the tape")
+        from engine.core.tape.file import pack_tapes  # an ingress starts without it
+
+        key = secrets.token_bytes(16)
+        found = await asyncio.gather(*(pool.tapes(key) for pool in self._models.pools().values()))
+        tapes = [tape for some in found for tape in some if tape]
+        return Response(await asyncio.to_thread(pack_tapes, tapes), media_type="application/octet-stream")
 
     async def explain(self, name: str) -> Response:
         return json_response(await self._telemetry.explain(name))

@@ -421,6 +421,11 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = option(
         None, "Speculative decoding, as a JSON object of vLLM's keys (docs/speculative_decoding.md)."
     )
+    tape_mib: int = option(
+        0,
+        "MiB of memory for the newest part of the tape, from which `manta replay` shows every decision of the "
+        "scheduler, such as 16; 0 for none (docs/replay.md).",
+    )
     handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs, in any role.")
     encode: HandoffConfig | None = option(
         None, "Options for image handoffs, in an engine whose images may be encoded by encode replicas."
@@ -494,6 +499,8 @@ class EngineConfig:
         for key in ("max_held_share", "max_held_share_per_client"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ConfigError(key, getattr(self, key), "between 0 and 1")
+        if self.tape_mib < 0:
+            raise ConfigError("tape_mib", self.tape_mib, "0 or more")
         if not self.max_hold_s > 0:
             raise ConfigError("max_hold_s", self.max_hold_s, "above 0")
         check_choices(self)

@@ -38,6 +38,8 @@ from engine.wire.messages import (
     ReleaseHolds,
     RemoteRequestFailed,
     ResetPrefixCache,
+    TakeTape,
+    TapeTaken,
     TokenBatch,
     TokenDelta,
     TokenLogprob,
@@ -86,6 +88,7 @@ class FakeEngine:
         self.hold_answer: Callable[[HoldMark], HoldOutcome] = granted
         self.held: list[HeldPrompt] = []
         self.peer: Peer | None = None
+        self.tape = b""
         self.cached_tokens = 0
         self.loaded: list[LoRARequest] = []
         self.adapter_error: ErrorInfo | None = None
@@ -158,6 +161,8 @@ class FakeEngine:
                 self.released.append(command)
             case ResetPrefixCache():
                 self.resets += 1
+            case TakeTape(call_id):
+                self._notices.put(TapeTaken(call_id, self.tape))
             case LoadAdapter(call_id, lora):
                 self.loaded.append(lora)
                 self._notices.put(AdapterLoaded(call_id, self.adapter_error))

@@ -10,10 +10,11 @@ import time
 
 import numpy as np
 
-from benchmarks.simulator.fit import StepRecorder, fit_cost, measure_steps
+from benchmarks.simulator.fit import StepRecorder, measure_steps
 from benchmarks.simulator.traffic import capacity, small_trace
 from cluster.simulator.cluster import simulate
 from cluster.simulator.cost_model import CostModel
+from cluster.simulator.recorded.cost_fit import fit_cost
 from cluster.simulator.results import Latencies, Report
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import Trace

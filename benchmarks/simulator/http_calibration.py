@@ -23,10 +23,10 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.command import run
-from benchmarks.simulator.fit import non_negative
 from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome, StreamFailed
 from cluster.cli.bench.prompts import random_ids
 from cluster.simulator.cost_model import LinearCostModel, Work
+from cluster.simulator.recorded.cost_fit import non_negative
 from engine.errors import EngineUnavailable, RequestError
 
 PATH = "/v1/completions"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -53,9 +53,13 @@ class Trace:
     arrivals_s: Times
     prompt_tokens: Counts
     output_tokens: Counts
-    #: For each prompt, an id per PIECE tokens, of which the last may have fewer. Prompts that begin with the same ids
+    #: For each prompt, an id per `piece` tokens, of which the last may have fewer. Prompts that begin with the same ids
     #: begin with the same tokens. None if no prompts share anything.
     hash_ids: list[list[int]] | None = None
+    #: Tokens that an id stands for, all of them its own but in `texts`.
+    piece: int = PIECE
+    #: Ids that stand for these tokens: parts of the answers of simulated requests, which later prompts repeat.
+    texts: dict[int, list[int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.arrivals_s)
@@ -82,7 +86,7 @@ class Trace:
             return [index] * length
         tokens: list[int] = []
         for piece in self.hash_ids[index]:
-            tokens += [piece] * min(PIECE, length - len(tokens))
+            tokens += self.texts.get(piece) or [piece] * min(self.piece, length - len(tokens))
         return tokens
 
     def request(self, index: int) -> GenerateRequest:
@@ -92,7 +96,7 @@ class Trace:
 
     def first(self, requests: int) -> Trace:
         arrays = self.arrivals_s[:requests], self.prompt_tokens[:requests], self.output_tokens[:requests]
-        return Trace(self.name, *arrays, self.hash_ids and self.hash_ids[:requests])
+        return Trace(self.name, *arrays, self.hash_ids and self.hash_ids[:requests], self.piece, self.texts)
 
     def at_rate(self, requests_per_s: float) -> Trace:
         """Return the same requests with arrival times scaled to `rate`. Raises InvalidParameter."""

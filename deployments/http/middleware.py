@@ -41,7 +41,8 @@ class AuthConfig:
     api_keys: tuple[str, ...] = ()
     """Further keys, as lines of such a file. Without any keys all clients are admitted."""
     admin_keys: tuple[str, ...] = ()
-    """Names of the keys that may load and unload adapters, empty for all; and that may make and change keys."""
+    """Names of the keys that may load and unload adapters and fetch the tape, empty for all; and that may make and
+    change keys."""
     allow_key_updating: bool = False
     """Whether requests with these keys may make and change keys."""
     allow_lora_updating: bool = False

@@ -62,5 +62,8 @@ class SharedCall:
     async def release_holds(self, name: str, client: str | None) -> None:
         await self._pool.release_holds(name, client)
 
+    async def tapes(self, key: bytes) -> list[bytes]:
+        return await self._pool.tapes(key)
+
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return await self._pool.peer_statuses()

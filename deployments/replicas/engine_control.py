@@ -36,6 +36,8 @@ from engine.wire.messages import (
     ReleaseHolds,
     ResetPrefixCache,
     SetRole,
+    TakeTape,
+    TapeTaken,
 )
 
 logger = logging.getLogger(__name__)
@@ -151,6 +153,14 @@ class EngineControl:
         found: HeldPrompts = await self._listed(lambda call_id: GiveHolds(call_id, limit), timeout_s)
         return found
 
+    async def tape(self, key: bytes, timeout_s: float) -> bytes:
+        """Return the engine's tape: an EngineTape in msgpack, its hashes with this key; empty if it records none.
+        Raises EngineUnavailable."""
+        from engine.core.tape.ring import tape_with_key  # only an operator needs it, so replicas start without it
+
+        found: TapeTaken = await self._listed(TakeTape, timeout_s)
+        return await asyncio.to_thread(tape_with_key, found.tape, key) if found.tape else b""
+
     async def _listed(self, command: Callable[[str], Command], timeout_s: float) -> Any:
         """Send a command that asks for a list, and return the answer. command: returns it for the id of a call."""
         if self._broken is not None:
@@ -242,7 +252,7 @@ class EngineControl:
         elif isinstance(notice, AdapterLoaded):
             if (loaded := self._loads.get(notice.call_id)) is not None and not loaded.done():
                 loaded.set_result(notice.error)
-        elif isinstance(notice, HotPrefixes | HeldPrompts):
+        elif isinstance(notice, HotPrefixes | HeldPrompts | TapeTaken):
             if (listed := self._lists.get(notice.call_id)) is not None and not listed.done():
                 listed.set_result(notice)
         elif isinstance(notice, DispatchRemote) and notice.pool in self._dispatchers:

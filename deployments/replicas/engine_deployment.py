@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 TERM_S = 20.0  # for requests to leave after a SIGTERM; hosts that are taken back give 30 s
 ASK_TIMEOUT_S = 2.0  # for an engine to list its prefixes
+TAPE_TIMEOUT_S = 20.0  # for an engine to send its tape
 EXIT_DELAY_S = 0.2  # before the process ends, so that open calls get their answer
 
 
@@ -112,6 +113,10 @@ class EngineDeployment:
     async def hot_prefixes(self) -> bytes:
         """Return the engine's most used cached prefixes: HotPrefixes in msgpack. Raises EngineUnavailable."""
         return msgspec.msgpack.encode(await self._engine.hot_prefixes(MAX_PREFIXES, ASK_TIMEOUT_S))
+
+    async def tape(self, key: bytes) -> bytes:
+        """Return the engine's tape (EngineControl.tape). Raises EngineUnavailable."""
+        return await self._engine.tape(key, TAPE_TIMEOUT_S)
 
     async def _warm_start(self, config: EngineConfig) -> None:
         """Fetch the prefixes that other replicas of this deployment use most, if the configuration says so."""

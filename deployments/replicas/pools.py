@@ -56,6 +56,10 @@ class EnginePool(Protocol):
         """End the holds that have this name, or are of the response with this id, on all replicas. client: client whose
         holds end; None for all clients. Raises EngineUnavailable if a replica does not answer."""
 
+    async def tapes(self, key: bytes) -> list[bytes]:
+        """Return the tapes of the replicas in all pools that record one and answer (core/tape/): each an EngineTape in
+        msgpack, its hashes with this key."""
+
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         """Return one status per healthy replica that computes prompts or images for this pool, by pool of the
         replica."""

@@ -31,6 +31,7 @@ from engine.wire.remote_request import RemoteRequest
 logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 3.0
+TAPE_TIMEOUT_S = 30.0
 AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
 
@@ -54,6 +55,10 @@ class ServePool:
         self.routing = RoutingStats()
         self._handle, self._peers, self._prompts = handle, peers or {}, PromptDigester(block_size)
         self._note = note
+
+    @property
+    def _all(self) -> list[DeploymentHandle]:
+        return [self._handle, *self._peers.values()]
 
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         first = requests[0]  # routing uses its prefix for all of them
@@ -99,11 +104,16 @@ class ServePool:
         return found
 
     async def reset_prefix_cache(self) -> None:
-        for handle in (self._handle, *self._peers.values()):
+        for handle in self._all:
             await self._tell_all(handle, "reset_prefix_cache")
 
     async def release_holds(self, name: str, client: str | None) -> None:
         await self._tell_all(self._handle, "release_holds", name, client)
+
+    async def tapes(self, key: bytes) -> list[bytes]:
+        calls = (ray_compat.broadcast(handle, "tape", TAPE_TIMEOUT_S, key) for handle in self._all)
+        answers = [answer for some in await asyncio.gather(*calls) for answer in some]
+        return [answer for answer in answers if isinstance(answer, bytes) and answer]
 
     async def _tell_all(self, handle: DeploymentHandle, method: str, *args: Any) -> None:
         """Call a method of all replicas of a deployment. Raises EngineUnavailable if one does not answer."""

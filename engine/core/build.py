@@ -32,6 +32,7 @@ from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
+from engine.core.tape.recorder import NoTape, Tape
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
@@ -123,6 +124,7 @@ def build_engine(
         holds=make_holds(loaded, kv_cache, offloading, clock),
         token_limits=[*token_limits, *make_micro_batches(loaded)],
     )
+    tape = make_tape(loaded, scheduler, step_times, engine_id, clock)
     return EngineCore(
         loaded.config,
         loaded.model,
@@ -143,6 +145,7 @@ def build_engine(
         broadcaster=broadcaster,
         channel=channel,
         clock=clock,
+        tape=tape,
     )
 
 
@@ -367,6 +370,16 @@ def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> K
     from engine.distributed.kv_event_publisher import KVEventSockets
 
     return KVEvents(kv_cache.groups, KVEventSockets(config), config.use_int_block_hashes)
+
+
+def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id: str, clock: Clock) -> Tape | NoTape:
+    """Return the tape of a scheduler: none of one that depends on images, on tiers, or on other engines' caches."""
+    config, handoff = loaded.config, loaded.config.handoff
+    fetches = handoff is not None and handoff.enable_prefix_fetching
+    if not config.tape_mib or config.offloads_kv or fetches or loaded.model.vision is not None:
+        return NoTape()
+    role = scheduler.handoffs.role or ("" if handoff is None else handoff.role)
+    return Tape(scheduler, times, engine_id=engine_id, role=role, max_bytes=config.tape_mib * 2**20, clock=clock)
 
 
 def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSpeculation:

@@ -24,6 +24,7 @@ from engine.core.features.handoffs import HandoffOutput
 from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
+from engine.core.tape.recorder import NoTape, Tape
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.group_experts import GroupExperts
@@ -100,8 +101,10 @@ class EngineCore:
         broadcaster: PlanBroadcaster | NoBroadcaster,
         channel: HandoffChannel | NoChannel,
         clock: Clock = SYSTEM_CLOCK,
+        tape: Tape | NoTape | None = None,
     ):
         self._now = clock.monotonic
+        self.tape = tape or NoTape()
         self.config, self.model_config = config, model_config
         self.runner, self.scheduler, self.step_times, self.ledger = runner, scheduler, step_times, ledger
         self._launcher = launcher
@@ -228,6 +231,7 @@ class EngineCore:
             return self.ledger.report(events)
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
+            self.tape.keep(error)
             raise
 
     def _plain_step(self) -> list[Event]:

@@ -1,12 +1,14 @@
 """Messages between an engine and the processes that use it (msgspec over ZMQ).
 
-To the engine:      Add, Abort, MoveRequests, GiveHolds, Drain, Subscribe, ResetPrefixCache, ReleaseHolds, LoadAdapter;
+To the engine:      Add, Abort, MoveRequests, GiveHolds, Drain, Subscribe, ResetPrefixCache, ReleaseHolds, LoadAdapter,
+                    TakeTape;
                     Prefill, CancelPrefill (to an engine that computes prompts for others);
                     RemoteRequestFailed, PrefillReplicas (to an engine whose prompts others compute)    (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
                     EngineUpdate to each router that subscribes;
                     to the replica's control actor (`Notice`) EngineStatus, at least once a second, AdapterLoaded,
-                    HeldPrompts, and from an engine whose prompts others compute DispatchRemote and CancelDispatch.
+                    HeldPrompts, TapeTaken, and from an engine whose prompts others compute DispatchRemote and
+                    CancelDispatch.
 """
 
 from __future__ import annotations
@@ -540,7 +542,15 @@ class HeldPrompts(msgspec.Struct, frozen=True, tag=True):
     prompts: list[HeldPrompt]
 
 
-Notice = EngineStatus | DispatchRemote | CancelDispatch | AdapterLoaded | HotPrefixes | HeldPrompts
+class TapeTaken(msgspec.Struct, frozen=True, tag=True):
+    """Answers TakeTape."""
+
+    call_id: str
+    tape: bytes
+    """An EngineTape in msgpack, whose hashes have no key; empty if the engine records none."""
+
+
+Notice = EngineStatus | DispatchRemote | CancelDispatch | AdapterLoaded | HotPrefixes | HeldPrompts | TapeTaken
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -652,6 +662,12 @@ class ListHotPrefixes(msgspec.Struct, frozen=True, tag=True):
     limit: int
 
 
+class TakeTape(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the tape (core/tape/). Answered by TapeTaken."""
+
+    call_id: str
+
+
 class ReleaseHolds(msgspec.Struct, frozen=True, tag=True):
     """End the holds that have this name, or are of the response with this id."""
 
@@ -676,6 +692,7 @@ Command = (
     | ResetPrefixCache
     | LoadAdapter
     | ListHotPrefixes
+    | TakeTape
     | Prefill
     | CancelPrefill
     | RemoteRequestFailed

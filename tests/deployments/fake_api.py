@@ -74,6 +74,9 @@ class LocalPool:
     async def release_holds(self, name: str, client: str | None) -> None:
         self._replica.release_holds(name, client)
 
+    async def tapes(self, key: bytes) -> list[bytes]:
+        return [await self._replica.tape(key, 60.0)]
+
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return {}
 

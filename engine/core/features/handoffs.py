@@ -56,7 +56,7 @@ class HandoffManager:
         peer: this engine as others address it.
         fingerprint: identity of model and KV layout; only engines with the same one exchange KV.
         role: whether this engine answers requests or computes prompts for others; None if that cannot change."""
-        self._policy, self._peer, self.fingerprint = policy, peer, fingerprint
+        self.policy, self._peer, self.fingerprint = policy, peer, fingerprint
         #: requests whose KV another engine computes, by handoff id; their blocks must not be reused until the handoff
         #: is over, even if the request itself has ended
         self.receiving: dict[str, Request] = {}
@@ -79,18 +79,18 @@ class HandoffManager:
     @property
     def decides(self) -> bool:
         """Whether this engine can have prompts computed by other engines."""
-        return self._policy is not None
+        return self.policy is not None
 
     def may_receive(self, request: Request) -> bool:
         """Return whether this engine can get the KV of a request from another engine."""
-        return self._policy is not None or self._moves_here(request)
+        return self.policy is not None or self._moves_here(request)
 
     def decide(self, request: Request, cached: int, running: list[Request]) -> PrefillDecision:
         """Decide where to compute the prompt of a waiting request. cached: number of leading tokens whose KV this
         engine has."""
         if self._moves_here(request):
             return PrefillDecision(True, MOVED)
-        if self._policy is None or request.asked_by is not None:
+        if self.policy is None or request.asked_by is not None:
             return PrefillDecision(False, "")
         load = LocalLoad(
             queued=sum(r.queued_tokens for r in running),
@@ -100,7 +100,7 @@ class HandoffManager:
         local_only = self._local_only(request)
         if request.remote.where == "remote" and not local_only:
             return PrefillDecision(True, ASKED)
-        return self._policy.decide(PendingPrompt(len(request.tokens), cached, local_only), load)
+        return self.policy.decide(PendingPrompt(len(request.tokens), cached, local_only), load)
 
     def final_error(self, request: Request, event: Failed) -> EngineUnavailable | None:
         """Return the error that ends a request after a failed handoff; None if its prompt can still be computed, here
@@ -111,7 +111,7 @@ class HandoffManager:
         return EngineUnavailable(f"no other engine could compute the prompt: {why}")
 
     def _local_only(self, request: Request) -> str:
-        assert self._policy is not None
+        assert self.policy is not None
         if request.clock.first_token_at is not None or request.num_preemptions:
             return RESUMED
         if request.prompt_logprobs is not None:
@@ -120,20 +120,20 @@ class HandoffManager:
             return "pooling"
         if request.remote.where == "local":
             return ASKED
-        if request.remote.num_attempts >= self._policy.config.max_attempts:
+        if request.remote.num_attempts >= self.policy.config.max_attempts:
             return "attempts"
         return "failed" if request.remote.local_only else ""
 
     def count(self, decision: PrefillDecision) -> None:
         """Count a decision that is carried out."""
-        if self._policy is not None and decision.reason not in ("", RESUMED, MOVED):
-            self._policy.count(decision)
+        if self.policy is not None and decision.reason not in ("", RESUMED, MOVED):
+            self.policy.count(decision)
 
     def decisions(self) -> dict[str, dict[str, int]]:
         """Return numbers of prompts by where they were computed (`local` or `remote`), and then by reason."""
         found: dict[str, dict[str, int]] = {}
-        if self._policy is not None:
-            for (where, reason), count in self._policy.decisions.items():
+        if self.policy is not None:
+            for (where, reason), count in self.policy.decisions.items():
                 found.setdefault(where, {})[reason] = count
         return found
 
@@ -199,11 +199,11 @@ class HandoffManager:
 
     def received(self, event: Received, now: float) -> Request:
         request = self._close(event.handoff_id, now)
-        if self._moved(request, "received") or self._policy is None:
+        if self._moved(request, "received") or self.policy is None:
             del self._opened_at[event.handoff_id]
             return request
         prompt = PendingPrompt(len(request.tokens), request.prefix.num_cached)
-        self._policy.received(prompt, event.first.cached, now - self._opened_at.pop(event.handoff_id))
+        self.policy.received(prompt, event.first.cached, now - self._opened_at.pop(event.handoff_id))
         return request
 
     def failed(self, event: Failed, now: float) -> Request:
@@ -234,8 +234,8 @@ class HandoffManager:
 
     def set_prefill_replicas(self, replicas: list[PrefillReplica]) -> None:
         """Set the engines that can compute prompts for this one; there are none if its role is `prefill`."""
-        if self._policy is not None:
-            self._policy.replicas = [] if self.role == "prefill" else replicas
+        if self.policy is not None:
+            self.policy.replicas = [] if self.role == "prefill" else replicas
 
     # -- a role that changes -------------------------------------------------------------------------------
 

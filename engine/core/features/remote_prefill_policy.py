@@ -61,7 +61,7 @@ class RemotePrefillPolicy:
         """quarantined: function that returns the ids of engines that should get no prefill requests for now."""
         self.config = config
         self.step_cost = step_cost
-        self._quarantined = quarantined
+        self.quarantined = quarantined
         self.link_cost = LinearCost(LINK_MEMORY, LINK_PRIOR_S)
         self.replicas: list[PrefillReplica] | None = None  # None until the first list comes
         self.decisions: Counter[tuple[str, str]] = Counter()
@@ -74,7 +74,7 @@ class RemotePrefillPolicy:
             return PrefillDecision(False, prompt.local_only)
         if self.config.policy == "never":
             return PrefillDecision(False, "policy")
-        quarantined = self._quarantined()
+        quarantined = self.quarantined()
         available = None if self.replicas is None else [r for r in self.replicas if r.engine_id not in quarantined]
         if not available and (available is not None or self.config.policy != "always"):
             return PrefillDecision(False, "quarantined" if self.replicas else "no_prefill_replica")

@@ -10,7 +10,7 @@ from engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from engine.core.features.token_limit import TokenLimit
 from engine.core.request import Request
 from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
-from engine.spec_decode.drafter import HostDrafter
+from engine.spec_decode.drafter import HostDrafter, SequenceDrafter
 from engine.spec_decode.predicted_text import PredictedText
 from engine.wire.messages import SpecDecodeStats
 from engine.wire.plan import ON_DEVICE, StepPlan
@@ -24,6 +24,10 @@ def any_number(position: int) -> int:
     return MAX_SPECULATIVE_TOKENS
 
 
+def unwatched(drafter: SequenceDrafter) -> SequenceDrafter:
+    return drafter
+
+
 class NoSpeculation:
     """Stand-in for Speculator in an engine without speculative decoding."""
 
@@ -31,6 +35,7 @@ class NoSpeculation:
     has_weights = False
     lookahead = 0
     stats: SpecDecodeStats | None = None
+    watch: Callable[[SequenceDrafter], SequenceDrafter] = staticmethod(unwatched)
 
     def waits_for(self, planned: Iterable[tuple[StepPlan, list[Request]]], running: int) -> bool:
         return False
@@ -80,6 +85,8 @@ class Speculator:
         self._step = self._undrafted = StepDrafts(*self._cost)
         self._num_proposed, self._stages = 0, stages  # the first per request, in the step planned last
         self.totals = SpecDecodeStats()
+        #: Called with each new drafter of a sequence; returns the one to use.
+        self.watch: Callable[[SequenceDrafter], SequenceDrafter] = unwatched
 
     @property
     def token_limits(self) -> tuple[TokenLimit, ...]:
@@ -216,9 +223,9 @@ class Speculator:
         if not drafts.started:
             drafts.started = True
             if drafts.prediction:
-                drafts.drafter = PredictedText(drafts.prediction, request.tokens, request.num_prompt)
+                drafts.drafter = self.watch(PredictedText(drafts.prediction, request.tokens, request.num_prompt))
             elif self._drafter is not None:
-                drafts.drafter = self._drafter.follow(request.tokens, request.prefix.salt)
+                drafts.drafter = self.watch(self._drafter.follow(request.tokens, request.prefix.salt))
         return drafts
 
     def _pays(self, drafts: SequenceDrafts, length: int) -> bool:

@@ -42,6 +42,8 @@ from engine.wire.messages import (
     ResetPrefixCache,
     SetRole,
     Subscribe,
+    TakeTape,
+    TapeTaken,
     TokenBatch,
     TokenDelta,
 )
@@ -119,6 +121,8 @@ class EngineEndpoint:
                 self._list_hot_prefixes(call_id, limit)
             case LoadAdapter(call_id, lora):
                 self._load_adapter(call_id, lora)
+            case TakeTape(call_id):
+                self._push(self._status_to, self._encode(TapeTaken(call_id, self._core.tape.take())))
             case _:
                 self._hand_over(command)
 

@@ -57,6 +57,9 @@ class Replicas:
     async def reset_prefix_cache(self) -> None: ...
     async def release_holds(self, name: str, client: str | None) -> None: ...
 
+    async def tapes(self, key: bytes) -> list[bytes]:
+        return []
+
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return {}
 

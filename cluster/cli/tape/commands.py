@@ -1,0 +1,132 @@
+"""The commands `manta tape save` and `manta replay`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.flags import ApiKeyOption, JsonOption
+from engine.errors import InvalidParameter
+
+if TYPE_CHECKING:  # `manta --help` need not wait for them
+    from engine.core.tape.ring import EngineTape
+
+tape = typer.Typer(no_args_is_help=True, help="What the schedulers of a running cluster have decided (docs/replay.md).")
+
+
+@tape.command()
+def save(
+    output: Annotated[Path, typer.Argument(dir_okay=False, help="File for the tape.")] = Path("manta.tape"),
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Save the newest part of the tapes of all engines, for `manta replay`. They contain no text.
+
+    With `ingress.admin_keys`, only these keys may save a tape.
+
+    Example: manta tape save monday.tape --url http://127.0.0.1:8000
+    """
+    from cluster.cli.tape.fetch import fetch
+    from engine.core.tape.file import read_tapes
+
+    output.write_bytes(fetch(url, api_key))
+    tapes = read_tapes(output)
+    print(f"{output} has the tapes of {len(tapes)} engines ({output.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File of `manta tape save`.")],
+    engine: Annotated[str | None, typer.Option(help="Id of the engine to look at. Default: the first.")] = None,
+    request: Annotated[str | None, typer.Option(help="Show what happened to the request with this id.")] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(help="Show the scheduler at a time, in seconds from the start; or at a step, as `#12`."),
+    ] = None,
+    step: Annotated[bool, typer.Option("--step", help="Go through the tape by commands read from stdin.")] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Simulate the same requests with another option, such as `max_num_seqs=64`."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let the schedulers decide again what they decided when a tape was saved, and compare every decision.
+
+    Exit code 1 if a decision differs: the tape was made by another version, or the scheduler depends on something that
+    the tape does not have.
+
+    With --request, --at or --step, show what one scheduler did. With --set, predict what other options would have done
+    to the same requests. docs/replay.md says how far to trust the prediction.
+
+    Example: manta replay monday.tape --at 61.5
+
+    Example: manta replay monday.tape --set max_num_seqs=64 --set decode.num_replicas=3
+    """
+    from engine.core.tape.file import read_tapes
+
+    tapes = read_tapes(file)
+    if not tapes:
+        raise InvalidParameter("tape", str(file), "a file with the tape of at least one engine")
+    if set_ is None and request is None and at is None and not step:
+        raise typer.Exit(_compare(tapes, as_json))
+    from engine.core.tape.replay import Diverged
+    from engine.core.tape.snapshot import UnknownState
+
+    try:
+        if set_ is not None:
+            from cluster.cli.tape.prediction import show_prediction
+
+            show_prediction(tapes, set_, as_json=as_json)
+        else:
+            _look(_chosen(tapes, engine), request, at)
+    except (Diverged, UnknownState) as error:
+        raise InvalidParameter("tape", str(file), f"one whose decisions this version makes again ({error})") from None
+
+
+def _look(tape: EngineTape, request: str | None, at: str | None) -> None:
+    """Show a request, or a moment, or obey commands from stdin. Raises UnknownState and Diverged."""
+    from rich.console import Console
+
+    from cluster.cli.tape.explore import explore, follow, show_at
+    from engine.core.tape.replay import Replay
+
+    console, replayed = Console(highlight=False, markup=False, emoji=False), Replay(tape)
+    if request is not None:
+        follow(replayed, request, console)
+    elif at is not None:
+        show_at(replayed, at, console)
+    else:
+        explore(replayed, console)
+
+
+def _chosen(tapes: list[EngineTape], engine: str | None) -> EngineTape:
+    found = next((one for one in tapes if engine in (None, one.engine_id)), None)
+    if found is None:
+        raise InvalidParameter("--engine", engine, f"one of {', '.join(one.engine_id for one in tapes)}")
+    return found
+
+
+def _compare(tapes: list[EngineTape], as_json: bool) -> int:
+    """Replay all tapes and print what came of it. Returns the exit code."""
+    from cluster.cli.bench.tables import make_table, show
+    from cluster.cli.tape.outcome import replay_whole
+    from engine.core.tape.recorder import code_version
+
+    outcomes = [replay_whole(one) for one in tapes]
+    if as_json:
+        print(json.dumps([outcome.figures() for outcome in outcomes]))
+    else:
+        table = make_table("engine", "role", "seconds", "requests", "steps", "plans equal")
+        for outcome in outcomes:
+            table.add_row(*outcome.row())
+        show(table)
+        for outcome in outcomes:
+            if outcome.problem:
+                show(f"{outcome.engine_id}: {outcome.problem}")
+        others = sorted({one.version for one in tapes} - {code_version()})
+        if others:
+            show(f"recorded by another version, so decisions may differ: {'; '.join(others)}")
+    return int(any(outcome.differs for outcome in outcomes))

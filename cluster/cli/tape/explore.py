@@ -1,0 +1,177 @@
+"""Shows a replayed scheduler in a terminal: its queue, its blocks and its batch, at any moment."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.cli.tape.outcome import clock_time, told
+from engine.core.request import Request, State
+from engine.core.tape.replay import Diverged, Moment, Replay
+from engine.errors import InvalidParameter, RequestNotFound
+
+SHOWN = 24  # requests of a table
+HELP = "n [COUNT] forward, b [COUNT] back, t SECONDS, # NUMBER, r REQUEST to its next change, h help, q quit"
+
+
+def show(replay: Replay, console: Console) -> None:
+    scheduler = replay.scheduler
+    queue = scheduler.queue
+    last = replay.moments[replay.position - 1] if replay.position else None
+    console.print(f"#{replay.position} of {len(replay.moments)}, {clock_time(replay, replay.now)}: {what(last)}")
+    for name, pool in scheduler.kv_cache.pools_by_name.items():
+        console.print(
+            f"blocks of group {name}: {pool.num_used} used, {pool.num_cached} cached, {pool.num_free} free, "
+            f"of {pool.num_blocks} with {pool.block_size} tokens each"
+        )
+    console.print(f"steps planned and not ended: {len(scheduler.planned)}; preemptions: {scheduler.totals.preemptions}")
+    elsewhere = [*scheduler.handoffs.receiving.values(), *scheduler.handoffs.leased.values()]
+    waiting = [*queue.waiting, *queue.waiting_for_grammar]
+    for title, requests in (("running", queue.running), ("waiting", waiting), ("KV of other engines", elsewhere)):
+        if requests:
+            console.print(_requests(f"{title}: {len(requests)}", requests))
+    if scheduler.planned:
+        console.print(_batch(replay))
+
+
+def what(moment: Moment | None) -> str:
+    """Return what happened at a moment."""
+    if moment is None:
+        return "the start of the tape"
+    ended = "".join(f"; {ended.request_id} ended ({ended.reason})" for ended in moment.ended)
+    if moment.digest is not None:
+        return "nothing could be planned" if not moment.digest else "a step was planned"
+    if moment.commits:
+        return f"a step ended{ended}"
+    fields = moment.input.__struct_fields__ if moment.input is not None else ()
+    told = (f"{name}={getattr(moment.input, name)!r}" for name in fields if name not in ("message", "request", "at"))
+    named = getattr(moment.input, "message", None) or getattr(moment.input, "request", None)
+    name = getattr(named, "request_id", "")
+    return f"{type(moment.input).__name__} {name} {' '.join(told)}{ended}"
+
+
+def _requests(title: str, requests: list[Request]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("request", "state", "slot", "prompt", "output", "computed", "blocks", "preempted"):
+        table.add_column(column, justify="left" if column in ("request", "state") else "right")
+    for request in requests[:SHOWN]:
+        blocks = sum(len(one.held) for one in request.tables)
+        numbers = (request.slot, request.num_prompt, request.num_output, request.computed, blocks)
+        table.add_row(request.request_id, request.state.value, *map(str, numbers), str(request.num_preemptions))
+    if len(requests) > SHOWN:
+        table.add_row(f"and {len(requests) - SHOWN} more")
+    return table
+
+
+def _batch(replay: Replay) -> Table:
+    plan, requests = replay.scheduler.planned[-1]
+    title = f"newest step {plan.step}: {plan.num_tokens} tokens of {len(requests)} requests"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("request", "tokens", "of these drafts", "samples"):
+        table.add_column(column, justify="left" if column == "request" else "right")
+    rows = list(zip(requests, plan.starts, plan.counts, plan.samples, strict=True))
+    for entry, (request, start, count, samples) in enumerate(rows[:SHOWN]):
+        drafts = len(plan.drafts.get(entry, ()))
+        table.add_row(request.request_id, f"{start} to {start + count}", str(drafts), "yes" if samples else "no")
+    if len(rows) > SHOWN:
+        table.add_row(f"and {len(rows) - SHOWN} more")
+    return table
+
+
+def show_at(replay: Replay, at: str, console: Console) -> None:
+    """Show the scheduler at a time in seconds from the start, or at a moment's number (`#12`). Raises
+    InvalidParameter."""
+    replay.go_to(_position(replay, at))
+    show(replay, console)
+
+
+def _position(replay: Replay, at: str) -> int:
+    try:
+        if at.startswith("#"):
+            return int(at[1:])
+        return replay.place_of(replay.tape.segments[0].started_at + float(at))
+    except ValueError:
+        raise InvalidParameter("--at", at, "seconds from the start, or # and the number of a moment") from None
+
+
+# -- one request -------------------------------------------------------------------------------------------
+
+
+def follow(replay: Replay, request_id: str, console: Console) -> None:
+    """Print what happened to a request, from its arrival to its end. Raises RequestNotFound."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("#", justify="right")
+    table.add_column("time")
+    table.add_column("what happened", overflow="fold")
+    for change in changes(replay, request_id):
+        table.add_row(str(replay.position), clock_time(replay, replay.now), change)
+    if not table.row_count:
+        raise RequestNotFound(request_id)
+    console.print(table)
+
+
+def changes(replay: Replay, request_id: str) -> Iterator[str]:
+    """Replay the rest. Yields what changes about a request: its state, the end of a prompt chunk, its first token."""
+    before: tuple[object, ...] | None = None
+    request: Request | None = None
+    while replay.position < len(replay.moments):
+        replay.step()
+        request = replay.scheduler.queue.live.get(request_id, request)
+        if request is None:
+            continue
+        decodes = request.computed >= request.num_prompt
+        now = (request.state, request.num_preemptions, request.prefix.num_cached, min(request.num_output, 1),
+               -1 if decodes else request.computed, id(request))  # fmt: skip
+        if now != before:
+            before = now
+            yield _said(request)
+            if request.state is State.FINISHED:
+                request, before = None, None  # its id may be used again
+
+
+def _said(request: Request) -> str:
+    text = f"{request.state.value}: {request.computed} of {len(request.tokens)} tokens computed"
+    if request.prefix.num_cached:
+        text += f", {request.prefix.num_cached} were cached"
+    if request.num_preemptions:
+        text += f", preempted {request.num_preemptions} times"
+    return f"{text}, {request.num_output} output tokens"
+
+
+# -- step by step ------------------------------------------------------------------------------------------
+
+
+def explore(replay: Replay, console: Console) -> None:
+    """Obey commands from stdin (HELP) until it ends."""
+    show(replay, console)
+    console.print(HELP)
+    for line in sys.stdin:
+        command, _, argument = line.strip().partition(" ")
+        try:
+            if command == "q":
+                return
+            _obey(replay, command or "n", argument.strip(), console)
+        except Diverged as error:
+            console.print(told(replay, error))
+        except (ValueError, InvalidParameter) as error:
+            console.print(f"{error}; {HELP}")
+
+
+def _obey(replay: Replay, command: str, argument: str, console: Console) -> None:
+    match command:
+        case "n" | "b":
+            count = int(argument or 1)
+            replay.go_to(replay.position + (count if command == "n" else -count))
+        case "t":
+            replay.go_to(_position(replay, argument))
+        case "#":
+            replay.go_to(int(argument))
+        case "r":
+            next(changes(replay, argument), None)
+            next(changes(replay, argument), None)
+        case _:
+            raise ValueError(f"{command!r} is no command")
+    show(replay, console)

@@ -1,0 +1,71 @@
+"""The replay of a whole tape."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.core.tape.replay import Diverged, Failed, Replay
+from engine.core.tape.ring import EngineTape
+from engine.core.tape.snapshot import UnknownState
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    engine_id: str
+    role: str
+    seconds: float  #: of the tape
+    requests: int  #: that ended
+    steps: int  #: that were replayed
+    plans: int  #: recorded plans, and calls that planned nothing
+    equal: int  #: of these, those that were replayed and were equal
+    differs: bool
+    problem: str = ""  #: the first decision that differs, or how the engine failed
+
+    def figures(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def row(self) -> tuple[str, ...]:
+        share = f"{self.equal} of {self.plans}"
+        return self.engine_id, self.role or "-", f"{self.seconds:.1f}", str(self.requests), str(self.steps), share
+
+
+def replay_whole(tape: EngineTape) -> Outcome:
+    """Replay a tape up to its end, or to the first decision that differs."""
+    try:
+        replay = Replay(tape)
+    except UnknownState as error:
+        problem = f"the tape cannot be read by this version ({error})"
+        return Outcome(tape.engine_id, tape.role, 0.0, 0, 0, 0, 0, differs=True, problem=problem)
+    equal, steps, requests, problem, differs = 0, 0, 0, "", False
+    try:
+        for moment in replay.run():
+            equal += moment.digest is not None
+            steps += moment.commits
+            requests += len(moment.ended)
+    except Failed as failed:
+        problem = f"{told(replay, failed)}; so it did when the tape was recorded"
+    except Diverged as diverged:
+        problem, differs = told(replay, diverged), True
+    last = replay.moments[-1].at if replay.moments else tape.segments[0].started_at
+    seconds = last - tape.segments[0].started_at
+    return Outcome(tape.engine_id, tape.role, seconds, requests, steps, replay.num_plans, equal, differs, problem)
+
+
+def told(replay: Replay, error: Diverged) -> str:
+    """Return a sentence about the moment of an error."""
+    what = (
+        "a plan" if error.moment.digest is not None else "the end of a step" if error.moment.commits else name_of(error)
+    )
+    return f"at #{error.index} ({clock_time(replay, error.moment.at)}), {what}: {error}"
+
+
+def name_of(error: Diverged) -> str:
+    return type(error.moment.input).__name__
+
+
+def clock_time(replay: Replay, at: float) -> str:
+    """Return the time of day, and seconds from the start of the tape."""
+    when = datetime.fromtimestamp(replay.tape.wall_s + at, UTC)
+    return f"{when:%H:%M:%S.%f} UTC, {at - replay.tape.segments[0].started_at:+.3f} s"

@@ -1,0 +1,264 @@
+"""What enters a scheduler besides steps, without text. Each record can be given to a scheduler again."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.core.scheduler import Scheduler
+from engine.core.tape.answers import ORDINARY, Answers, ReplayedGrammar
+from engine.errors import EngineError
+from engine.wire.handoff import Closed as ClosedEvent
+from engine.wire.handoff import Failed, FirstToken, HandoffEvent, Received
+from engine.wire.handoff_stats import Role
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import FinishReason, GenerateRequest, PrefillReplica
+from engine.wire.pooling_params import PoolingParams
+from engine.wire.remote_request import RemoteRequest
+from engine.wire.sampling_params import SamplingParams
+from engine.wire.structured_outputs import StructuredOutputsParams
+
+SOME_FORM = StructuredOutputsParams(regex=".*")
+NO_PARAMS = SamplingParams()
+
+
+def stop_token(vocab_size: int) -> int:
+    """Return the token that stands for all that end a request."""
+    return vocab_size - 1
+
+
+def params_without_text(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Return what the scheduler reads of a request's parameters."""
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        ignore_eos=True,
+        stop_token_ids=[stop_token(vocab_size)],
+        prompt_logprobs=None if params.prompt_logprobs is None else 0,
+        structured_outputs=None if params.structured_outputs is None else SOME_FORM,
+        seed=0,
+    )
+
+
+def lora_without_path(lora: LoRARequest | None) -> LoRARequest | None:
+    return None if lora is None else LoRARequest(lora.lora_name, "", lora.digest)
+
+
+class Input(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A record on the tape. Subclasses have the arguments of the call."""
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        """Make the call."""
+        raise NotImplementedError
+
+
+class Added(Input, frozen=True):
+    at: float
+    num_tokens: int
+    message: GenerateRequest
+    """Without tokens."""
+
+    @classmethod
+    def of(cls, message: GenerateRequest, now: float, vocab_size: int) -> Added:
+        return cls(now, len(message.prompt), GenerateRequest(
+            request_id=message.request_id,
+            prompt=[],
+            lora=lora_without_path(message.lora),
+            params=params_without_text(message.params, vocab_size),
+            pooling=message.pooling and PoolingParams(task=message.pooling.task),
+            client=message.client if message.hold else "",
+            timeout_s=message.timeout_s,
+            priority=message.priority,
+            prediction=[ORDINARY] if message.prediction else [],
+            kv_source=message.kv_source,
+            prefill=message.prefill,
+            num_prompt=message.num_prompt,
+            hold=message.hold,
+        ))  # fmt: skip
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        prompt = [ORDINARY] * self.num_tokens
+        scheduler.add(msgspec.structs.replace(self.message, prompt=prompt), self.at)
+
+
+class AddedRemote(Input, frozen=True):
+    at: float
+    num_tokens: int
+    request: RemoteRequest
+    """Without tokens."""
+
+    @classmethod
+    def of(cls, asked_by: RemoteRequest, now: float, vocab_size: int) -> AddedRemote:
+        params = params_without_text(asked_by.params, vocab_size)
+        shape = msgspec.structs.replace(
+            asked_by, token_ids=[], params=params, cache_salt="", mm_features=[], lora=lora_without_path(asked_by.lora)
+        )
+        return cls(now, len(asked_by.token_ids), shape)
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        tokens = [ORDINARY] * self.num_tokens
+        scheduler.add_remote(msgspec.structs.replace(self.request, token_ids=tokens), self.at)
+
+
+class GrammarSet(Input, frozen=True):
+    request_id: str
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.set_grammar(scheduler.queue.live[self.request_id], ReplayedGrammar(answers))  # type: ignore[arg-type]
+
+
+class Aborted(Input, frozen=True):
+    at: float
+    request_id: str
+    reason: FinishReason
+    failed: bool
+    """Whether the request ended with an error."""
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        error = EngineError(self.request_id, "as it was recorded") if self.failed else None
+        scheduler.abort(self.request_id, self.at, error, reason=self.reason)
+
+
+class MovesAsked(Input, frozen=True):
+    at: float
+    count: int
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.move(self.count, self.at)
+
+
+class KVReceived(Input, frozen=True):
+    at: float
+    handoff_id: str
+    cached: int
+    token: int
+    """The first token: ORDINARY, the one that stands for the end, or a negative one, which is an error."""
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.handle(Received(self.handoff_id, FirstToken(self.token, None, b"", self.cached)), self.at)
+
+
+class HandoffFailed(Input, frozen=True):
+    at: float
+    handoff_id: str
+    reason: str
+    verified: int
+    retry: bool
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.handle(Failed(self.handoff_id, self.reason, self.verified, self.retry), self.at)
+
+
+class HandoffClosed(Input, frozen=True):
+    at: float
+    handoff_id: str
+    reason: str
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.handle(ClosedEvent(self.handoff_id, self.reason), self.at)
+
+
+def handoff_input(event: HandoffEvent, token: int, now: float) -> Input | None:
+    """Return the record of a handoff's progress; None for events that no decision depends on. token: as in
+    KVReceived."""
+    match event:
+        case Received(handoff_id, first):
+            return KVReceived(now, handoff_id, first.cached, token)
+        case Failed(handoff_id, reason, verified, retry):
+            return HandoffFailed(now, handoff_id, reason, verified, retry)
+        case ClosedEvent(handoff_id, reason):
+            return HandoffClosed(now, handoff_id, reason)
+        case _:
+            return None
+
+
+class CacheCleared(Input, frozen=True):
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.clear_cache()
+
+
+class ReplicasSet(Input, frozen=True):
+    replicas: list[PrefillReplica]
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.handoffs.set_prefill_replicas(self.replicas)
+
+
+class RoleSet(Input, frozen=True):
+    role: Role
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.handoffs.switch(self.role)
+
+
+class StuckAsked(Input, frozen=True):
+    at: float
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.handoffs.stuck(scheduler.queue, self.at)
+
+
+class HoldsReleased(Input, frozen=True):
+    name: str
+    client: str | None
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.holds.release(self.name, self.client)
+
+
+class HoldsGiven(Input, frozen=True):
+    limit: int
+    at: float
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.holds.give(self.limit, self.at)
+
+
+class AdapterNumbered(Input, frozen=True):
+    lora: LoRARequest
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.adapters.new_load(self.lora)
+
+
+class AdapterRead(Input, frozen=True):
+    number: int
+    failed: bool
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.adapters.loaded(self.number, self.failed)
+
+
+class CommitDetails(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What a step has yielded besides one token for each sequence that samples."""
+
+    draft_s: float = 0.0
+    counts: bytes = b""
+    """Number of tokens of each entry; empty for one wherever the plan samples."""
+    errors: dict[int, int] = {}
+    """Negative tokens of prompts that other engines have asked for, by entry."""
+    pooled: dict[int, bool] = {}
+    """Entries that were pooled: whether all numbers are finite."""
+    proposed: dict[int, list[int]] = {}
+    """Tokens that a drafter with weights proposes, by entry: ORDINARY, NO_TOKEN or ON_DEVICE."""
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request has ended by the call before."""
+
+    order: int
+    """Its number of arrival."""
+    request_id: str
+    reason: str
+    num_output: int
+    row: int = -1
+    """The entry of the committed step that ended it, or -1."""
+    kept: int = 0
+    """Tokens of that entry up to the one that ended it."""
+    token: int = 0
+    """That token if it is negative, which is an error."""
+
+
+Record = (
+    Added | AddedRemote | GrammarSet | Aborted | MovesAsked | KVReceived | HandoffFailed | HandoffClosed | CacheCleared
+    | ReplicasSet | RoleSet | StuckAsked | HoldsReleased | HoldsGiven | AdapterNumbered | AdapterRead | CommitDetails
+    | Ended
+)  # fmt: skip

@@ -1,0 +1,374 @@
+"""Records what enters a scheduler, while it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.clock import Clock
+from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.features.speculator import NoSpeculation
+from engine.core.output import Event
+from engine.core.request import Request, State
+from engine.core.scheduler import Scheduler
+from engine.core.tape.answers import NO_TOKEN, ORDINARY, DrafterWatch, TapedGrammar, TapedLinks
+from engine.core.tape.digest import UNFINISHED, digest
+from engine.core.tape.file import pack_tapes
+from engine.core.tape.inputs import (
+    Aborted,
+    AdapterNumbered,
+    AdapterRead,
+    Added,
+    AddedRemote,
+    CacheCleared,
+    CommitDetails,
+    Ended,
+    GrammarSet,
+    HoldsGiven,
+    HoldsReleased,
+    MovesAsked,
+    Record,
+    ReplicasSet,
+    RoleSet,
+    StuckAsked,
+    handoff_input,
+    lora_without_path,
+    stop_token,
+)
+from engine.core.tape.ring import (
+    COMMIT,
+    COMMITTED,
+    PLAN,
+    PLANNED,
+    EngineTape,
+    Ring,
+    Segment,
+    hashes_entry,
+    tape_with_key,
+)
+from engine.core.tape.snapshot import dump
+from engine.errors import EngineUnavailable, ServingError
+from engine.wire.handoff import HandoffEvent, Received
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import FinishReason, GenerateRequest, HeldPrompt, PrefillReplica
+from engine.wire.plan import ON_DEVICE, StepPlan, StepResult
+from engine.wire.remote_request import RemoteRequest
+
+logger = logging.getLogger(__name__)
+
+KEPT_TAPES = 8  # files of engines that have crashed on this machine
+
+
+class NoTape:
+    """Records nothing."""
+
+    def take(self) -> bytes:
+        return b""
+
+    def keep(self, error: Exception) -> None:
+        pass
+
+
+class Tape:
+    """Records the calls of a scheduler in a ring, so that Replay can make them again.
+
+    It puts its own methods in front of the scheduler's methods that change anything (`_attach`), on this one object.
+    Calls that the scheduler makes of its own parts are not recorded. The two calls of a step take 30 bytes.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, times: StepTimes, *, engine_id: str, role: str, max_bytes: int, clock: Clock
+    ):
+        self._scheduler, self._times, self._engine_id, self._role, self._clock = (
+            scheduler, times, engine_id, role, clock
+        )  # fmt: skip
+        self._ring = Ring(max_bytes)
+        self._vocab_size, self._live, self._planned = (
+            scheduler.limits.vocab_size, scheduler.queue.live, scheduler.planned
+        )  # fmt: skip
+        self._busy = False  # whether a call is under way, so that further ones come from the scheduler itself
+        self._step_s = self._draft_s = 0.0  # of the step whose commit follows
+        self._ended: list[tuple[Request, FinishReason]] = []  # by the call that is under way
+        self._covered: list[tuple[object, str]] = []
+        # of the scheduler; they are covered without arguments, since each step makes these calls
+        self._plan, self._end_step = scheduler.schedule, scheduler.commit
+        #: Whether steps can yield more than one token for each sequence, or tokens for other engines.
+        self._has_details = not isinstance(scheduler.speculation, NoSpeculation)
+        code_version()  # it reads files
+        self._attach()
+        self._begin()
+
+    def take(self) -> bytes:
+        """Return the tape: an EngineTape in msgpack. Its hashes have no key yet (tape_with_key)."""
+        return msgspec.msgpack.encode(self._tape())
+
+    def keep(self, error: Exception) -> None:
+        """Write the tape to a file, because the step loop has failed. Does nothing if another rank is gone, since the
+        scheduler has nothing to do with it."""
+        if isinstance(error, EngineUnavailable):
+            return
+        folder, why = Path(tempfile.gettempdir()), f"{type(error).__name__}: {error}"
+        path = folder / f"manta-{self._engine_id.replace('/', '-')}.tape"
+        try:
+            newest = sorted(folder.glob("manta-*.tape"), key=lambda file: file.stat().st_mtime, reverse=True)
+            for old in newest[KEPT_TAPES - 1 :]:
+                old.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            tape = tape_with_key(msgspec.msgpack.encode(self._tape(why)), secrets.token_bytes(16))
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(pack_tapes([tape]))
+        except Exception:
+            logger.exception("the tape of engine %s cannot be kept", self._engine_id)
+        else:
+            logger.error("engine %s failed; `manta replay %s` shows its last steps", self._engine_id, path)
+
+    def _tape(self, reason: str = "") -> EngineTape:
+        *closed, newest = self._ring.segments or [Segment(0.0, b"", b"", b"")]
+        # blocks of these requests may be matched, and no entry tells their hashes yet
+        unfinished = {*self._live.values(), *self._scheduler.handoffs.receiving.values()}
+        told = b"".join(hashes_entry(request.order[1], request.prefix.hashes) for request in unfinished)
+        newest = Segment(newest.started_at, newest.state, bytes(newest.entries) + told, bytes(newest.answers))
+        return EngineTape(
+            engine_id=self._engine_id,
+            version=code_version(),
+            wall_s=self._clock.wall() - self._clock.monotonic(),
+            role=self._role,
+            segments=[*closed, newest],
+            reason=reason,
+        )
+
+    def _begin(self) -> None:
+        """Begin a segment. If that fails, nothing is recorded from now on."""
+        try:
+            state = dump(self._scheduler, self._times)
+        except Exception:
+            logger.exception("the tape of engine %s ends: the scheduler's state cannot be written", self._engine_id)
+            for part, name in self._covered:
+                delattr(part, name)
+            self._covered.clear()
+            self._ring.limit = sys.maxsize
+        else:
+            self._ring.begin(state, self._clock.monotonic())
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def _schedule(self, now: float) -> StepPlan | None:
+        entries = self._ring.entries
+        if len(entries) > self._ring.limit:
+            self._begin()
+            entries = self._ring.entries
+        try:
+            plan = self._plan(now)
+        except BaseException:
+            entries += PLAN.pack(PLANNED, now, UNFINISHED)
+            raise
+        if plan is not None or self._scheduler.has_work:  # else the engine is idle
+            entries += PLAN.pack(PLANNED, now, digest(plan))
+        return plan
+
+    def _commit(self, result: StepResult, now: float) -> list[Event]:
+        plan, requests = self._planned[0]
+        try:
+            events = self._end_step(result, now)
+        finally:
+            self._ring.entries += COMMIT.pack(COMMITTED, now, self._step_s)
+            if self._has_details or result.pooled:
+                self._ring.record(self._details(plan, requests, result))
+        if self._ended:
+            self._tell_ended(requests, result, events)
+        return events
+
+    def _details(self, plan: StepPlan, requests: list[Request], result: StepResult) -> CommitDetails:
+        counts = bytes(map(len, result.tokens)) if plan.drafts or result.pooled else b""
+        mine = [i for i, request in enumerate(requests) if request.asked_by and result.tokens[i]]
+        return CommitDetails(
+            draft_s=self._draft_s,
+            counts=counts,
+            errors={i: result.tokens[i][0] for i in mine if result.tokens[i][0] < 0},
+            pooled={i: bool(pooled) for i, pooled in result.pooled.items()},
+            proposed={i: [self._kind(token) for token in tokens] for i, tokens in result.drafts.items()},
+        )
+
+    def _kind(self, token: int) -> int:
+        return token if token == ON_DEVICE else ORDINARY if 0 <= token < self._vocab_size else NO_TOKEN
+
+    def _tell_ended(self, requests: list[Request], result: StepResult, events: list[Event]) -> None:
+        kept = {event.request: len(event.delta.token_ids) for event in events}
+        for request, reason in self._ended:
+            row = requests.index(request)
+            token = min(0, *result.tokens[row][:1], 0)
+            self._tell_end(request, reason, row, kept.get(request, 0), token)
+        self._ended.clear()
+
+    def _tell_end(self, request: Request, reason: FinishReason, row: int = -1, kept: int = 0, token: int = 0) -> None:
+        order = request.order[1]
+        self._ring.hashes(order, request.prefix.hashes)
+        self._ring.record(Ended(order, request.request_id, reason, request.num_output, row, kept, token))
+
+    def _observe_step(self, observe: Callable[..., None], work: StepWork, seconds: float, draft_s: float = 0.0) -> None:
+        self._step_s, self._draft_s = seconds, draft_s
+        observe(work, seconds, draft_s)
+
+    def _observe_finished(
+        self, observe: Callable[..., None], request: Request, reason: FinishReason, now: float
+    ) -> None:
+        self._ended.append((request, reason))
+        observe(request, reason, now)
+
+    # -- other calls ---------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        scheduler = self._scheduler
+        of_scheduler: dict[str, Callable[..., Any]] = {
+            "add": self._add,
+            "add_remote": self._add_remote,
+            "set_grammar": self._set_grammar,
+            "abort": self._abort,
+            "move": self._move,
+            "handle": self._handle,
+            "clear_cache": self._clear_cache,
+        }
+        of_handoffs: dict[str, Callable[..., Any]] = {
+            "set_prefill_replicas": self._set_replicas, "switch": self._switch, "stuck": self._stuck
+        }  # fmt: skip
+        scheduler.schedule, scheduler.commit = self._schedule, self._commit  # type: ignore[method-assign]
+        self._covered += [(scheduler, "schedule"), (scheduler, "commit")]
+        self._cover(scheduler, of_scheduler)
+        self._cover(scheduler.handoffs, of_handoffs)
+        self._cover(scheduler.holds, {"release": self._release, "give": self._give})
+        self._cover(scheduler.adapters, {"new_load": self._new_load, "loaded": self._loaded})
+        self._cover(scheduler.metrics, {"observe_finished": self._observe_finished})
+        if self._has_details or scheduler.handoffs.policy is not None:  # else no decision depends on them
+            self._cover(self._times, {"observe_step": self._observe_step})
+        scheduler.speculation.watch = DrafterWatch(self._ring, self._vocab_size)
+        if (policy := scheduler.handoffs.policy) is not None:
+            policy.quarantined = TapedLinks(policy.quarantined, self._ring)
+
+    def _cover(self, part: object, methods: dict[str, Callable[..., Any]]) -> None:
+        """Put these methods in front of those of an object, which they get as their first argument."""
+        for name, method in methods.items():
+            setattr(part, name, partial(method, getattr(part, name)))
+            self._covered.append((part, name))
+
+    def _call(self, record: Record | None, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Make a call, and record it if it comes from outside and succeeds. An error changes nothing in a scheduler."""
+        if self._busy:
+            return call(*args, **options)
+        self._busy = True
+        try:
+            result = call(*args, **options)
+        except ServingError:
+            self._ended.clear()
+            raise
+        finally:
+            self._busy = False
+        if record is not None:
+            self._ring.record(record)
+        for request, reason in self._ended:
+            self._tell_end(request, reason)
+        self._ended.clear()
+        return result
+
+    def _add(self, add: Callable[..., Request], message: GenerateRequest, now: float) -> Request:
+        found: Request = self._call(Added.of(message, now, self._vocab_size), add, message, now)
+        return found
+
+    def _add_remote(self, add: Callable[..., Request], asked_by: RemoteRequest, now: float) -> Request:
+        self._has_details = True
+        found: Request = self._call(AddedRemote.of(asked_by, now, self._vocab_size), add, asked_by, now)
+        return found
+
+    def _set_grammar(self, call: Callable[..., None], request: Request, grammar: Any) -> None:
+        self._call(GrammarSet(request.request_id), call, request, TapedGrammar(grammar, self._ring))
+
+    def _abort(
+        self,
+        abort: Callable[..., Event | None],
+        request_id: str,
+        now: float,
+        error: ServingError | None = None,
+        *,
+        reason: FinishReason = "abort",
+    ) -> Event | None:
+        record = Aborted(now, request_id, reason, error is not None) if request_id in self._live else None
+        event: Event | None = self._call(record, abort, request_id, now, error, reason=reason)
+        return event
+
+    def _move(self, move: Callable[..., list[Event]], count: int, now: float) -> list[Event]:
+        events: list[Event] = self._call(MovesAsked(now, count), move, count, now)
+        return events
+
+    def _handle(self, handle: Callable[..., list[Event]], event: HandoffEvent, now: float) -> list[Event]:
+        handoffs = self._scheduler.handoffs
+        received = event.handoff_id if isinstance(event, Received) else getattr(event, "handoff_id", "")
+        request = handoffs.receiving.get(received)
+        had_ended = request is not None and request.state is State.FINISHED
+        events = handle(event, now)
+        token = event.first.token if isinstance(event, Received) and event.first.token < 0 else ORDINARY
+        if any(reason == "stop" for _, reason in self._ended):
+            token = stop_token(self._vocab_size)
+        if (record := handoff_input(event, token, now)) is not None:
+            self._ring.record(record)  # type: ignore[arg-type]
+        for ended, reason in self._ended:
+            self._tell_end(ended, reason)
+        self._ended.clear()
+        if request is not None and had_ended:  # its blocks have been cached since
+            self._ring.hashes(request.order[1], request.prefix.hashes)
+        return events
+
+    def _clear_cache(self, call: Callable[[], None]) -> None:
+        self._call(CacheCleared(), call)
+
+    def _set_replicas(self, call: Callable[..., None], replicas: list[PrefillReplica]) -> None:
+        self._call(ReplicasSet(replicas), call, replicas)
+
+    def _switch(self, call: Callable[..., None], role: Any) -> None:
+        self._call(RoleSet(role), call, role)
+
+    def _stuck(self, call: Callable[..., list[Request]], queue: Any, now: float) -> list[Request]:
+        # without other engines' prompts, it decides nothing
+        record = StuckAsked(now) if self._scheduler.handoffs.role else None
+        found: list[Request] = self._call(record, call, queue, now)
+        return found
+
+    def _release(self, call: Callable[..., None], name: str, client: str | None) -> None:
+        self._call(HoldsReleased(name, client), call, name, client)
+
+    def _give(self, call: Callable[..., list[HeldPrompt]], limit: int, now: float) -> list[HeldPrompt]:
+        found: list[HeldPrompt] = self._call(HoldsGiven(limit, now), call, limit, now)
+        return found
+
+    def _new_load(self, call: Callable[..., int], lora: LoRARequest) -> int:
+        without = lora_without_path(lora)
+        assert without is not None
+        number: int = self._call(AdapterNumbered(without), call, lora)
+        return number
+
+    def _loaded(self, call: Callable[..., LoRARequest | None], number: int, failed: bool) -> LoRARequest | None:
+        found: LoRARequest | None = self._call(AdapterRead(number, failed), call, number, failed)
+        return found
+
+
+@cache
+def code_version() -> str:
+    """Return the versions of Manta and Python, and a digest of the source on which a scheduler's decisions depend."""
+    engine, digest = Path(__file__).parents[2], hashlib.blake2b(digest_size=8)
+    for folder in ("core", "wire", "spec_decode"):
+        for file in sorted((engine / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    try:
+        manta = version("manta-serve")
+    except PackageNotFoundError:
+        manta = "unknown"
+    return f"manta {manta}, python {sys.version_info.major}.{sys.version_info.minor}, code {digest.hexdigest()}"

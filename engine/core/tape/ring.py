@@ -1,0 +1,108 @@
+"""The newest part of a tape, in a bounded number of bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from struct import Struct
+
+import msgspec
+
+from engine.core.tape.inputs import Record
+from engine.core.tape.snapshot import hashes_with_key, with_key
+
+RECORD, PLANNED, COMMITTED, HASHES = range(4)
+"""Kinds of entries. A RECORD is a Record in msgpack; PLANNED and COMMITTED are the two halves of a step, which come so
+often that they have a form of their own; HASHES are those of a request's blocks."""
+HEAD = Struct("<BI")  # kind, number of bytes that follow
+PLAN = Struct("<BdI")  # kind, time, digest of the plan
+COMMIT = Struct("<Bdd")  # kind, time, seconds of the step
+REQUEST = Struct("<q")  # number of arrival; then the hashes
+SEGMENTS = 8  # in a full ring
+SNAPSHOT_SHARE = 4  # a segment is this many times as long as the state at its beginning
+
+
+class Segment(msgspec.Struct, array_like=True):
+    """What has entered a scheduler from some moment on."""
+
+    started_at: float
+    """On the engine's clock."""
+    state: bytes
+    """State of the scheduler at that moment (snapshot.py)."""
+    entries: bytes
+    answers: bytes
+    """What drafters, grammars and links have answered."""
+
+
+class EngineTape(msgspec.Struct, kw_only=True):
+    """The tape of one engine."""
+
+    engine_id: str
+    version: str
+    """Version of Manta and of Python, and digest of the scheduler's source."""
+    wall_s: float
+    """Seconds since 1970 when the engine's clock was 0."""
+    role: str
+    segments: list[Segment]
+    reason: str = ""
+    """Why the step loop ended, if it did."""
+
+
+class Ring:
+    """The newest segments. Segments are dropped as a whole, the oldest first."""
+
+    def __init__(self, max_bytes: int):
+        self.segments: deque[Segment] = deque()
+        self.entries = self.answers = bytearray()  # of the newest segment
+        self._max_bytes, self._closed_bytes, self.limit = max_bytes, 0, 0
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def begin(self, state: bytes, now: float) -> None:
+        """Begin a segment. `limit` is then the number of bytes of `entries` from which the next one is due."""
+        self._closed_bytes += len(self.entries) + len(self.answers)
+        self.entries, self.answers = bytearray(), bytearray()
+        self.segments.append(Segment(now, state, self.entries, self.answers))  # type: ignore[arg-type]  # they grow
+        self._closed_bytes += len(state)
+        self.limit = min(self._max_bytes // 2, max(self._max_bytes // SEGMENTS, SNAPSHOT_SHARE * len(state)))
+        while len(self.segments) > 1 and self._closed_bytes + self.limit > self._max_bytes:
+            oldest = self.segments.popleft()
+            self._closed_bytes -= len(oldest.state) + len(oldest.entries) + len(oldest.answers)
+
+    def record(self, record: Record) -> None:
+        data = self._encode(record)
+        self.entries += HEAD.pack(RECORD, len(data)) + data
+
+    def hashes(self, order: int, hashes: list[bytes]) -> None:
+        """Record the hashes of a request's blocks."""
+        self.entries += hashes_entry(order, hashes)
+
+
+def hashes_entry(order: int, hashes: list[bytes]) -> bytes:
+    data = b"".join(hashes)
+    return HEAD.pack(HASHES, REQUEST.size + len(data)) + REQUEST.pack(order) + data
+
+
+def segment_with_key(segment: Segment, key: bytes) -> Segment:
+    """Return a segment whose hashes have a key."""
+    entries = bytearray(segment.entries)
+    place = 0
+    while place < len(entries):
+        kind = entries[place]
+        if kind == PLANNED:
+            place += PLAN.size
+        elif kind == COMMITTED:
+            place += COMMIT.size
+        else:
+            end = place + HEAD.size + HEAD.unpack_from(entries, place)[1]
+            if kind == HASHES:
+                start = place + HEAD.size + REQUEST.size
+                entries[start:end] = hashes_with_key(bytes(entries[start:end]), key)
+            place = end
+    return Segment(segment.started_at, with_key(segment.state, key), bytes(entries), bytes(segment.answers))
+
+
+def tape_with_key(tape: bytes, key: bytes) -> bytes:
+    """Return a tape (an EngineTape in msgpack) whose hashes have a key. Tapes with the same key show which prompts of
+    different engines begin alike, and nobody without the key can confirm what a prompt says."""
+    found = msgspec.msgpack.decode(tape, type=EngineTape)
+    segments = [segment_with_key(segment, key) for segment in found.segments]
+    return msgspec.msgpack.encode(msgspec.structs.replace(found, segments=segments))

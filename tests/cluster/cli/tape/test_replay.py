@@ -1,0 +1,112 @@
+"""`manta replay` on the tape of a real engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+from engine.config import EngineConfig
+from engine.core.build import build_engine
+from engine.core.scheduler import Scheduler
+from engine.core.tape.file import pack_tapes
+from engine.core.tape.ring import tape_with_key
+from engine.errors import InvalidParameter
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+from tests.models import make_model
+
+KEY = b"a key of a tape."
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """Two requests with a common prefix, then more than fit at a time."""
+    folder = make_model(tmp_path_factory.mktemp("model"), "llama")
+    core = build_engine(
+        EngineConfig(model=str(folder), block_size=4, num_blocks=40, max_num_seqs=3, num_threads=1, tape_mib=16),
+        engine_id="engine-1",
+    )
+    for i in range(8):
+        params = SamplingParams(max_tokens=15, ignore_eos=True, temperature=0.0)
+        core.add(GenerateRequest(request_id=f"r{i}", prompt=[*range(5, 14), 20 + i], params=params))
+        core.step()
+    while core.has_work:
+        core.step()
+    assert core.scheduler.totals.prefix_hit_tokens
+    file = tmp_path_factory.mktemp("tapes") / "some.tape"
+    file.write_bytes(pack_tapes([tape_with_key(core.tape.take(), KEY)]))
+    core.close()
+    return file
+
+
+def run(*args: object, stdin: str = "") -> str:
+    result = CliRunner().invoke(app, ["replay", *map(str, args)], input=stdin, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.exception or result.output
+    return result.output
+
+
+def test_every_plan_is_equal_and_the_command_counts_them(file):
+    (found,) = json.loads(run(file, "--json"))
+    assert found["engine_id"] == "engine-1" and found["requests"] == 8
+    assert found["equal"] == found["plans"] > 40 and not found["differs"]
+    assert "engine-1" in run(file)
+
+
+def test_another_scheduler_ends_with_exit_code_1_and_names_the_first_plan_that_differs(file, monkeypatch):
+    plain = Scheduler._admit
+    monkeypatch.setattr(Scheduler, "_admit", lambda self, budget, now: plain(self, min(budget, 3), now))
+    result = CliRunner().invoke(app, ["replay", str(file)])
+    assert result.exit_code == 1
+    assert "at #1 (" in result.output and "the plan is another one" in result.output
+    result = CliRunner().invoke(app, ["replay", str(file), "--at", "#20"])
+    assert isinstance(result.exception, InvalidParameter) and "the plan is another one" in str(result.exception)
+
+
+def test_one_request_is_followed_from_its_arrival_to_its_end(file):
+    lines = run(file, "--request", "r5").splitlines()
+    assert "waiting: 0 of 10 tokens computed" in lines[1]
+    assert any("running" in line and "8 were cached" in line for line in lines)
+    assert "finished" in lines[-1] and "15 output tokens" in lines[-1]
+    result = CliRunner().invoke(app, ["replay", str(file), "--request", "nobody"])
+    assert result.exit_code != 0
+
+
+def test_the_scheduler_is_shown_at_a_number_and_at_a_time(file):
+    shown = run(file, "--at", "#20")
+    assert (
+        shown.startswith("#20 of ") and "running: 3" in shown and "waiting: " in shown and "blocks of group 0" in shown
+    )
+    assert "the start of the tape" in run(file, "--at", "-1")
+    assert CliRunner().invoke(app, ["replay", str(file), "--at", "noon"]).exit_code != 0
+
+
+def test_one_goes_forward_and_back_by_commands(file):
+    shown = run(file, "--step", stdin="n 9\n\nb 2\n# 4\nr r2\nt 0\nnonsense\nq\nn\n")
+    positions = [line.split()[0] for line in shown.splitlines() if line.startswith("#") and " of " in line]
+    assert positions[:5] == ["#0", "#9", "#10", "#8", "#4"] and len(positions) == 7
+    assert "'nonsense' is no command" in shown
+
+
+def test_what_other_options_would_have_done_comes_with_the_error_of_the_simulation(file):
+    found = json.loads(run(file, "--set", "max_num_seqs=8", "--json"))
+    assert set(found["ttft_p50_s"]) == {"name", "recorded", "simulated", "changed", "error", "is_known"}
+    assert found["ttft_p50_s"]["changed"] < found["ttft_p50_s"]["simulated"], "no request waits for a slot"
+    assert found["cached"]["recorded"] > 0 and found["cached"]["error"] < 0.5
+    table = run(file, "--set", "max_num_seqs=8")
+    assert "8 requests in 1 engines" in table
+
+
+@pytest.mark.parametrize(
+    "setting", ["max_num_seqs", "max_num_seqs=x", "nothing=3", "routing.policy=best", "enable_prefix_caching=1"]
+)
+def test_an_unknown_setting_is_refused(file, setting):
+    assert CliRunner().invoke(app, ["replay", str(file), "--set", setting]).exit_code != 0
+
+
+def test_a_file_that_is_no_tape_is_refused(tmp_path):
+    (tmp_path / "x").write_bytes(b"no tape")
+    result = CliRunner().invoke(app, ["replay", str(tmp_path / "x")])
+    assert result.exit_code != 0 and "manta tape save" in str(result.exception)

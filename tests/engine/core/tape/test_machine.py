@@ -1,0 +1,65 @@
+"""Whatever a scheduler does in the random worlds of test_scheduler_machine.py, its tape replays."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import Phase, settings
+from hypothesis.stateful import rule
+
+from engine.wire.messages import PrefillReplica
+from tests.engine.core.tape.taped import (
+    TapedDecodeHarness,
+    TapedHarness,
+    TapedPrefillHarness,
+    replay,
+)
+from tests.engine.core.test_scheduler_machine import GROUPS, DecodeMachine, PrefillMachine, SchedulerMachine
+from tests.examples import examples
+
+
+class Replayed:
+    def teardown(self):
+        if hasattr(self, "h"):
+            half = replay(self.h.tape)  # requests are live
+            assert len(half.scheduler.queue.live) == len(self.h.scheduler.queue.live)
+        super().teardown()
+        if hasattr(self, "h"):
+            found = replay(self.h.tape)
+            assert found.scheduler.totals == self.h.scheduler.totals
+            for pool, own in zip(found.scheduler.kv_cache.pools, self.h.scheduler.kv_cache.pools, strict=True):
+                assert pool.ref_counts() == own.ref_counts() and pool.num_cached == own.num_cached
+
+
+class SmallHarness(TapedHarness):
+    """A ring of few bytes, so that there are several segments, and the first is lost."""
+
+    max_bytes = 12_000
+
+
+class TapedMachine(Replayed, SchedulerMachine):
+    harness = TapedHarness
+
+
+class SmallMachine(Replayed, SchedulerMachine):
+    harness = SmallHarness
+
+
+class TapedDecodeMachine(Replayed, DecodeMachine):
+    harness = TapedDecodeHarness
+    groups = tuple(windows for windows in GROUPS if windows != (1,))  # that are too few blocks for some requests
+
+    @rule(there=st.booleans())
+    def prefill_pool(self, there):
+        self.h.scheduler.handoffs.set_prefill_replicas([PrefillReplica(engine_id="p")] if there else [])
+
+
+class TapedPrefillMachine(Replayed, PrefillMachine):
+    harness = TapedPrefillHarness
+
+
+RULES = settings(max_examples=examples(100), stateful_step_count=40, phases=[Phase.generate])
+TestTape = TapedMachine.TestCase
+TestSmallRing = SmallMachine.TestCase
+TestDecodeTape = TapedDecodeMachine.TestCase
+TestPrefillTape = TapedPrefillMachine.TestCase
+TestTape.settings = TestSmallRing.settings = TestDecodeTape.settings = TestPrefillTape.settings = RULES

@@ -1,0 +1,250 @@
+"""The tape of a real engine: every plan is made again, whatever else is found out, and nothing is said of any text."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig, SpeculativeConfig
+from engine.core.build import build_engine
+from engine.core.engine import EngineCore
+from engine.core.scheduler import Scheduler
+from engine.core.tape import snapshot
+from engine.core.tape.answers import Answers
+from engine.core.tape.recorder import NoTape
+from engine.core.tape.replay import Diverged, Failed, Replay
+from engine.core.tape.ring import EngineTape, tape_with_key
+from engine.wire.block_hash import block_hashes
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+from engine.wire.structured_outputs import StructuredOutputsParams
+from tests.engine.core.tape.taped import KEY, TapedHarness, replay, tape_of
+from tests.models import make_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture
+def make_core(folder):
+    cores = []
+
+    def make(**options) -> EngineCore:
+        defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "tape_mib": 16}
+        cores.append(build_engine(EngineConfig(**{"model": str(folder), **defaults, **options})))
+        return cores[-1]
+
+    yield make
+    for core in cores:
+        core.close()
+
+
+def add(core: EngineCore, name: str, prompt: list[int], **params) -> None:
+    settings = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params}
+    core.add(GenerateRequest(request_id=name, prompt=prompt, params=SamplingParams(**settings)))
+
+
+def go(core: EngineCore) -> None:
+    while core.has_work:
+        core.step()
+
+
+def replayed(core: EngineCore) -> Replay:
+    replay = Replay(tape_of(core.tape))
+    for _ in replay.run():
+        replay.scheduler.check()
+    assert replay.scheduler.totals == core.scheduler.totals
+    return replay
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_hits_preemptions_and_aborts_are_decided_again(make_core, overlap):
+    core = make_core(overlap=overlap, num_blocks=14, max_num_seqs=3)
+    first = list(range(5, 25))
+    add(core, "first", first)
+    go(core)
+    add(core, "again", [*first, 30, 31])
+    for i in range(3):
+        add(core, f"long{i}", [40 + i] * 9, max_tokens=20)
+    for _ in range(8):
+        core.step()
+    core.abort("long1")
+    go(core)
+    totals = core.scheduler.totals
+    assert totals.preemptions and totals.prefix_hit_tokens
+    found = replayed(core)
+    assert found.scheduler.totals.steps == totals.steps
+
+
+def test_a_turn_that_repeats_the_answer_hits_the_blocks_of_the_answer_again(make_core):
+    core = make_core()
+    prompt, answer = list(range(5, 14)), []
+    add(core, "turn", prompt)
+    while core.has_work:
+        for event in core.step():
+            answer += event.delta.token_ids
+    add(core, "next", prompt + answer + [7])
+    go(core)
+    assert core.scheduler.totals.prefix_hit_tokens == (len(prompt) + len(answer) - 1) // 4 * 4
+    replayed(core)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_are_verified_again(make_core, method, monkeypatch):
+    from tests.fake_drafter import draft_always
+
+    draft_always(monkeypatch)
+    core = make_core(speculative=SpeculativeConfig(method=method))
+    for i in range(4):
+        add(core, str(i), [5, 6, 7, 8] * 4 + [i + 20], max_tokens=30)
+        core.step()
+    go(core)
+    assert core.stats().spec_decode.num_accepted_tokens
+    replayed(core)
+
+
+def test_grammars_and_stop_tokens_end_requests_again(make_core):
+    core = make_core()
+    form = StructuredOutputsParams(regex="[a-c]{1,6}")
+    add(core, "form", [5, 6, 7], structured_outputs=form, ignore_eos=False, max_tokens=20)
+    add(core, "alone", [9, 10, 11], max_tokens=10)
+    tokens = []
+    while core.has_work:
+        tokens += [
+            token for event in core.step() for token in event.delta.token_ids if event.request.request_id == "alone"
+        ]
+    add(core, "stops", [9, 10, 11], max_tokens=10, stop_token_ids=[tokens[3]])
+    go(core)
+    found = replayed(core)
+    assert found.scheduler.totals.finished["stop"] >= 1
+
+
+def test_a_tape_taken_while_requests_run_replays_up_to_there(make_core):
+    core = make_core()
+    for i in range(3):
+        add(core, str(i), [5, 6, 7, 8, 9 + i], max_tokens=20)
+    for _ in range(7):
+        core.step()
+    found = replayed(core)
+    assert [request.request_id for request in found.scheduler.queue.running] == ["0", "1", "2"]
+
+
+def test_one_can_go_back_and_forth(make_core):
+    core = make_core()
+    add(core, "a", [5, 6, 7, 8, 9], max_tokens=30)
+    go(core)
+    found = replayed(core)
+    end = found.position
+    lengths = {}
+    for position in (end // 2, 3, end, 7, 0, end // 2):
+        found.go_to(position)
+        live = [len(request.tokens) for request in found.scheduler.queue.live.values()]
+        assert lengths.setdefault(position, live) == live
+    assert lengths[0] == lengths[end] == [] and lengths[7]
+
+
+def test_another_scheduler_is_found_at_its_first_other_plan(make_core, monkeypatch):
+    core = make_core()
+    for i in range(4):
+        add(core, str(i), [5, 6, 7, 8, 9 + i], max_tokens=9)
+    go(core)
+    tape = tape_of(core.tape)
+    plain = Scheduler._plan_running
+
+    def leaves_out_one(scheduler: Scheduler) -> int:
+        if scheduler.totals.steps == 5:
+            running = scheduler.queue.running
+            scheduler.queue.running = running[:-1]
+            try:
+                return plain(scheduler)
+            finally:
+                scheduler.queue.running = running
+        return plain(scheduler)
+
+    monkeypatch.setattr(Scheduler, "_plan_running", leaves_out_one)
+    found = Replay(tape)
+    with pytest.raises(Diverged, match="another one") as caught:
+        for _ in found.run():
+            pass
+    assert sum(m.digest not in (None, 0) for m in found.moments[: caught.value.index]) == 5
+
+
+def test_nothing_on_a_tape_tells_a_token_and_nobody_can_confirm_a_prompt(make_core):
+    core = make_core()
+    prompt = [77, 78, 79, 80, 81, 82, 83, 84, 85]
+    core.add(GenerateRequest(request_id="secret", prompt=prompt, cache_salt="the salt", params=SamplingParams(
+        max_tokens=5, stop=["the stop"], logit_bias={77: 1.0}, bad_words=["the word"]
+    )))  # fmt: skip
+    core.step()
+    core.step()
+    taken = core.tape.take()
+    hashes = block_hashes(prompt, 4, "the salt")
+    assert hashes[:16] in taken, "in the engine's own memory"
+    tape = tape_with_key(taken, KEY)
+    assert hashes[:16] not in tape and b"the " not in tape and b"secret" in tape
+    assert tape_with_key(taken, b"another key.....") != tape
+    for request in Replay(msgspec.msgpack.decode(tape, type=EngineTape)).scheduler.queue.live.values():
+        assert set(request.tokens) == {0}
+
+
+def test_a_failed_step_keeps_the_tape_and_fails_again_in_the_replay(make_core, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    core = make_core()
+    add(core, "a", [5, 6, 7, 8, 9])
+    for _ in range(3):
+        core.step()
+
+    def fails(scheduler, sequences):
+        if scheduler.totals.steps == 3:
+            raise KeyError("a bug")
+
+    monkeypatch.setattr(Scheduler, "_start_limits", fails)
+    with pytest.raises(KeyError):
+        core.step()
+    (file,) = tmp_path.glob("manta-*.tape")
+    assert file.stat().st_mode & 0o777 == 0o600
+    from engine.core.tape.file import read_tapes
+
+    (tape,) = read_tapes(file)
+    assert tape.reason == "KeyError: 'a bug'"
+    found = Replay(tape)
+    with pytest.raises(Failed, match="a bug"):
+        for _ in found.run():
+            pass
+    monkeypatch.undo()
+    found.go_to(0)
+    with pytest.raises(Diverged, match="did not return"):
+        for _ in found.run():
+            pass
+
+
+def test_a_state_names_no_class_that_is_no_part_of_a_scheduler():
+    import pickle
+
+    for evil in (pickle.dumps(json.loads), b"cos\nsystem\n(S'true'\ntR.", b"cengine.core.server\nEngineServer\n."):
+        with pytest.raises(snapshot.UnknownState):
+            snapshot.load(evil, Answers())
+
+
+@pytest.mark.slow
+def test_the_ring_is_bounded_and_its_oldest_part_is_lost_first():
+    small = type("Small", (TapedHarness,), {"max_bytes": 100_000})(num_blocks=64, max_model_len=64)
+    for i in range(150):
+        small.add(f"r{i}", [1, 2, 3, 4, 5, i % 40], max_tokens=20)
+        small.run()
+        if i % 10 == 0:
+            assert len(small.tape.take()) < 105_000
+    assert len(tape_of(small.tape).segments) > 1
+    found = replay(small.tape)
+    assert 30 < sum(len(moment.ended) for moment in found.moments) < 150
+    assert found.scheduler.totals == small.scheduler.totals
+
+
+def test_an_engine_can_do_without(make_core):
+    core = make_core(tape_mib=0)
+    assert isinstance(core.tape, NoTape) and core.tape.take() == b""
+    assert "schedule" not in vars(core.scheduler)
