@@ -101,4 +101,5 @@ def _cost(timeline: SequenceTimeline) -> str:
         return ""
     cost = SequenceCost.total(timeline.costs.values())
     wasted = f", and {cost.wasted_s:.4f} s for tokens computed again" if cost.wasted_s else ""
-    return f"{cost.compute_s:.4f} s of compute{wasted}, {cost.kv_gib_s:.6f} GiB·s of KV cache"
+    price = f"; price {timeline.price:.6g}" if timeline.price else ""
+    return f"{cost.compute_s:.4f} s of compute{wasted}, {cost.kv_gib_s:.6f} GiB·s of KV cache{price}"

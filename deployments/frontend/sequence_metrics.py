@@ -169,6 +169,7 @@ class SequenceMetrics:
     def _count_usage(self) -> None:
         timeline = self._timeline
         cost = SequenceCost.total(timeline.costs.values())
+        timeline.price = self._prices.of(cost)
         used = UsageTotals(
             1,
             timeline.prompt_tokens,
@@ -177,7 +178,7 @@ class SequenceMetrics:
             cost.compute_s,
             cost.wasted_s,
             cost.kv_gib_s,
-            self._prices.of(cost),
+            timeline.price,
         )
         self._stats.count_usage(self._payer, used)
         self._usage_files.add(self._payer, timeline.model, timeline.adapter, used)

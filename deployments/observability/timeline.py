@@ -42,6 +42,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
     first_token_s: float | None = None  #: from the HTTP request to the first token
     seconds: float | None = None  #: from the HTTP request to the end
     costs: dict[str, SequenceCost] = {}  #: what each attempt has cost, by its request id
+    price: float = 0.0  #: money for all of that, once it has ended; 0 without prices
     events: list[TimelineEvent] = []  #: in order of arrival; in the result of `RequestTimelines.of`, oldest first
     prompt: str | None = None  #: its first MAX_TEXT_TOKENS, set at its end if RequestTimelines.keeps_texts
     output: str | None = None  #: first MAX_TEXT_TOKENS of its output, likewise

@@ -15,6 +15,8 @@ from deployments.quotas.record import LEASE_S, QuotaRecord, Share, Window, decod
 
 AHEAD_S = 1.5
 """Seconds for which an ingress reserves what it has recently needed."""
+IDLE_S = 5.0
+"""Seconds without a request after which an ingress reserves nothing."""
 PAUSE_S = 0.25
 """Seconds after which an ingress asks again for what it did not get."""
 LEAST = 1e-9  # cost that each request needs, since nothing else may be known of its cost
@@ -48,6 +50,8 @@ class Tally:
     """What was spent since the store was asked the last time."""
     recent: float = 0.0
     """What was recently spent in a second."""
+    used_at: float = 0.0
+    """When the store was told the last time that something was spent."""
     refused_until: float = 0.0
     granted_alone: bool = False
     """Whether it has taken a part of `free` without the store."""
@@ -175,6 +179,8 @@ class LeasedQuota:
                 self._tallies[name] = tally = self._next(tally, limit, window.start)
             if window is None or window.start < tally.start:
                 window = record.windows[name] = Window(tally.start, {})
+            if tally.used:
+                tally.used_at = now
             left = max(0.0, limit.value - window.taken(self._holder) - tally.spent)
             wish = 0.0 if leaving else self._wish(tally, left / (2 * num_live), now)
             reserved = min(left, math.floor(wish) if limit.is_whole else wish)
@@ -224,7 +230,7 @@ class LeasedQuota:
 
     def _wish(self, tally: Tally, fair: float, now: float) -> float:
         """Return what to reserve: what is wanted now, and what will soon be needed unless that is unfair."""
-        recent = max(tally.used, tally.recent * 0.5 ** (now - self._asked_at))
+        recent = max(tally.used, tally.recent * 0.5 ** (now - self._asked_at)) if now < tally.used_at + IDLE_S else 0.0
         return tally.wanted + min(AHEAD_S * max(0.0, recent), fair)
 
     def _roll(self, now: float) -> None:
@@ -236,7 +242,7 @@ class LeasedQuota:
     def _next(self, tally: Tally, limit: Limit, now: float) -> Tally:
         start, end = limit.window(now)
         free = None if tally.free is None else limit.value
-        return Tally(start, end, free, wanted=tally.wanted, used=tally.used, recent=tally.recent)
+        return Tally(start, end, free, wanted=tally.wanted, used=tally.used, recent=tally.recent, used_at=tally.used_at)
 
 
 def _need(limit: Limit, needs: Needs) -> float:

@@ -95,8 +95,11 @@ def test_prices_turn_costs_into_money_in_answers_metrics_and_files(folder, tmp_p
     async def scenario() -> None:
         async with real_api(folder, info=info, auth=auth, usage_files=files) as api:
             api.client.headers["authorization"] = "Bearer sk-alice"
-            usage = (await api.complete(**ASKED, **COST))["usage"]
-            assert usage["cost"] == usage["cost_details"]["compute_seconds"] > 0
+            answer = await api.complete(**ASKED, **COST)
+            usage = answer["usage"]
+            timeline = (await api.client.get(f"/debug/requests/{answer['id']}")).json()["sequences"][0]
+            assert timeline["price"] == pytest.approx(usage["cost"])
+            assert usage["cost"] == pytest.approx(usage["cost_details"]["compute_seconds"]) and usage["cost"] > 0
             found = await api.scrape_when(lambda s: s.sum("manta_key_output_tokens_total") > 0)
             assert found.sum("manta_key_output_tokens_total", key="alice") == usage["completion_tokens"]
             assert found.sum("manta_key_cost_total", key="alice") == pytest.approx(usage["cost"])

@@ -290,6 +290,43 @@ def test_without_a_store_an_ingress_spends_its_part_of_what_was_left_and_never_w
     assert shared.quotas["b"].is_unknown(shared.limits[0])
 
 
+def test_an_ingress_without_requests_gives_back_everything_and_has_nothing_more_to_write():
+    budget = BudgetLimit(budget_duration="1d", max_budget=100.0)
+    shared = Shared(KeyLimits(tpm_limit=1000, budget_limits=(budget,)))
+    for _ in range(3):
+        charge = shared.take("a", needs(10))
+        assert charge is not None
+        shared.quotas["a"].settle(charge, {"tokens": 12, "money": 0.1}, shared.now)
+    seconds = 0
+    while not shared.quotas["a"].is_settled:
+        shared.now, seconds = shared.now + 1, seconds + 1
+        shared.exchange("a")
+    assert 1 < seconds < 10
+    assert shared.taken("tpm_limit/1m") == pytest.approx(36)
+    assert shared.taken("max_budget/1d") == pytest.approx(0.3)
+
+
+def test_what_is_given_back_is_not_spent_although_the_store_has_not_answered():
+    shared = Shared(KeyLimits(rpm_limit=10))
+    for _ in range(3):
+        assert shared.take("a", needs()) is not None
+    shared.exchange("a")
+    shared.value = shared.quotas["a"].propose(shared.value, shared.now, leaving=True)
+    while shared.take("b", needs()) is not None:
+        pass
+    assert shared.taken("rpm_limit/1m") == 10
+    assert shared.quotas["a"].take(needs(), shared.now) is None
+
+
+def test_what_a_request_did_not_use_is_no_credit_in_the_next_minute():
+    shared = Shared(KeyLimits(tpm_limit=100), "a")
+    charge = shared.take("a", needs(80))
+    assert charge is not None
+    shared.now += MINUTE
+    shared.quotas["a"].settle(charge, {"tokens": 10}, shared.now)
+    assert sum(shared.take("a", needs(10)) is not None for _ in range(20)) == 10
+
+
 def test_limits_that_change_keep_what_was_spent():
     shared = Shared(KeyLimits(rpm_limit=10), "a")
     for _ in range(8):
