@@ -139,6 +139,16 @@ class KeyQuota:
     def counts_cost(self) -> bool:
         return bool(self.limits.budget_limits)
 
+    def estimate(self, demand: Demand) -> dict[Unit, float]:
+        """Return what a request probably needs. What is only expected is at most half of a limit: otherwise a key whose
+        requests were once large would never run again. Other ingresses reserve the other half at most."""
+        needs = self.means.of(demand)
+        for limit in self._all:
+            if limit.unit in needs:
+                needs[limit.unit] = min(needs[limit.unit], limit.value / 2)
+        needs["tokens"] = max(needs["tokens"], demand.prompt_tokens)
+        return needs
+
     async def take(self, needs: Needs) -> Charge:
         """Charge a request with what it probably needs. Raises QuotaExceeded, and StoreUnavailable if nothing is known
         of a limit."""
@@ -254,7 +264,7 @@ class RequestQuota(NoQuota):
     @asynccontextmanager
     async def charged(self, demand: Demand, used: Callable[[], Used]) -> AsyncGenerator[None]:
         counts, self._counted = not self._counted, True
-        needs: dict[Unit, float] = {"requests": float(counts), "parallel": 0.0, **self._key.means.of(demand)}
+        needs: dict[Unit, float] = {"requests": float(counts), "parallel": 0.0, **self._key.estimate(demand)}
         slot: dict[Unit, float] = {"parallel": 1.0}
         self._num_running += 1
         try:

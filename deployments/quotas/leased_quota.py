@@ -68,6 +68,7 @@ class LeasedQuota:
         """holder: name of this ingress. num_holders: number of ingresses. now: seconds since 1970, as everywhere."""
         self._holder, self._num_holders = holder, num_holders
         self._limits: dict[str, Limit] = {}
+        self._known: dict[str, Limit] = {}  # with those that were removed; requests under way are still settled
         self._tallies: dict[str, Tally] = {}
         self._in_flight = 0
         self._asked_at = now
@@ -77,13 +78,12 @@ class LeasedQuota:
 
     def change(self, limits: Sequence[Limit], now: float) -> None:
         """Replace the limits. What has been spent stays spent."""
-        self._limits = {limit.name: limit for limit in limits}
-        self._tallies = {
-            name: self._tallies.get(name) or Tally(*limit.window(now), free=None)
-            for name, limit in self._limits.items()
-        }
-        for tally in self._tallies.values():
-            tally.refused_until = 0.0
+        before, self._limits = self._limits, {limit.name: limit for limit in limits}
+        self._known |= self._limits
+        for name, limit in self._limits.items():
+            self._tallies.setdefault(name, Tally(*limit.window(now), free=None)).refused_until = 0.0
+        for name in before.keys() - self._limits.keys():
+            self._tallies[name].reserve = 0.0  # it may come back when the store has given that to others
 
     def take(self, needs: Needs, now: float) -> Charge | None:
         """Charge a request with what it probably needs. Returns None if the reserve is too small."""
@@ -102,9 +102,7 @@ class LeasedQuota:
         self._roll(now)
         self._in_flight -= 1
         for name, amount in charge.amounts.items():
-            limit, tally = self._limits.get(name), self._tallies.get(name)
-            if limit is None or tally is None:
-                continue
+            limit, tally = self._known[name], self._tallies[name]
             more = -amount if limit.duration is None else used.get(limit.unit, 0.0) - amount
             if tally.start == charge.starts[name] or more > 0:
                 tally.spend(more)
@@ -148,7 +146,8 @@ class LeasedQuota:
     def is_settled(self) -> bool:
         """Whether the store has everything, and nothing is reserved."""
         return not self._in_flight and all(
-            tally.written == Share(tally.spent, 0.0) and not tally.wanted for tally in self._tallies.values()
+            tally.written == Share(tally.spent, 0.0) and not tally.wanted
+            for tally in map(self._tallies.__getitem__, self._limits)
         )
 
     def go_alone(self, now: float) -> None:
@@ -184,10 +183,9 @@ class LeasedQuota:
             left = max(0.0, limit.value - window.taken(self._holder) - tally.spent)
             wish = 0.0 if leaving else self._wish(tally, left / (2 * num_live), now)
             reserved = min(left, math.floor(wish) if limit.is_whole else wish)
-            if reserved < tally.reserve:
-                tally.reserve = reserved  # it must no longer be spent, even if the answer of the store is lost
-            else:
-                more[name] = reserved - tally.reserve
+            # the rest must no longer be spent, even if the answer of the store is lost
+            tally.reserve = min(tally.reserve, reserved)
+            more[name] = reserved - tally.reserve
             window.shares[self._holder] = Share(tally.spent, reserved)
         record.leases[self._holder] = now + LEASE_S
         record.version += 1
@@ -201,12 +199,12 @@ class LeasedQuota:
         self._proposal = None
         for name, limit in self._limits.items():
             tally, window = self._tallies[name], record.windows.get(name)
-            if window is None or window.start != tally.start:
+            if name not in more or window is None or window.start != tally.start:
                 continue  # a new window, or a limit, that has come since
             share = window.shares[self._holder]
             tally.written, tally.granted_alone = share, False
             tally.free = limit.value - window.taken(self._holder) - share.spent - share.reserved
-            tally.reserve += more.get(name, 0.0)
+            tally.reserve += more[name]
             decay = 0.5 ** (now - self._asked_at)
             tally.recent, tally.used = max(tally.used, tally.recent * decay), 0.0
             if tally.wanted > tally.reserve:

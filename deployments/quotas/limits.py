@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 DURATION = r"^[1-9]\d{0,4}(s|m|h|d|mo)$"
@@ -47,6 +47,14 @@ class KeyLimits(BaseModel):
     models: tuple[str, ...] | None = Field(default=None)  #: models and adapters that requests may name; None: all
     priority: int = Field(default=0, ge=-PRIORITY, le=PRIORITY)
     """Priority of its requests. They may ask for a lower priority (a greater number), not for a higher one."""
+
+    @field_validator("budget_limits")
+    @classmethod
+    def _differ(cls, budgets: tuple[BudgetLimit, ...]) -> tuple[BudgetLimit, ...]:
+        given = [(b.budget_duration, name) for b in budgets for name, value in b if isinstance(value, float)]
+        if len(set(given)) < len(given):
+            raise PydanticCustomError("twice", "budgets of which no two limit the same cost in the same time")
+        return budgets
 
     def all(self) -> list[Limit]:
         """Return everything that is counted."""

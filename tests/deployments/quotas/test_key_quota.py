@@ -14,9 +14,10 @@ import pytest
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from deployments.quotas import key_quota
-from deployments.quotas.key_quota import KeyQuota
+from deployments.quotas.errors import QuotaExceeded
+from deployments.quotas.key_quota import Demand, KeyQuota, RequestQuota, Used
 from deployments.quotas.limits import BudgetLimit, KeyLimits
-from deployments.storage.config import StoreConfig
+from deployments.storage.config import StoreConfig, open_store
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.real_api import real_api
 from tests.models import make_model
@@ -245,5 +246,26 @@ def test_a_budget_is_spent_by_what_requests_have_really_cost(tmp_path: Path):
             assert refused.value.param == "max_engine_seconds/1d"
             headers = refused.value.response.headers
             assert headers["x-should-retry"] == "false" and headers["retry-after"] == str(12 * 3600)
+
+    run(scenario())
+
+
+def test_a_key_whose_requests_were_larger_than_its_limits_runs_again_in_the_next_window(monkeypatch):
+    budget = BudgetLimit(budget_duration="1m", max_budget=1.0)
+    used = Used(True, 5, 500, 0.0, money=3.0)
+    wall = NOON
+
+    async def scenario() -> None:
+        nonlocal wall
+        key = KeyQuota("small", KeyLimits(tpm_limit=100, budget_limits=(budget,)), open_store(StoreConfig()), "a", 1)
+        monkeypatch.setattr(key, "_wall", lambda: wall)
+        for _ in range(3):
+            async with RequestQuota(key).charged(Demand(5, 1, None), lambda: used):
+                pass
+            with pytest.raises(QuotaExceeded, match="has used up its tpm_limit/1m of 100"):
+                await key.take(key.estimate(Demand(5, 1, None)))
+            wall += 60
+        with pytest.raises(QuotaExceeded):
+            await key.take(key.estimate(Demand(101, 1, None)))
 
     run(scenario())

@@ -334,3 +334,31 @@ def test_limits_that_change_keep_what_was_spent():
     shared.quotas["a"].change(KeyLimits(rpm_limit=9, tpm_limit=5).all(), shared.now)
     assert shared.take("a", needs()) is not None
     assert shared.take("a", needs()) is None
+
+
+def test_a_limit_that_was_removed_for_a_while_keeps_what_was_spent():
+    shared = Shared(KeyLimits(rpm_limit=3, max_parallel_requests=2), "a")
+    quota = shared.quotas["a"]
+    charges = [shared.take("a", needs()) for _ in range(2)]
+    quota.change([], shared.now)
+    for charge in charges:
+        assert charge is not None
+        quota.settle(charge, needs(), shared.now)
+    quota.change(shared.limits, shared.now)
+    shared.exchange("a")
+    assert shared.taken("rpm_limit/1m") >= 2
+    assert [shared.take("a", needs()) is not None for _ in range(3)] == [True, False, False]
+    shared.now += MINUTE
+    assert shared.take("a", needs()) is not None, "one still runs"
+    assert shared.take("a", needs()) is None
+
+
+def test_a_limit_that_comes_while_the_store_is_asked_waits_for_the_next_answer():
+    shared = Shared(KeyLimits(rpm_limit=3))
+    shared.exchange("b")
+    new = shared.quotas["a"] = LeasedQuota("a", [], 2, shared.now)
+    shared.value = new.propose(shared.value, shared.now)
+    new.change(shared.limits, shared.now)
+    new.commit(shared.now)
+    assert new.is_unknown(shared.limits[0])
+    assert shared.take("a", needs()) is not None

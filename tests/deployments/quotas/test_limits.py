@@ -43,3 +43,10 @@ def test_each_limit_has_its_own_name():
     )
     limits = KeyLimits(rpm_limit=1, tpm_limit=2, max_parallel_requests=3, budget_limits=budgets).all()
     assert len({limit.name for limit in limits}) == 7
+
+
+def test_two_budgets_of_the_same_time_are_refused_since_one_would_not_be_kept():
+    budgets = [{"budget_duration": "1d", "max_budget": 1}, {"budget_duration": "1d", "max_engine_seconds": 1}]
+    assert len(KeyLimits.model_validate({"budget_limits": budgets}).all()) == 2
+    with pytest.raises(ValidationError, match="no two limit the same cost"):
+        KeyLimits.model_validate({"budget_limits": [*budgets, {"budget_duration": "1d", "max_budget": 100}]})
