@@ -17,7 +17,8 @@ class Engines:
     """An EngineGroup as the tests of EngineCore use it."""
 
     def __init__(self, group: EngineGroup):
-        self.group, core = group, group._core
+        self.group = group
+        self.core = core = group._core
         self.model_config, self.scheduler = core.model_config, core.scheduler
         self.add, self.step, self.stats = group.add, group.step, group.stats
 

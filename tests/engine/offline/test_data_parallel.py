@@ -23,6 +23,8 @@ from tests.shared_engines import running
 
 NGRAM = SpeculativeConfig(method="ngram")
 FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "gpt_oss", "glm4_moe")
+PREEMPTS = {("qwen3_moe", 2), ("deepseek_v3", 2)}
+"""Families and numbers of engines for which the first engine has too few blocks for its requests."""
 FAST = {("qwen3_moe", "bfloat16", 2), ("deepseek_v3", "float32", 2), ("qwen3_next", "float32", 2)}
 
 
@@ -98,6 +100,7 @@ def test_engines_that_share_experts_give_the_bits_of_one(
     assert outcome.bits() == on_one_engine(family, dtype).bits()
     assert len(set(outcome.tokens["greedy"])) > 2, "output that repeats one token would prove nothing"
     assert outcome.cached > 0 or family == "qwen3_next"
+    assert outcome.stats is not None and (outcome.stats.preemptions > 0 or (family, engines) not in PREEMPTS)
     assert stats[0].generation_tokens < sum(map(len, outcome.tokens.values())), "other engines answered too"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel_group import DataParallelGroup, Wave
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
 from engine.runner.launching import wave_launcher
@@ -90,6 +90,10 @@ def test_engines_without_requests_serve_one_that_has_some_and_then_all_sleep(mon
         assert found[1].begun == [2, 2, 2, None], "the others wait for it between two steps"
         assert not any(found[0].begun) and not any(found[2].begun)
         begun = len(found[0].begun)
+        late = found[2].launcher._queue
+        late.put(Wave(0))
+        wait_until(late.empty)
+        assert len(found[2].begun) == begun, "a message that comes after its wave starts nothing"
         found[0].launch("later").result(TIMEOUT_S)
         found[0].launcher.rest()
         wait_until(lambda: asleep(found) and len(found[0].begun) > begun)
