@@ -134,6 +134,25 @@ def test_aborted_requests_end_in_every_engine_and_the_others_go_on(pool, folder_
         assert run_rounds(group).bits() == on_one_engine("qwen3_moe", "float32").bits()
 
 
+def test_an_id_can_be_used_again_while_an_engine_still_answers_the_aborted_request(pool, folder_of):
+    with running(pool, shared(folder_of("qwen3_moe"), 2)) as group:
+        for name in ("first engine", "again"):
+            params = SamplingParams(max_tokens=200, ignore_eos=True)
+            group.add(GenerateRequest(request_id=name, prompt=[3, 4, 5], params=params))
+        while not any(event.delta.request_id == "again" for event in group.step()):
+            pass
+        for length in (3, 4):
+            group.group.abort("again", "stop")
+            params = SamplingParams(max_tokens=length, ignore_eos=True)
+            group.add(GenerateRequest(request_id="again", prompt=[3, 4, 5], params=params))
+        found = []
+        while "again" in group.group._live:
+            found += [event.delta for event in group.step() if event.delta.request_id == "again"]
+        assert [delta.position for delta in found if delta.token_ids] == [0, 1, 2, 3]
+        assert found[-1].finish_reason == "length"
+        group.group.abort("first engine")
+
+
 @pytest.mark.slow
 def test_the_death_of_an_engine_ends_the_group_with_an_error_and_a_new_group_replays_to_the_same_text(tmp_path):
     folder = str(make_model(tmp_path, "qwen3_moe", tokenizer=True))
