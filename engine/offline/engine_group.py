@@ -80,6 +80,8 @@ class EngineGroup:
         self._addresses = ranks.exchange("")
         self._peers = PushSockets(inbox.context, key=ranks.key)
         self._live: dict[str, int] = {}  # request id -> engine
+        #: Engine in a child, and number of its aborted requests whose last delta is still to come, by request id.
+        self._aborted: dict[str, tuple[int, int]] = {}
         self._numbers = [0] * ranks.size  # of live requests
         self._stats: dict[str, EngineStats] = {}
         self._lost: str | None = None
@@ -92,7 +94,8 @@ class EngineGroup:
 
     def add(self, message: GenerateRequest) -> None:
         """Take a request, or raise a ServingError. Engines in children report errors later, in deltas."""
-        engine = self._numbers.index(min(self._numbers))
+        # an aborted request with this id may still be answered: then the same engine answers this one, afterwards
+        engine, _ = self._aborted.get(message.request_id, (self._numbers.index(min(self._numbers)), 0))
         if engine == 0:
             self._core.add(message)
         else:
@@ -107,6 +110,7 @@ class EngineGroup:
             return None
         if engine:
             self._send(engine, Abort(request_id, reason))
+            self._aborted[request_id] = engine, self._aborted.get(request_id, (engine, 0))[1] + 1
             return None
         event = self._core.abort(request_id, reason)
         return None if event is None else Answer(event.delta)
@@ -120,7 +124,7 @@ class EngineGroup:
             self._inbox.tokens.socket.poll(POLL_MS)
         deltas = [event.delta for event in self._core.step()]
         for batch in self._inbox.tokens.messages():
-            deltas += [delta for delta in batch.deltas if delta.request_id in self._live]
+            deltas += [delta for delta in batch.deltas if not self._is_late(delta)]
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
@@ -150,6 +154,18 @@ class EngineGroup:
         if engine is not None:
             self._numbers[engine] -= 1
         return engine
+
+    def _is_late(self, delta: TokenDelta) -> bool:
+        """Whether a delta from a child answers an aborted request, not a later one with the same id."""
+        if (aborted := self._aborted.get(delta.request_id)) is None:
+            return False
+        if delta.finish_reason is not None:
+            engine, count = aborted
+            if count > 1:
+                self._aborted[delta.request_id] = engine, count - 1
+            else:
+                del self._aborted[delta.request_id]
+        return True
 
     def _lose(self, reason: str) -> None:
         self._lost = reason
