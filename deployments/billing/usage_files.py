@@ -95,15 +95,15 @@ class UsageFiles(NoUsageFiles):
         self._changed.add(_day(line.hour))
 
     def write(self) -> None:
-        """Write the files that have changed, and forget days that have ended. Raises OSError."""
-        today = _day(datetime.fromtimestamp(self._wall(), UTC))
+        """Write the files that have changed, and forget the days before yesterday. Raises OSError."""
+        yesterday = _day(datetime.fromtimestamp(self._wall(), UTC)) - timedelta(days=1)  # a clock may be set back
         for day in sorted(self._changed):
             name = f"manta-usage-{day:%Y-%m-%d}-{self._ingress_id}.csv"
             new = self._folder / f".{name}.new"
             new.write_text(self._text(day), encoding="utf-8")
             new.replace(self._folder / name)
             self._changed.discard(day)
-        self._lines = {line: used for line, used in self._lines.items() if line.hour >= today}
+        self._lines = {line: used for line, used in self._lines.items() if line.hour >= yesterday}
 
     @asynccontextmanager
     async def written(self) -> AsyncGenerator[None]:

@@ -229,6 +229,7 @@ class Sequence:
             texts=self._texts if context.timelines.keeps_texts else None,
             prices=context.prices,
             usage_files=context.usage_files,
+            counts_prompt=first,
         )
         self._tokenizer = context.tokenizer
         self._text = TextStream(request.params, context.tokenizer, index)

@@ -39,12 +39,15 @@ class SequenceMetrics:
         texts: Callable[[], tuple[str, str]] | None = None,
         prices: Prices = FREE,
         usage_files: NoUsageFiles = NO_USAGE_FILES,
+        counts_prompt: bool = True,
     ):
         """quiet: whether another sequence represents this one in logs, traces and timelines, unless an error occurs.
-        texts: function that returns the prompt and output to show in the timeline."""
+        texts: function that returns the prompt and output to show in the timeline. counts_prompt: whether the API key
+        has used the prompt's tokens; other sequences of the same prompt have not used them again."""
         self.answered = False  #: whether the current attempt has produced a token
         self._http, self._stats, self._timelines = http, stats, timelines
         self._availability, self._quiet, self._texts = availability, quiet, texts
+        self._counts_prompt = counts_prompt
         self._payer, self._prices, self._usage_files = payer_of(request.client), prices, usage_files
         self._timeline = SequenceTimeline(
             request_id=request.request_id,
@@ -172,8 +175,8 @@ class SequenceMetrics:
         timeline.price = self._prices.of(cost)
         used = UsageTotals(
             1,
-            timeline.prompt_tokens,
-            timeline.cached_tokens,
+            timeline.prompt_tokens if self._counts_prompt else 0,
+            timeline.cached_tokens if self._counts_prompt else 0,
             timeline.output_tokens,
             cost.compute_s,
             cost.wasted_s,

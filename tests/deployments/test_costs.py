@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -95,16 +96,18 @@ def test_prices_turn_costs_into_money_in_answers_metrics_and_files(folder, tmp_p
     async def scenario() -> None:
         async with real_api(folder, info=info, auth=auth, usage_files=files) as api:
             api.client.headers["authorization"] = "Bearer sk-alice"
-            answer = await api.complete(**ASKED, **COST)
+            answer = await api.complete(**ASKED, n=2, **COST)
             usage = answer["usage"]
-            timeline = (await api.client.get(f"/debug/requests/{answer['id']}")).json()["sequences"][0]
-            assert timeline["price"] == pytest.approx(usage["cost"])
+            timelines = (await api.client.get(f"/debug/requests/{answer['id']}")).json()["sequences"]
+            assert sum(timeline["price"] for timeline in timelines) == pytest.approx(usage["cost"])
             assert usage["cost"] == pytest.approx(usage["cost_details"]["compute_seconds"]) and usage["cost"] > 0
             found = await api.scrape_when(lambda s: s.sum("manta_key_output_tokens_total") > 0)
             assert found.sum("manta_key_output_tokens_total", key="alice") == usage["completion_tokens"]
+            assert found.sum("manta_key_prompt_tokens_total", key="alice") == usage["prompt_tokens"]
             assert found.sum("manta_key_cost_total", key="alice") == pytest.approx(usage["cost"])
             files.write()
             (file,) = tmp_path.iterdir()
-            assert f"{usage['cost']}" in file.read_text() and "alice" in file.read_text()
+            (line,) = csv.DictReader(file.read_text().splitlines())
+            assert line["SubAccountId"] == "alice" and float(line["BilledCost"]) == pytest.approx(usage["cost"])
 
     run(scenario())

@@ -49,6 +49,10 @@ def test_each_hour_key_model_and_adapter_has_a_line_in_the_file_of_its_day(tmp_p
     files.write()
     assert rows(tmp_path / names[0]) == old, "a day that has ended stays as it was written"
     assert len(rows(tmp_path / names[1])) == 2
+    time.now = Time.now  # a clock that is set back over midnight
+    files.add("c", "large", None, USED)
+    files.write()
+    assert [row for row in rows(tmp_path / names[0]) if row["SubAccountId"] != "c"] == old, "nothing is lost"
 
 
 def test_what_was_used_is_written_at_the_end_too_and_a_folder_that_is_gone_ends_nothing(tmp_path: Path, monkeypatch):
