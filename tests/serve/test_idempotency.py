@@ -17,7 +17,7 @@ import msgspec
 import psutil
 import pytest
 
-from deployments.jobs.record import JobRecord
+from deployments.jobs.record import JobRecord, record_key
 from deployments.storage.key_value import CHECKSUM_BYTES
 from tests.resuming_client import ResumingClient, read_all
 from tests.scrape import Scrape
@@ -195,7 +195,7 @@ def test_after_everything_was_killed_each_answer_that_was_left_is_computed_once(
     def blow() -> None:
         serving.stop()
         with sqlite3.connect(serving.store) as database:
-            rows = database.execute("select value from stored where key like 'manta:answer:%'").fetchall()
+            rows = database.execute("select value from stored where key like ?", [record_key("%")]).fetchall()
         records = (msgspec.msgpack.decode(value[CHECKSUM_BYTES:], type=JobRecord) for (value,) in rows)
         left.append(sum(record.outputs is None for record in records))
         serving.start()
