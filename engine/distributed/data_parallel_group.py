@@ -37,7 +37,7 @@ class DataParallelGroup(TPGroup):
     def __init__(self, all_engines: ConnectedGroup, device: str = "cpu"):
         """Connect the engines. Every rank has to call this at the same time. Raises StartupError."""
         super().__init__(0, 1, all_engines.key)
-        self.all_engines = all_engines
+        self.all_engines: ConnectedGroup = all_engines
         self.host, self.local_size = all_engines.host, all_engines.local_size
         self.expert_exchange = ExpertExchange(all_engines, "cuda" if is_gpu(device) else "cpu")
         with self.starting():

@@ -69,6 +69,8 @@ class TPGroup:
         self.rank, self.size, self.key = rank, size, key
         #: The ranks of all stages.
         self.all_ranks: TPGroup = self
+        #: The ranks of all engines that share experts.
+        self.all_engines: TPGroup = self
 
     @staticmethod
     def single(key: ClusterKey | None = None) -> TPGroup:

@@ -31,9 +31,9 @@ def plan_blocks(
 ) -> tuple[list[int], int, int]:
     """Return (blocks of each KV cache group, longest sequence in tokens, snapshots of recurrent states).
 
-    Both numbers are the smallest of any rank, so that all ranks agree. run_dummy_step: computes a step of (tokens,
-    sequences). drafter_block_bytes: bytes that a drafter needs for each block of the first group. Raises OutOfMemory if
-    the configured lengths do not fit.
+    Both numbers are the smallest of any rank, so that all ranks agree, and all engines that share experts.
+    run_dummy_step: computes a step of (tokens, sequences). drafter_block_bytes: bytes that a drafter needs for each
+    block of the first group. Raises OutOfMemory if the configured lengths do not fit.
     """
     if setup.torch_device.type == "cpu":
         free = kv_cache.free_host_bytes() // setup.tp.local_size
@@ -55,7 +55,8 @@ def plan_blocks(
         drafter_bytes=drafter_block_bytes,
         state_bytes=snapshots * snapshot_bytes(specs),
     )
-    of_ranks = [map(int, answer.split()) for answer in tp.exchange(" ".join(map(str, [snapshots, *blocks])))]
+    answers = tp.all_engines.exchange(" ".join(map(str, [snapshots, *blocks])))
+    of_ranks = [map(int, answer.split()) for answer in answers]
     snapshots, *blocks = [min(counts) for counts in zip(*of_ranks, strict=True)]
     needs = kv_cache.group_needs(config, size, model, dtype, tp)
     return blocks, min(longest, kv_cache.longest_that_fits(needs, longest, blocks)), snapshots

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_RUNNING = 4  # batches of one owner that an ingress runs at a time
 POLL_S = 2.0  # between checks for batches whose ingress has died
 PAUSE_S = 10.0  # after a disk failure
+LONGEST_WAIT_S = 60  # before a refused request is sent again; its limits may have been raised meanwhile
 CLEAN_UP_S = 600.0
 RETRIED = (429, 503)  # statuses after which a request waits, because the engines are busy or gone
 
@@ -131,7 +132,7 @@ class BatchWorker:
             response = await post(self._app, batch.endpoint, request.body, headers, dict(state))
             if response.status not in RETRIED:
                 return response
-            await asyncio.sleep(int(response.headers["retry-after"]))
+            await asyncio.sleep(min(int(response.headers["retry-after"]), LONGEST_WAIT_S))
 
     async def _clean_up(self) -> None:
         if time.monotonic() > self._cleaned_up_at + CLEAN_UP_S:

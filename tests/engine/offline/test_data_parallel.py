@@ -7,6 +7,7 @@ import signal
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from engine.wire.messages import GenerateRequest
 from tests.engine.offline.test_rank_processes import wait_until
 from tests.engine.offline.test_tensor_parallel import BUSY, MAX_TOKENS, Outcome, make_config, random_prompt, run
 from tests.models import make_model
-from tests.shared_engines import running
+from tests.shared_engines import run_server, running
 
 NGRAM = SpeculativeConfig(method="ngram")
 FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "gpt_oss", "glm4_moe")
@@ -38,7 +39,9 @@ def folder_of(tmp_path_factory):
 
 
 def shared(folder: Path, engines: int, **options: Any) -> EngineConfig:
-    defaults = {"determinism": "strict", "expert_parallel": engines > 1, "data_parallel": engines}
+    defaults: dict[str, Any] = {"determinism": "strict", "expert_parallel": engines > 1, "data_parallel": engines}
+    if engines == 2:
+        defaults["num_blocks"] = 17  # too few for half of the requests
     return make_config(folder, 1, **{**BUSY, **defaults, **options})
 
 
@@ -118,6 +121,20 @@ def test_engines_that_talk_through_gloo_give_the_tokens_of_one(pool, folder_of, 
     config = shared(folder_of("qwen3_moe"), 2, determinism=determinism)
     with running(pool, config, shared_memory=False) as group:
         assert run_rounds(group).tokens == on_one_engine("qwen3_moe", "float32").tokens
+
+
+def run_with_little_memory(*args: Any) -> None:
+    with mock.patch("engine.runner.kv_cache.free_host_bytes", return_value=2**20):
+        run_server(*args)
+
+
+def test_all_engines_have_the_blocks_of_the_one_with_the_least_memory(pool, folder_of, monkeypatch):
+    options: dict[str, Any] = {"num_blocks": None}
+    with pool.engine(shared(folder_of("qwen3_moe"), 1, **options)) as core:
+        most = core.scheduler.kv_cache.groups[0].pool.num_blocks
+    monkeypatch.setattr("tests.shared_engines.run_server", run_with_little_memory)
+    with running(pool, shared(folder_of("qwen3_moe"), 2, **options)) as group:
+        assert group.scheduler.kv_cache.groups[0].pool.num_blocks < most
 
 
 def test_aborted_requests_end_in_every_engine_and_the_others_go_on(pool, folder_of, on_one_engine):

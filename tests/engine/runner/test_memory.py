@@ -6,7 +6,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
-from engine.model.state import StateSpec
+from engine.model.state import CHUNK, StateSpec
 from engine.runner.kv_cache import choose_num_blocks
 from engine.runner.memory import choose_num_snapshots, snapshot_bytes, snapshot_interval
 from tests.engine.model.model_configs import tiny_config
@@ -38,7 +38,7 @@ def test_beside_a_number_of_blocks_they_take_a_third_of_what_these_do():
 
 def test_there_are_never_fewer_than_a_handoff_needs_nor_more_than_all_sequences_use():
     assert snapshots(kv_cache_memory_gib=1e-4) == 2
-    assert snapshots(max_model_len=640) == 8 * (1 + 10)
+    assert snapshots(max_model_len=640) == 8 * (1 + 640 // CHUNK)
 
 
 def test_there_are_none_without_states_and_where_nothing_would_use_them():
