@@ -41,7 +41,7 @@ def folder_of(tmp_path_factory):
 def shared(folder: Path, engines: int, **options: Any) -> EngineConfig:
     defaults: dict[str, Any] = {"determinism": "strict", "expert_parallel": engines > 1, "data_parallel": engines}
     if engines == 2:
-        defaults["num_blocks"] = 17  # too few for half of the requests
+        defaults["num_blocks"] = 14  # too few for half of the requests
     return make_config(folder, 1, **{**BUSY, **defaults, **options})
 
 
