@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
 
 import httpx
 import pytest
@@ -15,11 +12,12 @@ from engine import LLM, SamplingParams
 from tests.models import make_model
 from tests.serve.fake_cluster import FakeCluster
 from tests.serve.serve_run import ServeRun, wait_until
+from tests.serve.test_pipeline_stages import check_kill
 from tests.serve.test_rank_groups import CONTEXT, HEAD, NODE, POOL, PROMPTS, TOKENS, Serving, text
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
-MODEL, ENGINES, STREAMS, LONG = "spread", 2, 16, 400
+MODEL, ENGINES = "spread", 2
 OPTIONS = {"device": "cpu", "dtype": "float32", "determinism": "strict"}
 
 
@@ -68,17 +66,4 @@ def test_engines_on_two_nodes_answer_as_one_does_and_both_take_requests(serving,
 
 @pytest.mark.parametrize("engine", range(ENGINES))
 def test_an_engine_killed_in_the_middle_of_16_streams_changes_no_text(serving, engine):
-    serving.wait_for_all()
-    expected = text(serving.ask(MODEL, max_tokens=LONG, timeout_s=60))
-    (replica,) = serving.replicas(MODEL)
-    with ThreadPoolExecutor(STREAMS) as pool:
-        started = [Event() for _ in range(STREAMS)]
-        running = [pool.submit(serving.stream, MODEL, event, LONG) for event in started]
-        assert all(event.wait(60) for event in started)
-        assert not any(stream.done() for stream in running)
-        os.kill(replica.ranks[engine].pid, signal.SIGKILL)
-        answers = [stream.result(timeout=120) for stream in running]
-    assert {answer.error for answer in answers} == {None}
-    assert {answer.text for answer in answers} == {expected}
-    serving.wait_for_all()
-    assert replica not in serving.replicas(MODEL)
+    check_kill(serving, engine)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Iterator
-
 import msgspec
 import pytest
-from aiohttp import web
 from rich.console import Console
 
 from cluster.cli.explain import fetch, show, summary_of
@@ -74,34 +69,6 @@ def test_moments_are_told_in_seconds_since_the_request_came_and_word_for_word():
     assert "+0.021 decode-1 first [bold]token" in lines
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
-    """Its URL, and its answers by path: status and body."""
-    answers: dict[str, tuple[int, str]] = {}
-
-    async def answer(request: web.Request) -> web.Response:
-        status, body = answers[request.raw_path]
-        return web.Response(status=status, text=body)
-
-    async def start() -> tuple[web.AppRunner, str]:
-        app = web.Application()
-        app.add_routes([web.get("/{path:.*}", answer)])
-        runner = web.AppRunner(app, shutdown_timeout=0)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    runner, url = asyncio.run_coroutine_threadsafe(start(), loop).result()
-    yield url, answers
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-
-
 @pytest.mark.parametrize(
     ("status", "body", "error", "message"),
     [
@@ -118,7 +85,7 @@ def server() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
 )
 def test_what_a_server_answers_in_place_of_a_timeline_is_one_clear_error(server, status, body, error, message):
     url, answers = server
-    answers["/debug/requests/a%2Fb%3F"] = (status, body)
+    answers["/debug/requests/a%2Fb%3F"] = status, body.encode()
     with pytest.raises(error, match=message):
         fetch(url, "a/b?", None)
 
