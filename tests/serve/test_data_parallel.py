@@ -10,14 +10,12 @@ import pytest
 
 from engine import LLM, SamplingParams
 from tests.models import make_model
-from tests.serve.fake_cluster import FakeCluster
-from tests.serve.serve_run import ServeRun, wait_until
-from tests.serve.test_pipeline_stages import check_kill
-from tests.serve.test_rank_groups import CONTEXT, HEAD, NODE, POOL, PROMPTS, TOKENS, Serving, text
+from tests.serve.test_pipeline_stages import MODEL, check_kill, served
+from tests.serve.test_rank_groups import CONTEXT, PROMPTS, TOKENS, Serving, text
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
-MODEL, ENGINES = "spread", 2
+ENGINES = 2
 OPTIONS = {"device": "cpu", "dtype": "float32", "determinism": "strict"}
 
 
@@ -28,26 +26,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory, folder) -> Iterator[Serving]:
-    model = {
-        "name": MODEL,
-        "model": str(folder),
-        "engine": {"data_parallel": ENGINES, "expert_parallel": True, "num_blocks": 2048, **OPTIONS},
-        "decode": {"num_cpus": 0.25, "label_selector": POOL, "placement_strategy": "STRICT_SPREAD"},
-    }
-    ingress = {"name": "ingress", "ray_actor_options": {"num_cpus": 0.1, "label_selector": {"pool": "!decode"}}}
-    cluster = FakeCluster([HEAD, *[NODE] * ENGINES])
-    server = ServeRun(
-        tmp_path_factory.mktemp("serve"), {"models": [model]}, address=cluster.address, deployments=[ingress]
-    )
-    serving = Serving(cluster, server, {MODEL: 1})
-    try:
-        serving.wait_for_all()
-        wait_until(lambda: serving.ask(MODEL).status_code == 200)
+    options = {"data_parallel": ENGINES, "expert_parallel": True, **OPTIONS}
+    with served(tmp_path_factory.mktemp("serve"), folder, ENGINES, **options) as serving:
         yield serving
-    finally:
-        (folder.parent / "serve.log").write_text("".join(server.log))
-        server.stop()
-        cluster.stop()
 
 
 def test_engines_on_two_nodes_answer_as_one_does_and_both_take_requests(serving, folder):

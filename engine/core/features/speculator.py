@@ -79,11 +79,11 @@ class Speculator:
         step_cost: DraftCost.of; takes the number of sequences.
         max_drafts: returns how many drafts may follow the token at a position in one step.
         stages: of the pipeline, which different requests have to fill."""
-        self._limit, self._drafter = config.num_speculative_tokens, drafter
+        self._limit, self._drafter, self._stages = config.num_speculative_tokens, drafter, stages
         self._step_cost, self._vocab_size, self._max_drafts = step_cost, vocab_size, max_drafts
         self._cost = 0, 0.0, 0.0, 0.0
         self._step = self._undrafted = StepDrafts(*self._cost)
-        self._num_proposed, self._stages = 0, stages  # the first per request, in the step planned last
+        self._num_proposed = 0  # per request, in the step planned last
         self.totals = SpecDecodeStats()
         #: Called with each new drafter of a sequence; returns the one to use.
         self.watch: Callable[[SequenceDrafter], SequenceDrafter] = unwatched

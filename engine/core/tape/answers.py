@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.text.free_text import FreeText
+
 if TYPE_CHECKING:
     from engine.spec_decode.drafter import SequenceDrafter
-    from engine.text.free_text import FreeText
     from engine.text.grammar import Grammar
 
 ORDINARY = 0
@@ -170,10 +171,10 @@ class TapedGrammar:
         return ReplayedGrammar, (self.forced, len(self.drafts))
 
 
-class ReplayedGrammar:
+class ReplayedGrammar(FreeText):
+    """Accepts and masks nothing, as FreeText does, but waits and drafts as a grammar did."""
+
     constrains = True
-    is_done = False
-    error: str | None = None
 
     def __init__(self, answers: Answers, forced: bool = False, drafts: int = 0):
         self._answers, self.forced, self.drafts = answers, forced, [ORDINARY] * drafts
@@ -183,15 +184,6 @@ class ReplayedGrammar:
             return True
         self.forced, self.drafts = bool(self._answers.take()), [ORDINARY] * self._answers.take()
         return False
-
-    def accept(self, token: int) -> None:
-        pass
-
-    def start_masks(self, guess: list[int] | None = None) -> None:
-        pass
-
-    def masks(self, num_drafts: int = 0) -> bytes:
-        return b""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReplayedGrammar, (self.forced, len(self.drafts))
